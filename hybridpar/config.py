@@ -1,0 +1,150 @@
+"""Why: the options of a training run, in one place that imports nothing heavy.
+
+`hybridpar --help` must answer at once, so these dataclasses know neither torch nor the modules that act on them. Each
+field's docstring is its help text on the command line, its default the command's default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hybridpar.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the images come from and how they are cut into batches."""
+
+    data: str = "digits"
+    """Data set: digits, cifar10, cifar100, caltech101, folder, synthetic."""
+    data_root: Path = Path("data")
+    """Directory of the data set's files; for `folder` it holds train/ and test/ (or val/)."""
+    download: bool = False
+    """Let torchvision download the data set into --data-root."""
+    batch_size: int = 64
+    """Samples per step over all workers and micro-batches together."""
+    loader_workers: int | None = None
+    """Loader processes per worker; default: 0 for data held in memory, else 2."""
+    image_size: int | None = None
+    """Side of the square images; default: what the data set is usually trained at."""
+    synthetic_samples: int = 1024
+    """Number of training samples of `--data synthetic`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer and learning-rate schedule."""
+
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """Optimizer."""
+    lr: float = 0.05
+    """Peak learning rate."""
+    momentum: float = 0.9
+    """Momentum of SGD."""
+    nesterov: bool = False
+    """Use Nesterov momentum."""
+    weight_decay: float = 5e-4
+    """Weight decay; never applied to biases and normalisation layers."""
+    schedule: Literal["cosine", "step", "constant"] = "cosine"
+    """Learning-rate schedule after the warm-up."""
+    step_epochs: tuple[float, ...] = (0.5, 0.75)
+    """Fractions of the run at which `--schedule step` divides the rate by ten."""
+    warmup_epochs: float = 1.0
+    """Epochs of linear warm-up from zero."""
+    label_smoothing: float = 0.0
+    """Label smoothing of the cross-entropy."""
+    clip_norm: float | None = None
+    """Clip gradients to this global norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """How workers exchange gradients."""
+
+    sync_lanes: int = 2
+    """Lanes (CUDA streams, or threads with a process group each) that gradients are sent on."""
+    bucket_mb: float = 8.0
+    """Gradients are sent in buckets of about this many MiB."""
+    guard: bool = True
+    """Skip a step on all workers when any gradient is not finite."""
+    batch_norm: Literal["pooled", "local"] = "pooled"
+    """`pooled`: running statistics of the whole batch over workers and micro-batches; `local`: stock behaviour,
+    averaged over workers at checkpoints."""
+    timeout: float = 120.0
+    """Seconds after which a worker that does not answer is an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(DataConfig, OptimizerConfig, SyncConfig):
+    """Everything a training run can be told."""
+
+    stem: Literal["imagenet", "cifar"] = "imagenet"
+    """Stem of ResNets: 7x7 stride 2 with pooling, or 3x3 stride 1 for small images."""
+    workers: int | None = None
+    """Local workers; default: all GPUs, else 2 on the CPU. Under torchrun: what torchrun started."""
+    epochs: int = 10
+    """Epochs to train."""
+    steps: int | None = None
+    """Stop after this many steps in all, whatever --epochs says."""
+    seed: int = 0
+    """Seed of weights, shuffling, augmentation and dropout."""
+    accumulate: int = 1
+    """Micro-batches per worker and step."""
+    amp: Literal["none", "bf16"] = "none"
+    """Run forward in bfloat16 where autocast allows it."""
+    channels_last: bool = False
+    """Use the channels-last memory format."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    deterministic: bool = False
+    """Use deterministic algorithms only."""
+    run_dir: Path | None = None
+    """Directory of this run; default: runs/MODEL-DATA."""
+    resume: bool = False
+    """Go on from the last whole checkpoint of the run directory."""
+    resume_from: Path | None = None
+    """Start from this checkpoint (a step-N directory) of any run with the same model."""
+    checkpoint_every: str = "epoch,60s"
+    """When to save: `epoch`, a number of steps, seconds as `60s`, several joined by commas, or `never`."""
+    keep: int = 2
+    """Checkpoints to keep besides the best one."""
+    overwrite: bool = False
+    """Replace a finished run in the run directory."""
+    tune_process: bool = True
+    """Set the C allocator, thread counts and CPU affinity of CPU workers."""
+    debug: bool = False
+    """Show tracebacks."""
+
+    def check(self) -> None:
+        """Check what can be checked without the data and the machine.
+
+        Raises:
+            UsageError: A value is out of range, with the rule it breaks.
+        """
+        rules: list[tuple[str, float | int | None, bool, str]] = [
+            ("--batch-size", self.batch_size, self.batch_size >= 1, "at least 1"),
+            ("--epochs", self.epochs, self.epochs >= 1, "at least 1"),
+            ("--steps", self.steps, self.steps is None or self.steps >= 1, "at least 1"),
+            ("--workers", self.workers, self.workers is None or self.workers >= 1, "at least 1"),
+            ("--accumulate", self.accumulate, self.accumulate >= 1, "at least 1"),
+            ("--lr", self.lr, self.lr > 0, "greater than 0"),
+            ("--momentum", self.momentum, 0 <= self.momentum < 1, "at least 0 and less than 1"),
+            ("--weight-decay", self.weight_decay, self.weight_decay >= 0, "at least 0"),
+            ("--warmup-epochs", self.warmup_epochs, self.warmup_epochs >= 0, "at least 0"),
+            ("--label-smoothing", self.label_smoothing, 0 <= self.label_smoothing < 1, "at least 0 and less than 1"),
+            ("--clip-norm", self.clip_norm, self.clip_norm is None or self.clip_norm > 0, "greater than 0"),
+            ("--sync-lanes", self.sync_lanes, 1 <= self.sync_lanes <= 8, "1 to 8"),
+            ("--bucket-mb", self.bucket_mb, self.bucket_mb > 0, "greater than 0"),
+            ("--timeout", self.timeout, self.timeout > 0, "greater than 0"),
+            ("--keep", self.keep, self.keep >= 1, "at least 1"),
+            ("--image-size", self.image_size, self.image_size is None or self.image_size >= 8, "at least 8"),
+            ("--synthetic-samples", self.synthetic_samples, self.synthetic_samples >= 2, "at least 2"),
+            ("--loader-workers", self.loader_workers, (self.loader_workers or 0) >= 0, "at least 0"),
+        ]
+        for option, value, holds, rule in rules:
+            if not holds:
+                raise UsageError(f"{option} is {value}", f"It must be {rule}.")
+        if self.nesterov and self.momentum == 0:
+            raise UsageError("--nesterov with --momentum 0", "Nesterov's method needs momentum.", "Set --momentum 0.9.")

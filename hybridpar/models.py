@@ -1,0 +1,123 @@
+"""Why: a model is named on the command line, fingerprinted in plans and checkpoints, and adapted to its data here.
+
+Torchvision's classification models come by name, a user's own by `package.module:factory`. The fingerprint is what
+plans, profiles and checkpoints are keyed by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import os
+import sys
+from typing import Literal
+
+import torch
+import torchvision
+from torch import nn
+
+from hybridpar.errors import UsageError, nearest
+
+Stem = Literal["imagenet", "cifar"]
+
+
+def model_names() -> list[str]:
+    """Names of all torchvision classification models."""
+    return list(torchvision.models.list_models(module=torchvision.models))
+
+
+def build_model(name: str, classes: int, *, stem: Stem = "imagenet") -> nn.Module:
+    """Build a model with fresh weights.
+
+    Args:
+        name: A torchvision classification model, or `package.module:factory`. A factory is called with
+            `num_classes=` where it takes that argument, else without arguments. The current directory is searched.
+        classes: Number of classes of the last layer.
+        stem: `cifar` replaces a ResNet's 7x7 stride-2 convolution and max-pool by one 3x3 stride-1 convolution, as
+            is usual for 32x32 images (He et al. 2016, section 4.2).
+
+    Raises:
+        UsageError: No such model, the factory cannot be imported or returns no module, or the stem does not fit.
+    """
+    model = _user_model(name, classes) if ":" in name else _torchvision_model(name, classes)
+    if stem == "cifar":
+        _use_cifar_stem(model, name)
+    return model
+
+
+def _torchvision_model(name: str, classes: int) -> nn.Module:
+    names = model_names()
+    if name not in names:
+        raise UsageError(
+            f"unknown model {name!r}",
+            nearest(name, names),
+            "Name a torchvision classification model, or your own as package.module:factory.",
+        )
+    options: dict[str, object] = {"num_classes": classes}
+    if name in ("googlenet", "inception_v3"):
+        # Their auxiliary heads return a tuple in training, and their own initialisation takes a minute.
+        options.update(aux_logits=False, init_weights=False)
+    model = torchvision.models.get_model(name, weights=None, **options)
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _user_model(name: str, classes: int) -> nn.Module:
+    module_name, _, factory_name = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UsageError(
+            f"cannot import {module_name!r} for the model {name!r}: {error}",
+            "The part before the colon is a module that Python can import from the current directory or the environment.",
+            "Check the spelling, or run from the directory that holds it.",
+        ) from error
+    factory = getattr(module, factory_name, None)
+    if not callable(factory):
+        callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UsageError(
+            f"module {module_name!r} has no factory {factory_name!r}",
+            nearest(factory_name, callables) if callables else "The module defines nothing that can be called.",
+        )
+    takes_classes = "num_classes" in inspect.signature(factory).parameters
+    model = factory(num_classes=classes) if takes_classes else factory()
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"{name} returned {type(model).__name__}", "A factory returns a torch.nn.Module.", "Return the model from it."
+        )
+    return model
+
+
+def _use_cifar_stem(model: nn.Module, name: str) -> None:
+    stem, pool = getattr(model, "conv1", None), getattr(model, "maxpool", None)
+    if not isinstance(model, torchvision.models.ResNet) or not isinstance(stem, nn.Conv2d) or pool is None:
+        raise UsageError(
+            f"--stem cifar does not fit {name}", "Only ResNets have the stem that it replaces.", "Leave --stem away."
+        )
+    model.conv1 = nn.Conv2d(3, stem.out_channels, kernel_size=3, stride=1, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    model.maxpool = nn.Identity()
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """Sixteen hex digits over names, shapes and dtypes of all parameters and buffers, in order.
+
+    Values do not count: the same architecture has the same fingerprint before and after training.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+    return digest.hexdigest()[:16]
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Number of elements in all parameters; a shared one counts once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch on all devices, so that a model built next is the same everywhere."""
+    torch.manual_seed(seed)

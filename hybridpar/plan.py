@@ -1,0 +1,288 @@
+"""Why: one file says everything that differs between two runs of the same model.
+
+A plan is plain data: typed, versioned, JSON in and out, in a stable order so that two plans can be compared with a
+text diff. Reading one never runs code. The planner writes plans, and simulator, drawer and executor read them. All
+sections but `partition` are optional: a plain data-parallel run has a plan of a single stage.
+
+A plan belongs to one model: `model.fingerprint` covers names, shapes and dtypes of its parameters and buffers, and a
+plan made for another model is refused. `version` is raised only together with a reader for the version before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from hybridpar.errors import PlanError
+
+PLAN_VERSION = 1
+
+
+class _Section(BaseModel):
+    """Base of all sections: unknown keys are errors, because a misspelt key would silently do nothing."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelInfo(_Section):
+    """Which model the plan is for."""
+
+    name: str
+    fingerprint: str
+    parameters: int = Field(ge=0, description="number of parameter elements")
+    input: tuple[int, ...] | None = Field(None, description="shape of one sample, without the batch dimension")
+
+
+class Stage(_Section):
+    """A convex set of units. Times are milliseconds per micro-batch, sizes bytes per micro-batch."""
+
+    units: tuple[str, ...] = Field(description="names of graph nodes, in topological order")
+    ms: float | None = Field(None, ge=0, description="forward and backward together")
+    forward_ms: float | None = Field(None, ge=0)
+    backward_ms: float | None = Field(None, ge=0)
+    parameter_bytes: int = Field(0, ge=0)
+    saved_bytes: int | None = Field(None, ge=0, description="activations kept for backward, one micro-batch")
+    cut_bytes: int | None = Field(None, ge=0, description="bytes this stage sends forward")
+
+
+class Partition(_Section):
+    """How the graph is cut.
+
+    `balance` is the largest stage time over the mean; `lower_bound_ms` the time no partition can beat;
+    `gap_to_optimum` the largest stage time over that bound, minus one; `certificate` says whether the bound is the
+    exact optimum over all convex cuts, or only a bound.
+    """
+
+    stages: tuple[Stage, ...] = Field(min_length=1)
+    strategy: str = "whole"
+    micro_batch: int | None = Field(None, ge=1, description="samples per micro-batch that the times are for")
+    balance: float | None = Field(None, ge=1 - 1e-9)
+    lower_bound_ms: float | None = Field(None, ge=0)
+    gap_to_optimum: float | None = None
+    certificate: Literal["exact", "bound"] | None = None
+    cut_bytes: int | None = Field(None, ge=0)
+
+
+class StagePlacement(_Section):
+    """Where one stage runs in every replica."""
+
+    stage: int = Field(ge=0)
+    worker: int = Field(0, ge=0, description="worker within the replica")
+    device: str = "cpu"
+    lane: int = Field(0, ge=0, description="compute lane on that device")
+
+
+class Placement(_Section):
+    """Which worker, device and lane each stage gets."""
+
+    kind: Literal["linear", "loop", "v"] = "linear"
+    replicas: int = Field(1, ge=1)
+    stages: tuple[StagePlacement, ...] = Field(min_length=1)
+
+
+class Pipeline(_Section):
+    """How micro-batches flow."""
+
+    schedule: str = "accumulate"
+    micro_batches: int = Field(1, ge=1)
+    recompute: tuple[int, ...] = Field((), description="stages whose activations are recomputed in backward")
+
+
+class SyncRule(_Section):
+    """Which codec the parameters matching a pattern use; the first match wins."""
+
+    pattern: str = "*"
+    codec: str = "none"
+
+
+class Sync(_Section):
+    """How gradients meet."""
+
+    lanes: int = Field(2, ge=1)
+    bucket_bytes: int = Field(8 << 20, ge=1)
+    policy: tuple[SyncRule, ...] = (SyncRule(),)
+    batch_norm: Literal["pooled", "local"] = "pooled"
+
+
+class KernelChoice(_Section):
+    """What one operation of one layer runs on."""
+
+    layer: str
+    direction: Literal["forward", "input_gradient", "weight_gradient"]
+    kernel: str = "stock"
+
+
+class Kernels(_Section):
+    """Kernel choices per layer and direction; what is not named is stock."""
+
+    database: str | None = None
+    choices: tuple[KernelChoice, ...] = ()
+
+
+class Measured(_Section):
+    """What the plan was computed from, so that it can be computed again."""
+
+    device: str = ""
+    threads: int | None = Field(None, ge=1)
+    dtype: str = "float32"
+    memory_format: Literal["contiguous", "channels_last"] = "contiguous"
+    profile: str | None = Field(None, description="`measured`, or `analytic` where nothing was run")
+    noise: float | None = Field(None, ge=0, description="relative spread of the profile's passes")
+    link_bytes_per_second: float | None = Field(None, gt=0)
+    link_latency_ms: float | None = Field(None, ge=0)
+    seed: int | None = None
+    versions: dict[str, str] = Field(default_factory=dict)
+
+
+class Predicted(_Section):
+    """What the simulator says the plan will cost, per step."""
+
+    step_ms: float | None = Field(None, ge=0)
+    bubble: float | None = Field(None, ge=0, le=1)
+    exposed_sync_ms: float | None = Field(None, ge=0)
+    bytes_sent_per_step: int | None = Field(None, ge=0)
+    peak_saved_bytes: int | None = Field(None, ge=0)
+
+
+class Plan(_Section):
+    """A whole plan. See the module header for what it is and who reads it."""
+
+    version: Literal[1] = PLAN_VERSION
+    model: ModelInfo
+    partition: Partition
+    placement: Placement | None = None
+    pipeline: Pipeline | None = None
+    sync: Sync | None = None
+    kernels: Kernels | None = None
+    measured: Measured | None = None
+    predicted: Predicted | None = None
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Plan:
+        count = len(self.partition.stages)
+        if self.placement is not None:
+            placed = sorted(place.stage for place in self.placement.stages)
+            if placed != list(range(count)):
+                raise ValueError(f"placement names stages {placed}, but the partition has stages 0 to {count - 1}")
+        if self.pipeline is not None and any(not 0 <= stage < count for stage in self.pipeline.recompute):
+            raise ValueError(f"recompute names stages {self.pipeline.recompute}, but there are only {count}")
+        seen: set[str] = set()
+        for stage in self.partition.stages:
+            twice = seen.intersection(stage.units)
+            if twice:
+                raise ValueError(f"unit {min(twice)!r} is in two stages")
+            seen.update(stage.units)
+        return self
+
+    def to_json(self) -> str:
+        """The plan as indented JSON with a fixed key order and absent sections left out."""
+        return json.dumps(self.model_dump(mode="json", exclude_none=True), indent=2) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan; the file is replaced as a whole or not at all.
+
+        Raises:
+            PlanError: The file cannot be written.
+        """
+        target = Path(path)
+        aside = target.with_name(target.name + ".tmp")
+        try:
+            aside.write_text(self.to_json(), encoding="utf-8")
+            aside.replace(target)
+        except OSError as error:
+            raise PlanError(
+                f"cannot write the plan to {target}: {error.strerror}", fix="Name a directory that exists."
+            ) from error
+
+    def check_model(self, fingerprint: str, name: str = "this model", shapes: Mapping[str, Any] | None = None) -> None:
+        """Refuse to run another model than the one the plan was made for.
+
+        Args:
+            fingerprint: The fingerprint of the model at hand.
+            name: What to call that model in the message.
+            shapes: Optional facts of the model at hand to name in the message, for instance its parameter count.
+
+        Raises:
+            PlanError: The fingerprints differ.
+        """
+        if fingerprint == self.model.fingerprint:
+            return
+        differs = f"plan: {self.model.name}, {self.model.parameters:,} parameters"
+        here = ", ".join(f"{key} {value}" for key, value in (shapes or {}).items())
+        raise PlanError(
+            f"the plan was made for another model ({differs}; here: {name}{', ' + here if here else ''})",
+            "A plan names the units of one traced model; names, shapes and dtypes of all parameters must be the same.",
+            "Make a new plan for this model with `hybridpar plan`.",
+        )
+
+
+def read_plan(path: str | Path) -> Plan:
+    """Read a plan from a JSON file. Runs no code from it.
+
+    Raises:
+        PlanError: The file is missing, is not a plan, or is of a version this package cannot read.
+    """
+    source = Path(path)
+    try:
+        text = source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise PlanError(f"cannot read the plan {source}: {reason}", fix="Name a plan written by hybridpar.") from error
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanError(
+            f"{source} is not a whole plan: {error.msg} at line {error.lineno}",
+            "A plan is one JSON object.",
+            "Write it again with `hybridpar plan`.",
+        ) from error
+    return parse_plan(data, str(source))
+
+
+def parse_plan(data: object, source: str = "the plan") -> Plan:
+    """Check and type the data of a plan that was read from somewhere.
+
+    Raises:
+        PlanError: As for `read_plan`.
+    """
+    if not isinstance(data, dict) or "version" not in data:
+        raise PlanError(f"{source} is not a plan", "A plan is a JSON object with the key `version`.")
+    if data["version"] != PLAN_VERSION:
+        raise PlanError(
+            f"{source} has plan version {data['version']!r}",
+            f"This hybridpar reads version {PLAN_VERSION}.",
+            "Install the hybridpar that wrote it, or make the plan again with `hybridpar plan`.",
+        )
+    try:
+        return Plan.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "plan"
+        raise PlanError(
+            f"{source} is not a valid plan: {where}: {first['msg']}",
+            fix="Undo the edit, or write the plan again with `hybridpar plan`.",
+        ) from error
+
+
+def trivial_plan(
+    model: ModelInfo, units: Sequence[str] = (), *, replicas: int = 1, device: str = "cpu", **sections: Any
+) -> Plan:
+    """The plan of a run without stages: one stage that holds the whole model, copied to every replica.
+
+    Args:
+        model: Which model.
+        units: Names of what the stage holds; empty means everything.
+        replicas: Number of data-parallel workers.
+        device: Device type of the workers.
+        sections: Other sections of the plan.
+    """
+    return Plan(
+        model=model,
+        partition=Partition(stages=(Stage(units=tuple(units)),)),
+        placement=Placement(replicas=replicas, stages=(StagePlacement(stage=0, device=device),)),
+        **sections,
+    )
