@@ -68,11 +68,13 @@ def _user_model(name: str, classes: int) -> nn.Module:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
+        if not all(part.isidentifier() for part in module_name.split(".")):
+            raise ImportError(f"{module_name!r} is no absolute module name")
         module = importlib.import_module(module_name)
     except ImportError as error:
         raise UsageError(
             f"cannot import {module_name!r} for the model {name!r}: {error}",
-            "The part before the colon is a module that Python can import from the current directory or the environment.",
+            "The part before the colon is a module that Python finds in the current directory or the environment.",
             "Check the spelling, or run from the directory that holds it.",
         ) from error
     factory = getattr(module, factory_name, None)
@@ -82,11 +84,22 @@ def _user_model(name: str, classes: int) -> nn.Module:
             f"module {module_name!r} has no factory {factory_name!r}",
             nearest(factory_name, callables) if callables else "The module defines nothing that can be called.",
         )
-    takes_classes = "num_classes" in inspect.signature(factory).parameters
-    model = factory(num_classes=classes) if takes_classes else factory()
+    signature = inspect.signature(factory)
+    options = {"num_classes": classes} if "num_classes" in signature.parameters else {}
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise UsageError(
+            f"cannot call {name}{signature}: {error}",
+            "A factory is called with num_classes= where it takes that argument, else without arguments.",
+            "Give its other arguments defaults.",
+        ) from error
+    model = factory(**options)
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"{name} returned {type(model).__name__}", "A factory returns a torch.nn.Module.", "Return the model from it."
+            f"{name} returned {type(model).__name__}",
+            "A factory returns a torch.nn.Module.",
+            "Return the model from it.",
         )
     return model
 
@@ -103,7 +116,7 @@ def _use_cifar_stem(model: nn.Module, name: str) -> None:
 
 
 def model_fingerprint(model: nn.Module) -> str:
-    """Sixteen hex digits over names, shapes and dtypes of all parameters and buffers, in order.
+    """Sixteen hex digits over names, shapes and dtypes of all parameters and persistent buffers, in order.
 
     Values do not count: the same architecture has the same fingerprint before and after training.
     """

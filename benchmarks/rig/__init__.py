@@ -1,0 +1,7 @@
+"""Why: every benchmark table is taken in the same way, so the way is written once.
+
+`network` makes shaped links out of network namespaces, and `launch` starts one process per rank on them. `rank` is what
+each of those processes does first and last, `paired` times methods against each other inside them while `load` watches
+the machine, `stats` turns rounds into ratios and verdicts, `rows` says what a row of a table holds, and `table` keeps
+the rows. `python -m benchmarks.rig` checks the rig itself.
+"""

@@ -1,0 +1,70 @@
+"""Why: a round that shared its cores with somebody else measures the somebody else.
+
+Foreign load is what the machine did in processes, less what the ranks did. Two of the kernel's accounts say what the
+machine did, and each misses something. The account of the CPUs sees other containers too, and what the hypervisor took
+away. But it books network traffic apart (as soft interrupts), which the ranks' own account includes, so that traffic of
+four ranks hides 0.3 of a core of foreign load. The accounts of the single processes match the ranks' own, but show only
+what is visible from here. The larger of the two counts.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from contextlib import suppress
+
+from hybridpar.errors import LaunchError
+
+#: Seconds; the kernel's counters move in steps of 10 ms, so over less than this they say little.
+LEAST_WINDOW = 0.5
+
+_KERNEL_THREAD = 0x00200000  # PF_KTHREAD in the kernel's include/linux/sched.h
+
+
+def busy_seconds(path: str = "/proc/stat") -> float:
+    """CPU seconds since boot that all processes of the machine used, with those that the hypervisor took away.
+
+    Args:
+        path: The kernel's table, in the format of proc(5).
+
+    Raises:
+        LaunchError: There is no such table.
+    """
+    try:
+        with open(path) as table:
+            ticks = [int(field) for field in table.readline().split()[1:]]
+    except FileNotFoundError as error:
+        raise LaunchError(
+            f"no {path} to read the machine's load from",
+            "A comparison is only worth something when the machine was otherwise idle.",
+            "Measure on Linux.",
+        ) from error
+    user, nice, system, _idle, _wait, _irq, _softirq, steal = ticks[:8]
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def process_seconds(root: str = "/proc") -> float:
+    """CPU seconds that all visible processes used so far, with those of children that they have waited for.
+
+    Kernel threads are left out: what they do under load is mostly the ranks' own network traffic.
+
+    Args:
+        root: Where the process table is mounted.
+    """
+    ticks = 0
+    for process in os.listdir(root):
+        if not process.isdigit():
+            continue
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            with open(f"{root}/{process}/stat") as stat:
+                # The command's name comes second, in brackets, and may itself hold blanks and brackets.
+                fields = stat.read().rpartition(")")[2].split()
+            if not int(fields[6]) & _KERNEL_THREAD:
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds() -> float:
+    """CPU seconds that this process used so far, all threads, with children that it has waited for."""
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)

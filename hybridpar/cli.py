@@ -1,0 +1,107 @@
+"""Why: the command `hybridpar`. It reads options, hands them to the package, and turns errors into exit codes.
+
+No logic lives here, and nothing heavy is imported before a command runs: `hybridpar --help` answers at once.
+Exit codes: 0 done; 1 the run failed; 2 the request was wrong; 130 or 143 stopped by Ctrl-C or SIGTERM after saving.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from hybridpar.config import TrainConfig
+from hybridpar.errors import HybridparError, SyncError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(TrainConfig):
+    """Train a vision model on all local workers, or as a worker of a torchrun job."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """A torchvision classification model such as resnet18, or your own as package.module:factory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Show what this machine offers, what hybridpar will use, and how to mend what is missing."""
+
+    fresh: bool = False
+    """Measure again instead of using cached figures."""
+    json: bool = False
+    """Print JSON."""
+
+
+Command = Annotated[
+    Annotated[Train, tyro.conf.subcommand("train")] | Annotated[Doctor, tyro.conf.subcommand("doctor")],
+    tyro.conf.OmitSubcommandPrefixes,
+]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: What follows the program's name; default: `sys.argv`.
+
+    Returns:
+        The exit code.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    command = tyro.cli(
+        Command,  # type: ignore[arg-type]
+        args=arguments,
+        prog="hybridpar",
+        description="Train PyTorch vision models faster on the hardware you have.",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    debug = getattr(command, "debug", False)
+    try:
+        if isinstance(command, Doctor):
+            from hybridpar.doctor import run_doctor
+
+            return run_doctor(command.fresh, command.json)
+        return _train(command, arguments)
+    except HybridparError as error:
+        return _fail(error, debug)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if "RANK" not in os.environ:
+            raise
+        return _fail(error, debug=True)
+
+
+def _train(command: Train, arguments: Sequence[str]) -> int:
+    from hybridpar.launch import in_job, launch_workers, restart_with_environment
+
+    command.check()
+    if not in_job():
+        from hybridpar.cluster import default_workers, has_gpu
+
+        tune = command.tune_process and not has_gpu()
+        workers = command.workers or default_workers()
+        if workers > 1:
+            return launch_workers(arguments, workers, tune=tune)
+        if tune:
+            restart_with_environment(arguments)
+    from hybridpar.run import run_training
+
+    return run_training(command, command.model)
+
+
+def _fail(error: BaseException, debug: bool) -> int:
+    """Report an error once for the whole job, and choose the exit code."""
+    from hybridpar.launch import error_text, leave_verdict, verdict_exists
+
+    if isinstance(error, SyncError) and verdict_exists():
+        return 0  # a peer failed first, and its message is the one to show
+    if leave_verdict(error, debug=debug):
+        return 0
+    print(error_text(error, debug), file=sys.stderr)
+    return error.exit_code if isinstance(error, HybridparError) else 1

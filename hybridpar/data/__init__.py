@@ -1,0 +1,26 @@
+"""Why: training needs the same images in the same steps whatever the number of workers; this package sees to that.
+
+`load_dataset` finds a data set by name, `TrainBatches` and `TestBatches` give each worker its share, and `cut_epoch`
+says how an epoch is cut. Files, from the ground up: `sampling` (who sees what, when), `augment` (whole batches in
+memory), `sources` (images in memory or in files), `downloads`, `memory_sets` and `file_sets` (the data sets by name),
+`loader` (the batches of a worker).
+"""
+
+from hybridpar.data import file_sets, memory_sets  # noqa: F401 (each enters its sets into DATA_SETS)
+from hybridpar.data.loader import Batch, TestBatches, TrainBatches
+from hybridpar.data.sampling import cut_epoch, divide
+from hybridpar.data.sources import DATA_SETS, FileImages, ImageData, ImageSource, MemoryImages, load_dataset
+
+__all__ = [
+    "DATA_SETS",
+    "Batch",
+    "FileImages",
+    "ImageData",
+    "ImageSource",
+    "MemoryImages",
+    "TestBatches",
+    "TrainBatches",
+    "cut_epoch",
+    "divide",
+    "load_dataset",
+]

@@ -1,0 +1,57 @@
+"""Why: images held in memory are augmented a whole batch at a time, so that small images do not wait for Python.
+
+Both functions work on any device and never make it wait for the host. What is random (offsets, flips) is drawn by the
+caller.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def shift_and_flip(images: Tensor, rows: Tensor, columns: Tensor, flips: Tensor | None, pad: int) -> Tensor:
+    """Crop every image at its own offset after padding with zeros, and mirror some of them (He et al. 2016, sec. 4.2).
+
+    Args:
+        images: uint8, shape (n, channels, height, width).
+        rows: First row of each crop in the padded image, int64 in [0, 2 * pad], shape (n,).
+        columns: First column of each crop, likewise.
+        flips: Which images to mirror left to right, bool, shape (n,); None mirrors none.
+        pad: Pixels added on each side.
+
+    Returns:
+        The shape and type of `images`.
+    """
+    channels, height, width = images.shape[1:]
+    padded = functional.pad(images, (pad, pad, pad, pad))
+    taken_rows = rows[:, None] + torch.arange(height, device=images.device)
+    taken_columns = columns[:, None] + torch.arange(width, device=images.device)
+    if flips is not None:
+        taken_columns = torch.where(flips[:, None], taken_columns.flip(1), taken_columns)
+    # One gather of pixels, counted along a whole padded image, both crops and mirrors.
+    pixels = taken_rows[:, :, None] * padded.shape[-1] + taken_columns[:, None, :]
+    return padded.flatten(2).gather(2, pixels.flatten(1)[:, None].expand(-1, channels, -1)).view_as(images)
+
+
+def normalise(images: Tensor, mean: Tensor, std: Tensor, *, size: tuple[int, int], channels_last: bool) -> Tensor:
+    """Turn pixels into what the model is fed: (pixel / 255 - mean) / std.
+
+    Args:
+        images: uint8, shape (n, channels, height, width).
+        mean: Mean of each channel of pixels in [0, 1], shape (channels,).
+        std: Standard deviation of each channel, likewise.
+        size: Height and width wanted; images of another size are resized bilinearly.
+        channels_last: Return the channels-last memory format.
+
+    Returns:
+        float32, shape (n, channels, *size).
+    """
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    # Bytes are reordered before they become floats, four times as large.
+    pixels = images.contiguous(memory_format=layout).to(torch.float32)
+    if pixels.shape[-2:] != size:
+        pixels = functional.interpolate(pixels, size, mode="bilinear", antialias=True)
+        pixels = pixels.contiguous(memory_format=layout)
+    return pixels.mul_((1 / (255 * std)).view(-1, 1, 1)).sub_((mean / std).view(-1, 1, 1))

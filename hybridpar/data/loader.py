@@ -1,0 +1,267 @@
+"""Why: each worker reads its own share of every step, and the shares together are the step, whatever their number.
+
+The shares follow from numbers alone (`hybridpar.data.sampling`), so a loader holds no state: an epoch can be started at
+any step, again and again. Images in memory are gathered on the calling thread; image files are decoded ahead of time by
+torch's loader processes.
+"""
+
+from __future__ import annotations
+
+import signal
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from hybridpar.data.augment import normalise
+from hybridpar.data.sampling import AugmentKey, IntArray, cut_epoch, divide, epoch_order
+from hybridpar.data.sources import ImageData, ImageSource, to_device
+from hybridpar.errors import DataError
+
+_CPU = torch.device("cpu")
+
+#: Loader processes per worker where images are read from files.
+DEFAULT_LOADER_WORKERS = 2
+
+LabelledImages = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What one worker computes in one step.
+
+    Args:
+        micro_batches: Images (float32, NCHW) and labels (int64) of each micro-batch, in order.
+        samples: Samples of this worker in this step.
+        global_samples: Samples of all workers in this step. Sums of losses are divided by it.
+    """
+
+    micro_batches: tuple[LabelledImages, ...]
+    samples: int
+    global_samples: int
+
+
+class TrainBatches:
+    """One worker's view of the training images.
+
+    Args:
+        data: The data set.
+        seed: Seed of order and augmentation.
+        batch_size: Samples per step over all workers and micro-batches.
+        rank: This worker, from 0.
+        workers: Number of workers.
+        micro_batches: Micro-batches per worker and step.
+        loader_workers: Loader processes; None for 0 where the images lie in memory, else 2. With 0, files are decoded
+            on the calling thread, and torchvision's transforms borrow torch's CPU generator meanwhile: another thread
+            must not draw from it then.
+        device: Where batches are wanted.
+        channels_last: Give images in the channels-last memory format.
+
+    Raises:
+        UsageError: The batch or the data set is too small, see `cut_epoch`.
+    """
+
+    def __init__(
+        self,
+        data: ImageData,
+        *,
+        seed: int,
+        batch_size: int,
+        rank: int,
+        workers: int,
+        micro_batches: int,
+        loader_workers: int | None = None,
+        device: torch.device | str | None = None,
+        channels_last: bool = False,
+    ) -> None:
+        _check_rank(rank, workers)
+        self.seed = seed
+        self.rank = rank
+        self.workers = workers
+        self.micro_batches = micro_batches
+        self._steps = cut_epoch(len(data.train), batch_size, workers * micro_batches)
+        self._reader = _Reader(data, data.train, loader_workers, device, channels_last)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of every epoch."""
+        return len(self._steps)
+
+    def epoch(self, epoch: int, start_step: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch.
+
+        Args:
+            epoch: Epoch, from 0; order and augmentation follow from it and the seed.
+            start_step: Steps to leave out; their images are not read. The batches after them are what they would be
+                without.
+
+        Raises:
+            ValueError: The epoch does not have so many steps.
+            DataError: An image cannot be read, or a loader process died.
+        """
+        if not 0 <= start_step <= len(self._steps):
+            raise ValueError(f"start_step is {start_step}, but an epoch has {len(self._steps)} steps")
+        return self._batches(epoch, start_step)
+
+    def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
+        order = epoch_order(len(self._reader.source), self.seed, epoch)
+        steps = self._steps[start_step:]
+        mine = slice(self.rank * self.micro_batches, (self.rank + 1) * self.micro_batches)
+        jobs = [
+            order[first:last]
+            for start, stop in steps
+            for first, last in divide(start, stop, self.workers * self.micro_batches)[mine]
+        ]
+        loaded = self._reader.read(jobs, AugmentKey(self.seed, epoch))
+        for start, stop in steps:
+            parts = tuple(islice(loaded, self.micro_batches))
+            yield Batch(parts, sum(len(labels) for _, labels in parts), stop - start)
+
+
+class TestBatches:
+    """One worker's share of the test images: together, the workers test every image exactly once.
+
+    Shares are consecutive and differ by at most one image; a share is empty where there are more workers than images.
+
+    Args:
+        data: The data set.
+        batch_size: Images per batch of this worker.
+        rank: This worker, from 0.
+        workers: Number of workers.
+        loader_workers: As in `TrainBatches`.
+        device: Where batches are wanted.
+        channels_last: Give images in the channels-last memory format.
+    """
+
+    __test__ = False  # Not a test case, whatever pytest makes of its name.
+
+    def __init__(
+        self,
+        data: ImageData,
+        *,
+        batch_size: int,
+        rank: int,
+        workers: int,
+        loader_workers: int | None = None,
+        device: torch.device | str | None = None,
+        channels_last: bool = False,
+    ) -> None:
+        _check_rank(rank, workers)
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        start, stop = divide(0, len(data.test), workers)[rank]
+        self.samples = stop - start
+        self._jobs = [
+            np.arange(first, min(first + batch_size, stop), dtype=np.int64) for first in range(start, stop, batch_size)
+        ]
+        self._reader = _Reader(data, data.test, loader_workers, device, channels_last)
+
+    def __len__(self) -> int:
+        """Number of batches of this worker."""
+        return len(self._jobs)
+
+    def __iter__(self) -> Iterator[LabelledImages]:
+        """Images (float32, NCHW) and labels (int64) of each batch."""
+        return self._reader.read(self._jobs, None)
+
+
+def _check_rank(rank: int, workers: int) -> None:
+    if not 0 <= rank < workers:
+        raise ValueError(f"rank {rank} of {workers} workers")
+
+
+class _Reader:
+    """Reads lists of samples, in order, as normalised images on the device."""
+
+    def __init__(
+        self,
+        data: ImageData,
+        source: ImageSource,
+        loader_workers: int | None,
+        device: torch.device | str | None,
+        channels_last: bool,
+    ) -> None:
+        self.source = source
+        default = 0 if source.in_memory else DEFAULT_LOADER_WORKERS
+        self._loader_workers = default if loader_workers is None else loader_workers
+        self._device = torch.device(device or "cpu")
+        self._size = data.sample_shape[1:]
+        self._channels_last = channels_last
+        self._mean = torch.tensor(data.mean, device=self._device)
+        self._std = torch.tensor(data.std, device=self._device)
+
+    def read(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[LabelledImages]:
+        loaded = self._load_ahead(jobs, key) if self._loader_workers and jobs else self._load(jobs, key)
+        for indices, images in zip(jobs, loaded, strict=True):
+            pixels = normalise(images, self._mean, self._std, size=self._size, channels_last=self._channels_last)
+            yield pixels, to_device(self.source.labels[torch.from_numpy(indices)], self._device)
+
+    def _load(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Tensor]:
+        for indices in jobs:
+            yield self.source.load(indices, key, self._device)
+
+    def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Tensor]:
+        with warnings.catch_warnings():
+            # Torch counts the cores this worker is pinned to, and advises against more processes than those.
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            loader = DataLoader(
+                _Jobs(self.source, key),
+                batch_size=None,  # A job is a batch already.
+                sampler=jobs,
+                num_workers=min(self._loader_workers, len(jobs)),
+                collate_fn=_as_is,
+                pin_memory=self._device.type == "cuda",
+                worker_init_fn=_ignore_interrupt,
+                # Without a generator of its own, a loader draws a seed from the global one.
+                generator=torch.Generator(),
+            )
+            iterator = iter(loader)
+        try:
+            for _ in jobs:
+                try:
+                    loaded = next(iterator)
+                except RuntimeError as error:
+                    if not str(error).startswith("DataLoader worker"):
+                        raise  # The transforms' own.
+                    raise DataError(
+                        f"a loader process died: {error}",
+                        fix="Free memory (shared memory too, /dev/shm), or use fewer --loader-workers; 0 needs none.",
+                    ) from error
+                if isinstance(loaded, DataError):
+                    raise loaded
+                yield loaded.to(self._device, non_blocking=True)
+        finally:
+            # Ends the processes now: the traceback of an error would keep them as long as somebody looks at it.
+            del iterator
+
+
+class _Jobs(Dataset[Tensor | DataError]):
+    """What runs in the loader processes. It must survive pickling, for platforms that cannot fork.
+
+    An error is handed over as a value: torch would bury an exception's message in the traceback of the process.
+    """
+
+    def __init__(self, source: ImageSource, key: AugmentKey | None) -> None:
+        self._source = source
+        self._key = key
+
+    def __getitem__(self, indices: IntArray) -> Tensor | DataError:
+        try:
+            return self._source.load(indices, self._key, _CPU)
+        except DataError as error:
+            return error
+
+
+def _as_is(loaded: Any) -> Any:
+    return loaded
+
+
+def _ignore_interrupt(_: int) -> None:
+    # Ctrl-C reaches every process of the terminal; the worker decides what becomes of its loader processes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

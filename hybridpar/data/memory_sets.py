@@ -1,0 +1,180 @@
+"""Why: small images are fastest from memory; here are the data sets that fit there.
+
+`digits` and `synthetic` need no download, so that a first run works anywhere.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torchvision
+from torch import Tensor
+from torch.nn import functional
+from torchvision.datasets.utils import check_integrity
+
+from hybridpar.config import DataConfig
+from hybridpar.data.downloads import download_fix, one_download
+from hybridpar.data.sampling import IntArray, split_by_class
+from hybridpar.data.sources import DATA_SETS, ImageData, MemoryImages
+from hybridpar.errors import DataError
+
+#: Seed of fixed splits and of synthetic images: the data stay the same whatever --seed says.
+FIXED_SEED = 20240229
+
+#: Training images of `digits`; the other 360 (20 %) are for testing.
+DIGITS_TRAIN = 1437
+
+#: Mean and standard deviation per channel of the training images, of pixels in [0, 1].
+DIGITS_STATISTICS = ((0.3051,) * 3, (0.3238,) * 3)
+CIFAR10_STATISTICS = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+CIFAR100_STATISTICS = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+SYNTHETIC_STATISTICS = ((0.5,) * 3, (0.18,) * 3)
+
+SYNTHETIC_CLASSES = 10
+
+
+@DATA_SETS.register("digits", "1,797 handwritten digits of scikit-learn, 8x8 scaled to 32x32: real images, no download")
+def _digits(config: DataConfig) -> ImageData:
+    """The test part of UCI's "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998).
+
+    Split into 1,437 training and 360 test images, each digit in proportion, always in the same way. Writers are not
+    known, so the same hand may be in both parts. Digits are shifted in training but never mirrored.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError(
+            f"the data set digits comes with scikit-learn, which cannot be imported: {error}",
+            fix="Install it: pip install 'hybridpar[demo]'",
+        ) from error
+    size = config.image_size or 32
+    digits = load_digits()
+    grey = torch.from_numpy(digits.images).to(torch.float32)[:, None]
+    grey = functional.interpolate(grey, (size, size), mode="bilinear", align_corners=False)
+    # The originals count black pixels of 4x4 cells: 0 to 16.
+    images = (grey * (255 / 16)).round().clamp(0, 255).to(torch.uint8).repeat(1, 3, 1, 1)
+    labels: IntArray = digits.target.astype(np.int64)
+    train, test = split_by_class(labels, proportional_counts(np.bincount(labels), DIGITS_TRAIN), FIXED_SEED)
+    return _in_memory(
+        "digits",
+        tuple(str(digit) for digit in range(10)),
+        *(_picked(images, labels, indices, pad=size // 8, flip=False) for indices in (train, test)),
+        size=size,
+        statistics=DIGITS_STATISTICS,
+    )
+
+
+def proportional_counts(sizes: IntArray, total: int) -> list[int]:
+    """Share `total` samples among classes in proportion to their sizes, by largest remainder.
+
+    Args:
+        sizes: Samples of each class.
+        total: Samples wanted, at most the sum of `sizes`.
+
+    Returns:
+        Samples of each class, `total` in all; of equal remainders the first class gets the sample.
+    """
+    quota = sizes * total / sizes.sum()
+    counts = np.floor(quota).astype(int)
+    largest = np.argsort(counts - quota, kind="stable")[: total - counts.sum()]
+    counts[largest] += 1
+    return [int(count) for count in counts]
+
+
+@DATA_SETS.register("cifar10", "CIFAR-10: 50,000 + 10,000 photographs of 10 classes, 32x32")
+def _cifar10(config: DataConfig) -> ImageData:
+    return _cifar(config, "cifar10", torchvision.datasets.CIFAR10, CIFAR10_STATISTICS)
+
+
+@DATA_SETS.register("cifar100", "CIFAR-100: 50,000 + 10,000 photographs of 100 classes, 32x32")
+def _cifar100(config: DataConfig) -> ImageData:
+    return _cifar(config, "cifar100", torchvision.datasets.CIFAR100, CIFAR100_STATISTICS)
+
+
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+
+
+def _cifar(
+    config: DataConfig, name: str, cifar: type[torchvision.datasets.CIFAR10], statistics: Statistics
+) -> ImageData:
+    """Krizhevsky 2009. Torchvision checks the MD5 of every file before it unpickles it."""
+    root = config.data_root.resolve()
+    try:
+        if config.download:
+            with one_download(name, root):
+                cifar(root, download=True)
+        parts = [cifar(root, train=train) for train in (True, False)]
+    except RuntimeError as error:
+        raise _cifar_problem(name, cifar, root) from error
+    sources = [
+        MemoryImages(
+            torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(),
+            torch.tensor(part.targets, dtype=torch.int64),
+            pad=4,
+            flip=True,
+        )
+        for part in parts
+    ]
+    return _in_memory(name, tuple(parts[0].classes), *sources, size=config.image_size or 32, statistics=statistics)
+
+
+def _cifar_problem(name: str, cifar: type[torchvision.datasets.CIFAR10], root: Path) -> DataError:
+    folder = root / cifar.base_folder
+    if not folder.is_dir():
+        return DataError(f"{name} is not there: no directory {folder}", fix=download_fix(f"{cifar.base_folder}/"))
+    # Torchvision downloads nothing while it finds the image files whole, so what is left must go first.
+    again = f"Remove {folder}, then run again with --download."
+    for file, md5 in [*cifar.train_list, *cifar.test_list, (cifar.meta["filename"], cifar.meta["md5"])]:
+        if not (folder / file).is_file():
+            return DataError(f"{name} is not complete: no file {folder / file}", fix=again)
+        if not check_integrity(str(folder / file), md5):
+            return DataError(f"{name} is damaged: {folder / file} fails its MD5 check", fix=again)
+    return DataError(f"{name} cannot be read from {folder}", fix=again)
+
+
+@DATA_SETS.register("synthetic", "learnable patterns in noise, 10 classes, any --image-size: for tests and timing")
+def _synthetic(config: DataConfig) -> ImageData:
+    """A fixed smooth random pattern per class, under noise of the same amplitude; a quarter as many test images.
+
+    The same whatever --seed says.
+    """
+    size = config.image_size or 32
+    generator = torch.Generator().manual_seed(FIXED_SEED)
+    coarse = torch.rand(SYNTHETIC_CLASSES, 3, 4, 4, generator=generator)
+    smooth = functional.interpolate(coarse, (size, size), mode="bilinear", align_corners=False)
+    patterns = (smooth * 127).to(torch.uint8)
+
+    def images(samples: int) -> MemoryImages:
+        labels = torch.arange(samples) % SYNTHETIC_CLASSES
+        noise = torch.randint(0, 128, (samples, 3, size, size), dtype=torch.uint8, generator=generator)
+        return MemoryImages(noise.add_(patterns[labels]), labels, pad=size // 8, flip=False)
+
+    return _in_memory(
+        "synthetic",
+        tuple(f"pattern-{label}" for label in range(SYNTHETIC_CLASSES)),
+        images(config.synthetic_samples),
+        images(max(SYNTHETIC_CLASSES, config.synthetic_samples // 4)),
+        size=size,
+        statistics=SYNTHETIC_STATISTICS,
+    )
+
+
+def _picked(images: Tensor, labels: IntArray, indices: IntArray, *, pad: int, flip: bool) -> MemoryImages:
+    chosen = torch.from_numpy(indices)
+    return MemoryImages(images[chosen], torch.from_numpy(labels)[chosen], pad=pad, flip=flip)
+
+
+def _in_memory(
+    name: str,
+    class_names: tuple[str, ...],
+    train: MemoryImages,
+    test: MemoryImages,
+    *,
+    size: int,
+    statistics: Statistics,
+) -> ImageData:
+    mean, std = statistics
+    shape = (train.images.shape[1], size, size)
+    return ImageData(name=name, class_names=class_names, sample_shape=shape, train=train, test=test, mean=mean, std=std)

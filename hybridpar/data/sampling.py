@@ -1,0 +1,152 @@
+"""Why: which worker sees which sample, in which order and under which random draws, is arithmetic and not luck.
+
+Everything here is a pure function of numbers that all workers know. So no worker tells another what it read, a run can
+resume in the middle of an epoch, and 1, 2 or 3 workers train on the same samples in the same steps.
+
+Randomness is counter-based (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): a draw is a hash of
+what it is for, not the next number of a stream. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood 2014,
+"Fast splittable pseudorandom number generators"). No global generator is read or changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridpar.errors import UsageError
+
+IntArray = npt.NDArray[np.int64]
+HashArray = npt.NDArray[np.uint64]
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_WORD = (1 << 64) - 1
+
+#: Fewest samples in a micro-batch: BatchNorm cannot estimate a variance from one value per channel.
+FEWEST_PER_PART = 2
+
+
+class Draw(IntEnum):
+    """What a random number is for; draws for different purposes are independent."""
+
+    ORDER = 0
+    ROW = 1
+    COLUMN = 2
+    FLIP = 3
+    TRANSFORM = 4
+    SPLIT = 5
+
+
+class AugmentKey(NamedTuple):
+    """What the augmentation of a sample depends on, besides its index."""
+
+    seed: int
+    epoch: int
+
+
+def counter_hash(seed: int, epoch: int, draw: Draw, indices: IntArray) -> HashArray:
+    """One 64-bit random number per index.
+
+    Args:
+        seed: Seed of the run; any integer, taken modulo 2^64.
+        epoch: Epoch, or whatever else separates two uses of the same index.
+        draw: What the numbers are for.
+        indices: Sample indices, shape (n,).
+
+    Returns:
+        Shape (n,). The hash is a bijection of the index, so distinct indices have distinct numbers.
+    """
+    state: HashArray = np.zeros(1, dtype=np.uint64)
+    for word in (seed, epoch, draw):
+        state = _mix((state ^ np.uint64(int(word) & _WORD)) + _GAMMA)
+    return _mix((state ^ indices.astype(np.uint64)) + _GAMMA)
+
+
+def _mix(x: HashArray) -> HashArray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def bounded(numbers: HashArray, bound: int) -> IntArray:
+    """Map random 64-bit numbers to integers in [0, bound), for a bound far below 2^32."""
+    return (((numbers >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32)).astype(np.int64)
+
+
+def epoch_order(samples: int, seed: int, epoch: int) -> IntArray:
+    """The order of an epoch: a permutation of range(samples) that depends on nothing but the arguments."""
+    return np.argsort(counter_hash(seed, epoch, Draw.ORDER, np.arange(samples)), kind="stable")
+
+
+def cut_epoch(samples: int, batch_size: int, parts: int) -> list[tuple[int, int]]:
+    """Cut an epoch of samples into steps; nothing is dropped and nothing is seen twice.
+
+    Every step has `batch_size` samples but the last, which has what is left. Where that is too little to give every
+    part two samples, it is joined to the step before, which then has more than `batch_size`. For the same samples and
+    batch size, the cut is therefore the same whatever the number of parts, except that more parts may join the tail.
+
+    Args:
+        samples: Training samples of an epoch.
+        batch_size: Samples per step, over all parts.
+        parts: Workers times micro-batches per worker: what each step is divided into, see `divide`.
+
+    Returns:
+        (start, stop) of each step, positions in the order of the epoch.
+
+    Raises:
+        UsageError: The batch or the data set is too small for that many parts.
+    """
+    least = FEWEST_PER_PART * parts
+    rule = f"Each of the {parts} parts of a step (workers x micro-batches) needs at least {FEWEST_PER_PART} samples."
+    if batch_size < least:
+        raise UsageError(f"--batch-size is {batch_size}", rule, f"Use --batch-size {least} or more.")
+    if samples < least:
+        most = samples // FEWEST_PER_PART
+        fix = f"Use at most {most} {'worker' if most == 1 else 'workers'} of one micro-batch each."
+        raise UsageError(
+            f"the data set has {samples} training {'sample' if samples == 1 else 'samples'}",
+            rule,
+            fix if most else f"Use a data set of at least {FEWEST_PER_PART} training samples.",
+        )
+    steps = max(1, samples // batch_size)
+    cut = [(step * batch_size, (step + 1) * batch_size) for step in range(steps)]
+    rest = samples - steps * batch_size
+    if rest >= least:
+        cut.append((steps * batch_size, samples))
+    else:
+        cut[-1] = (cut[-1][0], samples)
+    return cut
+
+
+def divide(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
+    """Divide [start, stop) into consecutive parts whose sizes differ by at most one, larger ones first.
+
+    Worker r of R with M micro-batches computes parts r*M to (r+1)*M of R*M. So R workers of one micro-batch see the
+    very slices that one worker of R micro-batches sees.
+    """
+    size, larger = divmod(stop - start, parts)
+    bounds = [start + part * size + min(part, larger) for part in range(parts + 1)]
+    return list(pairwise(bounds))
+
+
+def split_by_class(labels: IntArray, train_counts: Sequence[int], seed: int) -> tuple[IntArray, IntArray]:
+    """Split samples into a training and a test set with a given number of training samples of each class.
+
+    Args:
+        labels: Class of each sample, shape (n,).
+        train_counts: Training samples of each class; the others are for testing.
+        seed: Seed of the choice.
+
+    Returns:
+        Indices of the training and of the test samples, each in ascending order.
+    """
+    train = np.zeros(len(labels), dtype=bool)
+    for label, count in enumerate(train_counts):
+        members = np.flatnonzero(labels == label)
+        chosen = np.argsort(counter_hash(seed, label, Draw.SPLIT, np.arange(len(members))), kind="stable")[:count]
+        train[members[chosen]] = True
+    return np.flatnonzero(train), np.flatnonzero(~train)

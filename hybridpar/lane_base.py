@@ -1,0 +1,261 @@
+"""Why: a pipeline is queues of work with arrows between them, and it must not matter whether a queue is a CUDA stream.
+
+This is the contract. A *lane* is an in-order queue of work on a device: a CUDA stream on a GPU, a thread on a CPU. One
+host thread issues all work, in one total order. The rules are CUDA's, the stricter of the two: submitting orders
+nothing across lanes, not even what the host itself did before; only `wait` does. Because a wait names an event that was
+recorded earlier in the total order, no program written against lanes can deadlock.
+
+If work raises, its lane stops: later work on it is skipped, lanes that wait for it stop too, and the host meets the
+original exception at its next submit or wait, so that nothing hangs.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from hybridpar.errors import LaneError
+
+Work = Callable[[], None]
+
+
+class Failure:
+    """What stopped a lane.
+
+    Args:
+        error: The exception; a note naming the lane is added to it.
+        lane: Name of the lane.
+        met: Whether the host has met the exception yet.
+    """
+
+    def __init__(self, error: BaseException, lane: str, *, met: bool = False) -> None:
+        error.add_note(f"on lane {lane!r}")
+        self.error = error
+        self.met = met
+        self._traceback = error.__traceback__
+
+    def throw(self) -> NoReturn:
+        """Raise the original exception; resetting the traceback keeps it from growing with every raise."""
+        self.met = True
+        raise self.error.with_traceback(self._traceback)
+
+
+class Family(ABC):
+    """What the lanes of one process share.
+
+    Args:
+        device: Where they run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.closed = False
+        #: Whether the issuing thread is running the work of a lane right now.
+        self.inside = False
+        self._issuer = threading.get_ident()
+
+    @abstractmethod
+    def event(self) -> Event:
+        """An event that is not recorded yet, for `Lane.record`."""
+
+    def is_issuer(self) -> bool:
+        """Whether this is the thread that issues."""
+        return threading.get_ident() == self._issuer
+
+    def check_issue(self) -> None:
+        """Refuse what must not be issued from here or now.
+
+        Raises:
+            LaneError: The family is closed, this is another thread, or work of a lane is running on it.
+        """
+        if self.closed:
+            raise LaneError("the lanes are closed", "A closed family takes no work, events or waits.")
+        if self.inside or not self.is_issuer():
+            raise LaneError(
+                "a lane was given work, an event or a wait by other code than its issuing thread",
+                "One host thread issues everything, so that there is one order and no deadlock.",
+                "Issue from the thread that made the `Lanes`, and not from inside of work.",
+            )
+
+
+class Event(ABC):
+    """A point in a lane's queue, from `Lane.record`, or from `Lanes.event` to be recorded once later."""
+
+    def __init__(self, family: Family) -> None:
+        self.family = family
+        self.lane: Lane | None = None
+        self.failure: Failure | None = None
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the lane has passed the event. Does not block.
+
+        Raises:
+            LaneError: The event was never recorded.
+        """
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Let the host wait for the event. For boundaries only: in steady state lanes wait, never the host.
+
+        Args:
+            timeout: Seconds to wait at most; None waits as long as it takes.
+
+        Raises:
+            LaneError: The event was never recorded, or the time is over.
+            BaseException: Work queued before the event failed; its own exception.
+        """
+        lane = self.recorded_on()
+        if not self._block(timeout):
+            raise LaneError(f"lane {lane.name!r} did not reach the event within {timeout} s")
+        if self.failure is not None:
+            self.failure.throw()
+
+    def recorded_on(self) -> Lane:
+        """The lane whose queue the event is in.
+
+        Raises:
+            LaneError: The event was never recorded.
+        """
+        if self.lane is None:
+            raise LaneError(
+                "the event was not recorded",
+                "CUDA takes an event without a recorded point as done, so waiting for it would order nothing.",
+                "Record it on a lane before anything waits for it.",
+            )
+        return self.lane
+
+    @abstractmethod
+    def _block(self, timeout: float | None) -> bool:
+        """Block the host until the lane passed the event; False if the time was over first."""
+
+
+class Lane(ABC):
+    """An in-order queue of work on a device.
+
+    Attributes:
+        name: What messages call it; `caller` is the host thread's own.
+        device: Where the work runs.
+    """
+
+    def __init__(self, family: Family, name: str) -> None:
+        self.name = name
+        self.device = family.device
+        self._family = family
+        self._failure: Failure | None = None
+
+    @property
+    def failure(self) -> Failure | None:
+        """What stopped the lane, if anything did."""
+        return self._failure
+
+    def submit(self, work: Work, *, uses: Sequence[torch.Tensor] = ()) -> None:
+        """Queue work. It runs with the grad mode, inference mode and autocast of the submitting code.
+
+        On CUDA the host runs `work` at once and it queues kernels; on a CPU the lane's thread runs it later.
+
+        Args:
+            work: What to do. It must not issue work itself, and it must wait for what it starts asynchronously.
+            uses: Tensors of other lanes that the work reads or writes. They are kept alive until the lane has passed
+                the work, so that their memory is not handed out again while it is still in use.
+
+        Raises:
+            LaneError: The family is closed, or this is not the thread that issues.
+            BaseException: Earlier work on the lane failed; its own exception. Where work runs at once, also this
+                work's own.
+        """
+        self._family.check_issue()
+        if self.failure is not None:
+            self.failure.throw()
+        self._submit(work, uses)
+
+    def record(self, event: Event | None = None) -> Event:
+        """Mark this point of the queue.
+
+        Args:
+            event: An event from `Lanes.event` that was not recorded yet; None makes a new one.
+
+        Raises:
+            LaneError: The event is of another family, or was recorded before; or the family is closed.
+        """
+        self._family.check_issue()
+        if event is None:
+            event = self._family.event()
+        self._check_family(event)
+        if event.lane is not None:
+            raise LaneError(
+                f"the event was recorded before, on lane {event.lane.name!r}",
+                "An event marks one point of one lane, so that it is clear what a wait is for.",
+                "Make a new event for the new point.",
+            )
+        event.lane = self
+        self._record(event)
+        return event
+
+    def wait(self, event: Event) -> None:
+        """Let work that is submitted from now on start after the event. The host waits only for `caller` on a CPU.
+
+        Raises:
+            LaneError: The event was not recorded yet, or is of another family; or the family is closed.
+            BaseException: On `caller` only: work before the event failed; its own exception.
+        """
+        self._family.check_issue()
+        self._check_family(event)
+        event.recorded_on()
+        self._wait(event)
+
+    def synchronize(self) -> None:
+        """Let the host wait for everything queued so far. For boundaries only.
+
+        Raises:
+            BaseException: Work on the lane failed; its own exception.
+        """
+        if not self._family.closed:
+            self.record().synchronize()
+        elif self.failure is not None:
+            self.failure.throw()
+
+    @abstractmethod
+    def keep(self, *tensors: torch.Tensor) -> None:
+        """Called by work running on this lane: keep tensors alive as `uses` does.
+
+        For tensors of other lanes that did not exist yet when the work was submitted, for instance an activation that
+        the work takes out of a mailbox. On `caller` it may be called anywhere, after the use.
+
+        Raises:
+            LaneError: Called from elsewhere.
+        """
+
+    @abstractmethod
+    def drain(self, patience: float | None = None) -> None:
+        """Finish what is queued and give back what the lane holds; called when the family is closed.
+
+        Args:
+            patience: Seconds to wait for work that cannot be interrupted; None waits as long as it takes.
+        """
+
+    def _check_family(self, event: Event) -> None:
+        if event.family is not self._family:
+            raise LaneError(
+                f"lane {self.name!r} was given an event of another family of lanes",
+                "Only lanes of one family are issued in one order, so only they can wait for each other.",
+                "Open both lanes from the same `Lanes`.",
+            )
+
+    def _misplaced_keep(self) -> LaneError:
+        return LaneError(
+            f"keep() of lane {self.name!r} was called outside its work",
+            fix="Call it inside the submitted function, or pass the tensors in `uses=`.",
+        )
+
+    @abstractmethod
+    def _submit(self, work: Work, uses: Sequence[torch.Tensor]) -> None: ...
+
+    @abstractmethod
+    def _record(self, event: Any) -> None: ...
+
+    @abstractmethod
+    def _wait(self, event: Any) -> None: ...

@@ -1,0 +1,187 @@
+"""Why: one command starts all workers of a machine, and a worker that is killed costs seconds, not the job.
+
+Workers are started by torch's elastic launcher with the c10d rendezvous. (Its static rendezvous hands restarted
+workers the addresses of the dead attempt.) A worker that the system kills - signal 9, out of memory - makes the
+launcher restart all of them, and they go on from the last whole checkpoint. An error that would only come again is
+not worth a restart: the worker leaves a *verdict*, a file with the message and the exit code, all workers end, and
+this process reports the verdict once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from hybridpar.errors import HybridparError, SyncError
+from hybridpar.process import available_cores, worker_environment
+
+VERDICT_VARIABLE = "HYBRIDPAR_VERDICT"
+TUNED_VARIABLE = "HYBRIDPAR_TUNED"
+
+#: Seconds that workers have after Ctrl-C or SIGTERM to end their step and save.
+STOP_SECONDS = 60
+
+
+def in_job() -> bool:
+    """Whether this process is a worker that some launcher started."""
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+
+
+def launch_workers(arguments: Sequence[str], workers: int, *, tune: bool, restarts: int = 3) -> int:
+    """Run `python -m hybridpar ARGUMENTS` as `workers` local workers until they end.
+
+    Args:
+        arguments: Command line of every worker.
+        workers: Number of workers, at least 2.
+        tune: Give CPU workers the environment of `hybridpar.process.worker_environment`.
+        restarts: How often dying workers are restarted.
+
+    Returns:
+        The exit code: 0, what the verdict says, 1 when no restarts are left, or 128 + the signal that stopped the job.
+    """
+    if tune:
+        # The allocator reads these variables when a process starts, so they are set before there are workers.
+        os.environ.update(worker_environment(workers, available_cores()))
+        os.environ[TUNED_VARIABLE] = "1"
+    # A number of threads is always set, so that the launcher does not warn that it chose one.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(available_cores()) // workers)))
+
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+    options: dict[str, object] = {}
+    if "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}:
+        options["shutdown_timeout"] = STOP_SECONDS
+    with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
+        verdict = Path(directory) / "verdict.json"
+        os.environ[VERDICT_VARIABLE] = str(verdict)
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=workers,
+            run_id=f"hybridpar-{os.getpid()}-{os.urandom(4).hex()}",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=restarts,
+            monitor_interval=0.1,
+            local_addr="127.0.0.1",
+            **options,  # type: ignore[arg-type]
+        )
+        try:
+            elastic_launch(config, sys.executable)("-m", "hybridpar", *arguments)
+        except SignalException as stopped:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            return 128 + int(stopped.sigval)
+        except ChildFailedError as error:
+            if verdict.exists():
+                return report_verdict(verdict)
+            first = error.get_first_failure()[1]
+            cause = f"was killed by signal {-first.exitcode}" if first.exitcode < 0 else f"exited with {first.exitcode}"
+            print(
+                f"error: worker {first.local_rank} {cause}, and {restarts} restarts are used up\n"
+                "Every restart went on from the last whole checkpoint.\n"
+                "Look at the messages above; `dmesg` tells whether the system ran out of memory.",
+                file=sys.stderr,
+            )
+            return 1
+        finally:
+            os.environ.pop(VERDICT_VARIABLE, None)
+        return report_verdict(verdict) if verdict.exists() else 0
+
+
+def restart_with_environment(arguments: Sequence[str]) -> None:
+    """Replace this process by itself with a tuned environment; returns only where that was already done."""
+    if os.environ.get(TUNED_VARIABLE) == "1":
+        return
+    os.environ.update(worker_environment(1, available_cores()))
+    os.environ[TUNED_VARIABLE] = "1"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "hybridpar", *arguments])
+
+
+def error_text(error: BaseException, debug: bool) -> str:
+    """What the user reads of an error: value, rule, what to do; with the traceback on request, or if it is a bug."""
+    text = f"error: {error}"
+    if debug or not isinstance(error, HybridparError):
+        text = "".join(traceback.format_exception(error)) + text
+    return text
+
+
+def leave_verdict(error: BaseException, *, debug: bool) -> bool:
+    """Write the verdict of a worker that would fail in the same way again.
+
+    It must be written before the worker leaves its peers, who are to find it when they notice.
+
+    Args:
+        error: What ended the worker. A lost peer (`SyncError`) gets no verdict: that is worth a restart.
+        debug: Add the traceback.
+
+    Returns:
+        Whether a launcher of ours will report the error, so that this worker can stay silent.
+    """
+    place = os.environ.get(VERDICT_VARIABLE)
+    if place is None or isinstance(error, SyncError):
+        return False
+    code = error.exit_code if isinstance(error, HybridparError) else 1
+    aside = f"{place}.{os.getpid()}"
+    try:
+        Path(aside).write_text(json.dumps({"text": error_text(error, debug), "code": code}), encoding="utf-8")
+        os.link(aside, place)  # the first verdict stands
+    except FileExistsError:
+        pass
+    except OSError:
+        return False
+    return True
+
+
+def verdict_exists() -> bool:
+    """Whether another worker of this job has left a verdict."""
+    place = os.environ.get(VERDICT_VARIABLE)
+    return place is not None and Path(place).exists()
+
+
+def report_verdict(verdict: Path) -> int:
+    """Print the verdict to standard error and return its exit code."""
+    content = json.loads(verdict.read_text(encoding="utf-8"))
+    print(content["text"], file=sys.stderr)
+    return int(content["code"])
+
+
+class StopRequest:
+    """Turns SIGINT and SIGTERM into a wish that the training loop reads between steps.
+
+    The first signal asks the loop to end its step, save and leave; a second one gets the default behaviour.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None:
+            self.release()
+            raise KeyboardInterrupt
+        self.signal = number
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a signal has come."""
+        return self.signal is not None
+
+    def release(self) -> None:
+        """Put the handlers back that were there before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,30 @@
+"""Why: what a training run shows while it works and leaves behind when it ends.
+
+The trainer emits the records of `records.py`; everything here only reads them. Importing this package imports neither
+torch nor matplotlib.
+"""
+
+from hybridpar.observe.metrics import MetricsTable, MetricsWriter, read_metrics
+from hybridpar.observe.plots import draw_loss
+from hybridpar.observe.progress import PlainProgress, Progress, open_progress
+from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
+from hybridpar.observe.report import print_report
+from hybridpar.observe.summary import summarize, summary_schema, validate_summary, write_summary
+
+__all__ = [
+    "EpochRecord",
+    "MetricsTable",
+    "MetricsWriter",
+    "PlainProgress",
+    "Progress",
+    "RunInfo",
+    "StepRecord",
+    "draw_loss",
+    "open_progress",
+    "print_report",
+    "read_metrics",
+    "summarize",
+    "summary_schema",
+    "validate_summary",
+    "write_summary",
+]

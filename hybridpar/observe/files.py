@@ -1,0 +1,58 @@
+"""Why: what a run leaves behind is whole or absent, and a full disk is told as a full disk.
+
+Files are written aside, flushed to the disk, and renamed over the old ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from hybridpar.errors import RunDirectoryError
+
+
+def run_directory_error(path: Path, error: OSError) -> RunDirectoryError:
+    """The error to raise when a file of the run directory cannot be written.
+
+    Args:
+        path: The file.
+        error: What the system said.
+    """
+    what = f"cannot write {path}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        full = "The disk is full" if error.errno == errno.ENOSPC else "The disk quota is used up"
+        return RunDirectoryError(
+            what, f"{full}; what was written before is kept.", "Free some space, then go on with --resume."
+        )
+    return RunDirectoryError(
+        what,
+        "A run writes its metrics, checkpoints and summary there.",
+        "Name a directory you can write with --run-dir.",
+    )
+
+
+def replace_file(path: Path, chunks: Iterable[bytes]) -> None:
+    """Write a file as a whole, or leave the old one as it is.
+
+    Args:
+        path: The file; its directory is made where it is missing.
+        chunks: The content.
+
+    Raises:
+        RunDirectoryError: The file cannot be written.
+    """
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(aside, "wb") as file:
+            file.writelines(chunks)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise run_directory_error(path, error) from error

@@ -1,0 +1,138 @@
+"""Why: on a terminal a run is two lines that stay in place, with everything worth keeping printed above them.
+
+The display is repainted by the training thread itself, inside `step` and at most four times a second. A thread of its
+own would compete with the step for the interpreter, and could hold the console's lock while a data loader forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from hybridpar.observe.progress import Progress
+from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
+from hybridpar.observe.running import RunningFigures
+from hybridpar.observe.text import (
+    describe_run,
+    epoch_line,
+    format_accuracy,
+    format_bytes,
+    format_duration,
+    format_rate,
+)
+
+#: Wider lines are harder to read, not more useful.
+MOST_COLUMNS = 100
+
+_REPAINT_SECONDS = 0.25
+_NARROWEST_BAR = 5
+
+
+class LiveProgress(Progress):
+    """A bar with its figures at the bottom of the terminal; messages scroll above it.
+
+    Args:
+        console: The terminal.
+        clock: Seconds; tests bring their own.
+    """
+
+    def __init__(self, console: Console, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._painted = float("-inf")
+        self._epochs = 0
+        self._figures = RunningFigures(0)
+        self._live: Live | None = None
+
+    def start(self, info: RunInfo, done: int = 0) -> None:
+        """Print the run, and put the bar below it."""
+        self._epochs = info.epochs
+        self._figures = RunningFigures(info.steps_total, done)
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(overflow="fold")
+        for label, text in describe_run(info):
+            grid.add_row(label, Text(text, style="bold" if label == "model" else ""))
+        self._console.print(grid, width=min(self._console.width, MOST_COLUMNS))
+        for note in info.notes:
+            self.message(note)
+        if done:
+            self.message(f"resumed after step {done:,}")
+        self._live = Live(self._frame(), console=self._console, auto_refresh=False, vertical_overflow="crop")
+        self._live.start(refresh=True)
+
+    def step(self, record: StepRecord) -> None:
+        """Take note of a step, and repaint where the picture is old."""
+        now = self._clock()
+        self._figures.add_step(record, now)
+        if now - self._painted >= _REPAINT_SECONDS:
+            self._paint(now)
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Print a line about the epoch above the bar."""
+        self._figures.add_epoch(record)
+        self.message(epoch_line(record, self._epochs))
+        self._paint(self._clock())
+
+    def message(self, text: str) -> None:
+        """Print a line above the bar."""
+        # As Text: a message may hold brackets, as in `hybridpar[plots]`, that rich would take for markup.
+        with contextlib.suppress(OSError):  # a terminal that went away must not end the run
+            self._console.print(Text(text, style="yellow" if text.startswith("warning") else ""), soft_wrap=True)
+
+    def close(self) -> None:
+        """Paint the last state and give the terminal back."""
+        live, self._live = self._live, None
+        if live is not None:
+            with contextlib.suppress(OSError):
+                live.update(self._frame())
+                live.stop()
+
+    def _paint(self, now: float) -> None:
+        self._painted = now
+        if self._live is not None:
+            with contextlib.suppress(OSError):
+                self._live.update(self._frame(), refresh=True)
+
+    def _frame(self) -> Text:
+        # One Text, put together by hand: several times cheaper to paint than a table with a progress bar in it.
+        figures = self._figures
+        width = min(self._console.width, MOST_COLUMNS)
+        left = f"epoch {figures.epoch + 1}/{self._epochs}  step {figures.step:,}/{figures.steps_total:,} "
+        seconds = figures.seconds_left
+        eta = "-:--" if seconds is None else format_duration(seconds)
+        # Padded, so that the bar does not change its length while the estimate shrinks.
+        right = f" {100 * figures.fraction:3.0f}%  ETA {eta:<7}"
+        frame = Text(left, no_wrap=True, overflow="ellipsis", end="")
+        self._append_bar(frame, width - len(left) - len(right))
+        frame.append(f"{right}\n")
+        for text, style in self._numbers():
+            frame.append(text, style=style)
+        return frame
+
+    def _append_bar(self, frame: Text, width: int) -> None:
+        if width < _NARROWEST_BAR:
+            return
+        full, rest = ("#", "-") if self._console.options.ascii_only else ("━", "─")
+        filled = int(width * self._figures.fraction)
+        frame.append(full * filled, style="green")
+        frame.append(rest * (width - filled), style="dim")
+
+    def _numbers(self) -> list[tuple[str, str]]:
+        figures = self._figures
+        if not figures.started:
+            return [("waiting for the first step", "dim")]
+        parts = [("loss ", "dim"), (f"{figures.loss:.4f}", "bold")]
+        if figures.test_accuracy is not None:
+            parts += [("  accuracy ", "dim"), (format_accuracy(figures.test_accuracy), "bold")]
+        parts += [("  ", ""), (format_rate(figures.images_per_second), "")]
+        parts += [("  ", ""), (f"{format_bytes(figures.bytes_sent)} sent", "")]
+        if figures.skipped:
+            parts.append((f"  {figures.skipped:,} skipped", "yellow"))
+        return parts

@@ -1,0 +1,229 @@
+"""Why: `metrics.jsonl` is the record of a run: one JSON object per step, in order, each step once.
+
+Every line goes to the operating system at once (a few microseconds), so a crash of the process loses none; a crash of
+the machine may cut the last line, which readers skip. A resumed run first takes away the lines of steps that it will
+run again. Numbers that JSON does not know (NaN, infinities) are null.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridpar.observe.files import replace_file, run_directory_error
+from hybridpar.observe.records import EpochRecord, StepRecord
+from hybridpar.observe.tensorboard_events import TensorBoardEvents
+
+#: Name of the file in the run directory.
+METRICS_FILE = "metrics.jsonl"
+
+#: Columns of a step's line that hold numbers; `skipped` is 0 or 1 in a table.
+STEP_COLUMNS = (
+    "step",
+    "epoch",
+    "loss",
+    "lr",
+    "samples",
+    "images_per_second",
+    "step_ms",
+    "compute_ms",
+    "exposed_sync_ms",
+    "data_ms",
+    "bytes_sent",
+    "skipped",
+    "grad_norm",
+)
+
+
+def images_per_second(record: StepRecord) -> float:
+    """Samples of all workers per second of the step; NaN where its time is not a positive number."""
+    return 1000 * record.samples / record.step_ms if 0 < record.step_ms < math.inf else math.nan
+
+
+class MetricsWriter:
+    """Appends steps and epochs to `metrics.jsonl`, and to TensorBoard where that is installed. For one rank only.
+
+    Args:
+        run_dir: Directory of the run; made where it is missing.
+        resume_step: The step the run goes on from: later lines are dropped, as their steps will run again. None
+            starts a new file.
+
+    Raises:
+        RunDirectoryError: The file cannot be written. A failing disk is reported once, by the write that met it; what
+            follows is dropped, so that an orderly end is not stopped by the same error again.
+    """
+
+    def __init__(self, run_dir: Path, resume_step: int | None = None) -> None:
+        self.path = Path(run_dir) / METRICS_FILE
+        self._failed = False
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if resume_step is not None and self.path.exists():
+                _drop_after(self.path, resume_step)
+                mode = "ab"
+            else:
+                mode = "wb"
+            # Unbuffered: a line is either with the operating system or has raised.
+            self._file = open(self.path, mode, buffering=0)  # noqa: SIM115
+            self._size = self._file.seek(0, 2)
+        except OSError as error:
+            raise run_directory_error(self.path, error) from error
+        self._events = TensorBoardEvents(self.path.parent, after_step=resume_step or 0)
+
+    def write_step(self, record: StepRecord) -> None:
+        """Append a step.
+
+        Raises:
+            RunDirectoryError: The line cannot be written.
+        """
+        rate = images_per_second(record)
+        self._write(
+            {
+                "step": record.step,
+                "epoch": record.epoch,
+                "loss": _finite(record.loss),
+                "lr": _finite(record.lr),
+                "samples": record.samples,
+                "images_per_second": _rounded(rate),
+                "step_ms": _rounded(record.step_ms),
+                "compute_ms": _rounded(record.compute_ms),
+                "exposed_sync_ms": _rounded(record.exposed_sync_ms),
+                "data_ms": _rounded(record.data_ms),
+                "bytes_sent": record.bytes_sent,
+                "skipped": record.skipped,
+                "grad_norm": None if record.grad_norm is None else _finite(record.grad_norm),
+            }
+        )
+        self._events.add_step(record, rate)
+
+    def write_epoch(self, record: EpochRecord) -> None:
+        """Append the end of an epoch, as a line with `"event": "epoch"`.
+
+        Raises:
+            RunDirectoryError: The line cannot be written.
+        """
+        values = {key: _finite(value) if isinstance(value, float) else value for key, value in asdict(record).items()}
+        self._write({"event": "epoch"} | values)
+        self._events.add_epoch(record)
+
+    def _write(self, row: Mapping[str, object]) -> None:
+        if self._failed:
+            return
+        line = json.dumps(row, allow_nan=False).encode() + b"\n"
+        try:
+            rest = memoryview(line)
+            while rest:  # a nearly full disk takes a part first
+                rest = rest[self._file.write(rest) :]
+            self._size += len(line)
+        except OSError as error:
+            self._failed = True
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)  # no half line stays behind
+            raise run_directory_error(self.path, error) from error
+
+    def close(self) -> None:
+        """Close the files; what was written is kept. May be called twice."""
+        self._events.close()
+        # Unbuffered, so nothing is left to write; a network file system may still complain about earlier writes.
+        try:
+            self._file.close()
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                raise run_directory_error(self.path, error) from error
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class MetricsTable:
+    """What `metrics.jsonl` holds.
+
+    Attributes:
+        steps: One float64 array per name of `STEP_COLUMNS`, ordered by step; null is NaN, `skipped` is 0 or 1.
+        epochs: The ends of epochs, in order.
+    """
+
+    steps: Mapping[str, NDArray[np.float64]]
+    epochs: tuple[EpochRecord, ...]
+
+
+def read_metrics(run_dir: Path) -> MetricsTable:
+    """Read the metrics of a run, also while it is being written.
+
+    Lines that are not whole are skipped. Of two lines for the same step or epoch the later one counts.
+
+    Args:
+        run_dir: Directory of the run; without `metrics.jsonl` the table is empty.
+    """
+    columns = {name: array("d") for name in STEP_COLUMNS}
+    epochs: dict[int, EpochRecord] = {}
+    path = Path(run_dir) / METRICS_FILE
+    for _, row in _rows(path) if path.exists() else ():
+        if row.get("event") == "epoch":
+            accuracy, loss = row.get("test_accuracy"), row.get("test_loss")
+            epochs[int(row["epoch"])] = EpochRecord(
+                epoch=int(row["epoch"]),
+                step=row["step"],
+                test_accuracy=accuracy,
+                test_loss=loss,
+                train_loss=_number(row.get("train_loss")),
+                seconds=_number(row.get("seconds")),
+            )
+        elif "event" not in row:
+            for name, column in columns.items():
+                column.append(_number(row.get(name)))
+    tables = {name: np.array(column, dtype=np.float64) for name, column in columns.items()}
+    # np.unique keeps the first of equal values, so the reversed order keeps the line written last.
+    _, from_end = np.unique(tables["step"][::-1], return_index=True)
+    keep = len(tables["step"]) - 1 - from_end
+    return MetricsTable(
+        steps={name: values[keep] for name, values in tables.items()},
+        epochs=tuple(epochs[epoch] for epoch in sorted(epochs)),
+    )
+
+
+def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The whole lines of a metrics file, raw and parsed; others are skipped."""
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:  # cut by a crash, or being written right now
+                continue
+            if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int):
+                yield line, row
+
+
+def _drop_after(path: Path, step: int) -> None:
+    """Rewrite the file without the lines past a step; the old file stays until the new one is whole."""
+    replace_file(path, (line for line, row in _rows(path) if row["step"] <= step))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _rounded(value: float) -> float | None:
+    """A time to the microsecond: finer digits are noise that only makes the file longer."""
+    return round(value, 3) if math.isfinite(value) else None
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan

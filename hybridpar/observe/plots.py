@@ -1,0 +1,190 @@
+"""Why: one look at `loss.png` tells whether a run learned, and where it went wrong.
+
+Above: the training loss of each step, its running mean, and the steps that were skipped. Below: the test accuracy of
+each epoch over the learning rate, which explains most bends of the two. Sizes are chosen for a picture shown 600 pixels
+wide. Nothing global is touched: no pyplot, no settings of the caller's matplotlib.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridpar.observe.files import replace_file
+from hybridpar.observe.metrics import METRICS_FILE, MetricsTable, read_metrics
+from hybridpar.observe.records import RunInfo
+from hybridpar.observe.summary import SUMMARY_FILE
+
+#: Name of the file in the run directory.
+LOSS_PICTURE = "loss.png"
+
+# Blue, orange and vermilion of Okabe and Ito's palette, which colour-blind readers can tell apart.
+_LOSS, _ACCURACY, _SKIPPED = "#0072B2", "#E69F00", "#D55E00"
+# Opaque: a long line is painted in chunks, and transparent ones would show their seams.
+_EACH_STEP = "#A6CCE3"
+_ACCURACY_TEXT, _RATE, _RATE_TEXT = "#805300", "#B8B8B8", "#808080"
+
+
+def draw_loss(run_dir: Path, info: RunInfo | None = None, say: Callable[[str], object] = print) -> Path | None:
+    """Draw `loss.png` from the metrics of a run.
+
+    Args:
+        run_dir: Directory of the run.
+        info: The run, for the title; default: what `summary.json` says, else the directory's name.
+        say: Takes the one line that tells why there is no picture.
+
+    Returns:
+        The picture's path, or None where matplotlib is not installed or no step was recorded.
+
+    Raises:
+        RunDirectoryError: The picture cannot be written.
+    """
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        say("loss.png needs matplotlib: pip install 'hybridpar[plots]'")
+        return None
+    table = read_metrics(run_dir)
+    if not len(table.steps["step"]):
+        say(f"{LOSS_PICTURE} was not drawn: {METRICS_FILE} holds no steps")
+        return None
+    path = Path(run_dir) / LOSS_PICTURE
+    replace_file(path, [_picture(table, _title(Path(run_dir), info))])
+    return path
+
+
+def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """Centred mean over a window, over what there is of it at the ends; NaN and infinities count as absent.
+
+    Args:
+        values: One value per step, shape (steps,).
+        window: Steps to average over.
+
+    Returns:
+        Shape (steps,); NaN where the whole window is absent.
+    """
+    present = np.isfinite(values)
+    half = window // 2
+    index = np.arange(len(values))
+    low, high = np.maximum(index - half, 0), np.minimum(index + half + 1, len(values))
+    sums = _window_sums(np.where(present, values, 0.0), low, high)
+    counts = _window_sums(present.astype(np.float64), low, high)
+    means = np.full(len(values), np.nan)
+    np.divide(sums, counts, out=means, where=counts > 0)
+    return means
+
+
+def _window_sums(values: NDArray[np.float64], low: NDArray[np.int64], high: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Sums of values[low:high], put together from blocks of 1, 2, 4, ... values.
+
+    Differences of a cumulative sum would be shorter, but one loss of 1e20 would drown all that come after it.
+    """
+    width, position, block, size = high - low, low.copy(), values, 1
+    sums = np.zeros(len(values))
+    while size <= width.max(initial=0):
+        take = (width & size) > 0
+        sums[take] += block[position[take]]
+        position[take] += size
+        block = block[:-size] + block[size:]
+        size *= 2
+    return sums
+
+
+def _title(run_dir: Path, info: RunInfo | None) -> str:
+    try:
+        known = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8")) if info is None else asdict(info)
+        model, data, workers = known["model"], known["data"], known["workers"]
+    except (OSError, ValueError, KeyError, TypeError):  # no summary, or not one of ours
+        return run_dir.resolve().name
+    return f"{model} on {data}, {workers} worker{'' if workers == 1 else 's'}"
+
+
+def _picture(table: MetricsTable, title: str) -> bytes:
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # a caller's own style could need LaTeX, or hide the lines
+        matplotlib.rcParams.update({"font.size": 13, "agg.path.chunksize": 10_000})
+        figure = Figure(figsize=(9, 6.3), dpi=100, layout="constrained")
+        FigureCanvasAgg(figure)
+        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+        upper.set_title(title, parse_math=False, fontsize=14, loc="left", pad=12)
+        _draw_losses(upper, table.steps)
+        _draw_epochs(lower, table)
+        for axes in (upper, lower):
+            axes.grid(alpha=0.3)
+            axes.spines[["top", "right"]].set_visible(False)
+        upper.margins(x=0.01)
+        figure.align_ylabels()
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _draw_losses(axes: Any, steps: Any) -> None:
+    step, loss = steps["step"], steps["loss"]
+    smooth = running_mean(loss, max(5, len(step) // 50))
+    finite = loss[np.isfinite(loss)]
+    marker = "." if len(step) < 30 else None
+    axes.plot(step, loss, color=_EACH_STEP, linewidth=0.8, marker=marker, label="each step")
+    axes.plot(step, smooth, color=_LOSS, linewidth=2.5, label="running mean")
+    if len(finite):
+        # A few wild steps, as in warm-up, must not flatten the rest of the curve.
+        usual = 99 if len(step) >= 100 else 100
+        top = float(np.percentile(finite, usual))
+        if finite.min() > 0 and top > 30 * np.nanmin(smooth):
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+        elif top > 0:
+            axes.set_ylim(min(0.0, float(finite.min())), 1.08 * top)
+    skipped = step[steps["skipped"] > 0]
+    if len(skipped):
+        # At the foot of the panel: a skipped step often has no loss to stand on.
+        axes.plot(
+            skipped,
+            np.full(len(skipped), 0.03),
+            transform=axes.get_xaxis_transform(),
+            linestyle="none",
+            marker="x",
+            markersize=8,
+            markeredgewidth=2,
+            color=_SKIPPED,
+            clip_on=False,
+            label=f"skipped ({len(skipped):,})",
+        )
+    axes.set_ylabel("training loss")
+    axes.legend(loc="upper right", frameon=False, ncols=3)
+
+
+def _draw_epochs(axes: Any, table: MetricsTable) -> None:
+    rate = axes.twinx()
+    rate.fill_between(table.steps["step"], table.steps["lr"], color=_RATE, alpha=0.35, linewidth=0)
+    rate.set_ylim(bottom=0)
+    rate.set_ylabel("learning rate", color=_RATE_TEXT)
+    rate.tick_params(axis="y", colors=_RATE_TEXT)
+    rate.spines[["top", "right"]].set_visible(False)
+    axes.set_zorder(rate.get_zorder() + 1)
+    axes.set_facecolor("none")
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_ylabel("test accuracy")
+    tested = [(epoch.step, epoch.test_accuracy) for epoch in table.epochs if epoch.test_accuracy is not None]
+    if not tested:
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "not evaluated", transform=axes.transAxes, ha="center", va="center", color=_RATE_TEXT)
+        return
+    step, accuracy = np.array(tested, dtype=float).T
+    axes.plot(step, 100 * accuracy, color=_ACCURACY, linewidth=2.5, marker="o", markersize=6 if len(step) <= 40 else 0)
+    # Accuracy rises, so the lower right corner is free.
+    best = f"best {100 * accuracy.max():.2f}%, last {100 * accuracy[-1]:.2f}%"
+    axes.text(0.99, 0.06, best, transform=axes.transAxes, ha="right", color=_ACCURACY_TEXT)
+    axes.yaxis.set_major_formatter("{x:g}%")

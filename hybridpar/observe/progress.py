@@ -1,0 +1,150 @@
+"""Why: a run can be watched on a terminal, in a log file, or not at all, and the trainer does not care which.
+
+Three forms share one interface: nothing (for all ranks but one), plain lines (for pipes and log files), and a live
+display (for terminals, in `live.py`). Showing a run must neither cost anything nor end it: a step is a few
+microseconds, and an output that went away is ignored.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Self
+
+from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
+from hybridpar.observe.running import RunningFigures
+from hybridpar.observe.text import describe_run, epoch_line, format_bytes, format_duration, format_rate
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+class Progress:
+    """What a run shows while it trains. This base class shows nothing.
+
+    Used as a context manager, or closed, so that a terminal gets its cursor back.
+    """
+
+    def start(self, info: RunInfo, done: int = 0) -> None:
+        """Show what is about to be trained.
+
+        Args:
+            info: The run.
+            done: Steps done before, where a run is resumed.
+        """
+
+    def step(self, record: StepRecord) -> None:
+        """Take note of a step."""
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Show the end of an epoch."""
+
+    def message(self, text: str) -> None:
+        """Show a line that stays, for instance "checkpoint saved at step 120"."""
+
+    def warn(self, text: str) -> None:
+        """Show a warning that stays."""
+        self.message(f"warning: {text}")
+
+    def close(self) -> None:
+        """End the display; what it showed last stays. May be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class PlainProgress(Progress):
+    """Plain lines: one per epoch, and one whenever nothing was printed for a while.
+
+    Args:
+        stream: Where to; default: standard output.
+        every: Seconds between lines within an epoch.
+        clock: Seconds; tests bring their own.
+    """
+
+    def __init__(
+        self, stream: IO[str] | None = None, *, every: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = sys.stdout if stream is None else stream
+        self._every = every
+        self._clock = clock
+        self._printed = clock()
+        self._epochs = 0
+        self._figures = RunningFigures(0)
+
+    def start(self, info: RunInfo, done: int = 0) -> None:
+        """Print the run, a line per fact."""
+        self._epochs = info.epochs
+        self._figures = RunningFigures(info.steps_total, done)
+        for label, text in describe_run(info):
+            self.message(f"{label:8} {text}")
+        for note in info.notes:
+            self.message(note)
+        if done:
+            self.message(f"resumed after step {done:,}")
+        self._printed = self._clock()
+
+    def step(self, record: StepRecord) -> None:
+        """Print a line where the last one is old."""
+        now = self._clock()
+        self._figures.add_step(record, now)
+        if now - self._printed >= self._every:
+            self._printed = now
+            self.message(self._line())
+
+    def epoch(self, record: EpochRecord) -> None:
+        """Print a line about the epoch."""
+        self._figures.add_epoch(record)
+        self.message(epoch_line(record, self._epochs))
+        self._printed = self._clock()
+
+    def message(self, text: str) -> None:
+        """Print a line."""
+        # A character that the stream cannot encode, or a reader that went away, must not end hours of training.
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        try:
+            print(text.encode(encoding, "replace").decode(encoding), file=self._stream, flush=True)
+        except OSError:
+            return
+
+    def _line(self) -> str:
+        figures = self._figures
+        left = figures.seconds_left
+        parts = [
+            f"epoch {figures.epoch + 1}/{self._epochs}",
+            f"step {figures.step:,}/{figures.steps_total:,}",
+            f"loss {figures.loss:.4f}",
+            f"lr {figures.lr:.3g}",
+            format_rate(figures.images_per_second),
+            f"{format_bytes(figures.bytes_sent)} sent",
+        ]
+        if figures.skipped:
+            parts.append(f"{figures.skipped:,} skipped")
+        if left is not None:
+            parts.append(f"ETA {format_duration(left)}")
+        return "  ".join(parts)
+
+
+def open_progress(console: Console | None = None) -> Progress:
+    """The display that suits the output: live on a terminal, plain lines elsewhere.
+
+    Args:
+        console: Where to; default: standard output.
+    """
+    from rich.console import Console
+
+    if console is None:
+        # Said outright: FORCE_COLOR, common on build servers, would have rich take a log file for a terminal.
+        console = Console(force_terminal=sys.stdout.isatty())
+    if not console.is_terminal or console.is_dumb_terminal or console.is_jupyter:
+        return PlainProgress(console.file)
+    from hybridpar.observe.live import LiveProgress
+
+    return LiveProgress(console)

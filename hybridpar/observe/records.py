@@ -1,0 +1,86 @@
+"""Why: the trainer says what happened in plain data, and everything that shows or stores it reads only that.
+
+No record holds a tensor, a file or a function, so the trainer does not know who listens, and a display can be tested
+without training anything. Times are milliseconds of one worker, averaged over the workers where they differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One optimizer step, done or skipped."""
+
+    step: int
+    """Global step, counted from 1 over all epochs and resumed parts of the run."""
+    epoch: int
+    """Epoch the step belongs to, from 0."""
+    loss: float
+    """Training loss, mean over the global batch; not finite where the step went wrong."""
+    lr: float
+    """Learning rate of the step."""
+    samples: int
+    """Samples of all workers together."""
+    step_ms: float
+    """Wall time of the whole step, waiting for data included."""
+    compute_ms: float
+    """The part spent in forward, backward and optimizer."""
+    exposed_sync_ms: float
+    """The part spent waiting for gradients that computation did not hide."""
+    data_ms: float
+    """The part spent waiting for the data loader."""
+    bytes_sent: int
+    """Bytes that one worker sent."""
+    skipped: bool
+    """Whether the step was rolled back because of non-finite gradients."""
+    grad_norm: float | None
+    """Global L2 norm of the gradients before clipping, where it was computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRecord:
+    """The end of an epoch."""
+
+    epoch: int
+    """Which epoch ended, from 0."""
+    step: int
+    """The last global step of the epoch."""
+    test_accuracy: float | None
+    """Fraction of the test set classified correctly, 0 to 1; None where nothing was evaluated."""
+    test_loss: float | None
+    """Mean loss over the test set; None where nothing was evaluated."""
+    train_loss: float
+    """Mean training loss over the epoch."""
+    seconds: float
+    """Wall time of the epoch, evaluation included."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """What is known about a run before its first step."""
+
+    model: str
+    """Name of the model."""
+    data: str
+    """Name of the data set."""
+    workers: int
+    """Number of worker processes."""
+    device: str
+    """What the workers run on, for instance `cpu`."""
+    epochs: int
+    """Epochs the run is meant to last."""
+    steps_total: int
+    """Steps the run is meant to last."""
+    steps_per_epoch: int
+    """Steps of a whole epoch."""
+    parameters: int
+    """Number of parameter elements of the model."""
+    batch_size: int
+    """Samples per step over all workers."""
+    run_dir: Path
+    """Directory that holds what the run leaves behind."""
+    notes: tuple[str, ...] = ()
+    """Lines to show at the start as they are."""

@@ -1,0 +1,76 @@
+"""Why: at the end of a run the terminal answers three questions: how good, how fast, and where the time went.
+
+Everything shown comes from the summary, so the screen and `summary.json` cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hybridpar.observe.text import format_accuracy, format_bytes, format_duration, format_rate
+
+#: Parts of a step: key of the summary and name on the screen.
+_PARTS = (("compute_ms", "compute"), ("exposed_sync_ms", "exposed sync"), ("data_ms", "waiting for data"))
+
+
+def print_report(summary: Mapping[str, Any], files: Sequence[Path] = (), console: Console | None = None) -> None:
+    """Print the final table of a run.
+
+    Args:
+        summary: The run, with the keys of `summary.schema.json`.
+        files: What the run left behind, to be named below the table.
+        console: Where to; default: standard output.
+    """
+    console = Console() if console is None else console
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text, style in _rows(summary):
+        grid.add_row(label, Text(text, style=style))
+    for number, path in enumerate(files):
+        grid.add_row("" if number else "written", Text(str(path)))
+    console.print()
+    console.print(grid)
+
+
+def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Label, text and style of each row; what was not measured has no row."""
+    finished = summary["exit"] == "finished"
+    steps = f"{summary['steps']:,} {'step' if summary['steps'] == 1 else 'steps'}"
+    ending = f"{summary['exit']} after {steps} in {format_duration(summary['train_seconds'])}"
+    if summary["resumed_from"] is not None:
+        ending += f", resumed from step {summary['resumed_from']:,}"
+    rows = [
+        ("run", f"{summary['model']} on {summary['data']}", "bold"),
+        ("", f"{_count(summary['workers'], 'worker')} on {summary['device']}, batch {summary['batch_size']:,}", ""),
+        ("", ending, "" if finished else "yellow"),
+    ]
+    if summary["test_accuracy"] is not None:
+        best = f"  (best {format_accuracy(summary['best_test_accuracy'])})"
+        shown = format_accuracy(summary["test_accuracy"])
+        rows.append(
+            ("test accuracy", shown + best * (summary["best_test_accuracy"] > summary["test_accuracy"]), "bold")
+        )
+    if summary["images_per_second"] is not None:
+        rows.append(("speed", format_rate(summary["images_per_second"]), "bold"))
+    step_ms = summary["step_ms_median"]
+    if step_ms:
+        rows.append(("step", f"{step_ms:9.2f} ms  (median)", ""))
+        for key, name in _PARTS:
+            if summary[key] is not None:
+                rows.append(("", f"{summary[key]:9.2f} ms  {100 * summary[key] / step_ms:3.0f}%  {name}", ""))
+    if summary["bytes_sent_per_step"] is not None:
+        rows.append(("sent", f"{format_bytes(summary['bytes_sent_per_step'])} per worker and step", ""))
+    if summary["skipped_steps"]:
+        rows.append(("skipped", f"{_count(summary['skipped_steps'], 'step')} with non-finite gradients", "yellow"))
+    return rows
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

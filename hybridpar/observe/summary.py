@@ -1,0 +1,168 @@
+"""Why: other programs read how a run went from one small file with keys that never change their meaning.
+
+`summary.schema.json`, beside this file, describes every key with its unit and is the contract. The summary is computed
+from `metrics.jsonl`, so it covers the whole of a run that was resumed, and is the same whoever computes it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridpar.observe.files import replace_file
+from hybridpar.observe.metrics import MetricsTable
+from hybridpar.observe.records import RunInfo
+from hybridpar.observe.running import WARM_UP_STEPS
+
+#: Name of the file in the run directory.
+SUMMARY_FILE = "summary.json"
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "number": (int, float),
+    "integer": int,
+    "object": dict,
+    "null": type(None),
+}
+
+
+@cache
+def summary_schema() -> dict[str, Any]:
+    """The JSON schema of `summary.json`."""
+    text = Path(__file__).with_name("summary.schema.json").read_text(encoding="utf-8")
+    schema: dict[str, Any] = json.loads(text)
+    return schema
+
+
+def summarize(
+    info: RunInfo,
+    table: MetricsTable,
+    *,
+    seed: int,
+    ended: Literal["finished", "interrupted"],
+    resumed_from: int | None = None,
+    versions: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Put a run in numbers, with the keys and units of `summary.schema.json`.
+
+    Args:
+        info: The run.
+        table: Its metrics.
+        seed: Its seed.
+        ended: How it ended.
+        resumed_from: Step of the checkpoint it last went on from.
+        versions: Versions to name besides those of python, hybridpar, torch and torchvision.
+    """
+    steps = table.steps
+    last = int(steps["step"][-1]) if len(steps["step"]) else resumed_from or 0
+    steady = _steady(steps["step"], resumed_from)
+    accuracies = [epoch.test_accuracy for epoch in table.epochs if epoch.test_accuracy is not None]
+    sent = _median(steps["bytes_sent"][steady])
+    return {
+        "model": info.model,
+        "data": info.data,
+        "workers": info.workers,
+        "device": info.device,
+        "batch_size": info.batch_size,
+        "seed": seed,
+        "exit": ended,
+        "epochs": last // info.steps_per_epoch if info.steps_per_epoch else 0,
+        "steps": last,
+        "skipped_steps": int(np.nansum(steps["skipped"])),
+        "resumed_from": resumed_from,
+        "test_accuracy": accuracies[-1] if accuracies else None,
+        "best_test_accuracy": max(accuracies, default=None),
+        "train_seconds": round(float(np.nansum(steps["step_ms"])) / 1000, 3),
+        "step_ms_median": _median(steps["step_ms"][steady]),
+        "images_per_second": _median(steps["images_per_second"][steady]),
+        "bytes_sent_per_step": None if sent is None else round(sent),
+        "compute_ms": _median(steps["compute_ms"][steady]),
+        "exposed_sync_ms": _median(steps["exposed_sync_ms"][steady]),
+        "data_ms": _median(steps["data_ms"][steady]),
+        "versions": _installed_versions() | dict(versions or {}),
+    }
+
+
+def validate_summary(summary: Mapping[str, Any]) -> None:
+    """Check a summary against the part of JSON Schema that `summary.schema.json` uses.
+
+    Raises:
+        ValueError: A key is missing, or a value is not of its type or range, or not a finite number.
+    """
+    _validate(dict(summary), summary_schema(), "summary")
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
+    """Check a summary and write it to `summary.json`, as a whole or not at all.
+
+    Raises:
+        ValueError: As for `validate_summary`.
+        RunDirectoryError: The file cannot be written.
+    """
+    validate_summary(summary)
+    path = Path(run_dir) / SUMMARY_FILE
+    replace_file(path, [json.dumps(dict(summary), indent=2, allow_nan=False).encode() + b"\n"])
+    return path
+
+
+def _steady(step: NDArray[np.float64], resumed_from: int | None) -> NDArray[np.bool_]:
+    """Which steps to take medians over: all but the warm-up, or all where hardly any others are left."""
+    keep = np.ones(len(step), dtype=bool)
+    for start in {float(step[0]) - 1 if len(step) else 0.0, float(resumed_from or 0)}:
+        keep &= (step <= start) | (step > start + WARM_UP_STEPS)
+    return keep if keep.sum() >= WARM_UP_STEPS else np.ones(len(step), dtype=bool)
+
+
+def _median(values: NDArray[np.float64]) -> float | None:
+    finite = values[np.isfinite(values)]
+    return round(float(np.median(finite)), 3) if len(finite) else None
+
+
+def _installed_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in ("hybridpar", "torch", "torchvision"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:  # run from a source tree
+            continue
+    return versions
+
+
+def _validate(value: Any, schema: Mapping[str, Any], where: str) -> None:
+    kinds = schema.get("type")
+    if kinds is not None:
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        if not any(_is_a(value, kind) for kind in kinds):
+            raise ValueError(f"{where} is {value!r}, not of type {' or '.join(kinds)}")
+    if "enum" in schema and value not in schema["enum"]:
+        raise ValueError(f"{where} is {value!r}, not one of {', '.join(schema['enum'])}")
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        low, high = schema.get("minimum", -math.inf), schema.get("maximum", math.inf)
+        if not (math.isfinite(value) and low <= value <= high):
+            raise ValueError(f"{where} is {value}, not within {low} to {high}")
+    if isinstance(value, dict):
+        missing = [key for key in schema.get("required", ()) if key not in value]
+        if missing:
+            raise ValueError(f"{where} lacks {', '.join(missing)}")
+        properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        for key, entry in value.items():
+            rule = properties.get(key, others)
+            if isinstance(rule, dict):
+                _validate(entry, rule, f"{where}.{key}")
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):  # in Python a bool is an int, in JSON it is not a number
+        return False
+    if kind == "integer" and isinstance(value, float):
+        return value.is_integer()  # 3.0 is an integer in JSON Schema
+    return isinstance(value, _TYPES[kind])

@@ -1,0 +1,72 @@
+"""Why: numbers and lines look the same on a terminal, in a log file and in the final report.
+
+The lines are ASCII, so that they survive any log collector.
+"""
+
+from __future__ import annotations
+
+from hybridpar.observe.records import EpochRecord, RunInfo
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as `3.2 s`, `52 s`, `12:03` or `26:00:05`."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with three significant digits in decimal units: `640 B`, `12.3 MB`, `1.20 GB`."""
+    units = ("B", "kB", "MB", "GB", "TB", "PB")
+    exponent = 0
+    while count >= 999.5 and exponent < len(units) - 1:
+        count /= 1000
+        exponent += 1
+    if exponent == 0:
+        return f"{count:.0f} B"
+    digits = 2 if count < 9.995 else 1 if count < 99.95 else 0
+    return f"{count:.{digits}f} {units[exponent]}"
+
+
+def format_rate(per_second: float) -> str:
+    """Images per second, with a decimal only where it says something."""
+    return f"{per_second:.1f} images/s" if per_second < 99.95 else f"{per_second:,.0f} images/s"
+
+
+def format_accuracy(fraction: float) -> str:
+    """A fraction as a percentage with two decimals, as papers give it."""
+    return f"{100 * fraction:.2f}%"
+
+
+def describe_run(info: RunInfo) -> list[tuple[str, str]]:
+    """The start screen as label and text, without the notes."""
+    whole = info.steps_total == info.epochs * info.steps_per_epoch
+    epochs = f"{info.epochs} {'epoch' if info.epochs == 1 else 'epochs'} of {info.steps_per_epoch:,}"
+    return [
+        ("model", f"{info.model}, {info.parameters:,} parameters"),
+        ("data", info.data),
+        ("workers", f"{info.workers} on {info.device}"),
+        ("batch", f"{info.batch_size:,} samples per step"),
+        ("steps", f"{info.steps_total:,} ({epochs if whole else f'{info.steps_per_epoch:,} per epoch'})"),
+        ("run dir", str(info.run_dir)),
+    ]
+
+
+def epoch_line(record: EpochRecord, epochs: int) -> str:
+    """One line about an epoch that ended.
+
+    Args:
+        record: The epoch.
+        epochs: How many there will be.
+    """
+    parts = [f"epoch {record.epoch + 1}/{epochs} done", f"train loss {record.train_loss:.4f}"]
+    if record.test_loss is not None:
+        parts.append(f"test loss {record.test_loss:.4f}")
+    if record.test_accuracy is not None:
+        parts.append(f"test accuracy {format_accuracy(record.test_accuracy)}")
+    return "  ".join([*parts, format_duration(record.seconds)])

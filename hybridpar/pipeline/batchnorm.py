@@ -1,0 +1,208 @@
+"""Why: running statistics must not depend on how a batch was divided over micro-batches and replicas.
+
+Stock BatchNorm updates its running statistics once per forward call. With M micro-batches that is M updates per step
+(an effective momentum of 1 - (1 - m)^M), and with replicas each keeps the statistics of its own shard. Here the sums
+and squared sums of the batch are pooled over micro-batches and replicas and committed once per step: one step on R
+workers with M micro-batches leaves the statistics of the whole batch, as one step on one worker would.
+
+What cannot be pooled is the normalisation: each micro-batch is normalised by its own moments. Training with M
+micro-batches of b is the same function as data parallelism over M replicas with b samples each.
+
+A module gets another class with the same parameters, buffers and names, so `state_dict`, pickling and `isinstance` go
+on working; `release` gives it its class back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class BatchNormPool:
+    """Pools the statistics of all BatchNorm layers of a model over one step.
+
+    The batch's moments come from the stock kernel itself: it is given scratch buffers to update with momentum 1, so
+    pooling reads no activation a second time. All sums are float64: a sum of squares loses too much in float32 where
+    the mean is large.
+
+    Args:
+        model: The model; layers that track running statistics and use the stock forward are taken over.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers: list[Any] = [layer for layer in model.modules() if _can_pool(layer)]
+        self._starts: list[int] = []
+        channels = 0
+        for layer in self.layers:
+            self._starts.append(channels)
+            channels += layer.num_features
+        self._channels = channels
+        self._originals = [type(layer) for layer in self.layers]
+        device = self.layers[0].running_mean.device if self.layers else torch.device("cpu")
+        self._mean = torch.zeros(channels, device=device)
+        self._variance = torch.zeros(channels, device=device)
+        self._counts = [0] * len(self.layers)
+        self._widths = [layer.num_features for layer in self.layers]
+        numbers = torch.arange(len(self.layers))
+        self._layer_of_channel = torch.repeat_interleave(numbers, torch.tensor(self._widths, dtype=torch.int64)).to(
+            device
+        )
+        #: Per channel: sum and squared sum; then per layer the number of values behind them.
+        self.sums = torch.zeros(2 * channels + len(self.layers), dtype=torch.float64, device=device)
+        for index, layer in enumerate(self.layers):
+            start = self._starts[index]
+            scratch = slice(start, start + layer.num_features)
+            layer.__class__ = _pooled_class(type(layer))
+            layer._pool = _LayerScratch(self, index, self._mean[scratch], self._variance[scratch])
+
+    def fold(self) -> None:
+        """Add the moments of the micro-batch whose forward pass has just ended to the sums of the step."""
+        if not self.layers:
+            return
+        counts = torch.tensor(self._counts, dtype=torch.float64).to(self.sums.device)
+        values = counts[self._layer_of_channel]
+        mean, variance = self._mean.double(), self._variance.double()
+        # The kernel's running variance is unbiased: (n - 1) v is the sum of squared deviations.
+        squares = (values - 1).clamp_(min=0) * variance + values * mean * mean
+        # A layer that did not run has count 0 and scratch 0. `where` and not a product: 0 * nan is nan.
+        self.sums += torch.cat((values * mean, squares, counts))
+        # Momentum 1 computes 0 * old + new, so an inf left in the scratch would become a nan for ever.
+        self._mean.zero_()
+        self._variance.zero_()
+        self._counts = [0] * len(self.layers)
+
+    def commit(self, sums: Tensor, where: Tensor | None = None) -> None:
+        """Move the running statistics by the pooled moments, once.
+
+        running = (1 - m) running + m pooled, with the unbiased variance, as stock BatchNorm defines it; a layer with
+        `momentum=None` averages over all steps. A layer that ran nowhere keeps its statistics.
+
+        Args:
+            sums: `self.sums`, summed over the replicas; float64, `2 * channels + layers` elements.
+            where: Optional 0-d tensor; where it is zero nothing changes. Keeps the decision on the device.
+        """
+        if not self.layers:
+            return
+        channels = self._channels
+        counts = sums[2 * channels :]
+        values = counts[self._layer_of_channel]
+        mean = sums[:channels] / values.clamp(min=1)
+        deviations = (sums[channels : 2 * channels] - values * mean * mean).clamp_(min=0)
+        variance = deviations / (values - 1).clamp(min=1)
+        ran = counts > 0 if where is None else (counts > 0) & (where > 0)
+        for layer, one in zip(self.layers, ran.to(torch.int64).unbind(), strict=True):
+            layer.num_batches_tracked += one
+        factor = self._factors()
+        moves = ran[self._layer_of_channel]
+        for kind, pooled in (("running_mean", mean), ("running_var", variance)):
+            buffers: list[Tensor] = [getattr(layer, kind) for layer in self.layers]
+            old = torch.cat(buffers).double()
+            # `where` and not a product: a rolled-back step may have left an inf in the pooled moments.
+            new = torch.where(moves, old + factor * (pooled - old), old)
+            for running, part in zip(buffers, new.split(self._widths), strict=True):
+                running.copy_(part)
+        self.discard()
+
+    def _factors(self) -> Tensor:
+        """Each channel's exponential factor: the layer's momentum, or one over the steps seen so far."""
+        if all(layer.momentum is not None for layer in self.layers):
+            factors = [float(layer.momentum) for layer in self.layers]
+            return torch.tensor(factors, dtype=torch.float64, device=self._mean.device)[self._layer_of_channel]
+        each = [
+            torch.as_tensor(layer.momentum, dtype=torch.float64, device=self._mean.device)
+            if layer.momentum is not None
+            else 1.0 / layer.num_batches_tracked.clamp(min=1).double()
+            for layer in self.layers
+        ]
+        return torch.stack(each)[self._layer_of_channel]
+
+    def discard(self) -> None:
+        """Forget the sums of this step: it was rolled back, or they were committed."""
+        self.sums.zero_()
+        self._mean.zero_()
+        self._variance.zero_()
+        self._counts = [0] * len(self.layers)
+
+    def release(self) -> None:
+        """Give every layer its own class back."""
+        for layer, original in zip(self.layers, self._originals, strict=True):
+            layer.__class__ = original
+            del layer._pool
+        self.layers = []
+
+
+class _LayerScratch:
+    """What a pooled layer needs in its forward; copies and pickles of the layer get none of it."""
+
+    def __init__(self, pool: BatchNormPool, index: int, mean: Tensor, variance: Tensor) -> None:
+        self.pool = pool
+        self.index = index
+        self.mean = mean
+        self.variance = variance
+
+    def enter(self, values: int) -> None:
+        if self.pool._counts[self.index] > 0:
+            # The layer runs twice in one forward: bank the first call before its scratch is overwritten.
+            self.pool.fold()
+        self.pool._counts[self.index] = values
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_no_scratch, ())
+
+
+def _no_scratch() -> None:
+    return None
+
+
+class _PooledForward:
+    """Mixed in before a BatchNorm class: training forwards update the pool's scratch, not the running statistics."""
+
+    _pool: _LayerScratch | None
+    training: bool
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        scratch = self._pool
+        if not self.training or scratch is None:
+            result: Tensor = super().forward(input)  # type: ignore[misc]
+            return result
+        self._check_input_dim(input)
+        scratch.enter(input.numel() // input.shape[1])
+        # The kernel keeps its running statistics for an eval-mode backward that never comes here. `.data` gives them
+        # a version counter of their own, so that clearing the scratch is not taken for an edit of a saved tensor.
+        mean, variance = scratch.mean.data, scratch.variance.data
+        return functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+
+
+_classes: dict[type, type] = {}
+
+
+def _pooled_class(original: type) -> type:
+    if original not in _classes:
+        made = type(original.__name__, (_PooledForward, original), {"__reduce_ex__": _reduce_to_original})
+        made.__qualname__, made.__module__ = original.__qualname__, original.__module__
+        _classes[original] = made
+    return _classes[original]
+
+
+def _reduce_to_original(self: Any, protocol: int) -> tuple[Any, ...]:
+    """Copies and pickles are plain layers of the original class."""
+    original = next(base for base in type(self).__mro__[1:] if base is not _PooledForward)
+    state = {key: value for key, value in self.__dict__.items() if key != "_pool"}
+    return (original.__new__, (original,), state)
+
+
+def _can_pool(layer: nn.Module) -> bool:
+    return (
+        isinstance(layer, _BatchNorm)
+        and not isinstance(layer, nn.SyncBatchNorm)
+        and layer.track_running_stats
+        and layer.running_mean is not None
+        and type(layer).forward is _BatchNorm.forward
+    )

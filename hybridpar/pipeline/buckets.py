@@ -1,0 +1,163 @@
+"""Why: gradients travel in buckets, and all workers must cut the same buckets in the same order.
+
+A bucket is the unit that leaves while the backward pass still computes. Small tensors are fused into one flat buffer,
+because a collective's latency costs more than the copy; a tensor that fills a bucket alone travels as it is, without
+a copy. The cut is a pure function of the order and the sizes, so that agreeing on the order is agreeing on the cut.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place in a bucket."""
+
+    name: str
+    parameter: nn.Parameter
+    offset: int  # elements from the start of the bucket
+
+
+def cut_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Cut a sequence of tensors into buckets, in order.
+
+    Args:
+        sizes: Bytes per tensor, in the order in which gradients become ready.
+        limit: A tensor of at least this many bytes gets a bucket alone; smaller ones are gathered, in order, until
+            a bucket reaches it.
+
+    Returns:
+        Index lists. Buckets are ordered by their last tensor, which is what decides when they can leave.
+    """
+    done: list[list[int]] = []
+    open_bucket: list[int] = []
+    filled = 0
+    for index, size in enumerate(sizes):
+        if size >= limit:
+            done.append([index])
+            continue
+        open_bucket.append(index)
+        filled += size
+        if filled >= limit:
+            done.append(open_bucket)
+            open_bucket, filled = [], 0
+    if open_bucket:
+        done.append(open_bucket)
+    return sorted(done, key=lambda bucket: bucket[-1])
+
+
+class Bucket:
+    """Gradients that travel together: equal dtype and device, in one flat tensor.
+
+    Args:
+        index: The bucket's number, equal on all workers; buckets leave in this order.
+        slots: The parameters.
+    """
+
+    def __init__(self, index: int, slots: Sequence[Slot]) -> None:
+        self.index = index
+        self.slots = tuple(slots)
+        first = slots[0].parameter
+        self.numel = sum(slot.parameter.numel() for slot in slots)
+        self.bytes = self.numel * first.element_size()
+        self.pending = len(slots)
+        self._buffer: Tensor | None = None
+        self._views: dict[str, Tensor] = {}
+        if len(slots) > 1:
+            self._buffer = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
+            for slot in slots:
+                self._views[slot.name] = _view_like(self._buffer, slot)
+
+    def adopt(self, slot: Slot) -> None:
+        """Move a parameter's fresh gradient into the bucket; from then on `.grad` is a view of it.
+
+        The copy is made at the first micro-batch, when autograd has just handed over the tensor; later micro-batches
+        accumulate in place. A bucket of one parameter takes the gradient as it is.
+        """
+        if self._buffer is None:
+            return
+        view = self._views[slot.name]
+        gradient = slot.parameter.grad
+        if gradient is None:
+            view.zero_()
+        elif gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient)
+        else:
+            return
+        slot.parameter.grad = view
+
+    def flat(self) -> Tensor:
+        """The bucket's gradients as one 1-D tensor that shares their memory."""
+        if self._buffer is not None:
+            return self._buffer
+        parameter = self.slots[0].parameter
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return flat_view(parameter.grad)
+
+
+def flat_view(dense: Tensor) -> Tensor:
+    """A dense tensor in any memory format as a 1-D view in memory order."""
+    return dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor fills its memory without gaps or overlaps, whatever the order of its dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _view_like(buffer: Tensor, slot: Slot) -> Tensor:
+    parameter = slot.parameter
+    if is_dense(parameter):
+        return buffer.as_strided(parameter.shape, parameter.stride(), slot.offset)
+    return buffer[slot.offset : slot.offset + parameter.numel()].view(parameter.shape)
+
+
+def make_buckets(order: Sequence[tuple[str, nn.Parameter]], limit: int) -> list[Bucket]:
+    """Buckets for parameters in the order in which their gradients become ready.
+
+    Parameters of different dtypes or devices never share a bucket.
+
+    Args:
+        order: Names and parameters.
+        limit: See `cut_buckets`, bytes.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, (_, parameter) in enumerate(order):
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(index)
+    cuts: list[list[int]] = []
+    for members in kinds.values():
+        sizes = [order[index][1].numel() * order[index][1].element_size() for index in members]
+        cuts += [[members[place] for place in cut] for cut in cut_buckets(sizes, limit)]
+    buckets = []
+    for number, cut in enumerate(sorted(cuts, key=lambda cut: cut[-1])):
+        slots, offset = [], 0
+        for index in cut:
+            name, parameter = order[index]
+            slots.append(Slot(name, parameter, offset))
+            offset += parameter.numel()
+        buckets.append(Bucket(number, slots))
+    return buckets
+
+
+def layout_fingerprint(buckets: Sequence[Bucket]) -> int:
+    """A 16-bit number over names, shapes, strides and order; workers compare it, because layouts must be equal."""
+    digest = hashlib.sha256()
+    for bucket in buckets:
+        for slot in bucket.slots:
+            parameter = slot.parameter
+            digest.update(f"{bucket.index}:{slot.name}:{tuple(parameter.shape)}:{parameter.stride()}".encode())
+    return int.from_bytes(digest.digest()[:2], "big")

@@ -1,0 +1,437 @@
+"""Why: `hybridpar train` is a run: a model, data and a trainer, with a directory, a display and an orderly end.
+
+This is the worker's side of the command. Every worker runs the same program; rank 0 alone writes files (but for its
+peers' parts of a checkpoint) and talks to the terminal.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from hybridpar.checkpoint import prune_checkpoints
+from hybridpar.cluster import describe_device
+from hybridpar.config import TrainConfig
+from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches, load_dataset
+from hybridpar.errors import HybridparError, UsageError
+from hybridpar.launch import TUNED_VARIABLE, StopRequest, leave_verdict
+from hybridpar.models import build_model, parameter_count
+from hybridpar.observe import (
+    EpochRecord,
+    MetricsWriter,
+    Progress,
+    RunInfo,
+    StepRecord,
+    draw_loss,
+    open_progress,
+    print_report,
+    read_metrics,
+    summarize,
+    write_summary,
+)
+from hybridpar.pipeline.world import World
+from hybridpar.plan import Measured, ModelInfo, Pipeline, Sync, trivial_plan
+from hybridpar.process import affinity, available_cores, describe_environment
+from hybridpar.rundir import RunPlace, find_place, write_run_file
+from hybridpar.trainer import StepResult, Trainer
+
+#: Options that decide which samples a step sees; a resumed run must not change them.
+_POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size")
+
+
+@dataclass(frozen=True)
+class SaveRule:
+    """When to write checkpoints: `--checkpoint-every`."""
+
+    epoch: bool = False
+    steps: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> SaveRule:
+        """Read `epoch`, `200`, `60s`, several joined by commas, or `never`.
+
+        Raises:
+            UsageError: Anything else.
+        """
+        rule: dict[str, Any] = {}
+        for part in text.split(","):
+            part = part.strip()
+            if part == "epoch":
+                rule["epoch"] = True
+            elif part.isdigit() and int(part) > 0:
+                rule["steps"] = int(part)
+            elif part.endswith("s") and part[:-1].isdigit() and int(part[:-1]) > 0:
+                rule["seconds"] = float(part[:-1])
+            elif part != "never" or "," in text:
+                raise UsageError(
+                    f"--checkpoint-every is {text!r}",
+                    "It must be `epoch`, a number of steps like 200, seconds like 60s, several of these joined by commas, "
+                    "or `never`.",
+                )
+        return cls(**rule)
+
+
+@dataclass
+class Timings:
+    """This worker's own share of the figures that the summary averages over the workers, one value per step."""
+
+    compute_ms: list[float] = field(default_factory=list)
+    exposed_sync_ms: list[float] = field(default_factory=list)
+    data_ms: list[float] = field(default_factory=list)
+
+    def medians(self, warmup: int = 3) -> dict[str, float]:
+        """Median of each, without the first steps where there are others."""
+        return {key: _median(values[warmup:] or values) for key, values in vars(self).items()}
+
+
+def run_training(config: TrainConfig, model_name: str) -> int:
+    """Train on this worker until the run is finished or interrupted.
+
+    Returns:
+        0, or 130 or 143 where a signal stopped the run and no launcher reports it.
+
+    Raises:
+        HybridparError: Whatever ends the run before its time.
+    """
+    config.check()
+    rule = SaveRule.parse(config.checkpoint_every)
+    world = World.join(lanes=config.sync_lanes, timeout=config.timeout)
+    try:
+        _tune_worker(config, world)
+        data = _load_data(config, world)
+        run = Run(config, model_name, world, data, rule)
+        try:
+            return run.execute()
+        finally:
+            run.trainer.close()
+    except BaseException as error:
+        leave_verdict(error, debug=config.debug)  # before the peers notice that this worker is gone
+        raise
+    finally:
+        world.close()
+
+
+class Run:
+    """One worker's part of a run."""
+
+    def __init__(self, config: TrainConfig, model_name: str, world: World, data: ImageData, rule: SaveRule) -> None:
+        self.config = config
+        self.model_name = model_name
+        self.world = world
+        self.rule = rule
+        self.batches = TrainBatches(
+            data,
+            seed=config.seed,
+            batch_size=config.batch_size,
+            rank=world.rank,
+            workers=world.size,
+            micro_batches=config.accumulate,
+            loader_workers=config.loader_workers,
+            device=world.device,
+            channels_last=config.channels_last,
+        )
+        self.test = TestBatches(
+            data,
+            batch_size=max(2, config.batch_size // world.size),
+            rank=world.rank,
+            workers=world.size,
+            loader_workers=config.loader_workers,
+            device=world.device,
+            channels_last=config.channels_last,
+        )
+        per_epoch = self.batches.steps_per_epoch
+        self.total = config.steps if config.steps is not None else config.epochs * per_epoch
+        self.epochs = math.ceil(self.total / per_epoch)
+        # The same seed on every worker; the broadcast would make the replicas equal anyhow, but a run on one worker
+        # must start from the same weights.
+        torch.manual_seed(config.seed)
+        model = build_model(model_name, data.classes, stem=config.stem)
+        self.place = self._agree_on_place()
+        self.trainer = Trainer(model, config=config, total_steps=self.total, steps_per_epoch=per_epoch, world=world)
+        # From here on the workers' generators (dropout) differ.
+        torch.manual_seed(config.seed * 1000 + 1 + world.rank)
+        self.position = (0, 0)
+        self.best: tuple[float, int] | None = None
+        self.resumed_from = self._resume()
+        self.info = self._describe(data)
+        self.timings = Timings()
+        self._last_save = time.monotonic()
+        self._saved_step = self.resumed_from or 0
+
+    # ------------------------------------------------------------------- start
+
+    def _agree_on_place(self) -> RunPlace:
+        """Rank 0 decides where the run is kept; a problem there is everybody's problem."""
+        answer: RunPlace | HybridparError | None = None
+        if self.world.is_main:
+            try:
+                answer = find_place(self.config, self.model_name)
+                write_run_file(answer, self.config, self.model_name, {"torch": torch.__version__})
+            except HybridparError as error:
+                answer = error
+        answer = self.world.gather(answer)[0]  # type: ignore[assignment]
+        if isinstance(answer, HybridparError):
+            raise answer
+        assert isinstance(answer, RunPlace)
+        return answer
+
+    def _resume(self) -> int | None:
+        if self.place.checkpoint is None:
+            return None
+        extra = self.trainer.load(self.place.checkpoint)
+        for option in _POSITION_OPTIONS:
+            saved, now = extra["options"].get(option), getattr(self.config, option)
+            if saved != now:
+                name = "--" + option.replace("_", "-")
+                raise UsageError(
+                    f"the checkpoint was made with {name} {saved}, this run has {now}",
+                    "A resumed run goes on at the same place in the same order of samples.",
+                    f"Resume with {name} {saved}; for another start, load the checkpoint's model.pt in a script.",
+                )
+        self.position = (extra["epoch"], extra["epoch_step"])
+        self.best = (extra["best_accuracy"], extra["best_step"]) if extra["best_step"] is not None else None
+        return self.trainer.steps_done
+
+    def _describe(self, data: ImageData) -> RunInfo:
+        device = describe_device(self.world.device)
+        notes = [describe_environment(self.world.size)] if os.environ.get(TUNED_VARIABLE) == "1" else []
+        if self.place.restarted:
+            since = f"step {self.resumed_from}" if self.resumed_from else "the start"
+            notes.append(f"a worker died; all workers were restarted and go on from {since}")
+        parameters = parameter_count(self.trainer.model)
+        if self.world.is_main:
+            self._write_plan(parameters, data, device)
+        return RunInfo(
+            model=self.model_name,
+            data=self.config.data,
+            workers=self.world.size,
+            device=device,
+            epochs=self.epochs,
+            steps_total=self.total,
+            steps_per_epoch=self.batches.steps_per_epoch,
+            parameters=parameters,
+            batch_size=self.config.batch_size,
+            run_dir=self.place.directory,
+            notes=tuple(notes),
+        )
+
+    def _write_plan(self, parameters: int, data: ImageData, device: str) -> None:
+        config = self.config
+        plan = trivial_plan(
+            ModelInfo(
+                name=self.model_name,
+                fingerprint=self.trainer.fingerprint,
+                parameters=parameters,
+                input=data.sample_shape,
+            ),
+            replicas=self.world.size,
+            device=self.world.device.type,
+            pipeline=Pipeline(micro_batches=config.accumulate),
+            sync=Sync(
+                lanes=config.sync_lanes,
+                bucket_bytes=max(1, int(config.bucket_mb * 2**20)),
+                batch_norm=config.batch_norm,
+            ),
+            measured=Measured(
+                device=device,
+                threads=torch.get_num_threads(),
+                dtype="bfloat16" if config.amp == "bf16" else "float32",
+                memory_format="channels_last" if config.channels_last else "contiguous",
+                seed=config.seed,
+                versions={"torch": torch.__version__},
+            ),
+        )
+        plan.save(self.place.directory / "plan.json")
+
+    # -------------------------------------------------------------------- loop
+
+    def execute(self) -> int:
+        """Train to the end, or until a signal."""
+        stop = StopRequest()
+        writer = MetricsWriter(self.place.directory, self.resumed_from) if self.world.is_main else None
+        progress = open_progress() if self.world.is_main else Progress()
+        try:
+            with progress:
+                progress.start(self.info, self.resumed_from or 0)
+                stopped = self._epochs(stop, writer, progress)
+        finally:
+            stop.release()
+            if writer is not None:
+                writer.close()
+        self._finish(stopped)
+        return (
+            128 + stop.signal if stopped and stop.signal is not None and "TORCHELASTIC_RUN_ID" not in os.environ else 0
+        )
+
+    def _epochs(self, stop: StopRequest, writer: MetricsWriter | None, progress: Progress) -> bool:
+        """Run all epochs; True when a signal ended them early."""
+        for epoch in range(self.position[0], self.epochs):
+            started, losses = time.monotonic(), _Mean()
+            first = self.position[1] if epoch == self.position[0] else 0
+            for done, (result, data_ms) in enumerate(self._steps(epoch, first, stop), start=first + 1):
+                self.position = (epoch, done)
+                losses.add(result.loss, result.outcome.samples)
+                record = self._record(result, epoch, data_ms)
+                progress.step(record)
+                if writer is not None:
+                    writer.write_step(record)
+                if result.skipped:
+                    progress.warn(f"step {result.step} was skipped on all workers: a gradient was not finite")
+                if result.outcome.stop:
+                    self._save(progress)
+                    return True
+                if result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0):
+                    self._save(progress)
+            evaluation = self.trainer.evaluate(self.test)
+            self.position = (epoch + 1, 0)
+            step = self.trainer.steps_done
+            if self.best is None or evaluation.accuracy > self.best[0]:
+                self.best = (evaluation.accuracy, step)
+            end = EpochRecord(
+                epoch, step, evaluation.accuracy, evaluation.loss, losses.value, time.monotonic() - started
+            )
+            progress.epoch(end)
+            if writer is not None:
+                writer.write_epoch(end)
+            last = epoch == self.epochs - 1
+            if self.rule.epoch or (last and self.rule != SaveRule()):
+                self._save(progress)
+        return False
+
+    def _steps(self, epoch: int, first: int, stop: StopRequest) -> Iterator[tuple[StepResult, float]]:
+        """The steps of an epoch, with the time each waited for its data."""
+        batches = iter(self.batches.epoch(epoch, first))
+        while self.trainer.steps_done < self.total:
+            asked = time.perf_counter()
+            batch: Batch | None = next(batches, None)
+            if batch is None:
+                return
+            data_ms = (time.perf_counter() - asked) * 1e3
+            seconds = self.rule.seconds
+            due = seconds is not None and self.world.is_main and time.monotonic() - self._last_save >= seconds
+            yield self.trainer.step(batch, stop=stop.wanted, save=due), data_ms
+
+    def _record(self, result: StepResult, epoch: int, data_ms: float) -> StepRecord:
+        self.timings.compute_ms.append(result.compute_ms)
+        self.timings.exposed_sync_ms.append(result.outcome.exposed_sync_ms)
+        self.timings.data_ms.append(data_ms)
+        return StepRecord(
+            step=result.step,
+            epoch=epoch,
+            loss=result.loss,
+            lr=result.lr,
+            samples=result.outcome.samples,
+            step_ms=result.step_ms + data_ms,
+            compute_ms=result.compute_ms,
+            exposed_sync_ms=result.outcome.exposed_sync_ms,
+            data_ms=data_ms,
+            bytes_sent=result.outcome.bytes_sent,
+            skipped=result.skipped,
+            grad_norm=result.grad_norm,
+        )
+
+    def _save(self, progress: Progress) -> None:
+        step = self.trainer.steps_done
+        self._last_save = time.monotonic()
+        if step == self._saved_step and self.position[1] != 0:
+            return
+        extra = {
+            "epoch": self.position[0],
+            "epoch_step": self.position[1],
+            "best_accuracy": self.best[0] if self.best else None,
+            "best_step": self.best[1] if self.best else None,
+            "options": {option: getattr(self.config, option) for option in _POSITION_OPTIONS},
+        }
+        self.trainer.save(self.place.checkpoints, extra)
+        self._saved_step = step
+        if self.world.is_main:
+            prune_checkpoints(self.place.checkpoints, self.config.keep, self.best[1] if self.best else None)
+        progress.message(f"checkpoint saved at step {step}")
+
+    # --------------------------------------------------------------------- end
+
+    def _finish(self, stopped: bool) -> None:
+        medians = self.world.gather(self.timings.medians() if self.timings.compute_ms else None)
+        if not self.world.is_main:
+            return
+        ended: Literal["finished", "interrupted"] = "interrupted" if stopped else "finished"
+        table = read_metrics(self.place.directory)
+        summary = summarize(
+            self.info, table, seed=self.config.seed, ended=ended, resumed_from=self.resumed_from, versions=_versions()
+        )
+        measured = [entry for entry in medians if isinstance(entry, dict)]
+        if measured:
+            for key in ("compute_ms", "exposed_sync_ms", "data_ms"):
+                summary[key] = round(sum(entry[key] for entry in measured) / len(measured), 3)
+        files = [write_summary(self.place.directory, summary)]
+        if (picture := draw_loss(self.place.directory, self.info)) is not None:
+            files.append(picture)
+        files.append(self.place.checkpoints)
+        print_report(summary, files)
+        if stopped:
+            print(f"stopped after step {self.trainer.steps_done}; the same command with --resume goes on from there")
+
+
+class _Mean:
+    """Mean of a value over samples; non-finite values are left out."""
+
+    def __init__(self) -> None:
+        self._sum, self._weight = 0.0, 0
+
+    def add(self, value: float, weight: int) -> None:
+        if math.isfinite(value):
+            self._sum += value * weight
+            self._weight += weight
+
+    @property
+    def value(self) -> float:
+        return self._sum / self._weight if self._weight else math.nan
+
+
+def _tune_worker(config: TrainConfig, world: World) -> None:
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if world.device.type != "cpu":
+        return
+    if os.environ.get(TUNED_VARIABLE) == "1":
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        mine = affinity(local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available_cores())
+        if mine is not None and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, mine)
+    # Denormal numbers appear late in training and are handled in microcode, a hundred times slower.
+    torch.set_flush_denormal(True)
+
+
+def _load_data(config: TrainConfig, world: World) -> ImageData:
+    """Load the data set; where it may be downloaded, rank 0 goes first."""
+    if not config.download or world.size == 1:
+        return load_dataset(config)
+    problem: HybridparError | None = None
+    data: ImageData | None = None
+    if world.is_main:
+        try:
+            data = load_dataset(config)
+        except HybridparError as error:
+            problem = error
+    problem = world.gather(problem)[0]  # type: ignore[assignment]
+    if problem is not None:
+        raise problem
+    return data or load_dataset(config)
+
+
+def _median(values: list[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def _versions() -> dict[str, str]:
+    return {"cuda": torch.version.cuda} if torch.cuda.is_available() and torch.version.cuda else {}

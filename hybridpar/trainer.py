@@ -1,0 +1,445 @@
+"""Why: the Python way to what `hybridpar train` does, one step at a time, in anybody's loop.
+
+A `Trainer` holds one worker's replica of a model and everything a step needs: lanes, gradient sync, optimizer, and
+the learning rate as a function of the step. The same program runs on one process or under torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridpar.checkpoint import (
+    CheckpointData,
+    load_checkpoint,
+    random_state,
+    restore_random_state,
+    save_checkpoint,
+)
+from hybridpar.config import TrainConfig
+from hybridpar.errors import CheckpointError, TrainingError, UsageError
+from hybridpar.lanes import Lanes
+from hybridpar.models import model_fingerprint
+from hybridpar.optim import build_optimizer, fill_momentum, load_optimizer_state, optimizer_state, rate_factor
+from hybridpar.pipeline.control import StepOutcome
+from hybridpar.pipeline.replicate import average_buffers
+from hybridpar.pipeline.sync import GradientSync, SyncOptions
+from hybridpar.pipeline.world import World
+
+LossFunction = Callable[[Any, Tensor], Tensor]
+
+#: Steps in a row that may be rolled back before training stops.
+MAX_BAD_STEPS = 3
+
+
+class MicroBatches(Protocol):
+    """A step's samples on one worker, already divided into micro-batches."""
+
+    @property
+    def micro_batches(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """Inputs and targets per micro-batch."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of this worker in the step."""
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all workers in the step."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did.
+
+    Attributes:
+        step: The step's number, from 1.
+        outcome: What the workers agreed on.
+        lr: Learning rate of the first parameter group.
+        step_ms: Host time of the whole step on this worker.
+    """
+
+    step: int
+    outcome: StepOutcome
+    lr: float
+    step_ms: float
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the global batch. On a GPU, reading it waits for the device."""
+        return self.outcome.loss
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the guard rolled the step back on all workers."""
+        return not self.outcome.committed
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global gradient norm before clipping; None with the guard off and no clipping."""
+        return self.outcome.grad_norm
+
+    @property
+    def compute_ms(self) -> float:
+        """Host time outside the exposed part of the sync."""
+        return self.step_ms - self.outcome.exposed_sync_ms
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result over a whole test set, counts summed over the workers.
+
+    Attributes:
+        accuracy: Fraction of samples whose largest output is the target, 0..1.
+        loss: Mean loss.
+        samples: Number of samples.
+    """
+
+    accuracy: float
+    loss: float
+    samples: int
+
+
+class Trainer:
+    """Trains a model on one worker, in step with its peers.
+
+    Args:
+        model: Any module. It is moved to this worker's device; with several workers its parameters and buffers are
+            overwritten with those of rank 0.
+        optimizer: Called with the model, returns the optimizer; default: what `config` says.
+        loss: Called with the model's output and the target, returns the *mean* over the samples; default:
+            cross-entropy with the configured label smoothing.
+        config: Options; those that concern data and run directory are not used here.
+        total_steps: Length of the learning-rate schedule; None keeps the rate constant.
+        steps_per_epoch: For the warm-up, which is given in epochs.
+        world: The workers; default: joined from the environment and left again by `close`.
+
+    Raises:
+        SyncError: The workers did not build equal models.
+        LaunchError: The peers cannot be reached.
+
+    Example:
+        >>> trainer = Trainer(model, config=TrainConfig(lr=0.1))          # doctest: +SKIP
+        >>> for images, labels in loader:                                 # doctest: +SKIP
+        ...     result = trainer.step((images, labels))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        loss: LossFunction | None = None,
+        config: TrainConfig | None = None,
+        *,
+        total_steps: int | None = None,
+        steps_per_epoch: int = 1,
+        world: World | None = None,
+        lanes: Lanes | None = None,
+    ) -> None:
+        self.config = config or TrainConfig()
+        self._owns_world = world is None
+        self.world = world or World.join(lanes=self.config.sync_lanes, timeout=self.config.timeout)
+        self._owns_lanes = lanes is None
+        self.lanes = lanes or Lanes(self.world.device)
+        layout = torch.channels_last if self.config.channels_last else torch.preserve_format
+        self.model = model.to(self.world.device, memory_format=layout)
+        self.fingerprint = model_fingerprint(self.model)
+        self.optimizer = optimizer(self.model) if optimizer else build_optimizer(self.model, self.config)
+        self._require_own_parameters()
+        self._peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._loss = loss or nn.CrossEntropyLoss(label_smoothing=self.config.label_smoothing)
+        self.total_steps = total_steps
+        self.steps_per_epoch = steps_per_epoch
+        self.sync = GradientSync(
+            self.model,
+            self.world,
+            self.lanes,
+            SyncOptions(
+                bucket_bytes=max(1, int(self.config.bucket_mb * 2**20)),
+                guard=self.config.guard,
+                clip_norm=self.config.clip_norm,
+                pool_batch_norm=self.config.batch_norm == "pooled",
+            ),
+            micro_batches=self.config.accumulate,
+        )
+        self._forward: Callable[..., Any] = torch.compile(self.model) if self.config.compile else self.model
+        # The optimizer can obey a decision that the host has not read; see GradScaler for the same protocol.
+        fused = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        self._decide_on_device = fused and self.config.guard and self.world.device.type == "cuda"
+        self.steps_done = 0
+        self._bad_steps = 0
+        self._pending: StepResult | None = None
+        self._first_bad: str | None = None
+
+    # ------------------------------------------------------------------ a step
+
+    def step(
+        self, batch: tuple[Tensor, Tensor] | MicroBatches, *, stop: bool = False, save: bool = False
+    ) -> StepResult:
+        """Train on this worker's share of one global batch.
+
+        Args:
+            batch: Inputs and targets, first dimension samples, which are divided into `config.accumulate` nearly equal
+                micro-batches; or micro-batches made by a loader. Shares may differ between workers.
+            stop: Ask all workers to stop after this step; `result.outcome.stop` is then true on all of them.
+            save: Likewise for a checkpoint.
+
+        Returns:
+            What happened. On a GPU nothing in it has been waited for yet.
+
+        Raises:
+            TrainingError: The gradients were not finite three steps running; on all workers at the same step.
+            SyncError: A worker died or did not answer in time.
+        """
+        started = time.perf_counter()
+        micro_batches, samples, global_samples = self._divide(batch)
+        lr = self._set_rate()
+        self.model.train()
+        self.sync.begin(samples, global_samples=global_samples, stop=stop, save=save)
+        for index, (inputs, targets) in enumerate(micro_batches):
+            self.sync.micro_batch(_sample_count(targets), last=index == len(micro_batches) - 1)
+            with self._autocast():
+                loss = self._loss(self._forward(self._place(inputs)), self._place(targets))
+            self.sync.forward_done(loss).backward()  # type: ignore[no-untyped-call]
+        outcome = self.sync.finish()
+        self._commit(outcome)
+        self.steps_done += 1
+        result = StepResult(self.steps_done, outcome, lr, (time.perf_counter() - started) * 1e3)
+        self._watch(result)
+        return result
+
+    def _divide(
+        self, batch: tuple[Tensor, Tensor] | MicroBatches
+    ) -> tuple[Sequence[tuple[Tensor, Tensor]], int, int | None]:
+        if not isinstance(batch, (tuple, list)):
+            return batch.micro_batches, batch.samples, batch.global_samples
+        inputs, targets = batch
+        samples, parts = _sample_count(targets), self.config.accumulate
+        if samples < parts:
+            raise UsageError(
+                f"a batch of {samples} samples cannot be divided into {parts} micro-batches",
+                "Every micro-batch needs a sample, and two where the model has BatchNorm.",
+                "Use larger batches, or fewer micro-batches (accumulate).",
+            )
+        return list(zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)), samples, None
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        if self.config.channels_last and tensor.ndim == 4:
+            return tensor.to(self.world.device, memory_format=torch.channels_last, non_blocking=True)
+        return tensor.to(self.world.device, non_blocking=True)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self.config.amp == "none":
+            return contextlib.nullcontext()
+        return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
+
+    def _set_rate(self) -> float:
+        factor = 1.0
+        if self.total_steps is not None:
+            factor = rate_factor(self.steps_done, self.total_steps, self.steps_per_epoch, self.config)
+        for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
+            group["lr"] = peak * factor
+        return self._peak_rates[0] * factor
+
+    def _commit(self, outcome: StepOutcome) -> None:
+        fill_momentum(self.optimizer)
+        if self._decide_on_device:
+            self.optimizer.found_inf = (1.0 - outcome.commit).float()  # type: ignore[attr-defined]
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif not self.config.guard or outcome.committed:
+            self.optimizer.step()
+        self.sync.end(outcome, skip_on_device=self._decide_on_device)
+
+    def _watch(self, result: StepResult) -> None:
+        """Stop when nothing but bad steps comes. With the decision on the device the host looks one step later."""
+        late, self._pending = self._pending, result
+        seen = late if self._decide_on_device else result
+        if seen is None:
+            return
+        if not seen.skipped and math.isfinite(seen.loss):
+            self._bad_steps = 0
+            return
+        self._bad_steps += 1
+        if self._bad_steps == 1 or self._first_bad is None:
+            self._first_bad = self.sync.first_bad_parameter()
+        if self._bad_steps >= MAX_BAD_STEPS:
+            first, last = seen.step - MAX_BAD_STEPS + 1, seen.step
+            raise TrainingError(
+                f"loss or gradients were not finite in steps {first} to {last}; first bad parameter: "
+                f"{self._first_bad or 'none, only the loss'}",
+                f"After {MAX_BAD_STEPS} such steps in a row training stops, on all workers at the same step.",
+                "Lower --lr, lengthen --warmup-epochs, or set --clip-norm; the last checkpoint is from before.",
+            )
+
+    def _require_own_parameters(self) -> None:
+        own = {id(parameter) for parameter in self.model.parameters()}
+        for group in self.optimizer.param_groups:
+            if any(id(parameter) not in own for parameter in group["params"]):
+                raise UsageError(
+                    "the optimizer holds parameters that the model does not",
+                    "Gradients are synchronised for the parameters of the model.",
+                    "Make the optimizer from the model that the factory is given.",
+                )
+
+    # -------------------------------------------------------------- evaluation
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
+        """Accuracy and loss over a test set that is divided among the workers; shares may be uneven or empty.
+
+        Args:
+            batches: This worker's share. Every sample counts once, so shares must not overlap.
+
+        Raises:
+            UsageError: No worker has a single sample.
+        """
+        if self.config.batch_norm == "local":
+            average_buffers(self.model, self.world)
+        self.model.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        for inputs, targets in batches:
+            targets = self._place(targets)
+            with self._autocast():
+                outputs = self._forward(self._place(inputs))
+                loss = self._loss(outputs, targets)
+            count = _sample_count(targets)
+            correct = (outputs.argmax(dim=1) == targets).sum() if outputs.ndim == targets.ndim + 1 else 0
+            sums += torch.stack(
+                [
+                    torch.as_tensor(value, device=sums.device).double()
+                    for value in (correct, loss.double() * count, count)
+                ]
+            )
+        if self.world.size > 1:
+            with self.world.named_errors("adding up the evaluation"):
+                dist.all_reduce(sums, group=self.world.control)
+        self.model.train()
+        correct_sum, loss_sum, total = sums.tolist()
+        if total == 0:
+            raise UsageError("the test set is empty", "An accuracy needs at least one sample.")
+        return Evaluation(correct_sum / total, loss_sum / total, round(total))
+
+    def fit(
+        self,
+        batches: Callable[[int], Iterable[tuple[Tensor, Tensor] | MicroBatches]],
+        epochs: int,
+        test: Callable[[], Iterable[tuple[Tensor, Tensor]]] | None = None,
+        on_step: Callable[[StepResult], None] | None = None,
+    ) -> list[Evaluation]:
+        """Train for some epochs.
+
+        Args:
+            batches: Called with the epoch's number, returns this worker's batches of that epoch.
+            epochs: Number of epochs.
+            test: Returns this worker's share of the test set, once per epoch.
+            on_step: Called after every step.
+
+        Returns:
+            The evaluation after each epoch; empty without a test set.
+        """
+        evaluations = []
+        for epoch in range(epochs):
+            for batch in batches(epoch):
+                result = self.step(batch)
+                if on_step is not None:
+                    on_step(result)
+            if test is not None:
+                evaluations.append(self.evaluate(test()))
+        return evaluations
+
+    # ------------------------------------------------------------- checkpoints
+
+    def save(self, directory: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
+        """Write `directory/step-N`; a collective, called by every worker after the same step.
+
+        Args:
+            directory: On a file system that all workers share.
+            extra: More plain values and tensors to keep, read back by `load`.
+
+        Raises:
+            RunDirectoryError: The checkpoint cannot be written; older ones are untouched.
+        """
+        if self.config.batch_norm == "local":
+            average_buffers(self.model, self.world)
+        training = {"optimizer": optimizer_state(self.optimizer, self.model), "extra": dict(extra or {})}
+        local = {"random": random_state(self.world.device), "sync": self.sync.state_dict()}
+        model = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
+        data = CheckpointData(self.steps_done, self.fingerprint, model, training, local)
+        return save_checkpoint(Path(directory), data, self.world)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Continue from a checkpoint written by any number of workers.
+
+        Args:
+            path: A `step-N` directory, or a run directory whose newest whole checkpoint is taken.
+
+        Returns:
+            What `save` was given as `extra`.
+
+        Raises:
+            CheckpointError: It is not a whole checkpoint, or belongs to another model.
+        """
+        data = load_checkpoint(Path(path), self.world.rank)
+        if data.fingerprint != self.fingerprint:
+            raise CheckpointError(
+                f"the checkpoint {path} is of another model: {_difference(data.model, self.model)}",
+                "Names, shapes and dtypes of all parameters and buffers must be equal.",
+                "Name the model and the number of classes that the checkpoint was made with.",
+            )
+        self.model.load_state_dict(data.model)
+        load_optimizer_state(self.optimizer, self.model, data.training["optimizer"])
+        self.steps_done = data.step
+        self._bad_steps, self._pending = 0, None
+        if data.local is not None and data.workers == self.world.size:
+            restore_random_state(data.local["random"], self.world.device)
+            self.sync.load_state_dict(data.local["sync"])
+        else:
+            # Another layout: no worker's generators fit, so each gets new ones that depend on the step.
+            torch.manual_seed(self.config.seed + 1000003 * data.step + self.world.rank)
+        extra = data.training["extra"]
+        assert isinstance(extra, dict)
+        return extra
+
+    def close(self) -> None:
+        """Release hooks, lanes and, where the trainer joined it, the job. Safe to call twice."""
+        self.sync.close()
+        if self._owns_lanes:
+            self.lanes.close()
+        if self._owns_world:
+            self.world.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _sample_count(targets: Tensor) -> int:
+    return int(targets.shape[0])
+
+
+def _difference(saved: Mapping[str, Tensor], model: nn.Module) -> str:
+    own = model.state_dict()
+    for name, tensor in saved.items():
+        if name not in own:
+            return f"it has {name}, this model has not"
+        if own[name].shape != tensor.shape:
+            return f"{name} is {tuple(tensor.shape)} there and {tuple(own[name].shape)} here"
+    for name in own:
+        if name not in saved:
+            return f"this model has {name}, it has not"
+    return "dtypes differ"

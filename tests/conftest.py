@@ -1,0 +1,38 @@
+"""Why: every test starts from the same place: one thread, known seeds, and a cache of its own."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _same_start(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    torch.set_num_threads(1)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"torch {torch.__version__}, {os.cpu_count()} cores, cuda {torch.cuda.is_available()}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if config.option.markexpr == "":
+        for item in items:
+            if "sweep" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="a long sweep; run it with its make target"))

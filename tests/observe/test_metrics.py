@@ -1,0 +1,265 @@
+"""Why: the record of a run must survive crashes, resumes and full disks, and be JSON at every moment."""
+
+import errno
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridpar.errors import RunDirectoryError
+from hybridpar.observe import files
+from hybridpar.observe.metrics import METRICS_FILE, STEP_COLUMNS, MetricsWriter, read_metrics
+from hybridpar.observe.records import StepRecord
+
+
+def rows(run_dir: Path) -> list[dict]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in (run_dir / METRICS_FILE).read_text().splitlines()]
+
+
+def test_one_object_per_step_with_the_promised_keys(tmp_path, make_step, make_epoch):
+    with MetricsWriter(tmp_path / "new" / "run") as writer:
+        writer.write_step(make_step(1, grad_norm=1.5))
+        writer.write_epoch(make_epoch(0, test_accuracy=None))
+    step, epoch = rows(tmp_path / "new" / "run")
+    promised = "step epoch loss lr images_per_second bytes_sent compute_ms exposed_sync_ms data_ms step_ms skipped"
+    assert set(promised.split()) <= set(step)
+    assert tuple(step) == STEP_COLUMNS
+    assert step["images_per_second"] == 3200.0
+    assert step["skipped"] is False
+    assert epoch == {
+        "event": "epoch",
+        "epoch": 0,
+        "step": 10,
+        "test_accuracy": None,
+        "test_loss": 0.5,
+        "train_loss": 0.75,
+        "seconds": 12.3,
+    }
+
+
+def test_a_line_is_with_the_system_as_soon_as_it_is_written(tmp_path, make_step):
+    writer = MetricsWriter(tmp_path)
+    for step in (1, 2, 3):
+        writer.write_step(make_step(step))
+        assert [row["step"] for row in rows(tmp_path)] == list(range(1, step + 1))
+    writer.close()
+    writer.close()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_json_does_not_know_is_null(tmp_path, make_step, make_epoch, bad):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write_step(make_step(1, loss=bad, grad_norm=bad, step_ms=bad, lr=bad))
+        writer.write_epoch(make_epoch(0, train_loss=bad, test_loss=bad))
+    step, epoch = rows(tmp_path)
+    assert [step[key] for key in ("loss", "grad_norm", "step_ms", "lr", "images_per_second")] == [None] * 5
+    assert epoch["train_loss"] is epoch["test_loss"] is None
+    table = read_metrics(tmp_path)
+    assert np.isnan(table.steps["loss"]).all()
+    assert math.isnan(table.epochs[0].train_loss)
+
+
+def test_a_step_that_took_no_time_has_no_rate(tmp_path, make_step):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write_step(make_step(1, step_ms=0.0))
+    assert rows(tmp_path)[0]["images_per_second"] is None
+
+
+@given(loss=st.floats(), lr=st.floats(0, 1), skipped=st.booleans(), sent=st.integers(0, 2**50))
+def test_what_is_read_is_what_was_written(tmp_path_factory, loss, lr, skipped, sent):
+    run_dir = tmp_path_factory.mktemp("run")
+    record = StepRecord(1, 0, loss, lr, 64, 20.0, 15.0, 3.0, 1.0, sent, skipped, None)
+    with MetricsWriter(run_dir) as writer:
+        writer._events.close()  # a thread and a file per example would only be slow
+        writer.write_step(record)
+    steps = read_metrics(run_dir).steps
+    assert steps["lr"][0] == lr
+    assert steps["bytes_sent"][0] == sent
+    assert bool(steps["skipped"][0]) == skipped
+    assert steps["loss"][0] == loss if math.isfinite(loss) else math.isnan(steps["loss"][0])
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path, make_step, make_epoch):
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 13):
+            writer.write_step(make_step(step, loss=1.0))
+            if step == 10:
+                writer.write_epoch(make_epoch(0))
+    with MetricsWriter(tmp_path, resume_step=10) as writer:
+        for step in range(11, 14):
+            writer.write_step(make_step(step, loss=7.0))
+    steps = [row for row in rows(tmp_path) if "event" not in row]
+    assert [row["step"] for row in steps] == list(range(1, 14))
+    assert [row["loss"] for row in steps] == [1.0] * 10 + [7.0] * 3
+    assert [row["step"] for row in rows(tmp_path) if "event" in row] == [10]
+
+
+def test_a_line_cut_by_a_crash_does_not_spoil_the_next(tmp_path, make_step):
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            writer.write_step(make_step(step))
+    path = tmp_path / METRICS_FILE
+    path.write_bytes(path.read_bytes()[:-20])
+    assert read_metrics(tmp_path).steps["step"].tolist() == [1, 2]
+    with MetricsWriter(tmp_path, resume_step=3) as writer:
+        writer.write_step(make_step(4))
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 4]
+
+
+def test_a_whole_line_without_its_newline_is_not_glued_to_the_next(tmp_path, make_step):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write_step(make_step(1))
+        writer.write_step(make_step(2))
+    path = tmp_path / METRICS_FILE
+    path.write_bytes(path.read_bytes().removesuffix(b"\n"))
+    with MetricsWriter(tmp_path, resume_step=2) as writer:
+        writer.write_step(make_step(3))
+    assert [row["step"] for row in rows(tmp_path)] == [1, 3]
+
+
+def test_without_a_resume_step_the_file_starts_anew(tmp_path, make_step):
+    for _ in range(2):
+        with MetricsWriter(tmp_path) as writer:
+            writer.write_step(make_step(1))
+    assert len(rows(tmp_path)) == 1
+
+
+def test_resuming_without_metrics_starts_a_file(tmp_path, make_step):
+    with MetricsWriter(tmp_path, resume_step=40) as writer:
+        writer.write_step(make_step(41))
+    assert [row["step"] for row in rows(tmp_path)] == [41]
+
+
+def test_the_old_file_stays_where_the_rewrite_fails(tmp_path, make_step, monkeypatch):
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            writer.write_step(make_step(step))
+    before = (tmp_path / METRICS_FILE).read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(RunDirectoryError, match="No space left"):
+        MetricsWriter(tmp_path, resume_step=1)
+    assert (tmp_path / METRICS_FILE).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [METRICS_FILE]
+
+
+class FillingFile:
+    """A raw file on a disk that has room for some more bytes only; a write takes what fits, as the system does."""
+
+    def __init__(self, file, room: int) -> None:
+        self.file, self.room = file, room
+
+    def write(self, data) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = self.file.write(bytes(data[: self.room]))
+        self.room -= taken
+        return taken
+
+    def __getattr__(self, name: str):
+        return getattr(self.file, name)
+
+
+def test_a_full_disk_is_said_once_and_leaves_whole_lines(tmp_path, make_step):
+    writer = MetricsWriter(tmp_path)
+    writer.write_step(make_step(1))
+    writer._file = FillingFile(writer._file, room=25)
+    with pytest.raises(RunDirectoryError) as caught:
+        writer.write_step(make_step(2))
+    assert METRICS_FILE in caught.value.what
+    assert "No space left on device" in caught.value.what
+    assert "disk is full" in caught.value.why
+    assert "Free some space" in caught.value.fix
+    writer._file.room = 10_000
+    writer.write_step(make_step(3))  # an orderly end must not meet the error again
+    writer.close()
+    assert [row["step"] for row in rows(tmp_path)] == [1]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_a_really_full_device_is_reported(tmp_path, make_step):
+    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
+    with MetricsWriter(tmp_path) as writer:
+        with pytest.raises(RunDirectoryError, match="No space left on device"):
+            writer.write_step(make_step(1))
+        writer.write_step(make_step(2))
+
+
+def test_a_used_up_quota_is_told_from_a_full_disk(tmp_path):
+    error = files.run_directory_error(tmp_path, OSError(errno.EDQUOT, "Disk quota exceeded"))
+    assert "quota" in error.why
+
+
+def test_a_directory_that_cannot_be_made_is_a_run_directory_error(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RunDirectoryError) as caught:
+        MetricsWriter(tmp_path / "file" / "run")
+    assert "--run-dir" in caught.value.fix
+
+
+def test_lines_of_later_versions_and_foreign_lines_are_passed_over(tmp_path):
+    lines = ['{"step": 1, "loss": 2.0, "new": [1]}', '{"step": 2, "event": "future"}', "[1]", "7", '{"loss": 1}', "{"]
+    (tmp_path / METRICS_FILE).write_text("\n".join(lines) + "\n")
+    table = read_metrics(tmp_path)
+    assert table.steps["step"].tolist() == [1]
+    assert math.isnan(table.steps["lr"][0])
+    assert table.epochs == ()
+
+
+def test_of_two_lines_for_a_step_or_epoch_the_later_counts(tmp_path, make_step, make_epoch):
+    with MetricsWriter(tmp_path) as writer:
+        for step, loss in ((1, 5.0), (2, 5.0), (1, 6.0), (3, 5.0)):
+            writer.write_step(make_step(step, loss=loss))
+        writer.write_epoch(make_epoch(0, test_accuracy=0.1))
+        writer.write_epoch(make_epoch(0, test_accuracy=0.2))
+    table = read_metrics(tmp_path)
+    assert table.steps["step"].tolist() == [1, 2, 3]
+    assert table.steps["loss"].tolist() == [6.0, 5.0, 5.0]
+    assert [epoch.test_accuracy for epoch in table.epochs] == [0.2]
+
+
+def test_a_directory_without_metrics_reads_as_an_empty_table(tmp_path):
+    table = read_metrics(tmp_path)
+    assert {name: len(values) for name, values in table.steps.items()} == dict.fromkeys(STEP_COLUMNS, 0)
+    assert table.epochs == ()
+
+
+def test_tensorboard_gets_the_scalars_and_hides_steps_run_again(tmp_path, make_step, make_epoch):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with MetricsWriter(tmp_path) as writer:
+        for step in (1, 2, 3):
+            writer.write_step(make_step(step, loss=1.0))
+    with MetricsWriter(tmp_path, resume_step=2) as writer:
+        for step in (3, 4):
+            writer.write_step(make_step(step, loss=7.0))
+        writer.write_epoch(make_epoch(0, step=4))
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {"loss", "lr", "images_per_second", "test_accuracy"}
+    assert [(scalar.step, scalar.value) for scalar in events.Scalars("loss")] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 7.0),
+        (4, 7.0),
+    ]
+    assert [(scalar.step, scalar.value) for scalar in events.Scalars("test_accuracy")] == [(4, 0.875)]
+
+
+def test_without_tensorboard_nothing_happens(tmp_path, make_step, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tensorboard"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with MetricsWriter(tmp_path) as writer:
+        writer.write_step(make_step(1))
+    assert [path.name for path in tmp_path.iterdir()] == [METRICS_FILE]

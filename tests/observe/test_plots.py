@@ -1,0 +1,149 @@
+"""Why: the picture is drawn from whatever a run left behind, so it must cope with all of it."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridpar.observe.metrics import MetricsWriter
+from hybridpar.observe.plots import draw_loss, running_mean
+
+figures = pytest.importorskip("matplotlib.figure")
+image = pytest.importorskip("matplotlib.image")
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The figures that are saved while the test runs."""
+    saved = []
+    save = figures.Figure.savefig
+    monkeypatch.setattr(figures.Figure, "savefig", lambda self, *a, **k: (saved.append(self), save(self, *a, **k))[1])
+    return saved
+
+
+def write(run_dir, make_step, make_epoch, losses, accuracies=()):
+    with MetricsWriter(run_dir) as writer:
+        for step, loss in enumerate(losses, start=1):
+            writer.write_step(make_step(step, loss=loss, skipped=math.isnan(loss)))
+        for epoch, accuracy in enumerate(accuracies):
+            writer.write_epoch(make_epoch(epoch, test_accuracy=accuracy))
+
+
+def test_the_picture_shows_what_the_metrics_say(tmp_path, make_step, make_epoch, info, drawn):
+    losses = [2 / (1 + step / 10) for step in range(60)]
+    losses[20] = losses[41] = math.nan
+    write(tmp_path, make_step, make_epoch, losses, [0.5, 0.8, 0.7])
+    assert draw_loss(tmp_path, info) == tmp_path / "loss.png"
+    pixels = image.imread(tmp_path / "loss.png")
+    assert pixels.shape[:2] == (630, 900)
+    assert pixels[..., :3].std() > 0.05
+    (figure,) = drawn
+    upper, lower = figure.axes[:2]
+    lines = {line.get_label(): line for line in upper.lines}
+    np.testing.assert_array_equal(lines["each step"].get_ydata(), losses)
+    assert np.isfinite(lines["running mean"].get_ydata()).all()
+    assert lines["skipped (2)"].get_xdata().tolist() == [21, 42]
+    assert lower.lines[0].get_xdata().tolist() == [10, 20, 30]
+    assert lower.lines[0].get_ydata() == pytest.approx([50, 80, 70])
+    assert "best 80.00%, last 70.00%" in [text.get_text() for text in lower.texts]
+    assert upper.get_title(loc="left") == "resnet18 on cifar10, 2 workers"
+    assert [axes.get_ylabel() for axes in figure.axes] == ["training loss", "test accuracy", "learning rate"]
+
+
+@pytest.mark.parametrize(
+    ("losses", "accuracies"),
+    [
+        ([1.0], []),
+        ([math.nan, math.nan], [None]),
+        ([math.nan, math.inf, 1e30, 2.0], [0.0]),
+        ([0.0, 0.0, 0.0], [1.0, 1.0]),
+        ([-1.0, -2.0], [0.5]),
+        ([10 ** (1 - step / 5) for step in range(30)], [0.1] * 3),
+        ([1.0] * 200, [0.5] * 60),
+    ],
+)
+def test_every_odd_run_gives_a_picture(tmp_path, make_step, make_epoch, losses, accuracies, recwarn):
+    write(tmp_path, make_step, make_epoch, losses, accuracies)
+    assert draw_loss(tmp_path) == tmp_path / "loss.png"
+    assert image.imread(tmp_path / "loss.png").shape[:2] == (630, 900)
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_a_loss_over_decades_is_drawn_on_a_log_scale(tmp_path, make_step, make_epoch, drawn):
+    write(tmp_path, make_step, make_epoch, [10 ** (-step / 20) for step in range(100)])
+    draw_loss(tmp_path)
+    write(tmp_path, make_step, make_epoch, [2 - step / 100 for step in range(100)])
+    draw_loss(tmp_path)
+    assert [figure.axes[0].get_yscale() for figure in drawn] == ["log", "linear"]
+
+
+def test_a_wild_start_does_not_flatten_the_curve(tmp_path, make_step, make_epoch, drawn):
+    write(tmp_path, make_step, make_epoch, [500.0] + [2.0 - step / 1000 for step in range(999)])
+    draw_loss(tmp_path)
+    assert drawn[0].axes[0].get_ylim()[1] < 50
+
+
+def test_the_title_comes_from_the_summary_or_the_directory(tmp_path, make_step, make_epoch, drawn):
+    write(tmp_path, make_step, make_epoch, [1.0])
+    draw_loss(tmp_path)
+    for content in ({"model": "a_$b$", "data": "c", "workers": 1}, {"model": "a"}, []):
+        (tmp_path / "summary.json").write_text(json.dumps(content))
+        draw_loss(tmp_path)
+    titles = [figure.axes[0].get_title(loc="left") for figure in drawn]
+    assert titles == [tmp_path.name, "a_$b$ on c, 1 worker", tmp_path.name, tmp_path.name]
+
+
+def test_a_name_with_dollars_is_not_taken_for_a_formula(tmp_path, make_step, make_epoch, info):
+    write(tmp_path, make_step, make_epoch, [1.0])
+    assert draw_loss(tmp_path, replace(info, data=r"$\nonsense$")) is not None
+
+
+def test_without_steps_there_is_one_line_and_no_picture(tmp_path):
+    said = []
+    assert draw_loss(tmp_path, say=said.append) is None
+    assert said == ["loss.png was not drawn: metrics.jsonl holds no steps"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_matplotlib_there_is_one_line_and_no_picture(tmp_path, make_step, make_epoch, monkeypatch, capsys):
+    write(tmp_path, make_step, make_epoch, [1.0])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert draw_loss(tmp_path) is None
+    assert capsys.readouterr().out == "loss.png needs matplotlib: pip install 'hybridpar[plots]'\n"
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_the_callers_matplotlib_is_left_as_it_was(tmp_path, make_step, make_epoch):
+    import matplotlib
+
+    write(tmp_path, make_step, make_epoch, [1.0, 0.5])
+    with matplotlib.rc_context({"font.size": 5, "lines.linestyle": "none"}):
+        before = dict(matplotlib.rcParams)
+        draw_loss(tmp_path)
+        assert dict(matplotlib.rcParams) == before
+
+
+def test_importing_observe_imports_neither_torch_nor_matplotlib():
+    code = "import sys, hybridpar.observe; print(sorted({'torch', 'matplotlib', 'tensorboard'} & set(sys.modules)))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "[]"
+
+
+@given(st.lists(st.floats(-100, 100) | st.just(math.nan), min_size=1, max_size=30), st.integers(1, 12))
+def test_running_mean_is_the_mean_of_what_the_window_holds(values, window):
+    smooth = running_mean(np.array(values), window)
+    half = window // 2
+    for index, value in enumerate(smooth):
+        present = [x for x in values[max(index - half, 0) : index + half + 1] if not math.isnan(x)]
+        assert value == pytest.approx(sum(present) / len(present), abs=1e-9) if present else math.isnan(value)
+
+
+def test_a_single_huge_loss_does_not_drown_those_after_it():
+    assert running_mean(np.array([1e30, 1.0, 2.0, 3.0, 4.0]), 3)[2:].tolist() == [2.0, 3.0, 3.5]

@@ -1,0 +1,119 @@
+"""Why: the last thing a user sees of a run must be right, fit eighty columns, and survive a pipe."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hybridpar.observe.report import print_report
+from hybridpar.observe.text import format_bytes, format_duration, format_rate
+
+SUMMARY = {
+    "model": "resnet18",
+    "data": "cifar10",
+    "workers": 2,
+    "device": "cpu",
+    "batch_size": 128,
+    "seed": 0,
+    "exit": "finished",
+    "epochs": 20,
+    "steps": 7820,
+    "skipped_steps": 4,
+    "resumed_from": 391,
+    "test_accuracy": 0.9326,
+    "best_test_accuracy": 0.9545,
+    "train_seconds": 333.2,
+    "step_ms_median": 42.5,
+    "images_per_second": 3013.2,
+    "bytes_sent_per_step": 44_000_000,
+    "compute_ms": 30.0,
+    "exposed_sync_ms": 7.5,
+    "data_ms": 1.2,
+    "versions": {},
+}
+
+GOLDEN = """
+run            resnet18 on cifar10
+               2 workers on cpu, batch 128
+               finished after 7,820 steps in 5:33, resumed from step 391
+test accuracy  93.26%  (best 95.45%)
+speed          3,013 images/s
+step               42.50 ms  (median)
+                   30.00 ms   71%  compute
+                    7.50 ms   18%  exposed sync
+                    1.20 ms    3%  waiting for data
+sent           44.0 MB per worker and step
+skipped        4 steps with non-finite gradients
+written        runs/a/summary.json
+               runs/a/loss.png
+"""
+
+
+def printed(summary, width=80, terminal=True, files=()):
+    console = Console(file=io.StringIO(), record=True, width=width, force_terminal=terminal)
+    print_report(summary, files, console)
+    return "\n".join(line.rstrip() for line in console.export_text().split("\n"))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_table_to_the_letter(terminal):
+    files = [Path("runs/a/summary.json"), Path("runs/a/loss.png")]
+    assert printed(SUMMARY, terminal=terminal, files=files) == GOLDEN
+
+
+def test_what_was_not_measured_has_no_row():
+    measured = "test_accuracy best_test_accuracy step_ms_median images_per_second bytes_sent_per_step compute_ms"
+    unmeasured = dict.fromkeys([*measured.split(), "exposed_sync_ms", "data_ms", "resumed_from"])
+    some = {"steps": 1, "workers": 1, "skipped_steps": 0, "train_seconds": 0.4, "exit": "interrupted"}
+    assert printed(SUMMARY | unmeasured | some).splitlines() == [
+        "",
+        "run  resnet18 on cifar10",
+        "     1 worker on cpu, batch 128",
+        "     interrupted after 1 step in 0.4 s",
+    ]
+
+
+def test_the_best_accuracy_is_named_only_where_it_is_another():
+    assert "best" not in printed(SUMMARY | {"best_test_accuracy": SUMMARY["test_accuracy"]})
+
+
+def test_long_names_fold_and_lose_nothing():
+    path = Path("/data/" + "Q" * 150)
+    text = printed(SUMMARY | {"model": "package.models:[wide]"}, files=[path])
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert text.count("Q") == 150
+    assert "package.models:[wide]" in text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0 s"),
+        (9.94, "9.9 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1:00"),
+        (3599.6, "1:00:00"),
+        (93605, "26:00:05"),
+    ],
+)
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (999_600, "1.00 MB"), (12_345_678, "12.3 MB"), (5e18, "5000 PB")],
+)
+def test_bytes_have_three_digits(count, text):
+    assert format_bytes(count) == text
+
+
+def test_rates():
+    assert [format_rate(rate) for rate in (0.25, 99.94, 99.96, 12345)] == [
+        "0.2 images/s",
+        "99.9 images/s",
+        "100 images/s",
+        "12,345 images/s",
+    ]

@@ -1,0 +1,123 @@
+"""Why: starting a worker process costs seconds, and most tests need two or three of them for a moment.
+
+One pool of processes serves the whole test session. A test hands over a top-level function; each rank calls it with a
+`World` of its own and the results come back by rank. A rank that fails makes the call fail with its traceback; a call
+that takes too long kills the pool, which starts again at the next use. Only tests that kill workers start their own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+SIZE = 3
+
+_pool: list[tuple[Any, Connection]] = []
+
+
+class RankError(AssertionError):
+    """A rank raised; the message holds its traceback."""
+
+
+def run_ranks(function: Callable[..., Any], size: int, *args: Any, lanes: int = 2, timeout: float = 90) -> list[Any]:
+    """Call `function(world, *args)` on `size` ranks and return their results by rank.
+
+    Args:
+        function: A top-level function of an importable module; results must pickle.
+        size: Number of ranks, at most `SIZE`. With one rank the function runs in the pool too, in a world of one.
+        args: Handed to every rank.
+        lanes: Sync lanes of the world.
+        timeout: Seconds until the pool is killed; process groups get two thirds of it.
+
+    Raises:
+        RankError: A rank raised or did not finish.
+    """
+    assert 1 <= size <= SIZE
+    _start()
+    with tempfile.TemporaryDirectory() as directory:
+        for rank in range(size):
+            _pool[rank][1].send((function, args, rank, size, f"file://{directory}/store", lanes, timeout * 2 / 3))
+        answers: list[Any] = [None] * size
+        deadline = time.monotonic() + timeout
+        for rank in range(size):
+            try:
+                if not _pool[rank][1].poll(max(0.0, deadline - time.monotonic())):
+                    raise EOFError("no answer")
+                answers[rank] = _pool[rank][1].recv()
+            except (EOFError, OSError) as error:
+                stop_pool()
+                raise RankError(f"rank {rank} did not answer within {timeout:g} s, or died") from error
+    problems = [f"rank {rank}:\n{answer[1]}" for rank, answer in enumerate(answers) if answer[0] == "error"]
+    if problems:
+        raise RankError("\n".join(problems))
+    return [answer[1] for answer in answers]
+
+
+def stop_pool() -> None:
+    """Kill all processes of the pool."""
+    for process, pipe in _pool:
+        with contextlib.suppress(OSError):
+            pipe.close()
+        process.kill()
+        process.join()
+    _pool.clear()
+
+
+def _start() -> None:
+    if _pool:
+        return
+    context = multiprocessing.get_context("spawn")
+    for _ in range(SIZE):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        _pool.append((process, ours))
+    atexit.register(stop_pool)
+
+
+def _serve(pipe: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    import torch
+
+    torch.set_num_threads(1)
+    home = Path.cwd()
+    while True:
+        try:
+            function, args, rank, size, store, lanes, timeout = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            pipe.send(("result", _call(function, args, rank, size, store, lanes, timeout)))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+        finally:
+            os.chdir(home)
+
+
+def _call(function: Any, args: Any, rank: int, size: int, store: str, lanes: int, timeout: float) -> Any:
+    import torch.distributed as dist
+
+    from hybridpar.pipeline.world import World
+
+    if size == 1:
+        return function(World(), *args)
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout)
+    )
+    try:
+        world = World.join(lanes=lanes, timeout=timeout)
+        return function(world, *args)
+    finally:
+        dist.destroy_process_group()

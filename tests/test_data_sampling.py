@@ -1,0 +1,178 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridpar.data.sampling import (
+    FEWEST_PER_PART,
+    Draw,
+    bounded,
+    counter_hash,
+    cut_epoch,
+    divide,
+    epoch_order,
+    split_by_class,
+)
+from hybridpar.errors import UsageError
+
+WORD = (1 << 64) - 1
+GAMMA = 0x9E3779B97F4A7C15
+
+
+def splitmix(x: int) -> int:
+    """SplitMix64's finaliser in Python's own integers."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & WORD
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & WORD
+    return x ^ (x >> 31)
+
+
+def test_reference_is_the_published_splitmix64():
+    # The first outputs of SplitMix64 seeded with 1234567, as published with its reference implementation.
+    state, outputs = 1234567, []
+    for _ in range(3):
+        state = (state + GAMMA) & WORD
+        outputs.append(splitmix(state))
+    assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+@given(
+    seed=st.integers(-(2**70), 2**70),
+    epoch=st.integers(0, 2**40),
+    index=st.integers(0, 2**62),
+    draw=st.sampled_from(Draw),
+)
+def test_counter_hash_is_chained_splitmix(seed, epoch, index, draw):
+    state = 0
+    for word in (seed, epoch, draw, index):
+        state = splitmix(((state ^ (word & WORD)) + GAMMA) & WORD)
+    assert int(counter_hash(seed, epoch, draw, np.array([index]))[0]) == state
+
+
+def test_hash_of_an_index_does_not_depend_on_its_company():
+    alone = [counter_hash(3, 1, Draw.ROW, np.array([index]))[0] for index in range(50)]
+    assert np.array_equal(counter_hash(3, 1, Draw.ROW, np.arange(50)), alone)
+
+
+def test_draws_are_distinct_for_every_purpose_seed_and_epoch():
+    numbers = [counter_hash(seed, epoch, draw, np.arange(100)) for seed in (0, 1) for epoch in (0, 1) for draw in Draw]
+    assert len(np.unique(np.concatenate(numbers))) == len(numbers) * 100
+
+
+@pytest.mark.parametrize("bound", [1, 2, 9, 1000])
+def test_bounded_is_uniform(bound):
+    drawn = bounded(counter_hash(0, 0, Draw.ROW, np.arange(200_000)), bound)
+    counts = np.bincount(drawn, minlength=bound)
+    assert len(counts) == bound
+    # Five standard deviations of a binomial count.
+    assert np.abs(counts - 200_000 / bound).max() <= 5 * np.sqrt(200_000 / bound)
+
+
+def test_bounded_reaches_both_ends():
+    assert bounded(np.array([0, WORD], dtype=np.uint64), 9).tolist() == [0, 8]
+
+
+def test_epoch_order_is_a_permutation_that_seed_and_epoch_change():
+    orders = {(seed, epoch): epoch_order(1000, seed, epoch) for seed in (0, 1) for epoch in (0, 1)}
+    for order in orders.values():
+        assert np.array_equal(np.sort(order), np.arange(1000))
+    assert len({tuple(order) for order in orders.values()}) == 4
+    assert np.array_equal(orders[0, 0], epoch_order(1000, 0, 0))
+
+
+def test_epoch_order_never_changes():
+    # A checkpoint resumes in the middle of an epoch: another order would repeat some samples and skip others.
+    assert epoch_order(10, seed=0, epoch=0).tolist() == [0, 1, 9, 4, 2, 3, 6, 8, 7, 5]
+
+
+def test_global_generators_are_left_alone():
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    epoch_order(100, 0, 0)
+    split_by_class(np.arange(10) % 2, [2, 2], seed=0)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1])
+    assert random.getstate() == before[2]
+
+
+sizes = st.tuples(st.integers(1, 12), st.integers(0, 40), st.integers(0, 400))
+
+
+@given(sizes)
+def test_cut_epoch_covers_every_sample_once_in_order(size):
+    parts, more, extra = size
+    batch_size, samples = FEWEST_PER_PART * parts + more, FEWEST_PER_PART * parts + extra
+    cut = cut_epoch(samples, batch_size, parts)
+    assert [position for start, stop in cut for position in range(start, stop)] == list(range(samples))
+    for start, stop in cut[:-1]:
+        assert stop - start == batch_size
+    last = cut[-1][1] - cut[-1][0]
+    if last > batch_size:
+        assert last - batch_size < FEWEST_PER_PART * parts, "only a tail too short for a step of its own is joined"
+
+
+@given(sizes)
+def test_divide_is_even_and_never_gives_a_single_sample(size):
+    parts, more, extra = size
+    for start, stop in cut_epoch(FEWEST_PER_PART * parts + extra, FEWEST_PER_PART * parts + more, parts):
+        divided = divide(start, stop, parts)
+        assert len(divided) == parts
+        assert [position for first, last in divided for position in range(first, last)] == list(range(start, stop))
+        lengths = [last - first for first, last in divided]
+        assert lengths == sorted(lengths, reverse=True)
+        assert max(lengths) - min(lengths) <= 1
+        assert min(lengths) >= FEWEST_PER_PART
+
+
+@given(size=sizes, other=st.integers(1, 12))
+def test_steps_are_the_same_for_any_number_of_parts_but_for_a_joined_tail(size, other):
+    parts, more, extra = size
+    most = max(parts, other)
+    samples, batch_size = FEWEST_PER_PART * most + extra, FEWEST_PER_PART * most + more
+    one, two = cut_epoch(samples, batch_size, parts), cut_epoch(samples, batch_size, other)
+    shorter, longer = sorted((one, two), key=len)
+    assert len(longer) - len(shorter) <= 1
+    if len(longer) == len(shorter):
+        assert longer == shorter
+    else:
+        assert longer[:-2] == shorter[:-1]
+        assert shorter[-1] == (longer[-2][0], longer[-1][1])
+
+
+def test_cut_epoch_examples():
+    assert cut_epoch(10, 4, 1) == [(0, 4), (4, 8), (8, 10)]
+    assert cut_epoch(10, 4, 2) == [(0, 4), (4, 10)]
+    assert cut_epoch(9, 4, 1) == [(0, 4), (4, 9)]
+    assert cut_epoch(8, 4, 2) == [(0, 4), (4, 8)]
+    assert cut_epoch(5, 64, 2) == [(0, 5)]
+
+
+def test_batch_too_small_names_the_sizes_that_work():
+    with pytest.raises(UsageError) as caught:
+        cut_epoch(1000, 11, 6)
+    assert caught.value.exit_code == 2
+    assert "--batch-size is 11" in caught.value.what
+    assert "--batch-size 12 or more" in caught.value.fix
+    assert cut_epoch(1000, 12, 6)
+
+
+@pytest.mark.parametrize(
+    ("samples", "fix"),
+    [(7, "at most 3 workers"), (3, "at most 1 worker of"), (1, "at least 2 training samples"), (0, "at least 2")],
+)
+def test_too_few_samples_names_what_works(samples, fix):
+    with pytest.raises(UsageError, match=f"has {samples} training") as caught:
+        cut_epoch(samples, 64, 4)
+    assert fix in caught.value.fix
+
+
+def test_split_by_class_is_fixed_and_exact():
+    labels = np.repeat([0, 1, 2], [5, 7, 9])
+    train, test = split_by_class(labels, [2, 3, 8], seed=1)
+    assert np.bincount(labels[train]).tolist() == [2, 3, 8]
+    assert sorted([*train, *test]) == list(range(21))
+    again, _ = split_by_class(labels, [2, 3, 8], seed=1)
+    other, _ = split_by_class(labels, [2, 3, 8], seed=2)
+    assert np.array_equal(train, again)
+    assert not np.array_equal(train, other)

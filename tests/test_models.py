@@ -1,0 +1,189 @@
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models import get_model_weights, list_models
+
+from hybridpar.errors import UsageError
+from hybridpar.models import build_model, model_fingerprint, model_names, parameter_count, seed_everything
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    """A module of the user's in the current directory."""
+    source = """
+import torch
+
+NOT_CALLABLE = 3
+
+def with_classes(num_classes):
+    return torch.nn.Linear(4, num_classes)
+
+def without():
+    return torch.nn.Linear(4, 2)
+
+def needs_width(width, num_classes=2):
+    return torch.nn.Linear(width, num_classes)
+
+def no_module():
+    return "model"
+
+class Net(torch.nn.Linear):
+    def __init__(self, num_classes=5):
+        super().__init__(4, num_classes)
+"""
+    (tmp_path / "user_nets.py").write_text(source)
+    (tmp_path / "broken_nets.py").write_text("import a_module_that_is_not_installed\n")
+    (tmp_path / "wrong_nets.py").write_text("raise ValueError('a bug of the user')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in ("user_nets", "broken_nets", "wrong_nets"):
+        sys.modules.pop(name, None)
+
+
+def test_every_classification_model_of_torchvision_is_listed():
+    # Independently of where they are defined: the models with full-precision weights measured on ImageNet.
+    measured = {
+        name
+        for name in list_models()
+        if not name.startswith("quantized_")
+        and any("ImageNet-1K" in weights.meta.get("_metrics", {}) for weights in get_model_weights(name))
+    }
+    assert set(model_names()) == measured
+    assert {"resnet18", "mobilenet_v2", "vit_b_16", "swin_t"} <= measured
+
+
+@pytest.mark.parametrize(
+    ("name", "side"),
+    [("resnet18", 32), ("mobilenet_v2", 32), ("squeezenet1_1", 32), ("regnet_y_400mf", 32), ("googlenet", 64)],
+)
+def test_model_classifies_into_the_classes_asked_for(name, side):
+    model = build_model(name, 7)
+    assert model(torch.zeros(2, 3, side, side)).shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    "name", ["alexnet", "convnext_tiny", "densenet121", "efficientnet_b0", "inception_v3", "vgg11", "vit_b_16"]
+)
+def test_large_model_has_the_classes_asked_for(name):
+    with torch.device("meta"):
+        model = build_model(name, 7)
+    *_, last = (module for module in model.modules() if isinstance(module, nn.Linear))
+    assert last.out_features == 7
+
+
+def test_models_return_one_tensor_in_training():
+    with torch.device("meta"):
+        for name in ("googlenet", "inception_v3"):
+            assert isinstance(build_model(name, 7).train()(torch.zeros(2, 3, 80, 80)), torch.Tensor)
+
+
+def test_cifar_stem_keeps_the_resolution_of_small_images():
+    shapes = {}
+    for stem in ("imagenet", "cifar"):
+        model = build_model("resnet18", 10, stem=stem)
+        model.layer1.register_forward_hook(
+            lambda module, inputs, output, stem=stem: shapes.__setitem__(stem, output.shape[-2:])
+        )
+        assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert shapes == {"imagenet": (8, 8), "cifar": (32, 32)}
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "densenet121"])
+def test_cifar_stem_fits_resnets_only(name):
+    with torch.device("meta"), pytest.raises(UsageError, match=f"does not fit {name}"):
+        build_model(name, 10, stem="cifar")
+
+
+def test_unknown_model_names_the_near_ones():
+    with pytest.raises(UsageError, match="resnet18") as caught:
+        build_model("resnet19", 10)
+    assert caught.value.exit_code == 2
+    assert "package.module:factory" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "classes"), [("user_nets:with_classes", 3), ("user_nets:without", 2), ("user_nets:Net", 3)]
+)
+def test_model_of_the_users_own(user_module, name, classes):
+    assert build_model(name, 3).out_features == classes
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no_such_module:net", "cannot import 'no_such_module'"),
+        ("broken_nets:net", "a_module_that_is_not_installed"),
+        (":net", "cannot import ''"),
+        (".nets:net", "cannot import '.nets'"),
+        ("user_nets:with_class", "Did you mean with_classes"),
+        ("user_nets:", "has no factory ''"),
+        ("user_nets:NOT_CALLABLE", "has no factory 'NOT_CALLABLE'"),
+        ("user_nets:no_module", "returned str"),
+        ("user_nets:needs_width", "missing a required argument: 'width'"),
+    ],
+)
+def test_model_that_cannot_be_made_says_why(user_module, name, said):
+    with pytest.raises(UsageError) as caught:
+        build_model(name, 3)
+    assert said in str(caught.value)
+    assert caught.value.fix or caught.value.why
+
+
+def test_bug_in_the_users_module_is_not_disguised(user_module):
+    with pytest.raises(ValueError, match="a bug of the user"):
+        build_model("wrong_nets:net", 3)
+
+
+def small_net(width: int = 4) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(3, width, 3), nn.BatchNorm2d(width), nn.Flatten(), nn.Linear(width, 2))
+
+
+def test_fingerprint_ignores_values():
+    model = small_net()
+    before = model_fingerprint(model)
+    model(torch.randn(2, 3, 3, 3)).sum().backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    assert model_fingerprint(model) == before == model_fingerprint(small_net())
+    assert len(before) == 16
+    assert int(before, 16) >= 0
+
+
+def test_fingerprint_never_changes():
+    # Plans, profiles and checkpoints on disk are keyed by it.
+    assert model_fingerprint(nn.Linear(2, 3)) == "b155ff578f8f7883"
+
+
+def test_fingerprint_tells_architectures_apart():
+    models = [
+        small_net(),
+        small_net(width=5),
+        small_net().half(),
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False), nn.Flatten(), nn.Linear(4, 2)),
+        nn.ModuleDict({"renamed": small_net()}),
+        build_model("resnet18", 10),
+        build_model("resnet18", 10, stem="cifar"),
+        build_model("resnet18", 11),
+    ]
+    assert len({model_fingerprint(model) for model in models}) == len(models)
+
+
+def test_parameter_count_counts_a_shared_parameter_once():
+    one, two = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+    two.weight = one.weight
+    assert parameter_count(nn.Sequential(one, two)) == 16 + 4
+    assert parameter_count(build_model("resnet18", 1000)) == 11_689_512
+
+
+def test_seed_fixes_the_weights():
+    states = []
+    with torch.random.fork_rng(devices=[]):
+        for seed in (1, 1, 2):
+            seed_everything(seed)
+            states.append(build_model("squeezenet1_1", 4).state_dict()["features.0.weight"])
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])

@@ -1,0 +1,297 @@
+"""Why: every speed claim rests on this arithmetic: rounds, loads, ratios, verdicts."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import statistics
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from benchmarks.rig import load
+from benchmarks.rig import paired as paired_module
+from benchmarks.rig.launch import launch
+from benchmarks.rig.network import Network
+from benchmarks.rig.paired import Paired, balanced_orders, paired
+from benchmarks.rig.rank import process_group, sent_bytes
+from benchmarks.rig.stats import Ratio, bootstrap_ratio, meets, verdict
+from hybridpar.errors import LaunchError, UsageError
+
+# ---------------------------------------------------------------------------------------------------- statistics
+
+
+def test_bootstrap_of_a_constant_ratio_has_no_width() -> None:
+    assert bootstrap_ratio([2.0] * 20, [4.0] * 20) == Ratio(0.5, 0.5, 0.5)
+
+
+def test_what_slows_a_whole_round_down_cancels() -> None:
+    mood = np.random.default_rng(0).uniform(1, 10, size=25)
+    ratio = bootstrap_ratio(list(3 * mood), list(4 * mood))
+    assert (ratio.median, ratio.low, ratio.high) == pytest.approx((0.75, 0.75, 0.75))
+
+
+def test_bootstrap_is_seeded_and_keeps_the_median_of_the_ratios() -> None:
+    generator = np.random.default_rng(1)
+    one, other = generator.uniform(1, 2, 201), generator.uniform(1, 2, 201)
+    ratio = bootstrap_ratio(list(one), list(other), seed=3)
+    assert ratio.median == statistics.median(a / b for a, b in zip(one, other, strict=True))
+    assert ratio.low < ratio.median < ratio.high
+    assert bootstrap_ratio(list(one), list(other), seed=3) == ratio
+    assert len({bootstrap_ratio(list(one), list(other), seed=seed) for seed in range(8)}) > 1
+
+
+def test_the_interval_holds_the_true_ratio_about_95_times_in_100() -> None:
+    generator = np.random.default_rng(2)
+    held = 0
+    for _ in range(200):
+        over = generator.uniform(1, 2, 20)
+        times = 0.8 * over * generator.lognormal(0, 0.1, 20)
+        ratio = bootstrap_ratio(list(times), list(over))
+        held += ratio.low <= 0.8 <= ratio.high
+    assert 180 <= held <= 199
+
+
+def test_many_rounds_are_resampled_in_portions_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = list(np.random.default_rng(3).uniform(1, 2, 700_000))
+    monkeypatch.setattr("benchmarks.rig.stats.RESAMPLES", 5)
+    ratio = bootstrap_ratio(times, [1.0] * len(times))
+    assert ratio.low <= ratio.median <= ratio.high
+    assert ratio.median == pytest.approx(1.5, abs=0.01)
+
+
+@pytest.mark.parametrize(("times", "over"), [([], []), ([1.0], [1.0, 2.0]), ([0.0], [1.0]), ([1.0], [float("nan")])])
+def test_bootstrap_refuses_what_has_no_ratio(times: list[float], over: list[float]) -> None:
+    with pytest.raises(ValueError):
+        bootstrap_ratio(times, over)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "target", "word"),
+    [
+        (0.80, 0.90, None, "faster"),
+        (0.98, 1.00, None, "parity"),
+        (0.99, 1.03, None, "parity"),
+        (1.00, 1.03, None, "parity"),
+        (0.99, 1.04, None, "unclear"),
+        (1.01, 1.02, None, "slower"),
+        (0.30, 0.33, 0.33, "met"),
+        (0.30, 0.34, 0.33, "unclear"),
+        (0.34, 0.40, 0.33, "missed"),
+    ],
+)
+def test_verdict(low: float, high: float, target: float | None, word: str) -> None:
+    ratio = Ratio((low + high) / 2, low, high)
+    assert verdict(ratio, target) == word
+    assert verdict(ratio, target, loaded=True) == "loaded"
+    if target is not None:
+        assert meets(ratio, target) == (word == "met")
+
+
+# ---------------------------------------------------------------------------------------------------- paired runs
+
+
+class Machine:
+    """A machine with its own clock: what runs on it takes as long as it says, whatever the real one does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.own = self.others = self.visible = 0.0
+        self.foreign = 0.0
+        self.seen: float | None = None
+        self.calls: list[str] = []
+        monkeypatch.setattr(paired_module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(load, "busy_seconds", lambda: self.own + self.others)
+        monkeypatch.setattr(load, "process_seconds", lambda: self.own + self.visible)
+        monkeypatch.setattr(load, "own_seconds", lambda: self.own)
+
+    def work(self, name: str, seconds: float) -> None:
+        self.calls.append(name)
+        self.now += seconds
+        self.own += seconds
+        self.others += self.foreign * seconds
+        self.visible += (self.foreign if self.seen is None else self.seen) * seconds
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def test_times_and_ratios_of_an_idle_machine(machine: Machine) -> None:
+    result = paired({"a": lambda: machine.work("a", 0.3), "b": lambda: machine.work("b", 0.6)})
+    assert (result.rounds, result.dropped, result.loaded) == (20, 0, False)
+    assert result.load == pytest.approx(0, abs=1e-9)
+    assert result.median_ms("a") == pytest.approx(300)
+    assert result.min_ms("b") == pytest.approx(600)
+    assert result.ratio("a", "b").median == pytest.approx(0.5)
+    assert set(result.ratios()) == {("a", "b"), ("b", "a")}
+    assert Counter(machine.calls) == {"a": 23, "b": 23}
+
+
+def test_every_method_takes_every_place_equally_often_and_orders_change() -> None:
+    orders = list(itertools.islice(balanced_orders(["a", "b", "c"], seed=0), 30))
+    for first in range(0, 30, 3):
+        for place in range(3):
+            assert {order[place] for order in orders[first : first + 3]} == {"a", "b", "c"}
+    assert len({tuple(order) for order in orders}) == 6
+    assert list(itertools.islice(balanced_orders(["c", "a", "b"], seed=0), 30)) == orders
+    assert list(itertools.islice(balanced_orders(["a", "b", "c"], seed=1), 30)) != orders
+
+
+def test_rounds_run_in_that_order(machine: Machine) -> None:
+    names = ["x", "y", "z"]
+    paired({name: functools.partial(machine.work, name, 0.2) for name in names}, 20, warmup=1, seed=5)
+    expected = itertools.islice(balanced_orders(names, seed=5), 21)
+    assert machine.calls == [name for order in expected for name in order]
+
+
+def test_repeats_are_timed_as_one_and_reported_per_step(machine: Machine) -> None:
+    methods = {"fast": lambda: machine.work("fast", 0.01), "slow": lambda: machine.work("slow", 0.5)}
+    result = paired(methods, 20, warmup=2, repeats={"fast": 50})
+    assert result.median_ms("fast") == pytest.approx(10)
+    assert result.ratio("fast", "slow").median == pytest.approx(0.02)
+    assert Counter(machine.calls) == {"fast": 22 * 50, "slow": 22}
+
+
+def test_busy_rounds_are_dropped_and_taken_again(machine: Machine) -> None:
+    def step() -> None:
+        # Somebody else works during rounds 5 to 9 after the warm-up, which also slows this method down.
+        machine.foreign = 0.5 if 8 <= len(machine.calls) < 13 else 0.1
+        machine.work("a", 2.0 if machine.foreign > 0.15 else 1.0)
+
+    result = paired({"a": step}, 20, warmup=3)
+    assert (result.rounds, result.dropped, result.loaded) == (20, 5, False)
+    assert result.milliseconds["a"] == pytest.approx([1000.0] * 20)
+    assert result.load == pytest.approx(0.1)
+    assert len(machine.calls) == 28
+
+
+def test_a_machine_that_is_always_busy_ends_the_run_and_is_said(machine: Machine) -> None:
+    def step() -> None:
+        machine.foreign = 0.2 + 0.01 * len(machine.calls)
+        machine.work("a", 1.0)
+
+    result = paired({"a": step}, 20, warmup=1)
+    assert (result.rounds, result.dropped, result.loaded) == (20, 40, True)
+    assert len(machine.calls) == 61
+    # The least disturbed rounds are kept: here the first twenty after the warm-up.
+    assert result.load == pytest.approx(0.2 + 0.01 * 20)
+
+
+def test_short_rounds_are_judged_together(machine: Machine) -> None:
+    def step() -> None:
+        machine.foreign = 1.0 if len(machine.calls) < 50 else 0.0
+        machine.work("a", 0.01)
+
+    result = paired({"a": step}, 20, warmup=1)
+    # A window of half a second holds fifty rounds; the first is disturbed in all but one of them.
+    assert (result.rounds, result.dropped, result.loaded) == (50, 50, False)
+
+
+@pytest.mark.parametrize(("foreign", "seen", "load_is"), [(0.3, 0.0, 0.3), (-0.2, 0.25, 0.25), (-0.2, -0.1, 0.0)])
+def test_the_larger_of_the_two_accounts_is_the_load(
+    machine: Machine, foreign: float, seen: float, load_is: float
+) -> None:
+    machine.foreign, machine.seen = foreign, seen
+    result = paired({"a": lambda: machine.work("a", 1.0)})
+    assert result.load == pytest.approx(load_is, abs=1e-9)
+    assert result.loaded == (load_is > 0.15)
+
+
+def test_processes_are_added_up_without_kernel_threads(tmp_path: Path) -> None:
+    def process(pid: int, name: str, flags: int) -> None:
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(
+            f"{pid} ({name}) S 1 1 1 0 -1 {flags} 0 0 0 0 100 20 3 4 20 0 1 0 999"
+        )
+
+    process(1, "init", 0x400100)
+    process(77, "a ) (b 1 2", 0x400000)
+    process(12, "kworker/0:1", 0x4208060)
+    (tmp_path / "99").mkdir()  # ended while the table was read
+    (tmp_path / "meminfo").touch()
+    assert load.process_seconds(str(tmp_path)) == 2 * (100 + 20 + 3 + 4) / os.sysconf("SC_CLK_TCK")
+
+
+def test_the_process_table_holds_this_process() -> None:
+    assert load.process_seconds() >= load.own_seconds() - 0.05  # its fields are cut to 10 ms each
+
+
+def test_the_load_is_what_the_kernel_counts_less_interrupts_and_idling(tmp_path: Path) -> None:
+    table = tmp_path / "stat"
+    table.write_text("cpu  100 20 30 4000 500 60 70 8 9 10\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+    assert load.busy_seconds(str(table)) == (100 + 20 + 30 + 8) / os.sysconf("SC_CLK_TCK")
+    with pytest.raises(LaunchError, match="Measure on Linux"):
+        load.busy_seconds(str(tmp_path / "none"))
+
+
+def test_the_process_counts_its_own_work() -> None:
+    before = load.own_seconds()
+    while load.own_seconds() - before < 0.02:  # ends only if the work of this loop is counted
+        sum(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"methods": {}}, "at least one"),
+        ({"rounds": 19}, "at least 20"),
+        ({"warmup": 0}, "At least 1"),
+        ({"repeats": 0}, "At least 1"),
+        ({"repeats": {"aa": 2}}, "no such method"),
+    ],
+)
+def test_paired_refuses(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"methods": {"a": lambda: pytest.fail("must not run")}} | change
+    with pytest.raises(UsageError, match=message):
+        paired(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_process_that_is_no_rank_says_how_to_become_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(LaunchError, match=r"benchmarks\.rig\.launch"), process_group():
+        pytest.fail("joined")
+    with pytest.raises(LaunchError, match=r"benchmarks\.rig\.launch"):
+        sent_bytes()
+
+
+def test_asking_for_a_method_that_was_not_measured_names_the_near_ones() -> None:
+    with pytest.raises(UsageError, match="fp32"):
+        Paired({"fp32": (1.0,)}, 0, 0.0, False).ratio("fp23", "fp32")
+
+
+TWO_RANKS = """
+import json, sys, time
+import torch, torch.distributed as dist
+from benchmarks.rig.paired import paired
+from benchmarks.rig.rank import process_group
+
+with process_group() as (rank, ranks):
+    # Were the orders different, these collectives would meet each other and fail: their sizes differ.
+    def exchange(size):
+        tensor = torch.ones(size)
+        return lambda: (tensor.fill_(1), dist.all_reduce(tensor), time.sleep(0.02 * rank))
+    names = ["a", "b", "c"] if rank == 0 else ["c", "b", "a"]
+    result = paired({name: exchange(1000 * (ord(name) - 96)) for name in names}, 20, foreign_load=1e9)
+    every = [None] * ranks
+    dist.all_gather_object(every, {name: result.milliseconds[name] for name in "abc"})
+    if rank == 0:
+        print(json.dumps({"same": every[0] == every[1], "rounds": result.rounds, "least": result.min_ms("a")}))
+"""
+
+
+def test_two_ranks_agree_on_order_and_on_the_slowest_time(tmp_path: Path) -> None:
+    script, output = tmp_path / "script.py", tmp_path / "output"
+    script.write_text(TWO_RANKS)
+    with Network(2) as network, output.open("w") as file:
+        launch([str(script)], network, timeout=120, stdout=file)
+    told = json.loads(output.read_text())
+    assert told["same"]
+    assert told["rounds"] >= 20
+    assert told["least"] >= 20  # rank 1 sleeps for 20 ms in every step, and the slowest rank is what counts

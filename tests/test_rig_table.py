@@ -1,0 +1,173 @@
+"""Why: tables outlive the run that made them, so every row must come back as it was, and no wrong one may pass."""
+
+from __future__ import annotations
+
+import csv
+import io
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from benchmarks.rig import rows as rows_module
+from benchmarks.rig.paired import Paired
+from benchmarks.rig.rows import COLUMNS, Row, row
+from benchmarks.rig.table import append_rows, check_csv, print_rows
+from hybridpar.errors import DataError, UsageError
+
+
+def result_of(*, load: float = 0.02, loaded: bool = False) -> Paired:
+    generator = np.random.default_rng(7)
+    mood = generator.uniform(1, 1.2, 20)
+    times = {"fp32": 450 * mood, "ours": 130 * mood * generator.uniform(0.98, 1.02, 20), "worse": 500 * mood}
+    return Paired({name: tuple(map(float, values)) for name, values in times.items()}, 3, load, loaded)
+
+
+def rows_of(result: Paired) -> list[Row]:
+    def make(method: str, target: float | None = None, extra: dict[str, object] | None = None) -> Row:
+        return row(
+            result,
+            method,
+            "fp32",
+            claim="sync",
+            setting='ResNet-18, "small", 32x32',
+            link="1gbit",
+            ranks=2,
+            target=target,
+            extra=extra,
+        )
+
+    return [make("fp32"), make("ours", 1 / 3, {"bytes": 1460000, "loss": [0.1, 0.2]}), make("worse")]
+
+
+def test_rows_come_back_from_the_table_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "table.csv"
+    rows = rows_of(result_of())
+    rows = [replace(entry, target=entry.target and round(entry.target, 3)) for entry in rows]
+    append_rows(path, rows[:1])
+    append_rows(path, rows[1:])
+    assert check_csv(path) == rows
+    assert [entry.verdict for entry in rows] == ["baseline", "met", "slower"]
+    assert path.read_text().splitlines()[0] == ",".join(COLUMNS)
+    assert [file.name for file in path.parent.iterdir()] == ["table.csv"]
+
+
+def test_the_schema_is_the_one_that_tables_were_published_with() -> None:
+    assert ",".join(COLUMNS) == (
+        "date,commit,claim,setting,link,ranks,method,baseline,rounds,dropped,load,median_ms,min_ms,"
+        "ratio,ratio_low,ratio_high,target,verdict,device,cores,threads,torch,python,extra"
+    )
+
+
+def test_a_busy_machine_proves_nothing(tmp_path: Path) -> None:
+    rows = rows_of(result_of(load=0.4, loaded=True))
+    assert [entry.verdict for entry in rows] == ["baseline", "loaded", "loaded"]
+    append_rows(tmp_path / "table.csv", rows)
+    check_csv(tmp_path / "table.csv")
+
+
+def test_a_baseline_has_no_target_against_itself() -> None:
+    with pytest.raises(UsageError, match="against itself"):
+        row(result_of(), "fp32", "fp32", claim="sync", setting="any", target=0.5)
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
+    path, rows = tmp_path / "table.csv", rows_of(result_of())
+    writers = [threading.Thread(target=append_rows, args=(path, rows)) for _ in range(12)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert len(check_csv(path)) == 36
+
+
+def test_a_failed_write_leaves_the_table_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, rows = tmp_path / "table.csv", rows_of(result_of())
+    append_rows(path, rows)
+    before = path.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="no space"):
+        append_rows(path, rows)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["table.csv"]
+
+
+def test_a_table_with_other_columns_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    path.write_text("method,ms\nours,1\n")
+    with pytest.raises(DataError, match="method,ms"):
+        append_rows(path, rows_of(result_of()))
+    with pytest.raises(DataError, match="columns"):
+        check_csv(path)
+    assert path.read_text() == "method,ms\nours,1\n"
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "rule"),
+    [
+        ("date", "yesterday", "UTC"),
+        ("commit", "v1.0", "hash"),
+        ("claim", " ", "not empty"),
+        ("link", "fast", "rate like 1gbit"),
+        ("ranks", "two", "an integer"),
+        ("ranks", "0", "at least 1"),
+        ("rounds", "19", "at least 20"),
+        ("dropped", "-1", "at least 0"),
+        ("median_ms", "", "a number"),
+        ("median_ms", "nan", "finite"),
+        ("min_ms", "1e6", "at most median_ms"),
+        ("ratio_low", "0.9", "at most ratio"),
+        ("ratio_high", "0.01", "at least ratio"),
+        ("target", "-1", "positive"),
+        ("verdict", "great", "one of"),
+        ("verdict", "faster", "'met' for these numbers"),
+        ("load", "0.5", None),
+        ("extra", "[1]", "a JSON object"),
+        ("extra", "{", "a JSON object"),
+    ],
+)
+def test_every_wrong_value_is_named_with_its_line_and_rule(
+    tmp_path: Path, column: str, value: str, rule: str | None
+) -> None:
+    path = tmp_path / "table.csv"
+    append_rows(path, rows_of(result_of()))
+    lines = list(csv.reader(io.StringIO(path.read_text())))
+    lines[2][COLUMNS.index(column)] = value
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(lines)
+    # A load that is too high makes no wrong load, but a wrong verdict.
+    named = "verdict" if rule is None else column
+    with pytest.raises(DataError, match=f"line 3, column {named}.*") as caught:
+        check_csv(path)
+    assert (rule or "'loaded'") in str(caught.value)
+
+
+def test_a_row_cut_short_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "table.csv"
+    append_rows(path, rows_of(result_of()))
+    text = path.read_text()
+    path.write_text(text[: text.rindex(",1gbit")])
+    with pytest.raises(DataError, match="24 cells"):
+        check_csv(path)
+
+
+def test_people_see_losses_too() -> None:
+    text = io.StringIO()
+    print_rows(rows_of(result_of()), Console(file=text, width=160))
+    shown = text.getvalue()
+    assert "2 ranks, link 1gbit" in shown
+    assert all(word in shown for word in ("baseline", "met", "slower", "20 (3)", "1.111 [1.111, 1.111]"))
+
+
+def test_without_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(rows_module, "_ROOT", tmp_path)  # no repository
+    assert rows_module.commit() == "unknown"
+    monkeypatch.setenv("PATH", "")  # no git
+    assert rows_module.commit() == "unknown"
