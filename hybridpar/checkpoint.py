@@ -34,7 +34,10 @@ from hybridpar.errors import CheckpointError, RunDirectoryError
 from hybridpar.pipeline.world import World
 
 CHECKPOINT_VERSION = 1
-_WHOLE = re.compile(r"^step-(\d+)$")
+_WHOLE = re.compile(r"^step-(\d+)(\.replaced)?$")
+
+#: Keys of a manifest and their types.
+_MANIFEST = {"step": int, "model": str, "workers": int, "files": dict}
 
 
 @dataclass(frozen=True)
@@ -150,8 +153,16 @@ def list_checkpoints(directory: Path) -> list[Path]:
     """All whole checkpoints of a directory, oldest first."""
     if not directory.is_dir():
         return []
-    whole = [entry for entry in directory.iterdir() if _WHOLE.match(entry.name) and (entry / "manifest.json").is_file()]
-    return sorted(whole, key=lambda entry: int(entry.name.removeprefix("step-")))
+    whole: dict[int, Path] = {}
+    for entry in directory.iterdir():
+        match = _WHOLE.match(entry.name)
+        if match is None or not (entry / "manifest.json").is_file():
+            continue
+        step, replaced = int(match[1]), match[2] is not None
+        # A replaced one counts only where a crash left no successor.
+        if not replaced or step not in whole:
+            whole[step] = entry
+    return [whole[step] for step in sorted(whole)]
 
 
 def latest_checkpoint(directory: Path) -> Path | None:
@@ -161,10 +172,14 @@ def latest_checkpoint(directory: Path) -> Path | None:
 
 
 def prune_checkpoints(directory: Path, keep: int, best: int | None) -> None:
-    """Delete all but the newest `keep` checkpoints and the one of step `best`."""
+    """Delete all but the newest `keep` checkpoints and the one of step `best`, and what crashes left behind.
+
+    Nobody may be writing a checkpoint there meanwhile.
+    """
     found = list_checkpoints(directory)
-    for path in found[:-keep]:
-        if best is None or path.name != f"step-{best}":
+    kept = {*found[-keep:], directory / f"step-{best}"}
+    for path in directory.glob("step-*"):
+        if path not in kept and path.is_dir():
             # The manifest goes first: from then on nobody takes the rest for a checkpoint.
             (path / "manifest.json").unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)
@@ -173,11 +188,17 @@ def prune_checkpoints(directory: Path, keep: int, best: int | None) -> None:
 def random_state(device: torch.device) -> dict[str, Any]:
     """State of every random number generator of this process: torch (CPU and GPU), numpy, Python."""
     version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)  # type: ignore[misc]
+    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": [version, list(internal), gauss],
-        "numpy": [str(name), torch.from_numpy(keys.astype(numpy.int64)), int(position), int(has_gauss), float(cached)],
+        "numpy": [
+            str(name),
+            torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
     }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -199,10 +220,13 @@ def _manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
         version = manifest["version"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        whole = version != CHECKPOINT_VERSION or all(isinstance(manifest[key], kind) for key, kind in _MANIFEST.items())
+    except (OSError, ValueError, KeyError, TypeError):
+        whole = False
+    if not whole:
         raise CheckpointError(
             f"{path} has no readable manifest.json", "A whole checkpoint has one.", "Use another checkpoint of the run."
-        ) from error
+        )
     if version != CHECKPOINT_VERSION:
         raise CheckpointError(
             f"{path} is of checkpoint version {version}",

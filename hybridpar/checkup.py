@@ -15,14 +15,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from hybridpar.cluster import cache_directory
 from hybridpar.errors import LaunchError
-from hybridpar.probe import probe_torch, run_programs
+from hybridpar.probe import Programs, start_torch_probe
 
 Status = Literal["ok", "absent", "warning", "failed"]
 
@@ -76,20 +75,18 @@ class Finding:
 
 def check_software() -> list[Finding]:
     """Python, torch, TVM, and the optional packages."""
-    # Both take seconds to import and are independent.
-    with ThreadPoolExecutor(2) as pool:
-        torch = pool.submit(probe_torch)
-        tvm = pool.submit(_tvm_facts)
-        findings = [Finding("software", "Python", "ok", f"{platform.python_version()}, {sys.executable}")]
+    findings = [Finding("software", "Python", "ok", f"{platform.python_version()}, {sys.executable}")]
+    # Both take seconds to import, so they do it at the same time.
+    with start_torch_probe() as torch, Programs([_TVM_PROGRAM], "importing tvm", workers=1) as tvm:
         findings += _torch_findings(torch)
         findings.append(_tvm_finding(tvm))
     return findings + [_extra_finding(*extra) for extra in _EXTRAS]
 
 
-def _torch_findings(answer: Future[dict[str, Any]]) -> list[Finding]:
+def _torch_findings(probe: Programs) -> list[Finding]:
     group = "software"
     try:
-        facts = answer.result()
+        facts = json.loads(probe.answer())
     except LaunchError as error:
         fix = "python -m pip install --force-reinstall torch torchvision"
         return [Finding(group, "torch", "failed", error.what, fix)]
@@ -130,15 +127,10 @@ def _gpu_finding(facts: dict[str, Any]) -> Finding:
     return Finding("software", "CUDA", "warning", f"there is a driver, but torch cannot use it: {reason}", "nvidia-smi")
 
 
-def _tvm_facts() -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads(run_programs([_TVM_PROGRAM], "importing tvm", workers=1))
-    return facts
-
-
-def _tvm_finding(answer: Future[dict[str, Any]]) -> Finding:
+def _tvm_finding(probe: Programs) -> Finding:
     without = "convolutions use stock kernels"
     try:
-        facts = answer.result()
+        facts = json.loads(probe.answer())
     except LaunchError as error:
         return Finding("software", "TVM", "warning", f"{error.what}; {without}", _TVM_INSTALL)
     if _version("apache-tvm-ffi-orcjit") is None:

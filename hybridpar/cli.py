@@ -22,7 +22,7 @@ from hybridpar.errors import HybridparError, SyncError
 class Train(TrainConfig):
     """Train a vision model on all local workers, or as a worker of a torchrun job."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """A torchvision classification model such as resnet18, or your own as package.module:factory."""
 
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     command = tyro.cli(
-        Command,  # type: ignore[arg-type]
+        Command,
         args=arguments,
         prog="hybridpar",
         description="Train PyTorch vision models faster on the hardware you have.",

@@ -68,7 +68,7 @@ class SyncConfig:
     bucket_mb: float = 8.0
     """Gradients are sent in buckets of about this many MiB."""
     guard: bool = True
-    """Skip a step on all workers when any gradient is not finite."""
+    """Whether a step in which any gradient is not finite is skipped, on all workers."""
     batch_norm: Literal["pooled", "local"] = "pooled"
     """`pooled`: running statistics of the whole batch over workers and micro-batches; `local`: stock behaviour,
     averaged over workers at checkpoints."""
@@ -77,7 +77,7 @@ class SyncConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(DataConfig, OptimizerConfig, SyncConfig):
+class TrainConfig(SyncConfig, OptimizerConfig, DataConfig):
     """Everything a training run can be told."""
 
     stem: Literal["imagenet", "cifar"] = "imagenet"
@@ -113,7 +113,7 @@ class TrainConfig(DataConfig, OptimizerConfig, SyncConfig):
     overwrite: bool = False
     """Replace a finished run in the run directory."""
     tune_process: bool = True
-    """Set the C allocator, thread counts and CPU affinity of CPU workers."""
+    """Whether the C allocator, thread counts and CPU affinity of CPU workers are set for training."""
     debug: bool = False
     """Show tracebacks."""
 
@@ -123,7 +123,7 @@ class TrainConfig(DataConfig, OptimizerConfig, SyncConfig):
         Raises:
             UsageError: A value is out of range, with the rule it breaks.
         """
-        rules: list[tuple[str, float | int | None, bool, str]] = [
+        rules: list[tuple[str, object, bool, str]] = [
             ("--batch-size", self.batch_size, self.batch_size >= 1, "at least 1"),
             ("--epochs", self.epochs, self.epochs >= 1, "at least 1"),
             ("--steps", self.steps, self.steps is None or self.steps >= 1, "at least 1"),
@@ -133,6 +133,7 @@ class TrainConfig(DataConfig, OptimizerConfig, SyncConfig):
             ("--momentum", self.momentum, 0 <= self.momentum < 1, "at least 0 and less than 1"),
             ("--weight-decay", self.weight_decay, self.weight_decay >= 0, "at least 0"),
             ("--warmup-epochs", self.warmup_epochs, self.warmup_epochs >= 0, "at least 0"),
+            ("--step-epochs", self.step_epochs, all(0 < f < 1 for f in self.step_epochs), "fractions between 0 and 1"),
             ("--label-smoothing", self.label_smoothing, 0 <= self.label_smoothing < 1, "at least 0 and less than 1"),
             ("--clip-norm", self.clip_norm, self.clip_norm is None or self.clip_norm > 0, "greater than 0"),
             ("--sync-lanes", self.sync_lanes, 1 <= self.sync_lanes <= 8, "1 to 8"),

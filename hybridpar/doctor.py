@@ -87,14 +87,14 @@ def diagnose(fresh: bool) -> Diagnosis:
     try:
         cluster = probe_cluster(fresh=fresh)
     except LaunchError as error:
-        findings.append(Finding("devices", "CPU", "failed", str(error)))
+        findings.append(Finding("devices", "CPU", "failed", error.what))
         return Diagnosis(tuple(findings), None, "")
     findings += cluster_findings(cluster)
     return Diagnosis(tuple(findings), cluster, _use(cluster))
 
 
 def cluster_findings(cluster: Cluster) -> list[Finding]:
-    """What was measured, as findings. A link is needed, and its absence a failure, if the default workers talk on it."""
+    """What was measured, as findings. A missing link is a failure where the default workers would talk on it."""
     devices = [Finding("devices", _device_name(device), "ok", _rates(device)) for device in cluster.devices]
     links = [
         Finding("links", f"{link.world_size} workers, {link.backend}", "ok", _link_rates(link))

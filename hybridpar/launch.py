@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from hybridpar.errors import HybridparError, SyncError
-from hybridpar.process import available_cores, worker_environment
+from hybridpar.process import available_cores, threads_per_worker, worker_environment
 
 VERDICT_VARIABLE = "HYBRIDPAR_VERDICT"
 TUNED_VARIABLE = "HYBRIDPAR_TUNED"
@@ -53,7 +53,7 @@ def launch_workers(arguments: Sequence[str], workers: int, *, tune: bool, restar
         os.environ.update(worker_environment(workers, available_cores()))
         os.environ[TUNED_VARIABLE] = "1"
     # A number of threads is always set, so that the launcher does not warn that it chose one.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(available_cores()) // workers)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_worker(workers, available_cores())))
 
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

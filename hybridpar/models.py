@@ -11,6 +11,7 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from typing import Literal
 
 import torch
@@ -77,6 +78,8 @@ def _user_model(name: str, classes: int) -> nn.Module:
             "The part before the colon is a module that Python finds in the current directory or the environment.",
             "Check the spelling, or run from the directory that holds it.",
         ) from error
+    except Exception as error:
+        raise _failed(f"importing {module_name!r} for the model {name!r}", error) from error
     factory = getattr(module, factory_name, None)
     if not callable(factory):
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -94,7 +97,10 @@ def _user_model(name: str, classes: int) -> nn.Module:
             "A factory is called with num_classes= where it takes that argument, else without arguments.",
             "Give its other arguments defaults.",
         ) from error
-    model = factory(**options)
+    try:
+        model = factory(**options)
+    except Exception as error:
+        raise _failed(f"the factory {name}", error) from error
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"{name} returned {type(model).__name__}",
@@ -102,6 +108,16 @@ def _user_model(name: str, classes: int) -> nn.Module:
             "Return the model from it.",
         )
     return model
+
+
+def _failed(what: str, error: Exception) -> UsageError:
+    """An error in the user's own code, with the line that a traceback would end at."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    return UsageError(
+        f"{what} failed: {type(error).__name__}: {error}",
+        f"It was raised in {last.filename}, line {last.lineno}.",
+        "Mend it there; --debug shows the whole traceback.",
+    )
 
 
 def _use_cifar_stem(model: nn.Module, name: str) -> None:

@@ -120,19 +120,28 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sav
             f"Resume with {saved['kind']}, or start a new run from the checkpoint's model.pt.",
         )
     by_name = dict(model.named_parameters())
+    counting_on_device = {
+        id(parameter)
+        for group in optimizer.param_groups
+        if group.get("fused") or group.get("capturable")
+        for parameter in group["params"]
+    }
     for name, values in saved["state"].items():
         if name not in by_name:
             continue
         parameter = by_name[name]
         optimizer.state[parameter] = {
-            key: _place(key, value, parameter) if isinstance(value, torch.Tensor) else value
+            key: _place(value, parameter, id(parameter) in counting_on_device)
+            if isinstance(value, torch.Tensor)
+            else value
             for key, value in values.items()
         }
 
 
-def _place(key: str, value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+def _place(value: torch.Tensor, parameter: nn.Parameter, count_on_device: bool) -> torch.Tensor:
     if value.shape != parameter.shape:
-        return value.clone()  # step counters stay where the optimizer wants them
+        # A step counter. Only fused and capturable optimizers want it where the parameter is, others on the host.
+        return value.to(parameter.device if count_on_device else "cpu", copy=True)
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from hybridpar.errors import PlanError
 
-PLAN_VERSION = 1
+PLAN_VERSION: Literal[1] = 1
 
 
 class _Section(BaseModel):

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from hybridpar.cluster import Cluster, Device, Link, host_fingerprint, machine_load, read_cluster, write_cluster
 from hybridpar.errors import LaunchError
@@ -86,7 +86,8 @@ def probe_devices(seconds: float = PROBE_SECONDS) -> tuple[list[Device], list[st
         LaunchError: The measuring process failed, for instance because torch cannot be imported.
     """
     program = _worker_program("devices", seconds=seconds)
-    answer = json.loads(run_programs([program], "measuring the devices", workers=1))
+    with Programs([program], "measuring the devices", workers=1) as probe:
+        answer = json.loads(probe.answer())
     return [Device.model_validate(device) for device in answer["devices"]], list(answer["problems"])
 
 
@@ -132,22 +133,17 @@ def probe_link(
             for rank in range(world_size)
         ]
         what = f"measuring the link between {world_size} workers over {backend}"
-        answer = run_programs(programs, what, workers=world_size, timeout=timeout)
-    return Link.model_validate_json(answer)
+        with Programs(programs, what, workers=world_size, timeout=timeout) as probe:
+            return Link.model_validate_json(probe.answer())
 
 
-def probe_torch() -> dict[str, Any]:
-    """What the installed torch can do; the keys are those of `hybridpar.probe_worker.torch_facts`.
-
-    Raises:
-        LaunchError: Torch cannot be imported.
-    """
-    program = _worker_program("torch_facts")
-    return cast("dict[str, Any]", json.loads(run_programs([program], "importing torch", workers=1)))
+def start_torch_probe() -> Programs:
+    """Begin to ask the installed torch what it can do; answers with `hybridpar.probe_worker.torch_facts`."""
+    return Programs([_worker_program("torch_facts")], "importing torch", workers=1)
 
 
 def _worker_program(function: str, **arguments: object) -> str:
-    """A Python program for `run_programs` that answers with what a function of `hybridpar.probe_worker` returns."""
+    """A Python program for `Programs` that answers with what a function of `hybridpar.probe_worker` returns."""
     # The package is looked for last of all, where this process found it: it need not be installed, and its directory
     # must not hide another package. `-m` would search the current directory first.
     place = str(Path(__file__).resolve().parents[1])
@@ -159,67 +155,84 @@ def _worker_program(function: str, **arguments: object) -> str:
     )
 
 
-def run_programs(programs: Sequence[str], what: str, *, workers: int, timeout: float = PROBE_TIMEOUT) -> str:
-    """Run Python programs side by side, each in a fresh interpreter; all end when one fails.
+class Programs:
+    """Python programs that run side by side, each in a fresh interpreter, until the context is left.
 
     Args:
         programs: Their source text. Each writes its answer to the file that its first argument names; standard
             output is no place for it, because libraries log there (NCCL_DEBUG).
         what: What they do, for messages: "measuring ...".
         workers: Between how many workers the cores are shared.
-        timeout: Seconds after which they are stopped.
-
-    Returns:
-        The answer of the first program.
+        timeout: Seconds from the start after which they are stopped.
 
     Raises:
-        LaunchError: A program failed, crashed, or did not end in time.
+        LaunchError: The system cannot start another process.
     """
-    environment = {**os.environ, **worker_environment(workers, available_cores())}
-    # Left alone, gloo takes the interface that the host's name resolves to, which need not reach this host.
-    if loopback := _loopback():
-        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
-        logs = [Path(directory) / f"{number}.log" for number in range(len(programs))]
-        answers = [log.with_suffix(".json") for log in logs]
-        processes: list[subprocess.Popen[bytes]] = []
+
+    def __init__(self, programs: Sequence[str], what: str, *, workers: int, timeout: float = PROBE_TIMEOUT) -> None:
+        self._what = what
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._directory = tempfile.TemporaryDirectory(prefix="hybridpar-")
+        self._logs = [Path(self._directory.name) / f"{number}.log" for number in range(len(programs))]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        environment = {**os.environ, **worker_environment(workers, available_cores())}
+        # Left alone, gloo takes the interface that the host's name resolves to, which need not reach this host.
+        if loopback := _loopback():
+            environment.setdefault("GLOO_SOCKET_IFNAME", loopback)
         try:
-            for program, log, answer in zip(programs, logs, answers, strict=True):
-                with log.open("wb") as output:
-                    processes.append(
-                        subprocess.Popen(
-                            [sys.executable, "-P", "-c", program, str(answer)],
-                            env=environment,
-                            stdin=subprocess.DEVNULL,
-                            stdout=output,
-                            stderr=subprocess.STDOUT,
-                            start_new_session=True,  # Ctrl-C comes to this process alone, which then stops them
-                        )
-                    )
-            _wait_for_all(processes, logs, what, timeout)
-            return answers[0].read_text(encoding="utf-8")
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+            for program, log in zip(programs, self._logs, strict=True):
+                self._start(program, log, environment)
+        except OSError as error:  # no processes or no memory left
+            self.close()
+            raise LaunchError(f"{what} failed: cannot start a process: {error.strerror}") from error
+        except BaseException:
+            self.close()
+            raise
 
-
-def _wait_for_all(processes: list[subprocess.Popen[bytes]], logs: list[Path], what: str, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while True:
-        codes = [process.poll() for process in processes]
-        for code, log in zip(codes, logs, strict=True):
-            if code:
-                raise LaunchError(f"{what} failed: {_last_line(log, code)}", fix=_FIX)
-        if all(code == 0 for code in codes):
-            return
-        if time.monotonic() > deadline:
-            late = logs[next(number for number, code in enumerate(codes) if code is None)]
-            said = _last_line(late, 0)
-            raise LaunchError(
-                f"{what} took more than {timeout:g} s{f'; it last said: {said}' if said else ''}", fix=_FIX
+    def _start(self, program: str, log: Path, environment: dict[str, str]) -> None:
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-c", program, str(log.with_suffix(".answer"))],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C comes to this process alone, which then stops them
             )
-        time.sleep(0.02)
+        self._processes.append(process)
+
+    def answer(self) -> str:
+        """Wait until all programs have ended, and give the answer of the first.
+
+        Raises:
+            LaunchError: A program failed, crashed, or did not end in time.
+        """
+        while True:
+            codes = [process.poll() for process in self._processes]
+            for code, log in zip(codes, self._logs, strict=True):
+                if code:
+                    raise LaunchError(f"{self._what} failed: {_last_line(log, code)}", fix=_FIX)
+            if all(code == 0 for code in codes):
+                return self._logs[0].with_suffix(".answer").read_text(encoding="utf-8")
+            if time.monotonic() > self._deadline:
+                said = _last_line(self._logs[codes.index(None)], 0)
+                last = f"; it last said: {said}" if said else ""
+                raise LaunchError(f"{self._what} took more than {self._timeout:g} s{last}", fix=_FIX)
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        """Stop what still runs. Safe to call twice."""
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._directory.cleanup()
+
+    def __enter__(self) -> Programs:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 def _last_line(log: Path, code: int) -> str:

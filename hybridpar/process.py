@@ -8,7 +8,8 @@ against almost none where the allocator keeps what was freed. Three variables do
 resident size stays at its peak. Huge pages (`glibc.malloc.hugetlb=1`) showed no further gain and are left alone.
 
 **Threads.** Workers share the cores, so each gets its part of them, counted in physical cores: two threads on one
-core compete for the same vector units.
+core compete for the same vector units. What there is to share is what the affinity mask and cgroups leave this
+process, not what the machine has.
 
 This module imports neither torch nor anything of the package.
 """

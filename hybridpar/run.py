@@ -9,17 +9,17 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from hybridpar.checkpoint import prune_checkpoints
-from hybridpar.cluster import describe_device
+from hybridpar.cluster import cpu_name
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches, load_dataset
-from hybridpar.errors import HybridparError, UsageError
+from hybridpar.errors import CheckpointError, HybridparError, UsageError
 from hybridpar.launch import TUNED_VARIABLE, StopRequest, leave_verdict
 from hybridpar.models import build_model, parameter_count
 from hybridpar.observe import (
@@ -35,14 +35,19 @@ from hybridpar.observe import (
     summarize,
     write_summary,
 )
+from hybridpar.observe.files import replace_file
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Measured, ModelInfo, Pipeline, Sync, trivial_plan
-from hybridpar.process import affinity, available_cores, describe_environment
-from hybridpar.rundir import RunPlace, find_place, write_run_file
+from hybridpar.process import affinity, available_cores
+from hybridpar.process import describe as describe_process
+from hybridpar.rundir import RunPlace, claim_place, find_place
 from hybridpar.trainer import StepResult, Trainer
 
 #: Options that decide which samples a step sees; a resumed run must not change them.
-_POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size")
+_POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size", "synthetic_samples")
+
+#: What a checkpoint of a run holds besides the trainer's own state.
+_POSITION_KEYS = {"epoch", "epoch_step", "best_accuracy", "best_step", "options"}
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,8 @@ class SaveRule:
             elif part != "never" or "," in text:
                 raise UsageError(
                     f"--checkpoint-every is {text!r}",
-                    "It must be `epoch`, a number of steps like 200, seconds like 60s, several of these joined by commas, "
-                    "or `never`.",
+                    "It must be `epoch`, a number of steps like 200, seconds like 60s, several of these joined by "
+                    "commas, or `never`.",
                 )
         return cls(**rule)
 
@@ -107,10 +112,8 @@ def run_training(config: TrainConfig, model_name: str) -> int:
         _tune_worker(config, world)
         data = _load_data(config, world)
         run = Run(config, model_name, world, data, rule)
-        try:
+        with run.trainer:
             return run.execute()
-        finally:
-            run.trainer.close()
     except BaseException as error:
         leave_verdict(error, debug=config.debug)  # before the peers notice that this worker is gone
         raise
@@ -153,27 +156,28 @@ class Run:
         # must start from the same weights.
         torch.manual_seed(config.seed)
         model = build_model(model_name, data.classes, stem=config.stem)
-        self.place = self._agree_on_place()
+        self.place = self._agree(lambda: find_place(config, model_name))
         self.trainer = Trainer(model, config=config, total_steps=self.total, steps_per_epoch=per_epoch, world=world)
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + world.rank)
         self.position = (0, 0)
         self.best: tuple[float, int] | None = None
         self.resumed_from = self._resume()
+        # Only now is it sure that the run can start; what stood in its directory before may go.
+        self.place = self._agree(lambda: claim_place(self.place, config, model_name, {"torch": torch.__version__}))
         self.info = self._describe(data)
         self.timings = Timings()
         self._last_save = time.monotonic()
-        self._saved_step = self.resumed_from or 0
+        self._saved = self._progress_made() if self.resumed_from is not None else None
 
     # ------------------------------------------------------------------- start
 
-    def _agree_on_place(self) -> RunPlace:
+    def _agree(self, decide: Callable[[], RunPlace]) -> RunPlace:
         """Rank 0 decides where the run is kept; a problem there is everybody's problem."""
         answer: RunPlace | HybridparError | None = None
         if self.world.is_main:
             try:
-                answer = find_place(self.config, self.model_name)
-                write_run_file(answer, self.config, self.model_name, {"torch": torch.__version__})
+                answer = decide()
             except HybridparError as error:
                 answer = error
         answer = self.world.gather(answer)[0]  # type: ignore[assignment]
@@ -186,6 +190,12 @@ class Run:
         if self.place.checkpoint is None:
             return None
         extra = self.trainer.load(self.place.checkpoint)
+        if not extra.keys() >= _POSITION_KEYS:
+            raise CheckpointError(
+                f"the checkpoint {self.place.checkpoint} does not say where in the data it was made",
+                "Only a checkpoint of `hybridpar train` does; one that a script saved with Trainer.save does not.",
+                "Go on from it in the script, with Trainer.load.",
+            )
         for option in _POSITION_OPTIONS:
             saved, now = extra["options"].get(option), getattr(self.config, option)
             if saved != now:
@@ -195,13 +205,14 @@ class Run:
                     "A resumed run goes on at the same place in the same order of samples.",
                     f"Resume with {name} {saved}; for another start, load the checkpoint's model.pt in a script.",
                 )
-        self.position = (extra["epoch"], extra["epoch_step"])
+        # An epoch of another number of workers may be a step shorter, see `cut_epoch`.
+        self.position = (extra["epoch"], min(extra["epoch_step"], self.batches.steps_per_epoch))
         self.best = (extra["best_accuracy"], extra["best_step"]) if extra["best_step"] is not None else None
         return self.trainer.steps_done
 
     def _describe(self, data: ImageData) -> RunInfo:
-        device = describe_device(self.world.device)
-        notes = [describe_environment(self.world.size)] if os.environ.get(TUNED_VARIABLE) == "1" else []
+        device = device_name(self.world.device)
+        notes = [describe_process()] if os.environ.get(TUNED_VARIABLE) == "1" else []
         if self.place.restarted:
             since = f"step {self.resumed_from}" if self.resumed_from else "the start"
             notes.append(f"a worker died; all workers were restarted and go on from {since}")
@@ -248,7 +259,7 @@ class Run:
                 versions={"torch": torch.__version__},
             ),
         )
-        plan.save(self.place.directory / "plan.json")
+        replace_file(self.place.directory / "plan.json", [plan.to_json().encode()])
 
     # -------------------------------------------------------------------- loop
 
@@ -287,12 +298,16 @@ class Run:
                 if result.outcome.stop:
                     self._save(progress)
                     return True
-                if result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0):
+                due = result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0)
+                # Without the guard a bad step has reached the weights: the last good checkpoint must stand.
+                if due and math.isfinite(result.loss):
                     self._save(progress)
             evaluation = self.trainer.evaluate(self.test)
-            self.position = (epoch + 1, 0)
+            if self.position[1] >= self.batches.steps_per_epoch:  # --steps may end within an epoch
+                self.position = (epoch + 1, 0)
             step = self.trainer.steps_done
-            if self.best is None or evaluation.accuracy > self.best[0]:
+            improved = self.best is None or evaluation.accuracy > self.best[0]
+            if improved:
                 self.best = (evaluation.accuracy, step)
             end = EpochRecord(
                 epoch, step, evaluation.accuracy, evaluation.loss, losses.value, time.monotonic() - started
@@ -301,7 +316,7 @@ class Run:
             if writer is not None:
                 writer.write_epoch(end)
             last = epoch == self.epochs - 1
-            if self.rule.epoch or (last and self.rule != SaveRule()):
+            if self.rule.epoch or (self.rule != SaveRule() and (last or improved)):
                 self._save(progress)
         return False
 
@@ -340,7 +355,7 @@ class Run:
     def _save(self, progress: Progress) -> None:
         step = self.trainer.steps_done
         self._last_save = time.monotonic()
-        if step == self._saved_step and self.position[1] != 0:
+        if self._saved == self._progress_made():
             return
         extra = {
             "epoch": self.position[0],
@@ -350,10 +365,14 @@ class Run:
             "options": {option: getattr(self.config, option) for option in _POSITION_OPTIONS},
         }
         self.trainer.save(self.place.checkpoints, extra)
-        self._saved_step = step
+        self._saved = self._progress_made()
         if self.world.is_main:
             prune_checkpoints(self.place.checkpoints, self.config.keep, self.best[1] if self.best else None)
         progress.message(f"checkpoint saved at step {step}")
+
+    def _progress_made(self) -> tuple[object, ...]:
+        """What tells two checkpoints of a run apart."""
+        return self.trainer.steps_done, self.position, self.best
 
     # --------------------------------------------------------------------- end
 
@@ -393,6 +412,11 @@ class _Mean:
     @property
     def value(self) -> float:
         return self._sum / self._weight if self._weight else math.nan
+
+
+def device_name(device: torch.device) -> str:
+    """What the maker calls the device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def _tune_worker(config: TrainConfig, world: World) -> None:

@@ -14,17 +14,19 @@ both of which the user must ask for. Only files that a run writes are ever delet
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hybridpar.checkpoint import latest_checkpoint
 from hybridpar.config import TrainConfig
-from hybridpar.errors import CheckpointError, RunDirectoryError, UsageError
+from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.observe.files import replace_file, run_directory_error
 
 RUN_FILE = "run.json"
@@ -40,11 +42,14 @@ class RunPlace:
         directory: The run directory.
         checkpoint: The checkpoint to continue, or None for a new run.
         restarted: Whether a launcher started this job again after a worker died.
+        claim: How the directory is made the run's own: used as it is; made anew, with a number behind its name where
+            that is taken; or used after the run in it has been deleted.
     """
 
     directory: Path
     checkpoint: Path | None = None
     restarted: bool = False
+    claim: Literal["use", "make", "replace"] = "use"
 
     @property
     def checkpoints(self) -> Path:
@@ -53,18 +58,20 @@ class RunPlace:
 
 
 def find_place(config: TrainConfig, model: str) -> RunPlace:
-    """Decide on the run directory and create it; called by one worker, the others are told.
+    """Decide on the run directory; called by one worker, the others are told.
+
+    Nothing is written or deleted yet: the run may still turn out to be impossible, see `claim_place`.
 
     Raises:
         UsageError: The directory holds a run, and neither `--resume` nor `--overwrite` was given.
         CheckpointError: `--resume` without a checkpoint to resume.
-        RunDirectoryError: The directory cannot be written.
     """
     base = config.run_dir or Path("runs") / f"{_slug(model)}-{_slug(config.data)}"
     job = os.environ.get("TORCHELASTIC_RUN_ID")
     restarted = job is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     if restarted and (mine := _place_of_job(base, job)) is not None:
-        return RunPlace(mine, latest_checkpoint(mine / "checkpoints") or config.resume_from, restarted=True)
+        checkpoint = latest_checkpoint(mine / "checkpoints") or config.resume_from
+        return RunPlace(mine, checkpoint, restarted=True)
     if config.resume:
         directory = _newest(base) if config.run_dir is None else base
         if (checkpoint := latest_checkpoint(directory / "checkpoints")) is None:
@@ -74,20 +81,33 @@ def find_place(config: TrainConfig, model: str) -> RunPlace:
                 "Name the directory with --run-dir, or leave --resume away to start a new run.",
             )
         return RunPlace(directory, checkpoint)
-    directory = base if config.run_dir is not None or config.overwrite else _unused(base)
-    if (directory / RUN_FILE).exists():
-        if not config.overwrite:
-            raise UsageError(
-                f"{directory} already holds a run",
-                "A run never overwrites another one by itself.",
-                "Add --resume to continue it, --overwrite to replace it, or name another --run-dir.",
-            )
-        _clear(directory)
-    return RunPlace(directory, config.resume_from)
+    if config.run_dir is None and not config.overwrite:
+        return RunPlace(base, config.resume_from, claim="make")
+    if not (base / RUN_FILE).exists():
+        return RunPlace(base, config.resume_from)
+    if not config.overwrite:
+        raise UsageError(
+            f"{base} already holds a run",
+            "A run never overwrites another one by itself.",
+            "Add --resume to continue it, --overwrite to replace it, or name another --run-dir.",
+        )
+    if config.resume_from is not None and config.resume_from.resolve().is_relative_to(base.resolve()):
+        raise UsageError(
+            f"--overwrite would delete {config.resume_from}, which --resume-from names",
+            "The run that is replaced is deleted with its checkpoints.",
+            "Use --resume instead to continue that run, or name another --run-dir.",
+        )
+    return RunPlace(base, config.resume_from, claim="replace")
 
 
-def write_run_file(place: RunPlace, config: TrainConfig, model: str, versions: dict[str, str]) -> None:
-    """Create the directory and write `run.json`, which claims it for this job.
+def claim_place(place: RunPlace, config: TrainConfig, model: str, versions: dict[str, str]) -> RunPlace:
+    """Make the directory this run's own: delete the run that it replaces, and write `run.json`.
+
+    Called by one worker once model, data and checkpoint are known to be good, so that a request which fails has
+    deleted nothing.
+
+    Returns:
+        The place with the directory that the run really got.
 
     Raises:
         RunDirectoryError: The directory cannot be written.
@@ -99,10 +119,15 @@ def write_run_file(place: RunPlace, config: TrainConfig, model: str, versions: d
         "versions": versions,
     }
     try:
+        if place.claim == "replace":
+            _clear(place.directory)
+        elif place.claim == "make":
+            place = dataclasses.replace(place, directory=_make_unused(place.directory))
         place.checkpoints.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise run_directory_error(place.directory, error) from error
     replace_file(place.directory / RUN_FILE, [json.dumps(facts, indent=2).encode() + b"\n"])
+    return place
 
 
 def _place_of_job(base: Path, job: str | None) -> Path | None:
@@ -128,28 +153,25 @@ def _newest(base: Path) -> Path:
     return next((entry for entry in _family(base) if latest_checkpoint(entry / "checkpoints")), base)
 
 
-def _unused(base: Path) -> Path:
-    number, directory = 1, base
-    while directory.exists():
-        number += 1
-        directory = base.with_name(f"{base.name}-{number}")
+def _make_unused(base: Path) -> Path:
+    """Make `base`, or `base-N` with the first number that is free; of two jobs at a time each gets its own."""
+    base.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        directory = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+            break
     return directory
 
 
 def _clear(directory: Path) -> None:
-    try:
-        for name in _OWN_FILES:
-            (directory / name).unlink(missing_ok=True)
-        for event_file in directory.glob("events.out.tfevents.*"):
-            event_file.unlink()
-        for name in _OWN_FOLDERS:
-            if (directory / name).is_dir():
-                shutil.rmtree(directory / name)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"cannot replace the run in {directory}: {error.strerror}",
-            fix="Fix its permissions, or name another --run-dir.",
-        ) from error
+    for name in _OWN_FILES:
+        (directory / name).unlink(missing_ok=True)
+    for event_file in directory.glob("events.out.tfevents.*"):
+        event_file.unlink()
+    for name in _OWN_FOLDERS:
+        if (directory / name).is_dir():
+            shutil.rmtree(directory / name)
 
 
 def _slug(name: str) -> str:

@@ -151,8 +151,9 @@ class Trainer:
         self.world = world or World.join(lanes=self.config.sync_lanes, timeout=self.config.timeout)
         self._owns_lanes = lanes is None
         self.lanes = lanes or Lanes(self.world.device)
-        layout = torch.channels_last if self.config.channels_last else torch.preserve_format
-        self.model = model.to(self.world.device, memory_format=layout)
+        self.model = model.to(self.world.device)
+        if self.config.channels_last:
+            self.model.to(memory_format=torch.channels_last)
         self.fingerprint = model_fingerprint(self.model)
         self.optimizer = optimizer(self.model) if optimizer else build_optimizer(self.model, self.config)
         self._require_own_parameters()
@@ -259,7 +260,7 @@ class Trainer:
             self.optimizer.step()
         elif not self.config.guard or outcome.committed:
             self.optimizer.step()
-        self.sync.end(outcome, skip_on_device=self._decide_on_device)
+        self.sync.end(outcome, decided_on_device=self._decide_on_device)
 
     def _watch(self, result: StepResult) -> None:
         """Stop when nothing but bad steps comes. With the decision on the device the host looks one step later."""
@@ -413,11 +414,7 @@ class Trainer:
 
     def close(self) -> None:
         """Release hooks, lanes and, where the trainer joined it, the job. Safe to call twice."""
-        self.sync.close()
-        if self._owns_lanes:
-            self.lanes.close()
-        if self._owns_world:
-            self.world.close()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Trainer:
         return self
@@ -425,7 +422,12 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.sync.close()
+        if self._owns_lanes:
+            # After an exception the lanes skip what has not begun: it may wait for peers that are gone.
+            self.lanes.__exit__(kind, error, trace)
+        if self._owns_world:
+            self.world.close()
 
 
 def _sample_count(targets: Tensor) -> int:

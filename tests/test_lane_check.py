@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -133,7 +135,7 @@ class TestMissingWait:
             else:
                 lanes.caller.wait(event)  # on CUDA only the current stream waits
             b.submit(buffer.sum, uses=[buffer])
-            lanes.open("late").submit(lambda: None)
+            lanes.open("late").submit(buffer.sum, uses=[buffer])
 
         assert run(lambda lanes: program(lanes, host=True), seed) == []
         assert run(lambda lanes: program(lanes, host=False), seed) != []
@@ -202,7 +204,12 @@ class TestWhatOperatorsTouch:
 
         assert self.verdict(make, lambda t: t[:4].add_(1), lambda t: t[4:].add_(1)) == []
         assert self.verdict(make, lambda t: t[:5].add_(1), lambda t: t[4:].add_(1)) != []
-        assert self.verdict(make, lambda t: t[:0].add_(1), lambda t: t.add_(1)) == []
+
+    def test_an_empty_view_touches_nothing(self) -> None:
+        def make() -> torch.Tensor:
+            return torch.zeros(4, 4)
+
+        assert self.verdict(make, lambda t: t[:, :0].add_(1), lambda t: t.add_(1)) == []
 
     def test_looking_at_shapes_is_no_access(self) -> None:
         def make() -> torch.Tensor:
@@ -257,12 +264,22 @@ class TestWhatOperatorsTouch:
         assert len(violations) == 1
         assert "aten::add_" in violations[0]
 
-    def test_a_tensor_made_of_python_numbers_belongs_to_its_lane(self) -> None:
-        def program(lanes: Lanes) -> None:
+    def test_a_tensor_made_of_python_numbers_is_written_by_its_lane(self) -> None:
+        def program(lanes: Lanes, wait: bool) -> None:
             lane = lanes.open("a")
-            lane.submit(lambda: torch.tensor([1.0, 2.0]).sum())
+            box: list[torch.Tensor] = []
+            lane.submit(lambda: torch.tensor([3.0]).neg())
+            lane.submit(lambda: box.append(torch.tensor([1.0, 2.0])))
+            made = lane.record()
+            while not box:
+                pass
+            if wait:
+                lanes.caller.wait(made)
+            box[0].sum()
+            lanes.caller.keep(box[0])
 
-        assert run(program) == []
+        assert run(lambda lanes: program(lanes, wait=True)) == []
+        assert "lane 'a'" in raises(lambda lanes: program(lanes, wait=False))
 
 
 @pytest.mark.usefixtures("group")
@@ -354,6 +371,53 @@ class TestEarlyRelease:
 
         violations = run(program, seed)
         assert len(violations) == (order != "wait first")
+
+    @pytest.mark.parametrize("again", [False, True])
+    def test_the_caller_keeps_what_it_used_so_far(self, again: bool) -> None:
+        def program(lanes: Lanes) -> None:
+            lane = lanes.open("a")
+            box: list[torch.Tensor] = []
+            lane.submit(lambda: box.append(torch.ones(5)))
+            lanes.caller.wait(lane.record())
+            box[0].sum()
+            lanes.caller.keep(box[0])
+            if again:
+                box[0].neg()
+
+        assert [("aten::neg" in violation) for violation in run(program)] == [True] * again
+
+    def test_earlier_work_that_keeps_does_not_undo_later_uses(self) -> None:
+        def program(lanes: Lanes) -> None:
+            lane = lanes.open("a")
+            gate = threading.Event()
+            tensor = torch.ones(5)
+            lane.wait(lanes.caller.record())
+
+            def first(tensor: torch.Tensor) -> None:
+                gate.wait()
+                lane.keep(tensor)
+
+            lane.submit(partial(first, tensor))
+            lane.submit(tensor.sum, uses=[tensor])
+            gate.set()
+
+        assert run(program) == []
+
+    def test_what_counts_is_when_the_host_let_go(self) -> None:
+        def program(lanes: Lanes) -> None:
+            a, b = lanes.open("a"), lanes.open("b")
+            gate = threading.Event()
+            box: list[torch.Tensor] = []
+            a.submit(lambda: box.append(torch.ones(5)))
+            made = a.record()
+            lanes.caller.wait(made)
+            b.wait(made)
+            b.submit(gate.wait)
+            b.submit(box.pop().sum)  # the queue now has the only reference, and keeps it longer than a GPU would
+            a.wait(b.record())
+            gate.set()
+
+        assert "allocated on lane 'a'" in raises(program)
 
     def test_a_number_read_by_the_host_is_out_of_danger(self) -> None:
         def program(lanes: Lanes, read: Callable[[torch.Tensor], object]) -> None:

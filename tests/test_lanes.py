@@ -202,22 +202,24 @@ class TestFailure:
             event = lane.record()
             gate.set()
             before.synchronize()
-            caught = []
+            caught, frames = [], []
             for use in (
                 event.synchronize,
                 lambda: lanes.caller.wait(event),
                 lambda: lane.submit(nothing),
                 lane.synchronize,
+                event.synchronize,
             ):
                 with pytest.raises(ValueError, match="the original") as info:
                     use()
                 caught.append(info.value)
+                frames.append([frame.name for frame in traceback.extract_tb(info.value.__traceback__)])
             assert ran == []
             assert event.done()
             assert all(error is caught[0] for error in caught)
             assert caught[0].__notes__ == ["on lane 'a'"]
-            names = [frame.name for frame in traceback.extract_tb(caught[0].__traceback__)]
-            assert names.count("fail") == 1
+            assert all(names.count("fail") == 1 for names in frames)
+            assert frames[0] == frames[-1]  # nothing of the raises in between
 
     def test_lanes_that_wait_for_it_stop_too(self) -> None:
         ran: list[str] = []

@@ -32,6 +32,9 @@ def no_module():
 class Net(torch.nn.Linear):
     def __init__(self, num_classes=5):
         super().__init__(4, num_classes)
+
+def fails():
+    return torch.nn.Linear(4, 1 // 0)
 """
     (tmp_path / "user_nets.py").write_text(source)
     (tmp_path / "broken_nets.py").write_text("import a_module_that_is_not_installed\n")
@@ -132,9 +135,20 @@ def test_model_that_cannot_be_made_says_why(user_module, name, said):
     assert caught.value.fix or caught.value.why
 
 
-def test_bug_in_the_users_module_is_not_disguised(user_module):
-    with pytest.raises(ValueError, match="a bug of the user"):
-        build_model("wrong_nets:net", 3)
+@pytest.mark.parametrize(
+    ("name", "said", "line"),
+    [
+        ("wrong_nets:net", "ValueError: a bug of the user", "wrong_nets.py, line 1"),
+        ("user_nets:fails", "ZeroDivisionError", "user_nets.py, line 23"),
+    ],
+)
+def test_bug_of_the_users_own_is_found_without_a_traceback(user_module, name, said, line):
+    with pytest.raises(UsageError) as caught:
+        build_model(name, 3)
+    assert said in caught.value.what
+    assert line in caught.value.why
+    assert "--debug" in caught.value.fix
+    assert not isinstance(caught.value.__cause__, UsageError)
 
 
 def small_net(width: int = 4) -> nn.Sequential:

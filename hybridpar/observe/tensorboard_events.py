@@ -36,8 +36,8 @@ class TensorBoardEvents:
     def __init__(self, run_dir: Path, after_step: int) -> None:
         self._writer: Any = None
         with contextlib.suppress(ImportError, OSError):
-            from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
             self._event, self._summary = event_pb2.Event, summary_pb2.Summary
             self._writer = EventFileWriter(str(run_dir / EVENTS_DIR), _QUEUED_EVENTS, _FLUSH_SECONDS)

@@ -103,7 +103,7 @@ class BatchNormPool:
             old = torch.cat(buffers).double()
             # `where` and not a product: a rolled-back step may have left an inf in the pooled moments.
             new = torch.where(moves, old + factor * (pooled - old), old)
-            for running, part in zip(buffers, new.split(self._widths), strict=True):
+            for running, part in zip(buffers, torch.split(new, self._widths), strict=True):
                 running.copy_(part)
         self.discard()
 

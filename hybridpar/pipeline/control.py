@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridpar.errors import SyncError
@@ -127,10 +126,11 @@ class ControlLane:
         """
         if self._lane is None:
             return Pending(message, None, self._lanes, self._world, doing)
-        group = self._world.control
+        group = self._world.control_sum
+        assert group is not None
 
         def reduce() -> None:
-            dist.all_reduce(message, group=group)
+            group.all_reduce(message)
 
         self._lane.wait(self._lanes.caller.record())
         self._lane.submit(reduce, uses=(message,))

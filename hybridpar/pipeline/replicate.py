@@ -26,14 +26,18 @@ def replicate(model: nn.Module, world: World, agree: object = None) -> None:
         return
     facts = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
     answers = world.gather((facts, repr(agree)))
-    for rank, (theirs, options) in enumerate(answers):  # type: ignore[misc]
+    first: object = None
+    for rank, answer in enumerate(answers):
+        assert isinstance(answer, tuple)
+        theirs, options = answer
         if options != repr(agree):
             raise SyncError(
                 f"worker {rank} was given other options than worker {world.rank}: {options} and {agree!r}",
                 "How gradients are synchronised must be the same on all workers.",
                 "Start all workers with the same command.",
             )
-        if theirs != answers[0][0]:  # type: ignore[index]
+        first = theirs if rank == 0 else first
+        if theirs != first:
             raise SyncError(
                 f"worker {rank} built another model than worker 0",
                 "Names, shapes and dtypes of all parameters and buffers must be equal on all workers.",

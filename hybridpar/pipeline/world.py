@@ -11,6 +11,7 @@ part of every exit path.
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -19,6 +20,10 @@ import torch
 import torch.distributed as dist
 
 from hybridpar.errors import LaunchError, SyncError
+from hybridpar.pipeline.collective import BackendSum, SumGroup
+from hybridpar.pipeline.shared_memory import SharedMemorySum, host_identity
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -32,20 +37,32 @@ class World:
         size: Number of workers.
         device: The device this worker computes on.
         timeout: Seconds after which a silent peer is an error.
-        lane_groups: One process group per sync lane.
-        control: Process group of the control messages.
+        lane_sums: What adds gradients, one for each sync lane.
+        control_sum: What adds control messages.
+        control: Process group for everything that is not in a step: broadcasts at the start, facts for a checkpoint.
+        transport: What gradients travel by: `gloo`, `nccl`, `shared memory`, or `none`.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout: float = 120.0
-    lane_groups: list[dist.ProcessGroup] = field(default_factory=list)
+    lane_sums: list[SumGroup] = field(default_factory=list)
+    control_sum: SumGroup | None = None
     control: dist.ProcessGroup | None = None
+    transport: str = "none"
+    _groups: list[dist.ProcessGroup] = field(default_factory=list)
     _owner: bool = False
 
     @classmethod
-    def join(cls, *, lanes: int = 2, timeout: float = 120.0, device: torch.device | None = None) -> World:
+    def join(
+        cls,
+        *,
+        lanes: int = 2,
+        timeout: float = 120.0,
+        device: torch.device | None = None,
+        shared_memory: bool = True,
+    ) -> World:
         """Take this process's place in the job that its environment describes.
 
         Under torchrun, or any launcher that sets `RANK`, `WORLD_SIZE` and `MASTER_ADDR`, the default process group is
@@ -56,6 +73,7 @@ class World:
             lanes: Number of sync lanes, each of which gets a process group.
             timeout: Seconds after which a silent peer is an error.
             device: Device to compute on; default: the GPU numbered `LOCAL_RANK`, else the CPU.
+            shared_memory: Let CPU workers of one host add through shared memory instead of over the network.
 
         Raises:
             LaunchError: The peers cannot be reached within the time-out.
@@ -75,8 +93,14 @@ class World:
         world = cls(dist.get_rank(), size, device, timeout, _owner=owner)
         limit = datetime.timedelta(seconds=timeout)
         try:
-            world.lane_groups = [dist.new_group(timeout=limit) for _ in range(lanes)]
-            world.control = dist.new_group(timeout=limit)
+            control = _new_group(limit)
+            world.control, world._groups = control, [control]
+            if world._one_host(shared_memory) and world._share_memory(lanes):
+                return world
+            world._groups += [_new_group(limit) for _ in range(lanes)]
+            world.lane_sums = [BackendSum(group) for group in world._groups[1:]]
+            world.control_sum = BackendSum(control)
+            world.transport = "nccl" if device.type == "cuda" else "gloo"
         except RuntimeError as error:
             raise LaunchError(
                 f"worker {world.rank} of {size} cannot connect to its peers: {_first_line(error)}",
@@ -84,6 +108,23 @@ class World:
                 "On several network interfaces, name the right one in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.",
             ) from error
         return world
+
+    def _one_host(self, wanted: bool) -> bool:
+        """Whether all workers share this host's memory, want to use it, and compute on the CPU."""
+        mine = host_identity() if wanted and self.device.type == "cpu" else None
+        answers = self.gather(mine)
+        return mine is not None and all(answer == mine for answer in answers)
+
+    def _share_memory(self, lanes: int) -> bool:
+        """Set up shared memory for all lanes, on all workers or on none."""
+        try:
+            sums = [SharedMemorySum(self.rank, self.size, self.gather, self.timeout) for _ in range(lanes + 1)]
+        except OSError as error:
+            _log.warning("no shared memory between workers (%s); gradients travel over gloo", error)
+            return False
+        self.control_sum, self.lane_sums = sums[0], [*sums[1:]]
+        self.transport = "shared memory"
+        return True
 
     @property
     def is_main(self) -> bool:
@@ -128,16 +169,18 @@ class World:
 
     def close(self) -> None:
         """Destroy all process groups of this world. Safe to call twice."""
-        groups, self.lane_groups = [*self.lane_groups, self.control], []
-        self.control = None
+        for one in [*self.lane_sums, self.control_sum]:
+            if one is not None:
+                one.close()
+        groups, self._groups = self._groups, []
+        self.lane_sums, self.control_sum, self.control = [], None, None
         if not dist.is_initialized():
             return
         if self._owner:
             dist.destroy_process_group()
             return
         for group in groups:
-            if group is not None:
-                dist.destroy_process_group(group)
+            dist.destroy_process_group(group)
 
 
 class _NamedErrors:
@@ -168,6 +211,13 @@ def _initialise(device: torch.device, timeout: float) -> None:
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must describe a job whose workers reach each other.",
             "Start workers with `hybridpar train --workers N`, or with torchrun.",
         ) from error
+
+
+def _new_group(limit: datetime.timedelta) -> dist.ProcessGroup:
+    """A group of all workers with threads of its own; every worker makes the same groups in the same order."""
+    group = dist.new_group(timeout=limit)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def default_device() -> torch.device:

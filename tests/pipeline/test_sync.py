@@ -140,7 +140,7 @@ class Moments:
     def __init__(self, model: nn.Module) -> None:
         self.layers = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
         self.saved = [
-            (l.running_mean.clone(), l.running_var.clone(), l.num_batches_tracked.clone()) for l in self.layers
+            (bn.running_mean.clone(), bn.running_var.clone(), bn.num_batches_tracked.clone()) for bn in self.layers
         ]
         self.seen: list[list[Tensor]] = [[] for _ in self.layers]
         self.hooks = [

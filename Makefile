@@ -1,0 +1,54 @@
+# Every target that runs something builds its own .venv first, and costs nothing once that stands.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Touched when everything is installed; an installation that broke off is tried again.
+READY := $(VENV)/.ready
+
+DEMO_DIR := runs/demo
+DEMO_ARGS := resnet18 --data digits --epochs 8 --lr 0.01 --batch-size 64 --run-dir $(DEMO_DIR) --overwrite
+PYTEST_ARGS ?=
+BENCHMARKS := $(wildcard benchmarks/*/main.py)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint bench gpu-check images clean
+
+help: ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do \
+		printf '%-18s %s\n' "$$target" "$$text"; done
+
+venv: $(READY) ## Build .venv with the versions of constraints.txt
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "hybridpar needs Python 3.11 or newer, and '$(PYTHON)' is not; name another: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[test]' --constraint constraints.txt
+	@touch $@
+
+demo: $(READY) ## Train ResNet-18 on real images; minutes on a laptop, no download
+	$(BIN)/hybridpar train $(DEMO_ARGS)
+
+test: $(READY) ## Run the tests; PYTEST_ARGS="-k sync" chooses
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(READY) ## Check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY) ## Repeat the committed benchmarks; as root, for links of a given rate
+	@test -n "$(BENCHMARKS)" || echo "no benchmark has been committed yet"
+	@set -e; for file in $(BENCHMARKS); do \
+		module=$$(echo "$${file%.py}" | tr / .); echo "== $$module"; $(BIN)/python -m "$$module"; done
+
+gpu-check: $(READY) ## Test, compare with the CPU, and time on this machine's GPU
+	$(BIN)/python scripts/gpu_check.py
+
+images: $(READY) ## Make docs/images again from a real run of the demo
+	$(BIN)/python docs/make_images.py $(DEMO_DIR) "make demo" $(BIN)/hybridpar train $(DEMO_ARGS)
+
+clean: ## Remove what was built; runs/ and data/ stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './runs/*' -not -path './data/*' -prune -exec rm -rf {} +

@@ -1,0 +1,294 @@
+"""Why: a gradient should be on its way while the gradients of earlier layers are still being computed.
+
+Hooks fire as autograd accumulates each gradient. When the last gradient of a bucket arrives in the last micro-batch,
+the bucket leaves on a sync lane. Buckets leave in index order, so that every lane's group sees the same sums in the
+same order on every worker.
+
+Bucket order: first the reverse of the order in which modules hold parameters, then, re-made once after step 1, the
+order that rank 0 observed (Li et al. 2020, "PyTorch Distributed", section 3.2.3).
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hybridpar.errors import SyncError
+from hybridpar.lanes import Event, Lane, Lanes
+from hybridpar.pipeline.buckets import Bucket, layout_fingerprint, make_buckets
+from hybridpar.pipeline.collective import SumGroup
+from hybridpar.pipeline.control import Pending, all_reduce_bytes, check_layout
+from hybridpar.pipeline.world import World
+
+
+@dataclass
+class _Flight:
+    """What is known about the gradients of one step."""
+
+    squares: Tensor  # per bucket, float64; only the share of this worker is filled in
+    seen: set[str] = field(default_factory=set)
+    ready: set[str] = field(default_factory=set)
+    checked: set[Lane] = field(default_factory=set)
+    landed: list[Event] = field(default_factory=list)
+    next_bucket: int = 0
+    sent: int = 0
+    report: Pending | None = None  # set when the last forward pass has ended; from then on buckets may leave
+
+
+class GradientReducer:
+    """Sums gradients over the workers, bucket by bucket, as they become ready.
+
+    The calls of a step: `open`; backward passes; before the last one `release`; after it `flush` and `wait`.
+
+    Args:
+        parameters: The model's parameters by name, in the model's order, equal on all workers.
+        world: The workers. In a world of one nothing travels, and only squares are taken.
+        lanes: Where to open sync lanes.
+        bucket_bytes: Size at which a bucket is full.
+        measure: Whether to take the sums of squares of the reduced gradients.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], world: World, lanes: Lanes, bucket_bytes: int, measure: bool
+    ) -> None:
+        self._parameters = parameters
+        self._world = world
+        self._lanes = lanes
+        self._measure = measure
+        # With nobody to send to, fusing would be copying for nothing: every tensor is a bucket.
+        self._bucket_bytes = bucket_bytes if world.size > 1 else 1
+        self._sync_lanes: list[tuple[Lane, SumGroup]] = [
+            (lanes.open(f"sync-{index}", priority=-1), group) for index, group in enumerate(world.lane_sums)
+        ]
+        self._order: list[str] = list(parameters)[::-1]
+        self._observed: list[str] | None = []
+        self._trainable: tuple[bool, ...] = ()
+        self._bucket_of: dict[str, tuple[Bucket, int]] = {}
+        self._hooks: dict[str, RemovableHandle] = {}
+        self._flight: _Flight | None = None
+        self.buckets: list[Bucket] = []
+        #: Fingerprint of the buckets, to be compared between workers.
+        self.layout = 0
+
+    # ------------------------------------------------------------------ a step
+
+    def open(self) -> None:
+        """Start a step; gradients of the step before are forgotten."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._follow_trainable()
+        for bucket in self.buckets:
+            bucket.pending = len(bucket.slots)
+        self._flight = _Flight(torch.zeros(len(self.buckets), dtype=torch.float64, device=self._world.device))
+
+    def release(self, report: Pending) -> None:
+        """The next backward pass is the last of the step: full buckets leave.
+
+        Args:
+            report: The forward report on its way, in which workers compare `layout`.
+        """
+        assert self._flight is not None
+        self._flight.report = report
+
+    def flush(self) -> list[bool]:
+        """After the last backward pass: send what is left, with zeros for parameters that were not used here.
+
+        Returns:
+            For each parameter, in the order of the buckets, whether it was used on this worker.
+        """
+        flight = self._flight
+        assert flight is not None
+        used = [slot.name in flight.seen for bucket in self.buckets for slot in bucket.slots]
+        with torch.no_grad():
+            for bucket in self.buckets[flight.next_bucket :]:
+                for slot in bucket.slots:
+                    if slot.name not in flight.seen:
+                        bucket.adopt(slot)
+                bucket.pending = 0
+        self._launch_full_buckets(flight)
+        return used
+
+    def wait(self) -> tuple[Tensor, int]:
+        """Make the caller's lane wait until all buckets are reduced.
+
+        Returns:
+            Sums of squares per bucket (0 where another worker takes them), and the bytes sent.
+
+        Raises:
+            SyncError: A worker died, did not answer in time, or cut other buckets than this one.
+        """
+        flight = self._flight
+        assert flight is not None
+        with self._world.named_errors("reducing gradients"):
+            for event in flight.landed:
+                self._lanes.caller.wait(event)
+        return flight.squares, flight.sent
+
+    def close_step(self) -> None:
+        """End the step; after the first one, cut the buckets by the order in which gradients really came."""
+        self._flight = None
+        if self._observed and self._world.size > 1:
+            self._adopt_observed_order(self._observed)
+
+    def keep_used(self, users: Tensor, used: list[bool]) -> None:
+        """Give parameters used on no worker `.grad` None, so that the optimizer skips them.
+
+        Args:
+            users: Number of workers that used each parameter, in the order of the buckets.
+            used: What `flush` returned; where this worker used everything there is nothing to look up.
+        """
+        if all(used):
+            return
+        names = [slot.name for bucket in self.buckets for slot in bucket.slots]
+        for name, count in zip(names, users.tolist(), strict=True):
+            if count == 0:
+                self._parameters[name].grad = None
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all reduced gradients by a 0-d factor, in place."""
+        for bucket in self.buckets:
+            flat = bucket.flat()
+            flat.mul_(factor.to(flat.dtype))
+
+    # ----------------------------------------------------------------- sending
+
+    def gradient_ready(self, name: str) -> None:
+        """Called by autograd when a parameter's gradient has been accumulated."""
+        flight = self._flight
+        if flight is None or name not in self._bucket_of:
+            return
+        bucket, place = self._bucket_of[name]
+        parameter = self._parameters[name]
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise SyncError(
+                f"the gradient of {name!r} is sparse", "Gradients are sent dense.", "Build the layer with sparse=False."
+            )
+        bucket.adopt(bucket.slots[place])
+        flight.seen.add(name)
+        if flight.report is None:
+            return
+        if name in flight.ready:
+            raise SyncError(
+                f"the gradient of {name!r} arrived twice in one backward pass",
+                "A bucket leaves at the first arrival, so a second one would be lost.",
+                "Use non-reentrant activation checkpointing, and call backward once per micro-batch.",
+            )
+        flight.ready.add(name)
+        if self._observed is not None:
+            self._observed.append(name)
+        bucket.pending -= 1
+        self._launch_full_buckets(flight)
+
+    def _launch_full_buckets(self, flight: _Flight) -> None:
+        while flight.next_bucket < len(self.buckets) and self.buckets[flight.next_bucket].pending <= 0:
+            self._launch(self.buckets[flight.next_bucket], flight)
+            flight.next_bucket += 1
+
+    def _launch(self, bucket: Bucket, flight: _Flight) -> None:
+        flat, squares = bucket.flat(), flight.squares[bucket.index]
+        if not self._sync_lanes:
+            # One worker: nothing travels. The squares are taken here, while the gradient is still in the cache.
+            if self._measure:
+                _sum_of_squares(flat, squares)
+            return
+        lane, group = self._sync_lanes[bucket.index % len(self._sync_lanes)]
+        self._check_peers(lane, flight)
+        mine = self._measure and bucket.index % self._world.size == self._world.rank
+
+        def reduce() -> None:
+            group.all_reduce(flat)
+            if mine:
+                _sum_of_squares(flat, squares)
+
+        lane.wait(self._lanes.caller.record())
+        lane.submit(reduce, uses=(flat, squares))
+        flight.landed.append(lane.record())
+        flight.sent += all_reduce_bytes(bucket.bytes, self._world.size)
+
+    def _check_peers(self, lane: Lane, flight: _Flight) -> None:
+        """Before a lane's first bucket, let it see that all workers cut the same buckets.
+
+        A collective whose sizes differ between workers does not fail in an orderly way: gloo aborts the process.
+        """
+        if lane in flight.checked:
+            return
+        flight.checked.add(lane)
+        pending, size = flight.report, self._world.size
+        if pending is not None and pending.event is not None and self._world.device.type == "cpu":
+            report = pending.message
+            lane.wait(pending.event)
+            lane.submit(lambda: check_layout(report, size), uses=(report,))
+
+    # ------------------------------------------------------------------ layout
+
+    def _follow_trainable(self) -> None:
+        """Cut the buckets anew where parameters were frozen or thawed since the last step."""
+        trainable = tuple(parameter.requires_grad for parameter in self._parameters.values())
+        if trainable == self._trainable:
+            return
+        self._trainable = trainable
+        order = [(name, self._parameters[name]) for name in self._order if self._parameters[name].requires_grad]
+        self.buckets = make_buckets(order, self._bucket_bytes)
+        self._bucket_of = {slot.name: (bucket, i) for bucket in self.buckets for i, slot in enumerate(bucket.slots)}
+        self.layout = layout_fingerprint(self.buckets)
+        me = weakref.ref(self)
+        for name, parameter in order:
+            if name not in self._hooks:
+                register: Any = parameter.register_post_accumulate_grad_hook
+                self._hooks[name] = register(_make_hook(me, name))
+
+    def _adopt_observed_order(self, observed: list[str]) -> None:
+        """Rank 0's order counts for all."""
+        numbers = {name: index for index, name in enumerate(self._parameters)}
+        arrived = set(observed)
+        rest = [name for name in self._order if name not in arrived]
+        order = torch.tensor([numbers[name] for name in [*observed, *rest]], device=self._world.device)
+        with self._world.named_errors("agreeing on the order of buckets"):
+            dist.broadcast(order, src=0, group=self._world.control)
+        names = list(self._parameters)
+        self._order = [names[index] for index in order.tolist()]
+        self._observed = None
+        self._trainable = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The agreed order, by parameter name. Restoring it makes a resumed run add in the same order."""
+        return {"order": list(self._order), "settled": self._observed is None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the order where the names still fit; otherwise it is observed anew."""
+        if sorted(state["order"]) == sorted(self._parameters):
+            self._order = list(state["order"])
+            self._observed = None if state["settled"] else []
+            self._trainable = ()
+
+    def close(self) -> None:
+        """Remove all hooks. Gradients stay as they are."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks = {}
+
+
+def _make_hook(sync: weakref.ref[GradientReducer], name: str) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        target = sync()
+        if target is not None:
+            target.gradient_ready(name)
+
+    return hook
+
+
+def _sum_of_squares(flat: Tensor, into: Tensor) -> None:
+    """Write the sum of squares of a 1-D tensor; exact in range: float32 overflow is recomputed in float64."""
+    values = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    total = torch.dot(values, values).double()
+    if flat.device.type == "cpu" and not math.isfinite(float(total)):
+        total = torch.linalg.vector_norm(values, dtype=torch.float64).square()
+    into.copy_(total)

@@ -1,0 +1,238 @@
+"""Why: what only a GPU can tell is asked by one command, on whatever machine has one.
+
+    make gpu-check
+
+1. runs the tests marked `gpu`;
+2. trains the same model on the same batches on the CPU and on one GPU, option by option, and compares them;
+3. runs `hybridpar train` on all GPUs and looks at the accuracy;
+4. times `Trainer` against a plain PyTorch loop on one GPU, in interleaved rounds.
+
+Results are added to `benchmarks/gpu/results/checks.csv` and `steps.csv`. Exit codes: 0 everything passed; 1 something
+did not; 3 there is no GPU, so nothing was checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # for benchmarks.rig, which is not installed
+
+from benchmarks.rig.paired import paired  # noqa: E402
+from benchmarks.rig.rows import commit, row  # noqa: E402
+from benchmarks.rig.table import append_rows, print_rows  # noqa: E402
+from hybridpar import TrainConfig, Trainer  # noqa: E402
+from hybridpar.models import build_model  # noqa: E402
+from hybridpar.optim import build_optimizer  # noqa: E402
+from hybridpar.pipeline.world import World  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "gpu" / "results"
+NO_GPU = 3
+
+#: Largest relative difference between CPU and GPU. The additions have another order there, so results differ by
+#: rounding, and training multiplies that from step to step; a missing wait or a lost gradient is far outside.
+LOSS_LIMIT = 1e-3
+UPDATE_LIMIT = 1e-2
+
+#: Accuracy that three epochs on synthetic images must reach; chance is 0.1.
+LEAST_ACCURACY = 0.8
+
+Batch = tuple[Tensor, Tensor]
+
+EQUAL = {
+    "sgd": TrainConfig(lr=0.01),
+    "micro-batches": TrainConfig(lr=0.01, accumulate=2),
+    "clipping": TrainConfig(lr=0.01, clip_norm=0.5),
+    "no guard": TrainConfig(lr=0.01, guard=False),
+    "adamw": TrainConfig(lr=1e-4, optimizer="adamw"),
+    "channels-last": TrainConfig(lr=0.01, channels_last=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One thing that was checked."""
+
+    name: str
+    value: float | str
+    limit: float | str
+    passed: bool
+
+
+def make_batches(steps: int, samples: int, size: int) -> list[Batch]:
+    """Random images and classes, the same at every call."""
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (
+            torch.randn(samples, 3, size, size, generator=generator),
+            torch.randint(0, 10, (samples,), generator=generator),
+        )
+        for _ in range(steps)
+    ]
+
+
+def train(device: torch.device, config: TrainConfig, batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+    """Train ResNet-18 on one worker.
+
+    Returns:
+        The loss of each step, and by how much all parameters and running statistics moved, as one vector; on the CPU,
+        float64.
+    """
+    torch.manual_seed(0)
+    model = build_model("resnet18", 10, stem="cifar")
+    before = _state_vector(model)
+    with Trainer(model, config=config, world=World(device=device)) as trainer:
+        losses = [trainer.step(batch).loss for batch in batches]
+    return torch.tensor(losses, dtype=torch.float64), _state_vector(model) - before
+
+
+def _state_vector(model: nn.Module) -> Tensor:
+    tensors = [tensor for tensor in model.state_dict().values() if tensor.is_floating_point()]
+    return torch.cat([tensor.detach().cpu().double().flatten() for tensor in tensors])
+
+
+def compare(name: str, config: TrainConfig, devices: tuple[torch.device, torch.device]) -> list[Check]:
+    """Train on two devices and compare losses and final weights."""
+    batches = make_batches(steps=5, samples=16, size=16)
+    (reference, moved), (losses, moved_there) = (train(device, config, batches) for device in devices)
+    loss = float(((losses - reference) / reference).abs().max())
+    update = float((moved_there - moved).norm() / moved.norm())
+    return [
+        Check(f"equal to CPU, {name}: losses", loss, LOSS_LIMIT, loss <= LOSS_LIMIT),
+        Check(f"equal to CPU, {name}: updates", update, UPDATE_LIMIT, update <= UPDATE_LIMIT),
+    ]
+
+
+def run_tests() -> Check:
+    """Run the tests that are skipped without a GPU."""
+    done = subprocess.run([sys.executable, "-m", "pytest", "-m", "gpu"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode != 0:
+        print(done.stdout, done.stderr, sep="\n")
+    lines = done.stdout.strip().splitlines()
+    return Check("tests marked gpu", lines[-1] if lines else "no output", "all pass", done.returncode == 0)
+
+
+def run_command(arguments: Sequence[str]) -> Check:
+    """Run `hybridpar train` and look at its summary."""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-m", "hybridpar", "train", *arguments, "--run-dir", directory]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        if done.returncode != 0:
+            print(done.stdout, done.stderr, sep="\n")
+            return Check("hybridpar train", f"exit code {done.returncode}", LEAST_ACCURACY, False)
+        summary = json.loads((Path(directory) / "summary.json").read_text())
+    accuracy = summary["test_accuracy"]
+    name = f"hybridpar train, {summary['workers']} on {summary['device']}: accuracy"
+    return Check(name, accuracy, LEAST_ACCURACY, accuracy >= LEAST_ACCURACY)
+
+
+def time_steps(model_name: str, samples: int, size: int, config: TrainConfig, rounds: int = 20) -> None:
+    """Time a step of `Trainer` against the loop that it replaces, and add the rows to steps.csv."""
+    device = torch.device("cuda", 0)
+    images, labels = make_batches(1, samples, size)[0]
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    batch = (images.to(device, memory_format=layout), labels.to(device))
+    with Trainer(build_model(model_name, 10), config=config, world=World(device=device)) as trainer:
+        steps = {
+            "plain loop": _synchronized(plain_step(build_model(model_name, 10), config, batch)),
+            "hybridpar": _synchronized(lambda: trainer.step(batch)),
+        }
+        result = paired(steps, rounds=rounds)
+    precision = "bf16" if config.amp == "bf16" else "fp32"
+    setting = f"{model_name}, {size}x{size}, batch {samples}, {precision}"
+    rows = [
+        dataclasses.replace(
+            row(
+                result,
+                method,
+                "plain loop",
+                claim="gpu",
+                setting=setting,
+                extra={"images_per_second": round(1e3 * samples / result.median_ms(method), 1)},
+            ),
+            device=torch.cuda.get_device_name(device),
+        )
+        for method in steps
+    ]
+    append_rows(RESULTS / "steps.csv", rows)
+    print_rows(rows)
+
+
+def plain_step(model: nn.Module, config: TrainConfig, batch: Batch) -> Callable[[], object]:
+    """A step as anybody would write it, with the same optimizer and autocast."""
+    images, labels = batch
+    layout = torch.channels_last if config.channels_last else torch.preserve_format
+    model = model.to(images.device, memory_format=layout)
+    optimizer = build_optimizer(model, config)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=config.amp == "bf16"):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return step
+
+
+def _synchronized(step: Callable[[], object]) -> Callable[[], object]:
+    def timed() -> None:
+        step()
+        torch.cuda.synchronize()
+
+    return timed
+
+
+def write_checks(checks: Sequence[Check], path: Path, device: str) -> None:
+    """Add checks to a table, under a header of their own where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if new:
+            writer.writerow(["date", "commit", "device", "torch", "check", "value", "limit", "passed"])
+        for check in checks:
+            value = f"{check.value:.3g}" if isinstance(check.value, float) else check.value
+            writer.writerow([date, commit(), device, torch.__version__, check.name, value, check.limit, check.passed])
+
+
+def main() -> int:
+    """Check this machine's GPU; see the module header for the exit codes."""
+    parser = argparse.ArgumentParser(description="Test, compare and time hybridpar on this machine's GPU.")
+    parser.add_argument("--no-timing", action="store_true", help="leave out the timing of steps")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("torch sees no GPU here: nothing was checked")
+        return NO_GPU
+    # Otherwise convolutions round their inputs to 10 bits, which drowns what is to be compared.
+    torch.backends.cudnn.allow_tf32 = False
+    devices = torch.device("cpu"), torch.device("cuda", 0)
+    checks = [run_tests()]
+    for name, config in EQUAL.items():
+        checks += compare(name, config, devices)
+    checks.append(run_command(["resnet18", "--data", "synthetic", "--stem", "cifar", "--epochs", "3"]))
+    for check in checks:
+        print(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.value} (limit {check.limit})")
+    write_checks(checks, RESULTS / "checks.csv", torch.cuda.get_device_name(0))
+    torch.backends.cudnn.allow_tf32 = True
+    if not options.no_timing:
+        time_steps("resnet18", 256, 32, TrainConfig(lr=0.01))
+        time_steps("resnet50", 64, 224, TrainConfig(lr=0.01, amp="bf16", channels_last=True))
+    return 0 if all(check.passed for check in checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

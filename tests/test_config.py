@@ -1,0 +1,61 @@
+"""Every option that is out of range is named, with its value and its rule."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hybridpar.config import TrainConfig
+from hybridpar.errors import UsageError
+
+WRONG = [
+    ("batch_size", 0),
+    ("epochs", 0),
+    ("steps", 0),
+    ("workers", 0),
+    ("accumulate", 0),
+    ("lr", 0.0),
+    ("lr", math.nan),
+    ("momentum", 1.0),
+    ("momentum", -0.1),
+    ("weight_decay", -1e-4),
+    ("warmup_epochs", -1.0),
+    ("step_epochs", (0.5, 1.5)),
+    ("label_smoothing", 1.0),
+    ("clip_norm", 0.0),
+    ("sync_lanes", 0),
+    ("sync_lanes", 9),
+    ("bucket_mb", 0.0),
+    ("timeout", 0.0),
+    ("keep", 0),
+    ("image_size", 4),
+    ("synthetic_samples", 1),
+    ("loader_workers", -1),
+]
+
+
+def test_the_defaults_are_valid():
+    TrainConfig().check()
+
+
+@pytest.mark.parametrize(("option", "value"), WRONG)
+def test_a_value_out_of_range_is_named_with_its_rule(option, value):
+    with pytest.raises(UsageError) as caught:
+        TrainConfig(**{option: value}).check()
+    assert caught.value.what == f"--{option.replace('_', '-')} is {value}"
+    assert caught.value.why.startswith("It must be ")
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("momentum", 0.0), ("label_smoothing", 0.0), ("sync_lanes", 8), ("loader_workers", 0)]
+)
+def test_the_ends_of_a_range_belong_to_it(option, value):
+    TrainConfig(**{option: value}).check()
+
+
+def test_nesterov_needs_momentum():
+    with pytest.raises(UsageError, match="Nesterov's method needs momentum"):
+        TrainConfig(nesterov=True, momentum=0.0).check()
+    TrainConfig(nesterov=True).check()
