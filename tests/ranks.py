@@ -29,7 +29,9 @@ class RankError(AssertionError):
     """A rank raised; the message holds its traceback."""
 
 
-def run_ranks(function: Callable[..., Any], size: int, *args: Any, lanes: int = 2, timeout: float = 90) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], size: int, *args: Any, lanes: int = 2, timeout: float = 90, shared_memory: bool = True
+) -> list[Any]:
     """Call `function(world, *args)` on `size` ranks and return their results by rank.
 
     Args:
@@ -37,6 +39,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, lanes: int = 
         size: Number of ranks, at most `SIZE`. With one rank the function runs in the pool too, in a world of one.
         args: Handed to every rank.
         lanes: Sync lanes of the world.
+        shared_memory: Whether gradients may travel through shared memory; else over gloo.
         timeout: Seconds until the pool is killed; process groups get two thirds of it.
 
     Raises:
@@ -46,7 +49,9 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, lanes: int = 
     _start()
     with tempfile.TemporaryDirectory() as directory:
         for rank in range(size):
-            _pool[rank][1].send((function, args, rank, size, f"file://{directory}/store", lanes, timeout * 2 / 3))
+            _pool[rank][1].send(
+                (function, args, rank, size, f"file://{directory}/store", lanes, timeout * 2 / 3, shared_memory)
+            )
         answers: list[Any] = [None] * size
         deadline = time.monotonic() + timeout
         for rank in range(size):
@@ -95,18 +100,20 @@ def _serve(pipe: Connection) -> None:
     home = Path.cwd()
     while True:
         try:
-            function, args, rank, size, store, lanes, timeout = pipe.recv()
+            function, args, *place = pipe.recv()
         except (EOFError, OSError):
             return
         try:
-            pipe.send(("result", _call(function, args, rank, size, store, lanes, timeout)))
+            pipe.send(("result", _call(function, args, *place)))
         except BaseException:
             pipe.send(("error", traceback.format_exc()))
         finally:
             os.chdir(home)
 
 
-def _call(function: Any, args: Any, rank: int, size: int, store: str, lanes: int, timeout: float) -> Any:
+def _call(
+    function: Any, args: Any, rank: int, size: int, store: str, lanes: int, timeout: float, shared_memory: bool
+) -> Any:
     import torch.distributed as dist
 
     from hybridpar.pipeline.world import World
@@ -117,7 +124,7 @@ def _call(function: Any, args: Any, rank: int, size: int, store: str, lanes: int
         "gloo", init_method=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=timeout)
     )
     try:
-        world = World.join(lanes=lanes, timeout=timeout)
+        world = World.join(lanes=lanes, timeout=timeout, shared_memory=shared_memory)
         return function(world, *args)
     finally:
         dist.destroy_process_group()

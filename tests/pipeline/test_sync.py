@@ -189,11 +189,12 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("transport", ["shared memory", "gloo"])
 @pytest.mark.parametrize("case", CASES)
-def test_two_workers_equal_one_process_bit_for_bit(case: str) -> None:
+def test_two_workers_equal_one_process_bit_for_bit(case: str, transport: str) -> None:
     net, options = CASES[case]
     shares = [8, 8]
-    states = run_ranks(train_replica, 2, net, options, shares, 3)
+    states = run_ranks(train_replica, 2, net, options, shares, 3, shared_memory=transport == "shared memory")
     oracle = train_oracle(initial_of(states[0]), net, options, shares, 3)
     assert_matches(states, oracle, exact=True)
 
@@ -205,9 +206,11 @@ def test_clipping_is_by_the_global_norm(accumulate: int) -> None:
     assert_matches(states, train_oracle(initial_of(states[0]), {}, options, [8, 8], 3), exact=False)
 
 
-def test_uneven_shares_weigh_by_their_samples() -> None:
-    states = run_ranks(train_replica, 3, {"shared": True}, {"accumulate": 2}, [9, 4, 6], 3)
-    oracle = train_oracle(initial_of(states[0]), {"shared": True}, {"accumulate": 2}, [9, 4, 6], 3)
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_uneven_shares_weigh_by_their_samples(shared_memory: bool) -> None:
+    options = {"accumulate": 2}
+    states = run_ranks(train_replica, 3, {"shared": True}, options, [9, 4, 6], 3, shared_memory=shared_memory)
+    oracle = train_oracle(initial_of(states[0]), {"shared": True}, options, [9, 4, 6], 3)
     assert_matches(states, oracle, exact=False)
 
 
@@ -341,8 +344,9 @@ def freeze_on_one(world: World) -> str:
     return "passed"
 
 
-def test_ranks_that_freeze_differently_are_told() -> None:
-    answers = run_ranks(freeze_on_one, 2, timeout=60)
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_ranks_that_freeze_differently_are_told(shared_memory: bool) -> None:
+    answers = run_ranks(freeze_on_one, 2, timeout=60, shared_memory=shared_memory)
     assert any("requires_grad" in answer for answer in answers), answers
     assert "passed" not in answers
 
@@ -411,7 +415,8 @@ def dead_peer(world: World) -> str:
     return "no error"
 
 
-def test_a_peer_that_leaves_is_named() -> None:
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_peer_that_leaves_is_named(shared_memory: bool) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(dead_peer, 2, timeout=30)
+        run_ranks(dead_peer, 2, timeout=30, shared_memory=shared_memory)
     assert "SyncError" in str(caught.value)
