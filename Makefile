@@ -23,8 +23,9 @@ venv: $(READY) ## Build .venv with the versions of constraints.txt
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "hybridpar needs Python 3.11 or newer, and '$(PYTHON)' is not; name another: make PYTHON=python3.12" >&2; exit 1; }
+	@echo "building $(VENV); the first time this downloads torch, which takes some minutes"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[test]' --constraint constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --editable '.[test]' --constraint constraints.txt
 	@touch $@
 
 demo: $(READY) ## Train ResNet-18 on real images; minutes on a laptop, no download

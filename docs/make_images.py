@@ -151,6 +151,7 @@ def draw(screen: Screen, path: Path) -> None:
 
 
 def main() -> None:
+    """Run, draw, copy."""
     parser = argparse.ArgumentParser(description="Draw docs/images from a run.")
     parser.add_argument("run_dir", type=Path, help="where the command leaves its loss.png")
     parser.add_argument("title", help="what the picture shows as typed")

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(command: Train, arguments: Sequence[str]) -> int:
-    from hybridpar.launch import in_job, launch_workers, restart_with_environment
+    from hybridpar.launch import follow_launcher, in_job, launch_workers, restart_with_environment
 
     command.check()
     if not in_job():
@@ -90,6 +90,7 @@ def _train(command: Train, arguments: Sequence[str]) -> int:
             return launch_workers(arguments, workers, tune=tune)
         if tune:
             restart_with_environment(arguments)
+    follow_launcher()
     from hybridpar.run import run_training
 
     return run_training(command, command.model)

@@ -9,6 +9,7 @@ this process reports the verdict once.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import logging
@@ -110,6 +111,16 @@ def restart_with_environment(arguments: Sequence[str]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "hybridpar", *arguments])
+
+
+def follow_launcher() -> None:
+    """Have the system stop this worker, in its orderly way, when our launcher dies without having stopped it.
+
+    Only for our own launcher, which starts workers from its main thread: the signal comes when that thread ends.
+    """
+    if VERDICT_VARIABLE in os.environ and sys.platform == "linux":
+        pr_set_pdeathsig = 1  # linux/prctl.h
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def error_text(error: BaseException, debug: bool) -> str:

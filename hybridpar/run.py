@@ -168,6 +168,7 @@ class Run:
         self.info = self._describe(data)
         self.timings = Timings()
         self._last_save = time.monotonic()
+        self._sound = True
         self._saved = self._progress_made() if self.resumed_from is not None else None
 
     # ------------------------------------------------------------------- start
@@ -288,6 +289,8 @@ class Run:
             first = self.position[1] if epoch == self.position[0] else 0
             for done, (result, data_ms) in enumerate(self._steps(epoch, first, stop), start=first + 1):
                 self.position = (epoch, done)
+                # Without the guard a bad step reaches the weights.
+                self._sound = self.config.guard or math.isfinite(result.loss)
                 losses.add(result.loss, result.outcome.samples)
                 record = self._record(result, epoch, data_ms)
                 progress.step(record)
@@ -298,9 +301,7 @@ class Run:
                 if result.outcome.stop:
                     self._save(progress)
                     return True
-                due = result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0)
-                # Without the guard a bad step has reached the weights: the last good checkpoint must stand.
-                if due and math.isfinite(result.loss):
+                if result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0):
                     self._save(progress)
             evaluation = self.trainer.evaluate(self.test)
             if self.position[1] >= self.batches.steps_per_epoch:  # --steps may end within an epoch
@@ -356,6 +357,9 @@ class Run:
         step = self.trainer.steps_done
         self._last_save = time.monotonic()
         if self._saved == self._progress_made():
+            return
+        if not self._sound:
+            progress.warn(f"no checkpoint at step {step}: the loss is not finite, and the last good one must stand")
             return
         extra = {
             "epoch": self.position[0],

@@ -77,7 +77,7 @@ def restored_modes() -> Iterator[None]:
 
 def command(arguments: Sequence[str], *, launcher: Sequence[str] = ("-m", "hybridpar"), **variables: str) -> Any:
     """Start `hybridpar ARGUMENTS` as a process of its own, with its output in pipes."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HYBRIDPAR_", "OMP_"))}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("HYBRIDPAR_TUNED", "OMP_"))}
     return subprocess.Popen(
         [sys.executable, *launcher, *arguments],
         cwd=ROOT,

@@ -45,7 +45,7 @@ class Options:
 
 
 def main(options: Options) -> int:
-    """Run both checks in this rank; 1 if the link is not what it is said to be."""
+    """Run both checks in this rank; 1, on rank 0, if the link is not what it is said to be."""
     with process_group() as (rank, ranks):
         console = wide_console(quiet=rank != 0)
         good = _check_link(options.rounds, ranks, console)
@@ -70,7 +70,8 @@ def main(options: Options) -> int:
             if options.output is not None:
                 append_rows(options.output, rows)
                 check_csv(options.output)
-    return 0 if good else 1
+    # One rank is enough to say so.
+    return 0 if good or rank != 0 else 1
 
 
 def _check_link(rounds: int, ranks: int, console: Console) -> bool:
@@ -106,7 +107,8 @@ def _check_link(rounds: int, ranks: int, console: Console) -> bool:
     if nominal is None:
         return True
     good = abs(share - 1) <= TOLERANCE
-    console.print(f"link: {'ok' if good else 'FAILED'}, within {TOLERANCE:.0%} of {link()} at the largest size: {good}")
+    busy = " The machine was busy, so try again when it is not." if result.loaded and not good else ""
+    console.print(f"link: {'ok' if good else 'FAILED'}, {share:.1%} of {link()}, {TOLERANCE:.0%} off is allowed.{busy}")
     return good
 
 

@@ -15,13 +15,23 @@ import torch
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Slot:
-    """One parameter's place in a bucket."""
+    """One parameter's place in a bucket, and how far its gradient has come.
+
+    Attributes:
+        name: The parameter's name in the model.
+        parameter: The parameter.
+        offset: Elements from the start of the bucket.
+        seen: Number of the last step in which autograd gave it a gradient.
+        ready: Number of the last step in which its gradient was complete.
+    """
 
     name: str
     parameter: nn.Parameter
-    offset: int  # elements from the start of the bucket
+    offset: int
+    seen: int = 0
+    ready: int = 0
 
 
 def cut_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
@@ -63,43 +73,51 @@ class Bucket:
     def __init__(self, index: int, slots: Sequence[Slot]) -> None:
         self.index = index
         self.slots = tuple(slots)
+        #: Gradients that are still to come in the step under way.
+        self.pending = len(slots)
         first = slots[0].parameter
         self.numel = sum(slot.parameter.numel() for slot in slots)
         self.bytes = self.numel * first.element_size()
-        self.pending = len(slots)
         self._buffer: Tensor | None = None
-        self._views: dict[str, Tensor] = {}
+        self._views: list[Tensor] = []
         if len(slots) > 1:
             self._buffer = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
-            for slot in slots:
-                self._views[slot.name] = _view_like(self._buffer, slot)
+            self._views = [_view_like(self._buffer, slot) for slot in slots]
 
-    def adopt(self, slot: Slot) -> None:
-        """Move a parameter's fresh gradient into the bucket; from then on `.grad` is a view of it.
+    def collect(self) -> Tensor:
+        """Bring the gradients together; from then on each `.grad` is a view of the flat tensor.
 
-        The copy is made at the first micro-batch, when autograd has just handed over the tensor; later micro-batches
-        accumulate in place. A bucket of one parameter takes the gradient as it is.
+        A bucket of one parameter hands over the gradient as it is. A parameter without a gradient gets zeros.
+
+        Returns:
+            The bucket's gradients as one 1-D tensor.
         """
-        if self._buffer is None:
-            return
-        view = self._views[slot.name]
-        gradient = slot.parameter.grad
-        if gradient is None:
-            view.zero_()
-        elif gradient.data_ptr() != view.data_ptr():
-            view.copy_(gradient)
-        else:
-            return
-        slot.parameter.grad = view
+        with torch.no_grad():
+            if self._buffer is None:
+                parameter = self.slots[0].parameter
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                return flat_view(parameter.grad)
+            views, gradients = [], []
+            for slot, view in zip(self.slots, self._views, strict=True):
+                gradient = slot.parameter.grad
+                if gradient is None:
+                    view.zero_()
+                else:
+                    views.append(view)
+                    gradients.append(gradient)
+                slot.parameter.grad = view
+            if views:
+                torch._foreach_copy_(views, gradients)
+            return self._buffer
 
     def flat(self) -> Tensor:
-        """The bucket's gradients as one 1-D tensor that shares their memory."""
+        """The 1-D tensor that `collect` returned in this step."""
         if self._buffer is not None:
             return self._buffer
-        parameter = self.slots[0].parameter
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return flat_view(parameter.grad)
+        gradient = self.slots[0].parameter.grad
+        assert gradient is not None
+        return flat_view(gradient)
 
 
 def flat_view(dense: Tensor) -> Tensor:

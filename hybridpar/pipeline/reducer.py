@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Event, Lane, Lanes
-from hybridpar.pipeline.buckets import Bucket, layout_fingerprint, make_buckets
+from hybridpar.pipeline.buckets import Bucket, Slot, layout_fingerprint, make_buckets
 from hybridpar.pipeline.collective import SumGroup
 from hybridpar.pipeline.control import Pending, all_reduce_bytes, check_layout
 from hybridpar.pipeline.world import World
@@ -33,9 +33,8 @@ from hybridpar.pipeline.world import World
 class _Flight:
     """What is known about the gradients of one step."""
 
+    number: int  # of the step, from 1
     squares: Tensor  # per bucket, float64; only the share of this worker is filled in
-    seen: set[str] = field(default_factory=set)
-    ready: set[str] = field(default_factory=set)
     checked: set[Lane] = field(default_factory=set)
     landed: list[Event] = field(default_factory=list)
     next_bucket: int = 0
@@ -50,7 +49,7 @@ class GradientReducer:
 
     Args:
         parameters: The model's parameters by name, in the model's order, equal on all workers.
-        world: The workers. In a world of one nothing travels, and only squares are taken.
+        world: The workers, at least two.
         lanes: Where to open sync lanes.
         bucket_bytes: Size at which a bucket is full.
         measure: Whether to take the sums of squares of the reduced gradients.
@@ -63,16 +62,16 @@ class GradientReducer:
         self._world = world
         self._lanes = lanes
         self._measure = measure
-        # With nobody to send to, fusing would be copying for nothing: every tensor is a bucket.
-        self._bucket_bytes = bucket_bytes if world.size > 1 else 1
+        self._bucket_bytes = bucket_bytes
         self._sync_lanes: list[tuple[Lane, SumGroup]] = [
             (lanes.open(f"sync-{index}", priority=-1), group) for index, group in enumerate(world.lane_sums)
         ]
         self._order: list[str] = list(parameters)[::-1]
         self._observed: list[str] | None = []
         self._trainable: tuple[bool, ...] = ()
-        self._bucket_of: dict[str, tuple[Bucket, int]] = {}
+        self._places: dict[str, tuple[Bucket, Slot]] = {}
         self._hooks: dict[str, RemovableHandle] = {}
+        self._steps = 0
         self._flight: _Flight | None = None
         self.buckets: list[Bucket] = []
         #: Fingerprint of the buckets, to be compared between workers.
@@ -87,7 +86,9 @@ class GradientReducer:
         self._follow_trainable()
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots)
-        self._flight = _Flight(torch.zeros(len(self.buckets), dtype=torch.float64, device=self._world.device))
+        self._steps += 1
+        squares = torch.zeros(len(self.buckets), dtype=torch.float64, device=self._world.device)
+        self._flight = _Flight(self._steps, squares)
 
     def release(self, report: Pending) -> None:
         """The next backward pass is the last of the step: full buckets leave.
@@ -106,13 +107,9 @@ class GradientReducer:
         """
         flight = self._flight
         assert flight is not None
-        used = [slot.name in flight.seen for bucket in self.buckets for slot in bucket.slots]
-        with torch.no_grad():
-            for bucket in self.buckets[flight.next_bucket :]:
-                for slot in bucket.slots:
-                    if slot.name not in flight.seen:
-                        bucket.adopt(slot)
-                bucket.pending = 0
+        used = [slot.seen == flight.number for bucket in self.buckets for slot in bucket.slots]
+        for bucket in self.buckets[flight.next_bucket :]:
+            bucket.pending = 0
         self._launch_full_buckets(flight)
         return used
 
@@ -135,7 +132,7 @@ class GradientReducer:
     def close_step(self) -> None:
         """End the step; after the first one, cut the buckets by the order in which gradients really came."""
         self._flight = None
-        if self._observed and self._world.size > 1:
+        if self._observed:
             self._adopt_observed_order(self._observed)
 
     def keep_used(self, users: Tensor, used: list[bool]) -> None:
@@ -163,29 +160,24 @@ class GradientReducer:
     def gradient_ready(self, name: str) -> None:
         """Called by autograd when a parameter's gradient has been accumulated."""
         flight = self._flight
-        if flight is None or name not in self._bucket_of:
+        if flight is None or name not in self._places:
             return
-        bucket, place = self._bucket_of[name]
-        parameter = self._parameters[name]
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            raise SyncError(
-                f"the gradient of {name!r} is sparse", "Gradients are sent dense.", "Build the layer with sparse=False."
-            )
-        bucket.adopt(bucket.slots[place])
-        flight.seen.add(name)
+        bucket, slot = self._places[name]
+        slot.seen = flight.number
         if flight.report is None:
             return
-        if name in flight.ready:
+        if slot.ready == flight.number:
             raise SyncError(
                 f"the gradient of {name!r} arrived twice in one backward pass",
                 "A bucket leaves at the first arrival, so a second one would be lost.",
                 "Use non-reentrant activation checkpointing, and call backward once per micro-batch.",
             )
-        flight.ready.add(name)
+        slot.ready = flight.number
         if self._observed is not None:
             self._observed.append(name)
         bucket.pending -= 1
-        self._launch_full_buckets(flight)
+        if bucket.pending == 0:
+            self._launch_full_buckets(flight)
 
     def _launch_full_buckets(self, flight: _Flight) -> None:
         while flight.next_bucket < len(self.buckets) and self.buckets[flight.next_bucket].pending <= 0:
@@ -193,12 +185,13 @@ class GradientReducer:
             flight.next_bucket += 1
 
     def _launch(self, bucket: Bucket, flight: _Flight) -> None:
-        flat, squares = bucket.flat(), flight.squares[bucket.index]
-        if not self._sync_lanes:
-            # One worker: nothing travels. The squares are taken here, while the gradient is still in the cache.
-            if self._measure:
-                _sum_of_squares(flat, squares)
-            return
+        if any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in bucket.slots):
+            raise SyncError(
+                f"a gradient among {[slot.name for slot in bucket.slots]} is sparse",
+                "Gradients travel dense.",
+                "Build the layer with sparse=False.",
+            )
+        flat, squares = bucket.collect(), flight.squares[bucket.index]
         lane, group = self._sync_lanes[bucket.index % len(self._sync_lanes)]
         self._check_peers(lane, flight)
         mine = self._measure and bucket.index % self._world.size == self._world.rank
@@ -206,7 +199,7 @@ class GradientReducer:
         def reduce() -> None:
             group.all_reduce(flat)
             if mine:
-                _sum_of_squares(flat, squares)
+                squares.copy_(sum_of_squares(flat))
 
         lane.wait(self._lanes.caller.record())
         lane.submit(reduce, uses=(flat, squares))
@@ -237,7 +230,7 @@ class GradientReducer:
         self._trainable = trainable
         order = [(name, self._parameters[name]) for name in self._order if self._parameters[name].requires_grad]
         self.buckets = make_buckets(order, self._bucket_bytes)
-        self._bucket_of = {slot.name: (bucket, i) for bucket in self.buckets for i, slot in enumerate(bucket.slots)}
+        self._places = {slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
         self.layout = layout_fingerprint(self.buckets)
         me = weakref.ref(self)
         for name, parameter in order:
@@ -266,7 +259,7 @@ class GradientReducer:
         """Restore the order where the names still fit; otherwise it is observed anew."""
         if sorted(state["order"]) == sorted(self._parameters):
             self._order = list(state["order"])
-            self._observed = None if state["settled"] else []
+            self._observed = None if state["settled"] or self._world.size == 1 else []
             self._trainable = ()
 
     def close(self) -> None:
@@ -285,10 +278,14 @@ def _make_hook(sync: weakref.ref[GradientReducer], name: str) -> Callable[[Tenso
     return hook
 
 
-def _sum_of_squares(flat: Tensor, into: Tensor) -> None:
-    """Write the sum of squares of a 1-D tensor; exact in range: float32 overflow is recomputed in float64."""
+def sum_of_squares(flat: Tensor) -> Tensor:
+    """Sum of squares of a 1-D tensor, 0-d float64; not finite exactly where an element is not.
+
+    One pass at the speed of memory in float32. Where that overflows, as it does from a norm of 1.8e19 on, the sum is
+    taken again in float64; on a GPU it stays infinite, because asking would stall it.
+    """
     values = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
     total = torch.dot(values, values).double()
-    if flat.device.type == "cpu" and not math.isfinite(float(total)):
+    if flat.device.type == "cpu" and not math.isfinite(total.item()):
         total = torch.linalg.vector_norm(values, dtype=torch.float64).square()
-    into.copy_(total)
+    return total

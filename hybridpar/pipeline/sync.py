@@ -32,8 +32,10 @@ from hybridpar.pipeline.control import (
     decide,
     forward_report,
 )
+from hybridpar.pipeline.local import LocalGradients
 from hybridpar.pipeline.reducer import GradientReducer
 from hybridpar.pipeline.replicate import replicate
+from hybridpar.pipeline.rollback import BufferRollback
 from hybridpar.pipeline.world import World
 
 
@@ -97,10 +99,16 @@ class GradientSync:
         self._measure = self.options.guard or self.options.clip_norm is not None
         self._control = ControlLane(world, lanes)
         parameters = dict(model.named_parameters())
-        self.reducer = GradientReducer(parameters, world, lanes, self.options.bucket_bytes, self._measure)
+        self.reducer: GradientReducer | LocalGradients = (
+            GradientReducer(parameters, world, lanes, self.options.bucket_bytes, self._measure)
+            if world.size > 1
+            else LocalGradients(parameters, world.device, self._measure)
+        )
         replicate(model, world, agree=(self.options, micro_batches))
         pooled = self.options.pool_batch_norm and (world.size > 1 or micro_batches > 1)
         self.batch_norm = BatchNormPool(model) if pooled else None
+        spared = self.batch_norm.layers if self.batch_norm is not None else ()
+        self._rollback = BufferRollback(model, spared) if self.options.guard else None
         self._step: _Step | None = None
         self._batch_norm_sums: Tensor | None = None
 
@@ -117,6 +125,8 @@ class GradientSync:
         self.reducer.open()
         if self.batch_norm is not None:
             self.batch_norm.discard()
+        if self._rollback is not None:
+            self._rollback.keep()
         loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         step = _Step(samples, stop, save, loss, global_samples if self.world.size > 1 else samples)
         if step.global_samples is None:
@@ -186,12 +196,17 @@ class GradientSync:
         return StepOutcome(values, exposed, sent + step.message_bytes)
 
     def end(self, outcome: StepOutcome, *, decided_on_device: bool = False) -> None:
-        """Commit or roll back what the sync itself holds: BatchNorm's running statistics.
+        """Commit or roll back what the forward passes left: BatchNorm's running statistics, and other buffers.
 
         Args:
             outcome: What `finish` returned.
             decided_on_device: The host has not read the decision; statistics move where it says so.
         """
+        if self._rollback is not None:
+            if decided_on_device:
+                self._rollback.restore(unless=outcome.commit)
+            elif not outcome.committed:
+                self._rollback.restore()
         if self.batch_norm is not None and self._batch_norm_sums is not None:
             if decided_on_device:
                 self.batch_norm.commit(self._batch_norm_sums, where=outcome.commit)

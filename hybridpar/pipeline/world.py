@@ -205,6 +205,12 @@ def _initialise(device: torch.device, timeout: float) -> None:
         dist.init_process_group(backend, timeout=limit, device_id=device if device.type == "cuda" else None)
     except (RuntimeError, ValueError, KeyError) as error:
         place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        if "EADDRINUSE" in str(error):
+            raise LaunchError(
+                f"the job cannot meet at {place}: the port is in use",
+                "MASTER_PORT must be free on the host of worker 0; another job may be using it.",
+                "Set another MASTER_PORT, or start with `torchrun --standalone`, which finds a free one.",
+            ) from error
         raise LaunchError(
             f"worker {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} cannot join the job at "
             f"{place}: {_first_line(error)}",

@@ -1,0 +1,157 @@
+"""Why: what the documents tell readers to type is typed here, so that it goes on working.
+
+Every fenced block is code of a known kind. `python` and `bash` blocks are run, in order, in one directory per document
+that has the examples in it, as a checkout has. A comment above a block changes that:
+
+    <!-- not run: reason -->         too long, or needs what a test does not have; commands must still parse
+    <!-- run with: --steps 2 -->     options that `hybridpar train` gets in addition, to be short
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tyro
+
+from hybridpar import cli
+from hybridpar.data import DATA_SETS
+from hybridpar.observe import summary_schema
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+_BLOCK = re.compile(
+    r"(?:<!-- (?P<note>[^>]*?) -->\n)?^```(?P<kind>[^\n]*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a document."""
+
+    place: str
+    kind: str
+    code: str
+    note: str
+
+    @property
+    def runs(self) -> bool:
+        return not self.note.startswith("not run: ")
+
+    def commands(self) -> list[list[str]]:
+        """The lines of a bash block as words, without comments."""
+        lines = self.code.replace("\\\n", " ").splitlines()
+        return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def blocks(document: Path) -> list[Block]:
+    text = document.read_text(encoding="utf-8")
+    found = []
+    for match in _BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start("kind")) + 1
+        found.append(Block(f"{document.name}:{line}", match["kind"], match["code"], match["note"] or ""))
+    assert text.count("```") == 2 * len(found), f"{document.name} has a block that this test does not see"
+    return found
+
+
+ALL_BLOCKS = [block for document in DOCUMENTS for block in blocks(document)]
+
+
+def words_of(command: list[str], program: str) -> list[str] | None:
+    """What follows a program in a command, or None where the command is another one."""
+    return command[command.index(program) + 1 :] if program in command else None
+
+
+def test_every_block_is_of_a_known_kind() -> None:
+    assert {block.kind for block in ALL_BLOCKS} <= {"python", "bash"}
+    assert any(block.runs and block.kind == "bash" for block in ALL_BLOCKS)
+    for block in ALL_BLOCKS:
+        assert re.fullmatch(r"|not run: .+|run with: .+", block.note), f"{block.place}: {block.note!r}"
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if blocks(path)], ids=lambda path: path.name)
+def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "examples.user_model", raising=False)
+    monkeypatch.setattr(DATA_SETS, "_entries", dict(DATA_SETS._entries))  # a block may register one
+    for block in blocks(document):
+        if not block.runs:
+            continue
+        if block.kind == "python":
+            exec(compile(block.code, block.place, "exec"), {"__name__": "__main__"})
+        else:
+            for command in block.commands():
+                run(command, block)
+
+
+def run(command: list[str], block: Block) -> None:
+    assert command[0] == "hybridpar", f"{block.place}: {shlex.join(command)}"
+    more = block.note.removeprefix("run with: ").split()
+    arguments = [sys.executable, "-m", *command, *more]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, f"{block.place}: {shlex.join(command)}\n{done.stdout}\n{done.stderr}"
+
+
+BASH_BLOCKS = [block for block in ALL_BLOCKS if block.kind == "bash"]
+
+
+@pytest.mark.parametrize("block", BASH_BLOCKS, ids=lambda block: block.place)
+def test_commands_parse(block: Block) -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for command in block.commands():
+        if (arguments := words_of(command, "hybridpar")) is not None:
+            config = (tyro.conf.FlagCreatePairsOff,)
+            tyro.cli(cli.Command, args=arguments, prog="hybridpar", config=config)  # exits where it does not parse
+        elif command[0] == "make":
+            assert command[1] in targets
+        elif (arguments := words_of(command, "pip")) is not None:
+            assert set(re.findall(r"[a-z]+", arguments[-1])) <= set(extras)
+        else:
+            assert (ROOT / command[0]).exists(), f"{block.place}: nobody knows {shlex.join(command)}"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [*DOCUMENTS, *sorted((ROOT / "benchmarks").glob("**/*.md"))],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_links_lead_somewhere(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        if "://" not in target:
+            assert (document.parent / target.partition("#")[0]).exists(), f"{document.name} links to {target}"
+
+
+def test_every_dependency_has_its_reason() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [
+        *project["dependencies"],
+        *(line for extra in project["optional-dependencies"].values() for line in extra),
+    ]
+    names = {re.match(r"[a-z-]+", line)[0] for line in listed} - {"hybridpar"}
+    reasons = set(re.findall(r"\*\*([a-z-]+)\*\*", (ROOT / "docs/dependencies.md").read_text()))
+    assert reasons == names
+
+
+def test_every_key_of_the_summary_is_described() -> None:
+    text = (ROOT / "docs/contracts.md").read_text()
+    described = set(re.findall(r"`(\w+)`", text[text.index("## Summary") :]))
+    assert set(summary_schema()["properties"]) <= described
+
+
+def test_every_data_set_is_described() -> None:
+    table = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs/guide.md").read_text(), flags=re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(table))) == set(DATA_SETS)

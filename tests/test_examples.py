@@ -1,0 +1,134 @@
+"""Why: scripts and examples are copied by those who start; they are run as such a person would."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from hybridpar.pipeline.world import World
+
+ROOT = Path(__file__).parents[1]
+CPU = torch.device("cpu")
+
+
+def run(arguments: list[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=directory, env=environment, capture_output=True, text=True, timeout=150
+    )
+
+
+def load(path: Path) -> ModuleType:
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[path.stem] = module  # dataclasses look their module up
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_own_loop_on_two_workers(tmp_path: Path) -> None:
+    script = str(ROOT / "examples/own_loop.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run([*torchrun, script, "--epochs", "2", "--samples", "256"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("test accuracy") == 2  # rank 0 alone speaks
+    assert "2 workers; checkpoint: runs/own-loop/step-8" in done.stdout
+    assert (tmp_path / "runs/own-loop/step-8/rank-1.pt").exists()
+
+
+def test_own_loop_learns_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    try:
+        assert load(ROOT / "examples/own_loop.py").train(epochs=4, samples=640) > 0.5
+    finally:
+        for name in ("own_loop", "user_model"):
+            sys.modules.pop(name, None)
+
+
+def test_train_resnet_passes_its_options_on(tmp_path: Path) -> None:
+    script = str(ROOT / "scripts/train_resnet.py")
+    options = ["--data", "synthetic", "--synthetic-samples", "40", "--image-size", "16", "--batch-size", "20"]
+    done = run([script, *options, "--epochs", "1", "--workers", "1", "--run-dir", "run"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["model"], summary["data"], summary["steps"]) == ("resnet18", "synthetic", 2)
+
+
+def test_train_resnet_takes_another_model(tmp_path: Path) -> None:
+    done = run([str(ROOT / "scripts/train_resnet.py"), "resnet19"], tmp_path)
+    assert done.returncode == 2
+    assert "resnet18" in done.stderr  # the near ones are named
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and checking it takes minutes")
+def test_gpu_check_says_that_there_is_no_gpu(tmp_path: Path) -> None:
+    done = run([str(ROOT / "scripts/gpu_check.py")], tmp_path)
+    assert done.returncode == 3
+    assert done.stdout == "torch sees no GPU here: nothing was checked\n"
+
+
+@pytest.fixture(scope="module")
+def gpu_check() -> ModuleType:
+    return load(ROOT / "scripts/gpu_check.py")
+
+
+def test_gpu_check_finds_equal_devices_equal(gpu_check: ModuleType) -> None:
+    checks = gpu_check.compare("clipping", gpu_check.EQUAL["clipping"], (CPU, CPU))
+    assert [(check.value, check.passed) for check in checks] == [(0.0, True), (0.0, True)]
+
+
+def test_gpu_check_finds_a_lost_gradient(gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, calls = gpu_check.train, []
+
+    def lose_the_second_half(device: torch.device, config: object, batches: list) -> object:
+        calls.append(device)
+        if len(calls) == 2:
+            batches = [(images[:8], labels[:8]) for images, labels in batches]
+        return train(device, config, batches)
+
+    monkeypatch.setattr(gpu_check, "train", lose_the_second_half)
+    checks = gpu_check.compare("micro-batches", gpu_check.EQUAL["micro-batches"], (CPU, CPU))
+    assert not any(check.passed for check in checks)
+
+
+def test_gpu_check_compares_with_a_plain_step_that_does_the_same(gpu_check: ModuleType) -> None:
+    config = replace(gpu_check.EQUAL["sgd"], guard=False)
+    batch = gpu_check.make_batches(1, samples=8, size=16)[0]
+    states = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        model = gpu_check.build_model("resnet18", 10, stem="cifar")
+        if ours:
+            with gpu_check.Trainer(model, config=config, world=World(device=CPU)) as trainer:
+                trainer.step(batch)
+        else:
+            gpu_check.plain_step(model, config, batch)()
+        states.append(model.state_dict())
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(tensor, states[1][name], msg=name)
+
+
+def test_gpu_check_adds_to_its_table(gpu_check: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "results/checks.csv"
+    check = gpu_check.Check("equal", 1.23456e-5, 1e-3, True)
+    gpu_check.write_checks([check], path, "H100")
+    gpu_check.write_checks([check, check], path, "H100")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["device"], row["check"], row["value"], row["passed"]) for row in rows] == [
+        ("H100", "equal", "1.23e-05", "True")
+    ] * 3

@@ -1,0 +1,263 @@
+"""Jobs of several real processes: what happens to them when one dies, when the user stops them, when they cannot run.
+
+A job takes seconds to start, so there are few tests, and each looks at everything it can.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hybridpar import launch
+from hybridpar.checkpoint import load_checkpoint
+from hybridpar.errors import DataError, SyncError
+from hybridpar.launch import StopRequest, error_text, leave_verdict, report_verdict, verdict_exists
+from tests.ranks import run_ranks
+from tests.runs import assert_same_state, check_run, command, small_arguments, train_rank
+
+#: How long a test waits for a job on a busy machine before it gives up.
+PATIENCE = 150
+
+
+class Job:
+    """A running command, and all processes that descend from it, found by a mark in their environment."""
+
+    def __init__(self, arguments: list[str], **options: object) -> None:
+        self._mark = f"MARK_OF_A_TEST={uuid.uuid4()}"
+        name, value = self._mark.split("=")
+        self.process: subprocess.Popen[str] = command(arguments, **{name: value}, **options)
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error."""
+        output, error = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, output, error
+
+    def members(self) -> list[int]:
+        """Living processes of the job."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                alive = (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+                if alive and self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    def kill(self) -> None:
+        for member in self.members():
+            try:
+                os.kill(member, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.communicate()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Job]]:
+    """Start jobs; whatever is left of them at the end of the test is killed."""
+    jobs: list[Job] = []
+
+    def run(arguments: list[str], **options: object) -> Job:
+        jobs.append(Job(arguments, **options))
+        return jobs[-1]
+
+    yield run
+    for job in jobs:
+        job.kill()
+
+
+def wait_until(condition: Callable[[], bool], job: Job | None = None) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        assert job is None or job.process.poll() is None, job.process.communicate()[1]
+        time.sleep(0.02)
+
+
+def has_trained(run_dir: Path, steps: int = 3) -> Callable[[], bool]:
+    metrics = run_dir / "metrics.jsonl"
+    return lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= steps
+
+
+def shared_memory() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+
+
+ENDLESS = ("--epochs=100000", "--schedule=constant", "--warmup-epochs=0", "--checkpoint-every=never")
+
+
+# ------------------------------------------------------------------------------------------------------ whole jobs
+
+
+def test_a_worker_killed_in_mid_step_costs_nothing_but_time(start, tmp_path):
+    before = shared_memory()
+    arguments = small_arguments(
+        tmp_path / "job", "--checkpoint-every=4", "--workers=2", model="tests.small_nets:dropping"
+    )
+    # The ninth forward pass is in step 9, after the checkpoint of step 8.
+    code, output, error = start(arguments, SMALL_NET_FAULT="KILL@1:9").finish()
+    assert code == 0, error
+    assert "a worker died; all workers were restarted and go on from step 8" in output
+    summary = check_run(tmp_path / "job", steps=12)
+    assert summary["workers"] == 2
+    assert summary["resumed_from"] == 8
+    run_ranks(train_rank, 2, tmp_path / "straight", "dropping", None, {})
+    assert_same_state(tmp_path / "straight", tmp_path / "job")
+    assert shared_memory() <= before, "a dead worker's shared memory must not stay behind"
+
+
+def test_ctrl_c_saves_and_torchrun_goes_on(start, tmp_path):
+    job = start(small_arguments(tmp_path / "job", *ENDLESS, "--workers=2", model="tests.small_nets:dropping"))
+    wait_until(has_trained(tmp_path / "job"), job)
+    job.process.send_signal(signal.SIGINT)
+    code, output, error = job.finish()
+    assert code == 130
+    assert "Traceback" not in error
+    assert "--resume goes on from there" in output
+    assert not job.members()
+    stopped = check_run(tmp_path / "job", ended="interrupted")["steps"]
+    assert load_checkpoint(tmp_path / "job").step == stopped
+
+    options = {"schedule": "constant", "warmup_epochs": 0.0, "steps": stopped + 4}
+    rest = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    job = start(
+        small_arguments(tmp_path / "job", *rest, "--resume", model="tests.small_nets:dropping"),
+        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "hybridpar"),
+        OMP_NUM_THREADS="1",
+    )
+    code, output, error = job.finish()
+    assert code == 0, error
+    summary = check_run(tmp_path / "job", steps=stopped + 4)
+    assert (summary["workers"], summary["resumed_from"]) == (2, stopped)
+    run_ranks(train_rank, 2, tmp_path / "straight", "dropping", None, options)
+    assert_same_state(tmp_path / "straight", tmp_path / "job")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_job_whose_launcher_is_stopped_saves_and_leaves_no_process(start, tmp_path, number):
+    job = start(small_arguments(tmp_path / "job", *ENDLESS, "--workers=2"))
+    wait_until(has_trained(tmp_path / "job"), job)
+    job.process.send_signal(number)
+    code, _, error = job.finish()
+    assert code == (143 if number == signal.SIGTERM else -9)
+    assert "Traceback" not in error
+    wait_until(lambda: not job.members())
+    stopped = check_run(tmp_path / "job", ended="interrupted")["steps"]
+    assert load_checkpoint(tmp_path / "job").step == stopped
+
+
+def test_an_error_of_all_workers_is_told_once(start, tmp_path):
+    job = start(small_arguments(tmp_path / "job", "--workers=2", model="resnet19"))
+    code, _, error = job.finish()
+    assert code == 2
+    assert error.count("unknown model 'resnet19'") == 1
+    assert error.startswith("error: unknown model 'resnet19'\nDid you mean resnet18")
+    assert "Traceback" not in error
+    assert not job.members()
+
+
+def test_a_worker_that_dies_again_and_again_fails_the_job(start, tmp_path):
+    program = (
+        "import sys; from hybridpar.launch import launch_workers;"
+        "sys.exit(launch_workers(sys.argv[1:], 2, tune=False, restarts=0))"
+    )
+    job = start(
+        small_arguments(tmp_path / "job", "--checkpoint-every=2"),
+        launcher=("-c", program),
+        SMALL_NET_FAULT="KILL@1:4",
+    )
+    code, _, error = job.finish()
+    assert code == 1
+    assert "error: worker 1 was killed by signal 9, and 0 restarts are used up" in error
+    assert load_checkpoint(tmp_path / "job").step == 2
+    assert not job.members()
+
+
+def test_a_single_worker_runs_in_a_tuned_process(start, tmp_path):
+    code, output, error = start(small_arguments(tmp_path / "job", "--workers=1")).finish()
+    assert (code, error) == (0, "")
+    assert "off with --no-tune-process" in output
+    check_run(tmp_path / "job", steps=12)
+
+
+# ------------------------------------------------------------------------------------------------------------- parts
+
+
+@pytest.fixture
+def verdict(tmp_path, monkeypatch):
+    place = tmp_path / "verdict.json"
+    monkeypatch.setenv(launch.VERDICT_VARIABLE, str(place))
+    return place
+
+
+def test_the_first_verdict_stands(verdict, capsys):
+    assert leave_verdict(DataError("the first"), debug=False)
+    assert leave_verdict(DataError("the second"), debug=False)
+    assert verdict_exists()
+    assert report_verdict(verdict) == 1
+    assert capsys.readouterr().err == "error: the first\n"
+    assert list(verdict.parent.glob("verdict.json")) == [verdict]
+
+
+def test_a_lost_peer_is_worth_a_restart_and_no_verdict(verdict):
+    assert not leave_verdict(SyncError("a peer has died"), debug=False)
+    assert not verdict_exists()
+
+
+def test_without_a_launcher_of_ours_there_is_no_verdict(monkeypatch):
+    monkeypatch.delenv(launch.VERDICT_VARIABLE, raising=False)
+    assert not leave_verdict(DataError("x"), debug=False)
+    assert not verdict_exists()
+
+
+def test_a_bug_is_told_with_its_traceback_and_a_users_error_without(verdict):
+    def fail(error: Exception) -> Exception:
+        try:
+            raise error
+        except Exception as raised:
+            return raised
+
+    assert error_text(fail(DataError("x")), debug=False) == "error: x"
+    assert "Traceback" in error_text(fail(DataError("x")), debug=True)
+    assert "Traceback" in error_text(fail(KeyError("x")), debug=False)
+    leave_verdict(fail(KeyError("x")), debug=False)
+    assert json.loads(verdict.read_text())["code"] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_a_wish_and_the_second_an_order(number):
+    handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    stop = StopRequest()
+    try:
+        assert not stop.wanted
+        os.kill(os.getpid(), number)
+        assert stop.wanted
+        assert stop.signal == number
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    finally:
+        stop.release()
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, False), ({"RANK": "0"}, False), ({"RANK": "0", "WORLD_SIZE": "1"}, True), ({"WORLD_SIZE": "2"}, False)],
+)
+def test_a_worker_knows_that_it_was_launched(monkeypatch, environment, expected):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launch.in_job() is expected
