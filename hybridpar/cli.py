@@ -15,7 +15,7 @@ from typing import Annotated
 import tyro
 
 from hybridpar.config import TrainConfig
-from hybridpar.errors import HybridparError, SyncError
+from hybridpar.errors import HybridparError, LaunchError, SyncError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def _fail(error: BaseException, debug: bool) -> int:
     """Report an error once for the whole job, and choose the exit code."""
     from hybridpar.launch import error_text, leave_verdict, verdict_exists
 
-    if isinstance(error, SyncError) and verdict_exists():
+    if isinstance(error, (SyncError, LaunchError)) and verdict_exists():
         return 0  # a peer failed first, and its message is the one to show
     if leave_verdict(error, debug=debug):
         return 0

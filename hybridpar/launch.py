@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from hybridpar.errors import HybridparError, SyncError
+from hybridpar.errors import HybridparError, LaunchError, SyncError
 from hybridpar.process import available_cores, threads_per_worker, worker_environment
 
 VERDICT_VARIABLE = "HYBRIDPAR_VERDICT"
@@ -137,14 +137,14 @@ def leave_verdict(error: BaseException, *, debug: bool) -> bool:
     It must be written before the worker leaves its peers, who are to find it when they notice.
 
     Args:
-        error: What ended the worker. A lost peer (`SyncError`) gets no verdict: that is worth a restart.
+        error: What ended the worker. A peer that was lost, or not found, gets no verdict: that is worth a restart.
         debug: Add the traceback.
 
     Returns:
         Whether a launcher of ours will report the error, so that this worker can stay silent.
     """
     place = os.environ.get(VERDICT_VARIABLE)
-    if place is None or isinstance(error, SyncError):
+    if place is None or isinstance(error, (SyncError, LaunchError)):
         return False
     code = error.exit_code if isinstance(error, HybridparError) else 1
     aside = f"{place}.{os.getpid()}"
@@ -155,6 +155,8 @@ def leave_verdict(error: BaseException, *, debug: bool) -> bool:
         pass
     except OSError:
         return False
+    finally:
+        Path(aside).unlink(missing_ok=True)
     return True
 
 

@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -68,22 +69,37 @@ def test_train_resnet_passes_its_options_on(tmp_path: Path) -> None:
     assert (summary["model"], summary["data"], summary["steps"]) == ("resnet18", "synthetic", 2)
 
 
-def test_train_resnet_takes_another_model(tmp_path: Path) -> None:
-    done = run([str(ROOT / "scripts/train_resnet.py"), "resnet19"], tmp_path)
-    assert done.returncode == 2
-    assert "resnet18" in done.stderr  # the near ones are named
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and checking it takes minutes")
-def test_gpu_check_says_that_there_is_no_gpu(tmp_path: Path) -> None:
-    done = run([str(ROOT / "scripts/gpu_check.py")], tmp_path)
-    assert done.returncode == 3
-    assert done.stdout == "torch sees no GPU here: nothing was checked\n"
+@pytest.mark.parametrize(
+    ("given", "passed_on"),
+    [
+        ([], ["train", "resnet18"]),
+        (["--lr", "0.1"], ["train", "resnet18", "--lr", "0.1"]),
+        (["resnet34", "--lr", "0.1"], ["train", "resnet34", "--lr", "0.1"]),
+    ],
+)
+def test_train_resnet_puts_a_model_first(
+    given: list[str], passed_on: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr("hybridpar.cli.main", lambda arguments: seen.append(arguments) or 7)
+    monkeypatch.setattr(sys, "argv", ["train_resnet.py", *given])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(ROOT / "scripts/train_resnet.py"), run_name="__main__")
+    assert (seen, left.value.code) == ([passed_on], 7)
 
 
 @pytest.fixture(scope="module")
 def gpu_check() -> ModuleType:
     return load(ROOT / "scripts/gpu_check.py")
+
+
+def test_gpu_check_without_a_gpu_says_so(
+    gpu_check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py"])
+    assert gpu_check.main() == 3
+    assert capsys.readouterr().out == "torch sees no GPU here: nothing was checked\n"
 
 
 def test_gpu_check_finds_equal_devices_equal(gpu_check: ModuleType) -> None:

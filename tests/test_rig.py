@@ -81,7 +81,8 @@ def test_bootstrap_refuses_what_has_no_ratio(times: list[float], over: list[floa
         (0.99, 1.04, None, "unclear"),
         (1.01, 1.02, None, "slower"),
         (0.30, 0.33, 0.33, "met"),
-        (0.30, 0.34, 0.33, "unclear"),
+        (0.30, 0.34, 0.33, "met"),
+        (0.32, 0.36, 0.33, "missed"),
         (0.34, 0.40, 0.33, "missed"),
     ],
 )

@@ -21,6 +21,7 @@ from typing import IO
 
 from benchmarks.rig.network import Network
 from hybridpar.errors import LaunchError
+from hybridpar.process import available_cores, worker_environment
 
 _ROOT = Path(__file__).parents[2]
 _STDERR_LINES = 40
@@ -36,7 +37,9 @@ def rank_environment(rank: int, network: Network, port: int, threads: int = 1) -
         threads: Threads per rank within an operation.
     """
     path = os.environ.get("PYTHONPATH")
-    return {
+    # The product's own settings, so that a table shows what a user gets; whatever the user's shell says.
+    allocator = worker_environment(network.ranks, available_cores(), {})
+    return allocator | {
         "RANK": str(rank),
         "WORLD_SIZE": str(network.ranks),
         "LOCAL_RANK": str(rank),
@@ -45,8 +48,6 @@ def rank_environment(rank: int, network: Network, port: int, threads: int = 1) -
         "GLOO_SOCKET_IFNAME": network.interface,
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": str(2**33),
         "CUDA_VISIBLE_DEVICES": "",
         # Namespaces have no name service, which gloo and the store would warn about at every connection.
         "TORCH_CPP_LOG_LEVEL": "ERROR",

@@ -29,6 +29,9 @@ _COMMIT, _SQUARES = 4, 5
 class StepOutcome:
     """What the workers agreed on for one step.
 
+    Nothing in it has been waited for on a GPU: a copy is on its way to the host, and the first property that is read
+    waits for that copy alone, not for work that was queued since.
+
     Attributes:
         values: float64 tensor on the device: loss, samples, stop, save, commit (1 or 0), squared gradient norm.
         exposed_sync_ms: Host time spent waiting for the sync after the backward pass had ended.
@@ -38,11 +41,24 @@ class StepOutcome:
     values: Tensor
     exposed_sync_ms: float
     bytes_sent: int
+    _copy: Tensor = field(repr=False)
+    _copied: Event | None = field(default=None, repr=False)
     _host: list[float] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, values: Tensor, exposed_sync_ms: float, bytes_sent: int, lanes: Lanes) -> StepOutcome:
+        """Start the copy to the host."""
+        if values.device.type == "cpu":
+            return cls(values, exposed_sync_ms, bytes_sent, values)
+        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        copy.copy_(values, non_blocking=True)
+        return cls(values, exposed_sync_ms, bytes_sent, copy, lanes.caller.record())
 
     def _value(self, index: int) -> float:
         if self._host is None:
-            self._host = self.values.tolist()
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._host = self._copy.tolist()
         return self._host[index]
 
     @property

@@ -97,6 +97,7 @@ class GradientSync:
         self.world = world
         self.options = options or SyncOptions()
         self._measure = self.options.guard or self.options.clip_norm is not None
+        self._lanes = lanes
         self._control = ControlLane(world, lanes)
         parameters = dict(model.named_parameters())
         self.reducer: GradientReducer | LocalGradients = (
@@ -193,7 +194,7 @@ class GradientSync:
         self.reducer.keep_used(votes[1:], used)
         values = decide(report, votes[0], guard=self.options.guard, measured=self._measure)
         exposed = (time.perf_counter() - started) * 1e3
-        return StepOutcome(values, exposed, sent + step.message_bytes)
+        return StepOutcome.of(values, exposed, sent + step.message_bytes, self._lanes)
 
     def end(self, outcome: StepOutcome, *, decided_on_device: bool = False) -> None:
         """Commit or roll back what the forward passes left: BatchNorm's running statistics, and other buffers.

@@ -15,6 +15,7 @@ import logging
 import os
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -202,7 +203,9 @@ def _initialise(device: torch.device, timeout: float) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     limit = datetime.timedelta(seconds=timeout)
     try:
-        dist.init_process_group(backend, timeout=limit, device_id=device if device.type == "cuda" else None)
+        dist.init_process_group(
+            backend, timeout=limit, device_id=device if device.type == "cuda" else None, **_own_store(limit)
+        )
     except (RuntimeError, ValueError, KeyError) as error:
         place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         if "EADDRINUSE" in str(error):
@@ -217,6 +220,19 @@ def _initialise(device: torch.device, timeout: float) -> None:
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must describe a job whose workers reach each other.",
             "Start workers with `hybridpar train --workers N`, or with torchrun.",
         ) from error
+
+
+def _own_store(limit: datetime.timedelta) -> dict[str, Any]:
+    """Arguments that have the workers of this attempt meet apart from those of the attempt before.
+
+    Torch's elastic launcher keeps one store for all attempts, so that restarted workers may read the addresses of dead
+    ones. With several launchers, one per host, their restarts are counted apart and the number names no attempt.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    if attempt is None or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    return {"store": dist.PrefixStore(f"attempt-{attempt}", store), "rank": rank, "world_size": size}
 
 
 def _new_group(limit: datetime.timedelta) -> dist.ProcessGroup:

@@ -123,11 +123,14 @@ def test_a_peer_that_stalls_ends_the_wait_at_the_time_out() -> None:
     assert "Timed out waiting 0.2 s" in on_threads(2, work, timeout=0.2)[0]
 
 
-def test_nothing_is_left_behind_on_the_shared_file_system() -> None:
-    place = shared_memory._SHARED
-    before = set(place.iterdir()) if place.is_dir() else set()
-    found = on_threads(2, lambda rank, group: set(place.iterdir()) - before if place.is_dir() else set())
-    assert not any(path.name.startswith("hybridpar-") for paths in found for path in paths)
+def test_nothing_is_left_behind_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_SHARED", tmp_path)
+
+    def work(rank: int, group: SharedMemorySum) -> list[Path]:
+        group.all_reduce(torch.ones(3))  # from here on every rank has finished its set-up
+        return list(tmp_path.iterdir())
+
+    assert on_threads(2, work) == [[], []]
 
 
 def test_a_worker_without_shared_memory_makes_all_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
