@@ -176,7 +176,9 @@ def report_verdict(verdict: Path) -> int:
 class StopRequest:
     """Turns SIGINT and SIGTERM into a wish that the training loop reads between steps.
 
-    The first signal asks the loop to end its step, save and leave; a second one gets the default behaviour.
+    Either signal asks the loop to end its step, save and leave. A second Ctrl-C does not wait for that. A second
+    SIGTERM changes nothing: systems that lose patience send SIGKILL, and `follow_launcher` may send SIGTERM more than
+    once, because Linux does so for every thread of the parent that ends.
     """
 
     def __init__(self) -> None:
@@ -184,10 +186,10 @@ class StopRequest:
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal is not None and number == signal.SIGINT:
             self.release()
             raise KeyboardInterrupt
-        self.signal = number
+        self.signal = self.signal or number
 
     @property
     def wanted(self) -> bool:

@@ -6,17 +6,16 @@ peers' parts of a checkpoint) and talks to the terminal.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from hybridpar.checkpoint import prune_checkpoints
-from hybridpar.cluster import cpu_name
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.errors import CheckpointError, HybridparError, UsageError
@@ -38,62 +37,18 @@ from hybridpar.observe import (
 from hybridpar.observe.files import replace_file
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Measured, ModelInfo, Pipeline, Sync, trivial_plan
-from hybridpar.process import affinity, available_cores
 from hybridpar.process import describe as describe_process
 from hybridpar.rundir import RunPlace, claim_place, find_place
+from hybridpar.save_rule import SaveRule
+from hybridpar.timings import RunningMean, Timings
 from hybridpar.trainer import StepResult, Trainer
+from hybridpar.worker import device_name, tune_worker
 
 #: Options that decide which samples a step sees; a resumed run must not change them.
 _POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size", "synthetic_samples")
 
 #: What a checkpoint of a run holds besides the trainer's own state.
 _POSITION_KEYS = {"epoch", "epoch_step", "best_accuracy", "best_step", "options"}
-
-
-@dataclass(frozen=True)
-class SaveRule:
-    """When to write checkpoints: `--checkpoint-every`."""
-
-    epoch: bool = False
-    steps: int | None = None
-    seconds: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> SaveRule:
-        """Read `epoch`, `200`, `60s`, several joined by commas, or `never`.
-
-        Raises:
-            UsageError: Anything else.
-        """
-        rule: dict[str, Any] = {}
-        for part in text.split(","):
-            part = part.strip()
-            if part == "epoch":
-                rule["epoch"] = True
-            elif part.isdigit() and int(part) > 0:
-                rule["steps"] = int(part)
-            elif part.endswith("s") and part[:-1].isdigit() and int(part[:-1]) > 0:
-                rule["seconds"] = float(part[:-1])
-            elif part != "never" or "," in text:
-                raise UsageError(
-                    f"--checkpoint-every is {text!r}",
-                    "It must be `epoch`, a number of steps like 200, seconds like 60s, several of these joined by "
-                    "commas, or `never`.",
-                )
-        return cls(**rule)
-
-
-@dataclass
-class Timings:
-    """This worker's own share of the figures that the summary averages over the workers, one value per step."""
-
-    compute_ms: list[float] = field(default_factory=list)
-    exposed_sync_ms: list[float] = field(default_factory=list)
-    data_ms: list[float] = field(default_factory=list)
-
-    def medians(self, warmup: int = 3) -> dict[str, float]:
-        """Median of each, without the first steps where there are others."""
-        return {key: _median(values[warmup:] or values) for key, values in vars(self).items()}
 
 
 def run_training(config: TrainConfig, model_name: str) -> int:
@@ -109,7 +64,7 @@ def run_training(config: TrainConfig, model_name: str) -> int:
     rule = SaveRule.parse(config.checkpoint_every)
     world = World.join(lanes=config.sync_lanes, timeout=config.timeout)
     try:
-        _tune_worker(config, world)
+        tune_worker(config, world)
         data = _load_data(config, world)
         run = Run(config, model_name, world, data, rule)
         with run.trainer:
@@ -169,6 +124,7 @@ class Run:
         self.timings = Timings()
         self._last_save = time.monotonic()
         self._sound = True
+        self._stopping = False
         self._saved = self._progress_made() if self.resumed_from is not None else None
 
     # ------------------------------------------------------------------- start
@@ -267,28 +223,27 @@ class Run:
     def execute(self) -> int:
         """Train to the end, or until a signal."""
         stop = StopRequest()
-        writer = MetricsWriter(self.place.directory, self.resumed_from) if self.world.is_main else None
-        progress = open_progress() if self.world.is_main else Progress()
         try:
-            with progress:
+            with contextlib.ExitStack() as stack:
+                writer = None
+                if self.world.is_main:
+                    writer = stack.enter_context(MetricsWriter(self.place.directory, self.resumed_from))
+                progress = stack.enter_context(open_progress() if self.world.is_main else Progress())
                 progress.start(self.info, self.resumed_from or 0)
                 stopped = self._epochs(stop, writer, progress)
+            self._finish(stopped)
         finally:
             stop.release()
-            if writer is not None:
-                writer.close()
-        self._finish(stopped)
-        return (
-            128 + stop.signal if stopped and stop.signal is not None and "TORCHELASTIC_RUN_ID" not in os.environ else 0
-        )
+        # A launcher has met the signal too, and would take another code than 0 for a failure.
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
+        return 128 + stop.signal if stopped and stop.signal is not None and not launched else 0
 
     def _epochs(self, stop: StopRequest, writer: MetricsWriter | None, progress: Progress) -> bool:
         """Run all epochs; True when a signal ended them early."""
         for epoch in range(self.position[0], self.epochs):
-            started, losses = time.monotonic(), _Mean()
+            started, losses = time.monotonic(), RunningMean()
             first = self.position[1] if epoch == self.position[0] else 0
-            for done, (result, data_ms) in enumerate(self._steps(epoch, first, stop), start=first + 1):
-                self.position = (epoch, done)
+            for result, data_ms in self._steps(epoch, first, stop):
                 # Without the guard a bad step reaches the weights.
                 self._sound = self.config.guard or math.isfinite(result.loss)
                 losses.add(result.loss, result.outcome.samples)
@@ -299,10 +254,12 @@ class Run:
                 if result.skipped:
                     progress.warn(f"step {result.step} was skipped on all workers: a gradient was not finite")
                 if result.outcome.stop:
+                    self._stopping = True
+                elif result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0):
                     self._save(progress)
-                    return True
-                if result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0):
-                    self._save(progress)
+            if self._stopping:
+                self._save(progress)
+                return True
             evaluation = self.trainer.evaluate(self.test)
             if self.position[1] >= self.batches.steps_per_epoch:  # --steps may end within an epoch
                 self.position = (epoch + 1, 0)
@@ -322,17 +279,31 @@ class Run:
         return False
 
     def _steps(self, epoch: int, first: int, stop: StopRequest) -> Iterator[tuple[StepResult, float]]:
-        """The steps of an epoch, with the time each waited for its data."""
+        """The steps of an epoch, with the time each waited for its data.
+
+        On a GPU a step is handed on when the next one has been queued: whoever reads its figures must not keep the
+        device waiting. A wish to stop or to save is then met one step later, on all workers alike.
+        """
+        behind = self.world.device.type == "cuda"
+        held: tuple[StepResult, float] | None = None
+        done = first
         batches = iter(self.batches.epoch(epoch, first))
-        while self.trainer.steps_done < self.total:
+        while self.trainer.steps_done < self.total and not self._stopping:
             asked = time.perf_counter()
             batch: Batch | None = next(batches, None)
             if batch is None:
-                return
+                break
             data_ms = (time.perf_counter() - asked) * 1e3
             seconds = self.rule.seconds
             due = seconds is not None and self.world.is_main and time.monotonic() - self._last_save >= seconds
-            yield self.trainer.step(batch, stop=stop.wanted, save=due), data_ms
+            current = self.trainer.step(batch, stop=stop.wanted, save=due), data_ms
+            done += 1
+            self.position = (epoch, done)
+            ready, held = (held, current) if behind else (current, None)
+            if ready is not None:
+                yield ready
+        if held is not None:
+            yield held
 
     def _record(self, result: StepResult, epoch: int, data_ms: float) -> StepRecord:
         self.timings.compute_ms.append(result.compute_ms)
@@ -402,42 +373,6 @@ class Run:
             print(f"stopped after step {self.trainer.steps_done}; the same command with --resume goes on from there")
 
 
-class _Mean:
-    """Mean of a value over samples; non-finite values are left out."""
-
-    def __init__(self) -> None:
-        self._sum, self._weight = 0.0, 0
-
-    def add(self, value: float, weight: int) -> None:
-        if math.isfinite(value):
-            self._sum += value * weight
-            self._weight += weight
-
-    @property
-    def value(self) -> float:
-        return self._sum / self._weight if self._weight else math.nan
-
-
-def device_name(device: torch.device) -> str:
-    """What the maker calls the device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
-
-
-def _tune_worker(config: TrainConfig, world: World) -> None:
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True)
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if world.device.type != "cpu":
-        return
-    if os.environ.get(TUNED_VARIABLE) == "1":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        mine = affinity(local, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), available_cores())
-        if mine is not None and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, mine)
-    # Denormal numbers appear late in training and are handled in microcode, a hundred times slower.
-    torch.set_flush_denormal(True)
-
-
 def _load_data(config: TrainConfig, world: World) -> ImageData:
     """Load the data set; where it may be downloaded, rank 0 goes first."""
     if not config.download or world.size == 1:
@@ -453,12 +388,6 @@ def _load_data(config: TrainConfig, world: World) -> ImageData:
     if problem is not None:
         raise problem
     return data or load_dataset(config)
-
-
-def _median(values: list[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
 
 
 def _versions() -> dict[str, str]:

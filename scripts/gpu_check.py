@@ -37,6 +37,7 @@ from hybridpar import TrainConfig, Trainer  # noqa: E402
 from hybridpar.models import build_model  # noqa: E402
 from hybridpar.optim import build_optimizer  # noqa: E402
 from hybridpar.pipeline.world import World  # noqa: E402
+from hybridpar.worker import device_name  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "gpu" / "results"
 NO_GPU = 3
@@ -140,18 +141,17 @@ def run_command(arguments: Sequence[str]) -> Check:
     return Check(name, accuracy, LEAST_ACCURACY, accuracy >= LEAST_ACCURACY)
 
 
-def time_steps(model_name: str, samples: int, size: int, config: TrainConfig, rounds: int = 20) -> None:
-    """Time a step of `Trainer` against the loop that it replaces, and add the rows to steps.csv."""
-    device = torch.device("cuda", 0)
+def time_steps(model_name: str, samples: int, size: int, config: TrainConfig, device: torch.device, path: Path) -> None:
+    """Time a step of `Trainer` against the loop that it replaces, and add the rows to a table."""
     images, labels = make_batches(1, samples, size)[0]
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     batch = (images.to(device, memory_format=layout), labels.to(device))
     with Trainer(build_model(model_name, 10), config=config, world=World(device=device)) as trainer:
         steps = {
-            "plain loop": _synchronized(plain_step(build_model(model_name, 10), config, batch)),
-            "hybridpar": _synchronized(lambda: trainer.step(batch)),
+            "plain loop": _synchronized(plain_step(build_model(model_name, 10), config, batch), device),
+            "hybridpar": _synchronized(lambda: trainer.step(batch), device),
         }
-        result = paired(steps, rounds=rounds)
+        result = paired(steps)
     precision = "bf16" if config.amp == "bf16" else "fp32"
     setting = f"{model_name}, {size}x{size}, batch {samples}, {precision}"
     rows = [
@@ -164,11 +164,11 @@ def time_steps(model_name: str, samples: int, size: int, config: TrainConfig, ro
                 setting=setting,
                 extra={"images_per_second": round(1e3 * samples / result.median_ms(method), 1)},
             ),
-            device=torch.cuda.get_device_name(device),
+            device=device_name(device),
         )
         for method in steps
     ]
-    append_rows(RESULTS / "steps.csv", rows)
+    append_rows(path, rows)
     print_rows(rows)
 
 
@@ -189,10 +189,11 @@ def plain_step(model: nn.Module, config: TrainConfig, batch: Batch) -> Callable[
     return step
 
 
-def _synchronized(step: Callable[[], object]) -> Callable[[], object]:
+def _synchronized(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
     def timed() -> None:
         step()
-        torch.cuda.synchronize()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     return timed
 
@@ -228,11 +229,13 @@ def main() -> int:
     checks.append(run_command(["resnet18", "--data", "synthetic", "--stem", "cifar", "--epochs", "3"]))
     for check in checks:
         print(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.value} (limit {check.limit})")
-    write_checks(checks, RESULTS / "checks.csv", torch.cuda.get_device_name(0))
+    gpu = devices[1]
+    write_checks(checks, RESULTS / "checks.csv", device_name(gpu))
     torch.backends.cudnn.allow_tf32 = True
     if not options.no_timing:
-        time_steps("resnet18", 256, 32, TrainConfig(lr=0.01))
-        time_steps("resnet50", 64, 224, TrainConfig(lr=0.01, amp="bf16", channels_last=True))
+        table = RESULTS / "steps.csv"
+        time_steps("resnet18", 256, 32, TrainConfig(lr=0.01), gpu, table)
+        time_steps("resnet50", 64, 224, TrainConfig(lr=0.01, amp="bf16", channels_last=True), gpu, table)
     return 0 if all(check.passed for check in checks) else 1
 
 

@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from benchmarks.rig.table import check_csv
 from hybridpar.pipeline.world import World
 
 ROOT = Path(__file__).parents[1]
@@ -136,6 +137,17 @@ def test_gpu_check_compares_with_a_plain_step_that_does_the_same(gpu_check: Modu
         states.append(model.state_dict())
     for name, tensor in states[0].items():
         torch.testing.assert_close(tensor, states[1][name], msg=name)
+
+
+def test_gpu_check_times_both_in_one_table(gpu_check: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "results/steps.csv"
+    gpu_check.time_steps("examples.user_model:small_net", 4, 16, gpu_check.EQUAL["sgd"], CPU, path)
+    rows = check_csv(path)
+    assert [(row.method, row.baseline, row.setting) for row in rows] == [
+        ("plain loop", "plain loop", "examples.user_model:small_net, 16x16, batch 4, fp32"),
+        ("hybridpar", "plain loop", "examples.user_model:small_net, 16x16, batch 4, fp32"),
+    ]
+    assert all(row.extra["images_per_second"] > 0 for row in rows)
 
 
 def test_gpu_check_adds_to_its_table(gpu_check: ModuleType, tmp_path: Path) -> None:

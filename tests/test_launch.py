@@ -235,17 +235,18 @@ def test_a_bug_is_told_with_its_traceback_and_a_users_error_without(verdict):
     assert json.loads(verdict.read_text())["code"] == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_is_a_wish_and_the_second_an_order(number):
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_a_wish_and_a_second_ctrl_c_an_order(first):
     handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
     stop = StopRequest()
     try:
         assert not stop.wanted
-        os.kill(os.getpid(), number)
-        assert stop.wanted
-        assert stop.signal == number
-        with pytest.raises(KeyboardInterrupt):
+        for number in (first, signal.SIGTERM, signal.SIGTERM):
             os.kill(os.getpid(), number)
+            assert stop.wanted
+            assert stop.signal == first
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
     finally:
         stop.release()
     assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers

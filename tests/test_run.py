@@ -14,7 +14,7 @@ from hybridpar.checkpoint import latest_checkpoint, list_checkpoints, load_check
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, HybridparError, RunDirectoryError, TrainingError, UsageError
 from hybridpar.observe import read_metrics
-from hybridpar.run import SaveRule
+from hybridpar.save_rule import SaveRule
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, check_run, saved_state, small_disk, train, train_rank
 from tests.small_nets import plain

@@ -231,8 +231,10 @@ def _own_store(limit: datetime.timedelta) -> dict[str, Any]:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
     if attempt is None or os.environ.get("GROUP_WORLD_SIZE") != "1":
         return {}
-    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
-    return {"store": dist.PrefixStore(f"attempt-{attempt}", store), "rank": rank, "world_size": size}
+    # Both are documented parts of torch.distributed, which declares no exports.
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
+    apart = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
+    return {"store": apart, "rank": rank, "world_size": size}
 
 
 def _new_group(limit: datetime.timedelta) -> dist.ProcessGroup:

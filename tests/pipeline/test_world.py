@@ -1,0 +1,109 @@
+"""A worker finds its peers once, and leaves them cleanly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridpar.errors import LaunchError, SyncError
+from hybridpar.pipeline.world import World
+from tests.ranks import run_ranks
+
+JOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+
+
+@pytest.fixture(autouse=True)
+def _no_job(monkeypatch):
+    for name in JOB:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_a_job_a_worker_is_alone():
+    world = World.join()
+    assert (world.rank, world.size, world.is_main) == (0, 1, True)
+    assert world.transport == "none"
+    assert world.gather("me") == ["me"]
+    world.barrier()
+    world.close()
+    assert not dist.is_initialized()
+
+
+def test_a_job_of_one_needs_no_groups(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    world = World.join()
+    assert world.size == 1
+    assert not dist.is_initialized()
+
+
+def look_around(world, shared_memory):
+    inner = World.join(lanes=3, timeout=20, shared_memory=shared_memory)
+    try:
+        mine = torch.full((3,), float(world.rank + 1))
+        for group in [*inner.lane_sums, inner.control_sum]:
+            tensor = mine.clone()
+            group.all_reduce(tensor)
+            assert tensor.tolist() == [6.0] * 3
+        return inner.rank, inner.size, inner.is_main, len(inner.lane_sums), inner.transport, inner.gather(inner.rank)
+    finally:
+        inner.close()
+        inner.close()
+        # The groups that were there before go on working.
+        assert world.gather(world.rank) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("shared_memory", "transport"), [(True, "shared memory"), (False, "gloo")])
+def test_workers_see_the_same_world(shared_memory, transport):
+    answers = run_ranks(look_around, 3, shared_memory)
+    assert answers == [(rank, 3, rank == 0, 3, transport, [0, 1, 2]) for rank in range(3)]
+
+
+def name_errors(world):
+    try:
+        with world.named_errors("testing"):
+            raise RuntimeError("\n\nConnection closed by peer\nmore")
+    except SyncError as error:
+        lost = str(error)
+    try:
+        with world.named_errors("testing"):
+            raise RuntimeError("Timed out")
+    except SyncError as error:
+        late = str(error)
+    with pytest.raises(KeyError), world.named_errors("testing"):
+        raise KeyError("a bug")
+    with pytest.raises(NotImplementedError), world.named_errors("testing"):
+        raise NotImplementedError
+    return lost, late
+
+
+def test_the_backends_errors_say_who_waited_for_what():
+    [(lost, late)] = run_ranks(name_errors, 1)
+    assert "worker 0 of 1 stopped while testing: a peer has died" in lost
+    assert "Connection closed by peer" in lost
+    assert "did not answer within" in late
+
+
+def leave_early(world):
+    if world.rank == 1:
+        return "left"
+    try:
+        world.gather("still here")
+    except SyncError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_peer_that_has_left_is_an_error():
+    first, second = run_ranks(leave_early, 2, timeout=15)
+    assert second == "left"
+    assert "worker 0 of 2 stopped while exchanging" in first
+
+
+def test_a_job_nobody_answers_for_is_a_launch_error(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError) as caught:
+        World.join(timeout=1)
+    assert "worker 1 of 2 cannot join the job at 127.0.0.1:1" in caught.value.what
+    assert not dist.is_initialized()

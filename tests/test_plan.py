@@ -1,0 +1,224 @@
+"""A plan goes to disk and back unchanged, and whatever is not a plan for this model is refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from hybridpar.errors import PlanError
+from hybridpar.plan import (
+    KernelChoice,
+    Kernels,
+    Measured,
+    ModelInfo,
+    Partition,
+    Pipeline,
+    Placement,
+    Plan,
+    Predicted,
+    Stage,
+    StagePlacement,
+    Sync,
+    SyncRule,
+    parse_plan,
+    read_plan,
+    trivial_plan,
+)
+
+MODEL = ModelInfo(name="resnet18", fingerprint="0123456789abcdef", parameters=11_689_512, input=(3, 224, 224))
+
+FULL = Plan(
+    model=MODEL,
+    partition=Partition(
+        stages=(Stage(units=("conv1", "bn1"), ms=1.5, parameter_bytes=64), Stage(units=("fc",), cut_bytes=8)),
+        strategy="profiled",
+        micro_batch=8,
+        balance=1.2,
+        gap_to_optimum=-0.0,
+        certificate="exact",
+    ),
+    placement=Placement(
+        kind="v", replicas=2, stages=(StagePlacement(stage=1, worker=1), StagePlacement(stage=0, device="cuda:1"))
+    ),
+    pipeline=Pipeline(schedule="1f1b", micro_batches=4, recompute=(1,)),
+    sync=Sync(lanes=3, bucket_bytes=1 << 20, policy=(SyncRule(pattern="fc.*", codec="topk:ratio=0.01"), SyncRule())),
+    kernels=Kernels(database="k.json", choices=(KernelChoice(layer="conv1", direction="forward", kernel="t1"),)),
+    measured=Measured(device="a GPU", threads=2, noise=0.01, seed=7, versions={"torch": "2.11"}),
+    predicted=Predicted(step_ms=12.5, bubble=0.2, bytes_sent_per_step=1000),
+)
+
+
+@pytest.mark.parametrize(
+    "plan", [FULL, trivial_plan(MODEL), trivial_plan(MODEL, replicas=3, device="cuda", sync=Sync())]
+)
+def test_a_plan_survives_the_disk(tmp_path, plan):
+    plan.save(tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+names = st.text(min_size=1, max_size=8)
+
+
+@settings(max_examples=40)
+@given(
+    stages=st.lists(names, min_size=1, max_size=6, unique=True),
+    replicas=st.integers(1, 9),
+    bubble=st.floats(0, 1),
+    versions=st.dictionaries(names, names, max_size=3),
+)
+def test_any_plan_survives_as_text(stages, replicas, bubble, versions):
+    plan = Plan(
+        model=MODEL,
+        partition=Partition(stages=tuple(Stage(units=(name,)) for name in stages)),
+        placement=Placement(
+            replicas=replicas, stages=tuple(StagePlacement(stage=number) for number in range(len(stages)))
+        ),
+        measured=Measured(versions=versions),
+        predicted=Predicted(bubble=bubble),
+    )
+    read = parse_plan(json.loads(plan.to_json()))
+    assert read == plan
+    assert read.to_json() == plan.to_json()
+
+
+def test_the_text_is_stable_so_that_plans_can_be_compared():
+    text = FULL.to_json()
+    assert list(json.loads(text)) == [
+        *("version", "model", "partition", "placement", "pipeline", "sync", "kernels", "measured", "predicted")
+    ]
+    assert text.endswith("}\n")
+    shuffled = dict(reversed(json.loads(text).items()))
+    assert parse_plan(shuffled).to_json() == text
+
+
+def test_absent_sections_and_values_are_left_out():
+    data = json.loads(trivial_plan(MODEL).to_json())
+    assert data.keys() == {"version", "model", "partition", "placement"}
+    assert "null" not in trivial_plan(MODEL).to_json()
+
+
+def test_the_format_of_version_1_never_changes():
+    # Plans on disk are read by later versions: a change here needs a new version and a reader for this one.
+    assert json.loads(trivial_plan(MODEL, ["conv1"]).to_json()) == {
+        "version": 1,
+        "model": {
+            "name": "resnet18",
+            "fingerprint": "0123456789abcdef",
+            "parameters": 11_689_512,
+            "input": [3, 224, 224],
+        },
+        "partition": {"stages": [{"units": ["conv1"], "parameter_bytes": 0}], "strategy": "whole"},
+        "placement": {
+            "kind": "linear",
+            "replicas": 1,
+            "stages": [{"stage": 0, "worker": 0, "device": "cpu", "lane": 0}],
+        },
+    }
+
+
+def change(**sections: object) -> dict[str, object]:
+    return {**json.loads(FULL.to_json()), **sections}
+
+
+def changed_in(section: str, **values: object) -> dict[str, object]:
+    return change(**{section: {**json.loads(FULL.to_json())[section], **values}})
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (change(version=2), "has plan version 2"),
+        (change(version="1"), "has plan version '1'"),
+        (change(version=None), "has plan version None"),
+        ([], "is not a plan"),
+        ({"stages": []}, "is not a plan"),
+        ({"version": 1}, "model: Field required"),
+        (change(stages=3), "stages: Extra inputs"),
+        (changed_in("sync", bucket_byte=3), "sync.bucket_byte: Extra inputs"),
+        (changed_in("sync", lanes=0), "sync.lanes"),
+        (changed_in("sync", batch_norm="global"), "sync.batch_norm"),
+        (changed_in("pipeline", micro_batches="many"), "pipeline.micro_batches"),
+        (changed_in("partition", stages=[]), "partition.stages"),
+        (changed_in("predicted", bubble=1.5), "predicted.bubble"),
+        (changed_in("placement", stages=[{"stage": 0}]), "placement names stages [0], but the partition has"),
+        (changed_in("placement", stages=[{"stage": 0}, {"stage": 0}]), "placement names stages [0, 0]"),
+        (changed_in("placement", stages=[{"stage": 0}, {"stage": 2}]), "placement names stages [0, 2]"),
+        (changed_in("pipeline", recompute=[2]), "recompute names stages (2,), but there are only 2"),
+        (changed_in("partition", stages=[{"units": ["a"]}, {"units": ["b", "a"]}]), "unit 'a' is in two stages"),
+    ],
+)
+def test_what_is_not_a_valid_plan_is_refused_with_the_place(tmp_path, data, said):
+    file = tmp_path / "edited.json"
+    file.write_text(json.dumps(data))
+    with pytest.raises(PlanError) as caught:
+        read_plan(file)
+    assert said in caught.value.what
+    assert "edited.json" in caught.value.what
+    assert caught.value.exit_code == 2
+    assert caught.value.fix or caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is not a whole plan"),
+        (FULL.to_json()[:200].encode(), "is not a whole plan"),
+        (b"\xff\xfe\x00binary", "not a text file"),
+        (b"version: 1", "is not a whole plan"),
+    ],
+)
+def test_a_damaged_file_is_refused(tmp_path, content, said):
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(PlanError, match=said):
+        read_plan(tmp_path / "plan.json")
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(PlanError, match="No such file"):
+        read_plan(tmp_path / "plan.json")
+
+
+def test_a_plan_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
+    FULL.save(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="cannot write the plan"):
+        FULL.save(tmp_path / "missing" / "plan.json")
+
+    def full(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(PlanError, match="No space left"):
+        trivial_plan(MODEL).save(tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == FULL
+
+
+def test_a_plan_is_for_one_model(capsys):
+    FULL.check_model(MODEL.fingerprint)
+    with pytest.raises(PlanError) as caught:
+        FULL.check_model("f" * 16, "resnet34", {"parameters": "21,797,672"})
+    assert "resnet18, 11,689,512 parameters" in caught.value.what
+    assert "here: resnet34, parameters 21,797,672" in caught.value.what
+    assert caught.value.fix
+
+
+def test_reading_runs_no_code(tmp_path):
+    witness = tmp_path / "witness"
+    attack = f"__import__('os').mkdir({str(witness)!r})"
+    data = changed_in("sync", policy=[{"pattern": attack, "codec": f"!!python/object/apply:{attack}"}])
+    data["kernels"] = {"database": attack, "choices": [{"layer": attack, "direction": "forward", "kernel": attack}]}
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.kernels is not None
+    assert plan.kernels.database == attack
+    assert not witness.exists()
+
+
+def test_a_plan_cannot_be_changed_in_place():
+    with pytest.raises(ValidationError, match="frozen"):
+        FULL.sync.lanes = 5
