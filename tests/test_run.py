@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridpar import Trainer
+from hybridpar import Evaluation, Trainer
 from hybridpar.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, HybridparError, RunDirectoryError, TrainingError, UsageError
@@ -157,8 +157,9 @@ def test_any_number_of_workers_resumes_and_converges(tmp_path):
 
 def test_an_epoch_that_is_shorter_for_more_workers_is_just_over(tmp_path):
     # 50 samples: four steps for one worker, of which the last has 2 samples; three for two workers.
-    options = {"synthetic_samples": 50, "checkpoint_every": "1", "keep": 9}
-    train(tmp_path, steps=4, **options)
+    options = {"synthetic_samples": 50}
+    train(tmp_path, fault="TERM@0:3", **options)
+    assert load_checkpoint(tmp_path).training["extra"]["epoch_step"] == 4
     run_ranks(train_rank, 2, tmp_path, "plain", None, {**options, "resume": True})
     check_run(tmp_path, steps=6)
 
@@ -250,6 +251,15 @@ def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, every, keep, expec
     assert max(saved) == max(expected)
     newest = load_checkpoint(tmp_path)
     assert newest.training["extra"]["best_step"] == best
+
+
+@pytest.mark.parametrize(("every", "expected"), [("epoch", [12, 24]), ("5", [12, 24]), ("3", [12, 24])])
+def test_the_best_is_kept_whatever_the_rule(tmp_path, monkeypatch, every, expected):
+    accuracies = iter([0.5, 0.9, 0.3, 0.4])
+    monkeypatch.setattr(Trainer, "evaluate", lambda self, batches: Evaluation(next(accuracies), 1.0, 10))
+    train(tmp_path, epochs=4, checkpoint_every=every, keep=1)
+    assert saved_steps(tmp_path) == expected
+    assert load_checkpoint(tmp_path).training["extra"]["best_accuracy"] == 0.9
 
 
 def test_seconds_save_too(tmp_path, monkeypatch):
