@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -129,9 +129,7 @@ class _Run:
         self.graph = graph
         self.resolve = resolve
         self.storages = _Storages()
-        self.permanent = {
-            tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())
-        }
+        self.permanent = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
         self.values: dict[fx.Node, Any] = {}
         self.facts: dict[fx.Node, NodeFacts] = {}
         device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
@@ -196,7 +194,9 @@ class _Run:
                 value = node_call(node, self.resolve)(*args, **kwargs)
         except Exception as error:  # the model's own code, which may raise anything
             raise self._refused(node, error) from error
-        facts.changes = tuple(argument for argument, version in self._versions(node).items() if before[argument] != version)
+        facts.changes = tuple(
+            argument for argument, version in self._versions(node).items() if before[argument] != version
+        )
         facts.random = not torch.equal(drawn, self._random_state())
         return value
 
@@ -248,8 +248,7 @@ def node_call(node: fx.Node, resolve: Callable[[str], Any]) -> Callable[..., Any
         return module
     if node.op == "call_method":
         return _method(str(node.target))
-    assert callable(node.target)
-    return node.target
+    return cast(Callable[..., Any], node.target)
 
 
 def _method(name: str) -> Callable[..., Any]:

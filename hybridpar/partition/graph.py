@@ -103,10 +103,7 @@ class UnitGraph:
     def edges(self) -> list[tuple[int, int]]:
         """Dependencies between units, sorted, each once."""
         pairs = {
-            (value.producer, consumer)
-            for value in self.values
-            for consumer in value.consumers
-            if value.producer >= 0
+            (value.producer, consumer) for value in self.values for consumer in value.consumers if value.producer >= 0
         }
         return sorted(pairs.union(self.order_edges))
 

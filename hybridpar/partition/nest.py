@@ -8,7 +8,7 @@ inside one stage.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -97,3 +97,16 @@ def rebuild(shape: Any, leaves: dict[Path, fx.Node], graph: fx.Graph) -> Any:
     if shape.kind in (tuple, list):
         return shape.kind(parts)
     return graph.call_function(shape.kind, tuple(parts))
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """A nested value with every tensor replaced; what is not a plain container or a tensor stays as it is."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return type(value)((key, map_tensors(item, change)) for key, item in value.items())
+    if _is_named_tuple(value):
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if type(value) in (tuple, list):
+        return type(value)(map_tensors(item, change) for item in value)
+    return value

@@ -85,7 +85,11 @@ class StageRunner:
                 torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
             self._result = None
         else:
-            pairs = [(tensor, self._gradients.pop(name)) for name, tensor in self._sent[index].items() if name in self._gradients]
+            pairs = [
+                (tensor, self._gradients.pop(name))
+                for name, tensor in self._sent[index].items()
+                if name in self._gradients
+            ]
             pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
             if pairs:
                 torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -113,7 +113,7 @@ class Stage(fx.GraphModule):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
-        twin: Stage = super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        twin = cast(Stage, super().__deepcopy__(memo))
         twin.index = self.index
         twin.model_inputs = self.model_inputs
         twin.training = self.training

@@ -122,7 +122,11 @@ def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor]) -> TracedM
             _drop_defaults(graph, len(inputs))
             constants = {name: getattr(model, name) for name in set(vars(model)) - before}
             return TracedModel(
-                model, graph, constants=constants, leaves=tuple(sorted(whole)), method="fx with leaves" if whole else "fx"
+                model,
+                graph,
+                constants=constants,
+                leaves=tuple(sorted(whole)),
+                method="fx with leaves" if whole else "fx",
             )
         finally:
             # The tracer stores constants on the model; the model must stay the user's.

@@ -9,6 +9,7 @@ their users.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections import defaultdict
@@ -70,7 +71,7 @@ class GraphFacts:
     @property
     def output(self) -> fx.Node:
         """The output node."""
-        return next(node for node in reversed(self.graph.nodes) if node.op == "output")
+        return self.graph.output_node()
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -123,7 +124,9 @@ def find_units(traced: TracedModel, inputs: Sequence[torch.Tensor]) -> ModelUnit
         UsageError: The model refuses the inputs.
     """
     train = _graph_facts(traced, traced.graph, inputs, training=True)
-    evaluate = _graph_facts(traced, traced.eval_graph, inputs, training=False) if traced.eval_graph is not None else None
+    evaluate = (
+        _graph_facts(traced, traced.eval_graph, inputs, training=False) if traced.eval_graph is not None else None
+    )
     if not train.compute:
         raise TraceError(
             f"{type(traced.model).__name__} computes nothing that can be placed",
@@ -134,12 +137,8 @@ def find_units(traced: TracedModel, inputs: Sequence[torch.Tensor]) -> ModelUnit
     return ModelUnits(traced, train, evaluate, groups, _unit_graph(traced, train, groups))
 
 
-def _graph_facts(
-    traced: TracedModel, graph: fx.Graph, inputs: Sequence[torch.Tensor], *, training: bool
-) -> GraphFacts:
-    facts = run_example(
-        traced.model, graph, lambda name: resolve_attribute(traced, name), inputs, training=training
-    )
+def _graph_facts(traced: TracedModel, graph: fx.Graph, inputs: Sequence[torch.Tensor], *, training: bool) -> GraphFacts:
+    facts = run_example(traced.model, graph, lambda name: resolve_attribute(traced, name), inputs, training=training)
     _bind_in_place(graph, facts)
     compute, derived = [], set()
     for node in graph.nodes:
@@ -319,7 +318,7 @@ def _unit_graph(traced: TracedModel, facts: GraphFacts, groups: tuple[tuple[fx.N
         for index, nodes in enumerate(groups)
     )
     random = [index for index, nodes in enumerate(groups) if any(facts.facts[node].random for node in nodes)]
-    return UnitGraph(units, tuple(values), saved, tuple(zip(random, random[1:], strict=False)))
+    return UnitGraph(units, tuple(values), saved, tuple(itertools.pairwise(random)))
 
 
 def _saved(
