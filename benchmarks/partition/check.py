@@ -97,20 +97,35 @@ class Difference:
 
 
 def compare_split(
-    units: ModelUnits, stage_of: list[int], example: torch.Tensor, reference: Reference, seed: int = 1
+    units: ModelUnits,
+    stage_of: list[int],
+    example: torch.Tensor,
+    reference: Reference,
+    *,
+    load: bool = True,
+    seed: int = 1,
 ) -> Difference:
-    """Split, run one training step and one evaluation, compare, and put the model back."""
+    """Split, run one training step and one evaluation, compare, and put the model back.
+
+    With `load`, the stages load the model's state and the model loads theirs before the step.
+    """
     model = units.model
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    before = {name: value.clone() for name, value in model.named_buffers()}
     stages = split_model(units, stage_of)
     union: dict[str, torch.Tensor] = {}
     for stage in stages:
         stage.train()
         union.update(stage.state_dict())
-    state = sorted(union) == sorted(reference.keys) and all(union[name].shape == before[name].shape for name in union)
-    for stage in stages:  # loadable from the model's own state, and the model from theirs
-        stage.load_state_dict({name: before[name] for name in stage.state_dict()})
-    model.load_state_dict(union)
+    own = model.state_dict()
+    state = sorted(union) == sorted(reference.keys) and all(union[name] is not None for name in own)
+    if load and state:
+        saved = {name: value.clone() for name, value in own.items()}
+        for stage in stages:
+            stage.load_state_dict({name: saved[name] for name in stage.state_dict()})
+        merged = copy.deepcopy(own)  # some models want the metadata that only a whole state dict carries
+        merged.update((name, value.clone()) for name, value in union.items())
+        model.load_state_dict(merged)
+        state = all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)
     runner = StageRunner(stages)
@@ -136,7 +151,9 @@ def compare_split(
         state,
     )
     model.train()
-    model.load_state_dict(before)
+    with torch.no_grad():
+        for name, value in model.named_buffers():
+            value.copy_(before[name])
     model.zero_grad(set_to_none=True)
     return difference
 

@@ -14,21 +14,20 @@ _VIDEO = (3, 4, 64, 64)
 
 #: Classification models at 64x64.
 _CLASSIFICATION = (
-    "alexnet", "vgg11_bn", "vgg16_bn", "squeezenet1_1", "resnet18", "resnet34", "resnet50", "resnext50_32x4d",
-    "mobilenet_v2", "mobilenet_v3_small", "mobilenet_v3_large", "mnasnet1_0", "shufflenet_v2_x1_0",
-    "efficientnet_b0", "efficientnet_v2_s", "convnext_tiny", "densenet121", "regnet_x_400mf", "regnet_y_400mf",
-    "swin_t", "swin_v2_t", "googlenet",
+    "squeezenet1_1", "mobilenet_v2", "mobilenet_v3_small", "mobilenet_v3_large", "mnasnet1_0", "shufflenet_v2_x1_0",
+    "efficientnet_b0", "regnet_x_400mf", "regnet_y_400mf", "googlenet", "resnet18", "resnet34", "resnet50",
+    "resnext50_32x4d", "swin_t", "swin_v2_t", "convnext_tiny", "efficientnet_v2_s", "vgg11_bn", "densenet121",
 )  # fmt: skip
 _OTHERS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "lraspp_mobilenet_v3_large": (_SMALL, {"weights_backbone": None}),
+    "deeplabv3_mobilenet_v3_large": (_SMALL, {"weights_backbone": None}),
+    "fcn_resnet50": (_SMALL, {"weights_backbone": None}),
     "vit_b_16": (_SMALL, {"image_size": 64}),
     "inception_v3": ((3, 128, 128), {"init_weights": False}),
-    "maxvit_t": ((3, 224, 224), {}),
-    "fcn_resnet50": (_SMALL, {"weights_backbone": None}),
-    "deeplabv3_mobilenet_v3_large": (_SMALL, {"weights_backbone": None}),
-    "lraspp_mobilenet_v3_large": (_SMALL, {"weights_backbone": None}),
     "r3d_18": (_VIDEO, {}),
     "mc3_18": (_VIDEO, {}),
     "r2plus1d_18": (_VIDEO, {}),
+    "maxvit_t": ((3, 224, 224), {}),
 }
 _OPTIONS: dict[str, dict[str, Any]] = {"googlenet": {"init_weights": False}}
 

@@ -3,6 +3,8 @@
 Writes one line per model to results/sweep.csv: how many random convex cuts (K = 2 to 8, ten seeds each) gave the same
 forward pass, buffers, evaluation and state dict bit for bit, how many the same gradients bit for bit, and the largest
 relative difference of a gradient where the sum over a fan-out was taken in another order.
+
+Run from the root of the repository: python -m benchmarks.partition.sweep
 """
 
 from __future__ import annotations
@@ -14,13 +16,11 @@ import sys
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
-
 import torch
-from check import compare_split, random_convex_stages, reference_step
-from common import setting
-from models import SWEEP, sweep_model
 
+from benchmarks.partition.check import compare_split, random_convex_stages, reference_step
+from benchmarks.partition.common import setting
+from benchmarks.partition.models import SWEEP, sweep_model
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 
@@ -35,7 +35,7 @@ def check_model(name: str, seeds: int) -> dict[str, object]:
     for stages in range(2, 9):
         for seed in range(seeds):
             cut = random_convex_stages(units.graph, stages, random.Random(1000 * stages + seed))
-            found.append(compare_split(units, cut, example, reference))
+            found.append(compare_split(units, cut, example, reference, load=seed == 0))
     return {
         "model": name,
         "trace": units.traced.method,
@@ -61,12 +61,23 @@ def main() -> int:
     parser.add_argument("models", nargs="*", default=list(SWEEP))
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "sweep.csv")
+    parser.add_argument("--resume", action="store_true", help="keep the lines that are there, do the other models")
     options = parser.parse_args()
     torch.set_num_threads(1)
     failed = 0
+    done: list[dict[str, object]] = []
+    if options.resume and options.output.exists():
+        with options.output.open(newline="") as file:
+            done = list(csv.DictReader(file))  # type: ignore[arg-type]
     with options.output.open("w", newline="") as file:
         writer: csv.DictWriter[str] | None = None
+        if done:
+            writer = csv.DictWriter(file, list(done[0]))
+            writer.writeheader()
+            writer.writerows(done)
         for name in options.models:
+            if any(row["model"] == name for row in done):
+                continue
             row = check_model(name, options.seeds)
             if writer is None:
                 writer = csv.DictWriter(file, list(row))

@@ -34,29 +34,44 @@ class StageTimes:
         return self.forward_ms + self.backward_ms
 
 
-def dry_run_stages(stages: Sequence[Stage], inputs: Sequence[torch.Tensor], *, passes: int = 5) -> list[StageTimes]:
+def dry_run_stages(
+    stages: Sequence[Stage], inputs: Sequence[torch.Tensor], *, passes: int = 5, own_time: bool = False
+) -> list[StageTimes]:
     """Measure stages one after another on one device, without any communication.
 
     Args:
         stages: All stages of one model; their state is put back afterwards.
         inputs: One micro-batch.
         passes: Passes over all stages; the minimum counts.
+        own_time: As for `Clock`.
     """
-    clock = Clock(inputs[0].device)
-    together = nn.ModuleList(stages)
-    rows: list[list[list[float]]] = []
-    with untouched(together, training=True), _stage_modes(stages):
+    return dry_run_partitions([stages], inputs, passes=passes, own_time=own_time)[0]
+
+
+def dry_run_partitions(
+    partitions: Sequence[Sequence[Stage]], inputs: Sequence[torch.Tensor], *, passes: int = 5, own_time: bool = False
+) -> list[list[StageTimes]]:
+    """Measure several partitions of one model in turns, so that whatever else the machine does hits all of them."""
+    clock = Clock(inputs[0].device, own_time=own_time)
+    everything = [stage for stages in partitions for stage in stages]
+    together = nn.ModuleList(everything)
+    rows: list[list[list[list[float]]]] = [[] for _ in partitions]
+    with untouched(together, training=True), _training_graphs(everything):
         for parameter in together.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        saved = _saved_bytes(stages, inputs)
+        saved = [_saved_bytes(stages, inputs) for stages in partitions]
         for _ in range(passes):
-            rows.append(_one_pass(stages, inputs, clock))
-    best = torch.tensor(rows, dtype=torch.float64).amin(dim=0).tolist()
-    return [StageTimes(forward, backward, size) for (forward, backward), size in zip(best, saved, strict=True)]
+            for stages, times in zip(partitions, rows, strict=True):
+                times.append(_one_pass(stages, inputs, clock))
+    results = []
+    for times, sizes in zip(rows, saved, strict=True):
+        best = torch.tensor(times, dtype=torch.float64).amin(dim=0).tolist()
+        results.append([StageTimes(ahead, back, size) for (ahead, back), size in zip(best, sizes, strict=True)])
+    return results
 
 
 @contextmanager
-def _stage_modes(stages: Sequence[Stage]) -> Iterator[None]:
+def _training_graphs(stages: Sequence[Stage]) -> Iterator[None]:
     """Training graphs inside, the graphs of before afterwards."""
     before = [stage.training for stage in stages]
     try:

@@ -243,9 +243,7 @@ class _Run:
 def node_call(node: fx.Node, resolve: Callable[[str], Any]) -> Callable[..., Any]:
     """What a node calls, as a function of its arguments."""
     if node.op == "call_module":
-        module = resolve(str(node.target))
-        assert callable(module)
-        return module
+        return cast(Callable[..., Any], resolve(str(node.target)))
     if node.op == "call_method":
         return _method(str(node.target))
     return cast(Callable[..., Any], node.target)

@@ -17,7 +17,7 @@ from hybridpar.partition.cost import Matrix
 from hybridpar.partition.linear import Cuts
 
 #: Labels kept per place; beyond that the search is no longer exact.
-LABELS = 64
+LABELS = 32
 
 
 @dataclass(frozen=True)

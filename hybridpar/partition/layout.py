@@ -109,8 +109,8 @@ def _label(graph: UnitGraph, block: Block) -> str:
     if len(units) == 1:
         return f"{paths[0]} {units[0].operation}".strip() if not paths[0] else paths[0]
     shared = _common([path.split(".") for path in paths])
-    first = paths[0] or units[0].operation
-    return ".".join(shared) if shared else f"{first} ..."
+    first = paths[0].split(".") if paths[0] else [units[0].operation]
+    return ".".join(shared) if len(shared) > 1 else ".".join(first[: len(shared) + 1]) + " ..."
 
 
 def _common(paths: list[list[str]]) -> list[str]:

@@ -58,6 +58,7 @@ def measure_units(
     *,
     passes: int = 5,
     threads: int | None = None,
+    own_time: bool = False,
     progress: Progress | None = None,
 ) -> UnitTimes:
     """Measure every unit of a model inside whole training steps.
@@ -67,6 +68,7 @@ def measure_units(
         inputs: One micro-batch, at the dtype and memory format of the training.
         passes: Passes over the graph; the minimum counts. At least 2, so that noise can be told.
         threads: Intra-op threads on CPU; None keeps the present number.
+        own_time: As for `Clock`; only with one thread.
         progress: Told after every pass.
 
     Raises:
@@ -79,7 +81,7 @@ def measure_units(
             "Use --passes 5.",
         )
     device = next((tensor.device for tensor in (*units.model.parameters(), *inputs)), torch.device("cpu"))
-    clock = Clock(device)
+    clock = Clock(device, own_time=own_time)
     runner = UnitRunner(units, inputs)
     rows: list[list[tuple[float, float]]] = []
     steps: list[float] = []

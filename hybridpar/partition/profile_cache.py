@@ -24,7 +24,9 @@ from hybridpar.partition.units import ModelUnits
 
 
 def cache_directory() -> Path:
-    """Where profiles are kept: `hybridpar/profiles` under XDG_CACHE_HOME, or under ~/.cache."""
+    """Where profiles are kept: profiles/ in HYBRIDPAR_CACHE, else in hybridpar/ of XDG_CACHE_HOME or ~/.cache."""
+    if own := os.environ.get("HYBRIDPAR_CACHE"):
+        return Path(own) / "profiles"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "hybridpar" / "profiles"
 
