@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hybridpar.partition.analytic import Roofline as Roofline
     from hybridpar.partition.balance import Balance as Balance
     from hybridpar.partition.balance import balance_graph as balance_graph
+    from hybridpar.partition.co_run import measure_co_run as measure_co_run
     from hybridpar.partition.cost import Link as Link
     from hybridpar.partition.cost import Problem as Problem
     from hybridpar.partition.cost import Worker as Worker
@@ -37,7 +38,7 @@ _HOME = {
     "Balance": "balance", "Link": "cost", "ModelUnits": "units", "PartitionedModel": "planning", "Problem": "cost",
     "Roofline": "analytic", "Stage": "stage", "StageRunner": "run", "TracedModel": "trace", "UnitGraph": "graph",
     "Worker": "cost", "balance_graph": "balance", "draw_partition": "draw", "dry_run_stages": "dry_run",
-    "find_units": "units", "measure_units": "profile", "partition_model": "planning", "print_partition": "table",
+    "find_units": "units", "measure_co_run": "co_run", "measure_units": "profile", "partition_model": "planning", "print_partition": "table",
     "run_stages": "run", "split_model": "split", "stages_from_plan": "planning", "trace_model": "trace",
 }  # fmt: skip
 

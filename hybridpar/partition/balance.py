@@ -125,8 +125,9 @@ def balance_graph(
         other = _describe(graph, problem, optimum.order, _cut_order(other_costs, problem), strategy, other_costs)
     except PartitionError:
         other = best  # the other order does not fit into memory
-    slack = 1 + min(problem.noise, problem.slack_limit)
-    if other.largest * slack < best.largest:
+    # Within the noise of the optimum the model's own order is kept, for its readers' sake; beyond it the better wins.
+    close = optimum.lower_bound * (1 + min(problem.noise, problem.slack_limit)) * (1 + TOLERANCE)
+    if best.largest > close and other.largest < best.largest:
         best = other
     certificate: Literal["exact", "bound"] = "exact" if problem.is_plain and proves else "bound"
     bound = max(best.lower_bound_ms, optimum.lower_bound) if proves else best.lower_bound_ms

@@ -39,8 +39,8 @@ class PlanConfig:
     memory: str | None = None
     """Memory cap per worker, as 8GB or 500MB; default: none."""
     co_run: float | None = None
-    """How much slower each lane runs while all lanes of its device are busy; default: as many times as there are
-    lanes."""
+    """How much slower each lane runs while all lanes of its device are busy; default: measured, and with --no-measure
+    as many times as there are lanes."""
     link: str | None = None
     """Link between workers, as 1.2GB/s or 100MB/s@0.2ms; default: a link that costs nothing."""
     placement: Literal["linear", "loop", "v"] = "linear"

@@ -16,6 +16,7 @@ from hybridpar.errors import PlanError, UsageError
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.partition.analytic import Roofline, device_roofline, estimate_units
 from hybridpar.partition.balance import Balance, balance_graph
+from hybridpar.partition.co_run import measure_co_run
 from hybridpar.partition.cost import Problem
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.profile import Progress, UnitTimes, measure_units
@@ -98,6 +99,7 @@ def partition_model(
     units = find_units(trace_model(model, given), given)
     if measure:
         times = _measured(units, given, passes, threads or torch.get_num_threads(), cache, progress, say)
+        problem = _with_co_run(model, given, problem, say)
     else:
         times = estimate_units(units.graph, roofline or device_roofline(given[0].device, threads))
     graph = times.apply(units.graph)
@@ -127,6 +129,22 @@ def _measured(
     if cache is not None:
         store_profile(key, times, cache)
     return times
+
+
+def _with_co_run(
+    model: nn.Module, inputs: Sequence[torch.Tensor], problem: Problem, say: Callable[[str], None]
+) -> Problem:
+    """Measure what lanes of one device cost each other, where that is not given."""
+    shared = sorted({worker.lanes for worker in problem.workers if worker.lanes > 1 and worker.co_run is None})
+    if not shared:
+        return problem
+    say("measuring lanes beside each other")
+    slowdown = {lanes: measure_co_run(model, inputs, lanes) for lanes in shared}
+    workers = (
+        replace(worker, co_run=slowdown[worker.lanes]) if worker.lanes > 1 and worker.co_run is None else worker
+        for worker in problem.workers
+    )
+    return replace(problem, workers=tuple(workers))
 
 
 def _with_noise(problem: Problem, noise: float) -> Problem:

@@ -163,6 +163,16 @@ def test_bytes_break_ties_only_within_the_noise() -> None:
     assert balance_graph(graph, Problem(2, noise=0.02)).stage_of == (0, 1, 1)
 
 
+@given(unit_graphs(least=2), st.data())
+@settings(max_examples=100, deadline=None)
+def test_bytes_never_cost_more_than_the_limit(graph: UnitGraph, data: st.DataObject) -> None:
+    stages = data.draw(st.integers(2, len(graph)))
+    found = balance_graph(graph, Problem(stages, noise=0.5, slack_limit=0.01))
+    if graph.total_ms > 0:
+        assert found.certificate == "exact"
+        assert found.gap_to_optimum <= 0.01 + 3e-4
+
+
 def test_slow_devices_get_less() -> None:
     graph = chain(*[1.0] * 9)
     found = balance_graph(graph, Problem(2, (Worker(speed=2.0), Worker(speed=1.0))))

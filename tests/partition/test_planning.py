@@ -70,6 +70,17 @@ def test_a_plan_says_what_the_partition_costs(made: PartitionedModel) -> None:
     assert again.plan.to_json() == made.plan.to_json()
 
 
+def test_what_lanes_cost_each_other_is_measured_where_it_is_not_given() -> None:
+    said: list[str] = []
+    problem = Problem(2, (Worker(lanes=2),))
+    partition_model(Residual(), torch.randn(*IMAGES), problem, passes=2, announce=said.append)
+    assert "measuring lanes beside each other" in said
+    said.clear()
+    given = Problem(2, (Worker(lanes=2, co_run=1.5),))
+    partition_model(Residual(), torch.randn(*IMAGES), given, passes=2, announce=said.append)
+    assert "measuring lanes beside each other" not in said
+
+
 def test_placement_names_workers_and_lanes() -> None:
     problem = Problem(4, (Worker("cpu", lanes=2),), "v")
     plan = partition_model(Residual(), torch.randn(*IMAGES), problem, measure=False).plan

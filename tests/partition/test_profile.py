@@ -8,6 +8,7 @@ import torch
 
 from hybridpar.errors import UsageError
 from hybridpar.partition.analytic import Roofline, estimate_units
+from hybridpar.partition.co_run import measure_co_run
 from hybridpar.partition.dry_run import dry_run_stages
 from hybridpar.partition.planning import saved_bytes
 from hybridpar.partition.profile import UnitTimes, _summarise, measure_units
@@ -153,3 +154,13 @@ def test_dry_run_leaves_the_stages_as_they_were() -> None:
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module.training for stage in stages for module in stage.modules())
+
+
+def test_lanes_beside_each_other_leave_the_model_as_it_was() -> None:
+    model, example = Residual(), torch.randn(*IMAGES)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    assert measure_co_run(model, [example], 2, passes=1) > 0
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(UsageError, match="0 lanes"):
+        measure_co_run(model, [example], 0)
