@@ -38,7 +38,8 @@ _HOME = {
     "Balance": "balance", "Link": "cost", "ModelUnits": "units", "PartitionedModel": "planning", "Problem": "cost",
     "Roofline": "analytic", "Stage": "stage", "StageRunner": "run", "TracedModel": "trace", "UnitGraph": "graph",
     "Worker": "cost", "balance_graph": "balance", "draw_partition": "draw", "dry_run_stages": "dry_run",
-    "find_units": "units", "measure_co_run": "co_run", "measure_units": "profile", "partition_model": "planning", "print_partition": "table",
+    "find_units": "units", "measure_co_run": "co_run", "measure_units": "profile", "partition_model": "planning",
+    "print_partition": "table",
     "run_stages": "run", "split_model": "split", "stages_from_plan": "planning", "trace_model": "trace",
 }  # fmt: skip
 

@@ -71,7 +71,7 @@ def _threads(twins: Sequence[nn.Module], inputs: Sequence[torch.Tensor], clock: 
 def _streams(twins: Sequence[nn.Module], inputs: Sequence[torch.Tensor], clock: Clock) -> float:
     """One step of every model on a stream of its own, issued by one host thread."""
     main = torch.cuda.current_stream(clock.device)
-    streams = [torch.cuda.Stream(clock.device) for _ in twins]
+    streams = [torch.cuda.Stream(clock.device) for _ in twins]  # type: ignore[no-untyped-call]
     start = clock.mark()
     for twin, stream in zip(twins, streams, strict=True):
         stream.wait_stream(main)

@@ -12,7 +12,7 @@ from rich.text import Text
 from hybridpar.partition.layout import readable_bytes
 from hybridpar.plan import Plan, Stage
 
-_BAR = 10
+_BAR = 8
 
 
 def partition_table(plan: Plan) -> Group:

@@ -37,7 +37,7 @@ def chain(*times: float) -> UnitGraph:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_interval_costs_are_what_their_definition_says(data: st.DataObject) -> None:
     graph = data.draw(unit_graphs())
     problem = data.draw(random_problems(graph))
@@ -54,7 +54,7 @@ def test_interval_costs_are_what_their_definition_says(data: st.DataObject) -> N
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_linear_cut_is_the_best_of_all_cuts(data: st.DataObject) -> None:
     graph = data.draw(unit_graphs())
     problem = data.draw(random_problems(graph))
@@ -69,7 +69,7 @@ def test_linear_cut_is_the_best_of_all_cuts(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_memory_caps_are_kept_or_the_least_cap_is_named(data: st.DataObject) -> None:
     graph = data.draw(unit_graphs())
     problem = data.draw(random_problems(graph, shared=True))
@@ -99,7 +99,7 @@ def test_memory_caps_are_kept_or_the_least_cap_is_named(data: st.DataObject) -> 
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_loop_and_v_balance_workers_as_well_as_any_cut(data: st.DataObject) -> None:
     graph = data.draw(unit_graphs(least=2))
     problem = replace(
@@ -117,7 +117,7 @@ def test_loop_and_v_balance_workers_as_well_as_any_cut(data: st.DataObject) -> N
 
 
 @given(unit_graphs(most=7), st.integers(1, 4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_certificate_is_the_best_of_all_convex_cuts(graph: UnitGraph, stages: int) -> None:
     stages = min(stages, len(graph))
     found = balance_graph(graph, Problem(stages))
@@ -136,7 +136,7 @@ def test_certificate_is_the_best_of_all_convex_cuts(graph: UnitGraph, stages: in
 
 
 @given(unit_graphs(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_strategy_gives_convex_stages_without_an_empty_one(graph: UnitGraph, data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(graph)))
     for strategy in ("balanced", *STRATEGIES):
@@ -164,7 +164,7 @@ def test_bytes_break_ties_only_within_the_noise() -> None:
 
 
 @given(unit_graphs(least=2), st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_bytes_never_cost_more_than_the_limit(graph: UnitGraph, data: st.DataObject) -> None:
     stages = data.draw(st.integers(2, len(graph)))
     found = balance_graph(graph, Problem(stages, noise=0.5, slack_limit=0.01))
