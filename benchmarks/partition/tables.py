@@ -1,0 +1,147 @@
+"""Why: the claims about balance, certificate and prediction, measured on one machine in one run.
+
+For each model at batch 4, 224x224, one thread: profile once; cut into K = 2 to 8 stages with every strategy; for some
+K also split and run every cut, in turns, and take the slowest stage. Writes results/balance.csv (one line per model, K
+and strategy) and results/stages.csv (one line per stage of the balanced cuts: predicted and measured time and saved
+bytes). Run from the root of the repository: python -m benchmarks.partition.tables
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.partition.common import setting
+from benchmarks.partition.models import table_model
+from hybridpar.partition.balance import Balance, balance_graph
+from hybridpar.partition.cost import Problem
+from hybridpar.partition.dry_run import StageTimes, dry_run_partitions
+from hybridpar.partition.graph import UnitGraph
+from hybridpar.partition.planning import saved_bytes
+from hybridpar.partition.profile import UnitTimes, measure_units
+from hybridpar.partition.split import split_model
+from hybridpar.partition.strategies import STRATEGIES
+from hybridpar.partition.trace import trace_model
+from hybridpar.partition.units import find_units
+
+MODELS = ("resnet18", "mobilenet_v2", "googlenet", "resnet34", "densenet121", "resnet50")
+RESULTS = Path(__file__).parent / "results"
+
+
+class Table:
+    """A CSV file that grows line by line."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("w", newline="")
+        self.writer: csv.DictWriter[str] | None = None
+
+    def add(self, row: dict[str, Any]) -> None:
+        row = {**row, **setting()}
+        if self.writer is None:
+            self.writer = csv.DictWriter(self.file, list(row))
+            self.writer.writeheader()
+        self.writer.writerow(row)
+        self.file.flush()
+
+
+def run_model(name: str, options: argparse.Namespace, balances: Table, stage_rows: Table) -> None:
+    torch.manual_seed(0)
+    model, example = table_model(name), torch.randn(4, 3, 224, 224)
+    units = find_units(trace_model(model, [example]), [example])
+    times = measure_units(units, [example], passes=options.passes, own_time=True)
+    graph = times.apply(units.graph)
+    for stages in range(2, 9):
+        cuts: dict[str, Balance] = {}
+        begin = time.perf_counter()
+        balance_graph(graph, Problem(stages, noise=times.noise), certify=False)
+        without = time.perf_counter() - begin
+        for strategy in ("balanced", *STRATEGIES):
+            begin = time.perf_counter()
+            cuts[strategy] = balance_graph(graph, Problem(stages, noise=times.noise), strategy=strategy)
+            seconds = time.perf_counter() - begin
+            if strategy == "balanced":
+                print(f"{name} K={stages}: {cuts[strategy].balance:.3f}, {seconds:.2f} s", flush=True)
+        measured: dict[str, list[StageTimes]] = {}
+        if stages in options.measured:
+            partitions = [split_model(units, cut.stage_of) for cut in cuts.values()]
+            found = dry_run_partitions(partitions, [example], passes=options.dry_passes, own_time=True)
+            measured = dict(zip(cuts, found, strict=True))
+        for strategy, cut in cuts.items():
+            slowest = max(item.ms for item in measured[strategy]) if measured else None
+            ours = max(item.ms for item in measured["balanced"]) if measured else None
+            balances.add(
+                {
+                    "model": name,
+                    "stages": stages,
+                    "strategy": strategy,
+                    "units": len(graph),
+                    "max_over_mean": f"{cut.balance:.4f}",
+                    "largest_ms": f"{cut.largest:.2f}",
+                    "lower_bound_ms": f"{cuts['balanced'].lower_bound_ms:.2f}",
+                    "gap_to_bound": f"{cut.largest / cuts['balanced'].lower_bound_ms - 1:.4f}",
+                    "certificate": cuts["balanced"].certificate,
+                    "down_sets": cuts["balanced"].down_sets,
+                    "cut_megabytes": f"{sum(graph.cut_bytes(cut.stage_of)) / 1e6:.2f}",
+                    "measured_slowest_ms": "" if slowest is None else f"{slowest:.2f}",
+                    "measured_over_balanced": "" if slowest is None or ours is None else f"{slowest / ours:.3f}",
+                    "balance_ms": f"{without * 1e3:.0f}" if strategy == "balanced" else "",
+                    "noise": f"{times.noise:.3f}",
+                    "calibration": f"{times.calibration:.3f}",
+                    "clock": "thread time",
+                }
+            )
+        if measured:
+            add_stages(stage_rows, name, stages, graph, cuts["balanced"], measured["balanced"], times)
+
+
+def add_stages(
+    table: Table,
+    name: str,
+    stages: int,
+    graph: UnitGraph,
+    cut: Balance,
+    measured: list[StageTimes],
+    times: UnitTimes,
+) -> None:
+    saved = saved_bytes(graph, cut.stage_of)
+    for stage, item in enumerate(measured):
+        table.add(
+            {
+                "model": name,
+                "stages": stages,
+                "stage": stage,
+                "predicted_ms": f"{cut.loads[stage]:.2f}",
+                "measured_ms": f"{item.ms:.2f}",
+                "error": f"{cut.loads[stage] / item.ms - 1:.3f}",
+                "predicted_saved_bytes": saved[stage],
+                "measured_saved_bytes": item.saved_bytes,
+                "saved_error": f"{saved[stage] / item.saved_bytes - 1:.4f}" if item.saved_bytes else "",
+                "noise": f"{times.noise:.3f}",
+                "clock": "thread time",
+            }
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("--passes", type=int, default=6)
+    parser.add_argument("--dry-passes", type=int, default=3)
+    parser.add_argument("--measured", type=int, nargs="*", default=[4, 8], help="numbers of stages to run as well")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    balances, stage_rows = Table(options.results / "balance.csv"), Table(options.results / "stages.csv")
+    for name in options.models:
+        run_model(name, options, balances, stage_rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Why: partitioning is useful alone: any traced model into balanced stages, for anyone's training loop.
+
+Trace, measure, balance, split, draw. The names below are the public ones; they load torch when first used, so that
+the command line can describe its options without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridpar.partition.analytic import Roofline as Roofline
+    from hybridpar.partition.balance import Balance as Balance
+    from hybridpar.partition.balance import balance_graph as balance_graph
+    from hybridpar.partition.co_run import measure_co_run as measure_co_run
+    from hybridpar.partition.cost import Link as Link
+    from hybridpar.partition.cost import Problem as Problem
+    from hybridpar.partition.cost import Worker as Worker
+    from hybridpar.partition.draw import draw_partition as draw_partition
+    from hybridpar.partition.dry_run import dry_run_stages as dry_run_stages
+    from hybridpar.partition.graph import UnitGraph as UnitGraph
+    from hybridpar.partition.planning import PartitionedModel as PartitionedModel
+    from hybridpar.partition.planning import partition_model as partition_model
+    from hybridpar.partition.planning import stages_from_plan as stages_from_plan
+    from hybridpar.partition.profile import measure_units as measure_units
+    from hybridpar.partition.run import StageRunner as StageRunner
+    from hybridpar.partition.run import run_stages as run_stages
+    from hybridpar.partition.split import split_model as split_model
+    from hybridpar.partition.stage import Stage as Stage
+    from hybridpar.partition.table import print_partition as print_partition
+    from hybridpar.partition.trace import TracedModel as TracedModel
+    from hybridpar.partition.trace import trace_model as trace_model
+    from hybridpar.partition.units import ModelUnits as ModelUnits
+    from hybridpar.partition.units import find_units as find_units
+
+_HOME = {
+    "Balance": "balance", "Link": "cost", "ModelUnits": "units", "PartitionedModel": "planning", "Problem": "cost",
+    "Roofline": "analytic", "Stage": "stage", "StageRunner": "run", "TracedModel": "trace", "UnitGraph": "graph",
+    "Worker": "cost", "balance_graph": "balance", "draw_partition": "draw", "dry_run_stages": "dry_run",
+    "find_units": "units", "measure_co_run": "co_run", "measure_units": "profile", "partition_model": "planning",
+    "print_partition": "table",
+    "run_stages": "run", "split_model": "split", "stages_from_plan": "planning", "trace_model": "trace",
+}  # fmt: skip
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,219 @@
+"""Why: a cut of one topological order may miss the best cut; this proves how far away it is, or finds the best.
+
+A convex cut into stages is a chain of down-sets (sets of units that hold all their predecessors). For compute load
+at equal speeds the question "can K stages of at most T do it?" is that of assembly-line balancing (SALBP), answered
+by a dynamic programme over down-sets: the least number of full stages, then the least load of the open one, reached
+by adding one unit at a time. Binary search on T gives the optimum over *all* convex cuts, and everything below the
+last T that failed is proved impossible. The number of down-sets is small for vision models; where it is not, the
+search gives up and says so.
+
+Reference: the two-key recursion is Held, Karp and Shareshian (1963), "Assembly-line balancing: dynamic programming
+with precedence constraints".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: Relative width of the interval that the binary search leaves.
+TOLERANCE = 1e-4
+DOWN_SETS = 200_000
+SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The optimum over all convex cuts.
+
+    Attributes:
+        lower_bound: No convex cut has a smaller largest load; within `TOLERANCE` of the optimum.
+        order: A topological order that a cut within `TOLERANCE` of the optimum follows.
+        down_sets: How many there are.
+    """
+
+    lower_bound: float
+    order: tuple[int, ...]
+    down_sets: int
+
+
+def fused_chains(
+    loads: Sequence[float], edges: Sequence[tuple[int, int]], largest: float
+) -> tuple[list[list[int]], list[tuple[int, int]]]:
+    """Merge chains, so that a graph with too many down-sets has fewer.
+
+    Args:
+        loads: Load of every unit.
+        edges: Dependencies; units are numbered in topological order.
+        largest: No merged chain is heavier.
+
+    Returns:
+        Units of every chain, in topological order of the chains, and the edges between chains. Cuts inside a chain
+        are lost, so an optimum of the merged graph bounds nothing; it is only a good cut.
+    """
+    after: list[set[int]] = [set() for _ in loads]
+    before: list[set[int]] = [set() for _ in loads]
+    for first, second in edges:
+        after[first].add(second)
+        before[second].add(first)
+    chain_of = list(range(len(loads)))
+    weight = list(loads)
+    for unit in range(len(loads)):
+        if len(before[unit]) == 1:
+            (previous,) = before[unit]
+            head = chain_of[previous]
+            if len(after[previous]) == 1 and weight[head] + loads[unit] <= largest:
+                chain_of[unit] = head
+                weight[head] += loads[unit]
+    heads = sorted(set(chain_of))
+    number = {head: index for index, head in enumerate(heads)}
+    chains: list[list[int]] = [[] for _ in heads]
+    for unit, head in enumerate(chain_of):
+        chains[number[head]].append(unit)
+    links = {(number[chain_of[first]], number[chain_of[second]]) for first, second in edges}
+    return chains, sorted((first, second) for first, second in links if first != second)
+
+
+def trivial_bound(loads: Sequence[float], stages: int) -> float:
+    """What no partition can beat: an even share, or the largest unit."""
+    return max(sum(loads) / stages, max(loads, default=0.0))
+
+
+def exact_optimum(
+    loads: Sequence[float],
+    edges: Sequence[tuple[int, int]],
+    stages: int,
+    upper: float,
+    *,
+    down_sets: int = DOWN_SETS,
+    seconds: float = SECONDS,
+) -> Optimum | None:
+    """The least largest load over all convex cuts into at most `stages` stages.
+
+    Args:
+        loads: Load of every unit.
+        edges: Pairs of units, the first needed by the second.
+        stages: Number of stages.
+        upper: Largest load of a cut that is known.
+        down_sets: Give up beyond so many.
+        seconds: Give up after so long.
+
+    Returns:
+        The optimum, or None where the search gave up.
+    """
+    deadline = time.perf_counter() + seconds
+    lattice = _Lattice.build(len(loads), edges, np.asarray(loads, dtype=float), down_sets, deadline)
+    if lattice is None:
+        return None
+    low = trivial_bound(loads, stages)
+    if lattice.stages_needed(low * (1 + 1e-12)) <= stages:
+        return Optimum(low, lattice.order(low * (1 + 1e-12)), lattice.size)
+    high = max(upper * (1 + 1e-12), low)
+    while high > low * (1 + TOLERANCE):
+        if time.perf_counter() > deadline:
+            return None
+        middle = (low + high) / 2
+        if lattice.stages_needed(middle) <= stages:
+            high = middle
+        else:
+            low = middle
+    return Optimum(low, lattice.order(high), lattice.size)
+
+
+@dataclass
+class _Layer:
+    """Steps from the down-sets of one size to those of the next, sorted by destination."""
+
+    sources: NDArray[np.int64]
+    units: NDArray[np.int64]
+    loads: NDArray[np.float64]
+    starts: NDArray[np.int64]
+
+
+class _Lattice:
+    """All down-sets of a graph, by size, with the units that lead from one to the next."""
+
+    def __init__(self, layers: list[_Layer], size: int) -> None:
+        self.layers = layers
+        self.size = size
+
+    @classmethod
+    def build(
+        cls, count: int, edges: Sequence[tuple[int, int]], loads: NDArray[np.float64], limit: int, deadline: float
+    ) -> _Lattice | None:
+        needs = [0] * count
+        leads: list[list[int]] = [[] for _ in range(count)]
+        for before, after in edges:
+            needs[after] |= 1 << before
+            leads[before].append(after)
+        current: dict[int, list[int]] = {0: [unit for unit in range(count) if not needs[unit]]}
+        layers, size = [], 1
+        for _ in range(count):
+            number: dict[int, int] = {}
+            ready: dict[int, list[int]] = {}
+            sources, units, destinations = [], [], []
+            for place, (members, available) in enumerate(current.items()):
+                for unit in available:
+                    grown = members | 1 << unit
+                    if grown not in number:
+                        number[grown] = len(number)
+                        unlocked = [after for after in leads[unit] if not needs[after] & ~grown]
+                        ready[grown] = [other for other in available if other != unit] + unlocked
+                    sources.append(place)
+                    units.append(unit)
+                    destinations.append(number[grown])
+            size += len(number)
+            if size > limit or time.perf_counter() > deadline:
+                return None
+            sort = np.argsort(destinations, kind="stable")
+            targets = np.asarray(destinations)[sort]
+            chosen = np.asarray(units)[sort]
+            starts = np.flatnonzero(np.concatenate([[True], targets[1:] != targets[:-1]]))
+            layers.append(_Layer(np.asarray(sources)[sort], chosen, loads[chosen], starts))
+            current = ready
+        return cls(layers, size)
+
+    def _run(self, bound: float) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        """Full stages and open load of every down-set, layer by layer, if no stage may exceed `bound`."""
+        full, load = np.zeros(1), np.zeros(1)
+        states = [(full, load)]
+        for layer in self.layers:
+            grown = load[layer.sources] + layer.loads
+            fits = grown <= bound
+            stages = np.where(fits, full[layer.sources], full[layer.sources] + 1)
+            opened = np.where(fits, grown, layer.loads)
+            full = np.minimum.reduceat(stages, layer.starts)
+            widths = np.diff(np.append(layer.starts, len(stages)))
+            least = stages == np.repeat(full, widths)
+            load = np.minimum.reduceat(np.where(least, opened, np.inf), layer.starts)
+            states.append((full, load))
+        return states
+
+    def stages_needed(self, bound: float) -> int:
+        """Least number of stages if no stage may exceed `bound`, which every single unit meets."""
+        return int(self._run(bound)[-1][0][0]) + 1
+
+    def order(self, bound: float) -> tuple[int, ...]:
+        """A topological order along which the least number of stages is reached."""
+        states = self._run(bound)
+        reached: list[int] = []
+        place = 0
+        for depth in range(len(self.layers) - 1, -1, -1):
+            layer = self.layers[depth]
+            end = layer.starts[place + 1] if place + 1 < len(layer.starts) else len(layer.sources)
+            full, load = states[depth]
+            want = states[depth + 1][0][place], states[depth + 1][1][place]
+            for step in range(layer.starts[place], end):
+                source = layer.sources[step]
+                grown = load[source] + layer.loads[step]
+                fits = grown <= bound
+                got = (full[source], grown) if fits else (full[source] + 1, layer.loads[step])
+                if got == want:
+                    reached.append(int(layer.units[step]))
+                    place = int(source)
+                    break
+        return tuple(reversed(reached))

@@ -1,0 +1,271 @@
+"""Why: a graph says what is computed; how large, how shared and how mutable the values are is known only by running.
+
+One example run of the graph notes for every node what it returned, which storages it shares, which argument it
+changed in place, whether it drew random numbers, what it saved for the backward pass, and its FLOPs. Everything that
+decides where a cut is legal, and what it costs in bytes, comes from this run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hybridpar.errors import UsageError
+from hybridpar.partition.nest import Path, can_cross, skeleton, tensor_leaves
+from hybridpar.partition.state import untouched
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """One tensor that a node returned."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    requires_grad: bool
+
+
+@dataclass
+class NodeFacts:
+    """What the example run showed of one node.
+
+    Attributes:
+        tensors: Every tensor in the node's value.
+        is_tensor: The value is one tensor, not a container.
+        crosses: The value is made of tensors and plain containers, so it may be sent to another stage.
+        shape: Skeleton of a container value.
+        storages: Numbers of the storages that the value lives in.
+        changes: Arguments that the node changed in place.
+        random: The node drew random numbers.
+        saved: Bytes that the node saved for backward, by storage number.
+        flops: FLOPs of the forward pass; a multiplication and an addition count as two.
+    """
+
+    tensors: tuple[TensorFacts, ...] = ()
+    is_tensor: bool = False
+    crosses: bool = True
+    shape: Any = None
+    storages: frozenset[int] = frozenset()
+    changes: tuple[fx.Node, ...] = ()
+    random: bool = False
+    saved: dict[int, int] = field(default_factory=dict)
+    flops: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Size of the value."""
+        return sum(tensor.bytes for tensor in self.tensors)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Size of the gradient that comes back for the value."""
+        return sum(tensor.bytes for tensor in self.tensors if tensor.requires_grad)
+
+
+class _Storages:
+    """Numbers for storages. An address is reused after it is freed, so a number ends with its last holder."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[int, int] = {}
+        self.holders: Counter[int] = Counter()
+        self.next = 0
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
+        if not address:
+            return None
+        if address not in self.numbers:
+            self.numbers[address] = self.next
+            self.next += 1
+        return self.numbers[address]
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        if (number := self.number(tensor)) is not None:
+            self.holders[number] += 1
+
+    def release(self, tensor: torch.Tensor) -> None:
+        number = self.number(tensor)
+        if number is None:
+            return
+        self.holders[number] -= 1
+        if self.holders[number] <= 0:
+            del self.numbers[tensor.untyped_storage().data_ptr()]
+
+
+def run_example(
+    model: nn.Module,
+    graph: fx.Graph,
+    resolve: Callable[[str], Any],
+    inputs: Sequence[torch.Tensor],
+    *,
+    training: bool = True,
+) -> dict[fx.Node, NodeFacts]:
+    """Run a graph once and note the facts of every node.
+
+    Args:
+        model: The model; its state is put back afterwards.
+        graph: One of its graphs.
+        resolve: Finds an attribute of the model, or a constant of the trace, by qualified name.
+        inputs: Example inputs at the true micro-batch, dtype and memory format.
+        training: Mode to run in; in evaluation nothing is saved for backward.
+
+    Raises:
+        UsageError: The model refuses the inputs; the message names the node, its module and the shapes it got.
+    """
+    with untouched(model, training=training), torch.set_grad_enabled(training):
+        return _Run(model, graph, resolve).run(inputs)
+
+
+class _Run:
+    def __init__(self, model: nn.Module, graph: fx.Graph, resolve: Callable[[str], Any]) -> None:
+        self.graph = graph
+        self.resolve = resolve
+        self.storages = _Storages()
+        self.permanent = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        self.values: dict[fx.Node, Any] = {}
+        self.facts: dict[fx.Node, NodeFacts] = {}
+        device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+        self.cuda = device if device.type == "cuda" else None
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> dict[fx.Node, NodeFacts]:
+        placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        if len(placeholders) != len(inputs):
+            raise UsageError(
+                f"the model takes {len(placeholders)} input(s), {len(inputs)} given",
+                f"Its inputs are {', '.join(node.name for node in placeholders)}.",
+                "Give one tensor for each.",
+            )
+        last_use = {argument: node for node in self.graph.nodes for argument in node.all_input_nodes}
+        dying: dict[fx.Node, list[fx.Node]] = {}
+        for argument, user in last_use.items():
+            dying.setdefault(user, []).append(argument)
+        given = iter(inputs)
+        counter = FlopCounterMode(display=False)
+        with counter:
+            for node in self.graph.nodes:
+                if node.op == "output":
+                    continue
+                flops = counter.get_total_flops()
+                self._run_node(node, given)
+                self.facts[node].flops = counter.get_total_flops() - flops
+                for _, tensor in tensor_leaves(self.values[node]):
+                    self.storages.hold(tensor)
+                for argument in dying.get(node, ()):
+                    for _, tensor in tensor_leaves(self.values.pop(argument)):
+                        self.storages.release(tensor)
+        return self.facts
+
+    def _run_node(self, node: fx.Node, given: Iterator[torch.Tensor]) -> None:
+        facts = self.facts[node] = NodeFacts()
+        if node.op == "placeholder":
+            value: Any = next(given)
+        elif node.op == "get_attr":
+            value = self.resolve(str(node.target))
+        else:
+            value = self._call(node, facts)
+        self.values[node] = value
+        facts.tensors = tuple(
+            TensorFacts(
+                path, tuple(tensor.shape), tensor.dtype, tensor.numel() * tensor.element_size(), tensor.requires_grad
+            )
+            for path, tensor in tensor_leaves(value)
+        )
+        facts.is_tensor = isinstance(value, torch.Tensor)
+        facts.crosses = bool(facts.tensors) and can_cross(value)
+        facts.shape = None if facts.is_tensor else skeleton(value)
+        numbers = (self.storages.number(tensor) for _, tensor in tensor_leaves(value))
+        facts.storages = frozenset(number for number in numbers if number is not None)
+
+    def _call(self, node: fx.Node, facts: NodeFacts) -> Any:
+        args = fx.map_arg(node.args, self.values.__getitem__)
+        kwargs = fx.map_arg(node.kwargs, self.values.__getitem__)
+        before = self._versions(node)
+        drawn = self._random_state()
+        try:
+            with self._watch_saved(facts):
+                value = node_call(node, self.resolve)(*args, **kwargs)
+        except Exception as error:  # the model's own code, which may raise anything
+            raise self._refused(node, error) from error
+        facts.changes = tuple(
+            argument for argument, version in self._versions(node).items() if before[argument] != version
+        )
+        facts.random = not torch.equal(drawn, self._random_state())
+        return value
+
+    def _versions(self, node: fx.Node) -> dict[fx.Node, int]:
+        return {
+            argument: value._version
+            for argument in node.all_input_nodes
+            if isinstance(value := self.values[argument], torch.Tensor) and not value.is_inference()
+        }
+
+    def _random_state(self) -> torch.Tensor:
+        return torch.cuda.get_rng_state(self.cuda) if self.cuda else torch.get_rng_state()
+
+    @contextmanager
+    def _watch_saved(self, facts: NodeFacts) -> Iterator[None]:
+        if not torch.is_grad_enabled():
+            yield
+            return
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage().data_ptr() not in self.permanent:
+                number = self.storages.number(tensor)
+                if number is not None and number not in facts.saved:
+                    facts.saved[number] = tensor.untyped_storage().nbytes()
+                    self.storages.holders[number] += 1  # lives until backward, which this run never does
+            return tensor.detach()
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            yield
+
+    def _refused(self, node: fx.Node, error: Exception) -> UsageError:
+        shapes = ", ".join(
+            f"{argument.name} {tuple(value.shape)}"
+            for argument in node.all_input_nodes
+            if isinstance(value := self.values[argument], torch.Tensor)
+        )
+        return UsageError(
+            f"the model refuses its input at {node.name} ({describe_target(node)}), which got {shapes or 'no tensor'}",
+            f"{type(error).__name__}: {error}",
+            "Give the shape of one sample that the model takes, for instance --input 3x224x224.",
+        )
+
+
+def node_call(node: fx.Node, resolve: Callable[[str], Any]) -> Callable[..., Any]:
+    """What a node calls, as a function of its arguments."""
+    if node.op == "call_module":
+        return cast(Callable[..., Any], resolve(str(node.target)))
+    if node.op == "call_method":
+        return _method(str(node.target))
+    return cast(Callable[..., Any], node.target)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)(*args, **kwargs)
+
+    return call
+
+
+def describe_target(node: fx.Node) -> str:
+    """The module path or the function of a node, for messages and tables."""
+    if node.op in ("call_module", "get_attr"):
+        return str(node.target)
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    where = module_path(node)
+    return f"{where}: {name}" if where else str(name)
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the module whose code made the node; empty for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return str(next(reversed(stack))) if stack else ""

@@ -1,0 +1,180 @@
+"""Why: balancing needs costs and dependencies, not a model.
+
+A `UnitGraph` is all that the balancing algorithms see: units in topological order, the tensors that flow between
+them, and the storages that wait for the backward pass. It holds plain numbers, so it can be made by a profile, by the
+analytic model, by a test, or read from a cache, and everything above it runs without a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import networkx as nx
+
+
+@dataclass(frozen=True)
+class Unit:
+    """An indivisible run of graph nodes. Times are milliseconds, sizes bytes, both per micro-batch.
+
+    Attributes:
+        name: Name of its first node.
+        nodes: Names of all its nodes, in execution order.
+        module: Path of the module it comes from.
+        operation: What it computes, for people.
+        forward_ms: Time of the forward pass.
+        backward_ms: Time of the backward pass.
+        output_bytes: Size of the tensors that others use.
+        saved_bytes: Activations it keeps for backward; a storage that several units save counts for the first.
+        parameter_bytes: Size of its parameters.
+        flops: FLOPs of the forward pass; a multiplication and an addition count as two.
+    """
+
+    name: str
+    nodes: tuple[str, ...] = ()
+    module: str = ""
+    operation: str = ""
+    forward_ms: float = 0.0
+    backward_ms: float = 0.0
+    output_bytes: int = 0
+    saved_bytes: int = 0
+    parameter_bytes: int = 0
+    flops: int = 0
+
+    @property
+    def ms(self) -> float:
+        """Forward and backward together."""
+        return self.forward_ms + self.backward_ms
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor, or a container of tensors, that flows from one unit to others.
+
+    Attributes:
+        name: Name of the node that returns it.
+        producer: Index of the producing unit; -1 for an input of the model.
+        consumers: Indices of the units that use it, ascending.
+        bytes: What crosses a cut in the forward pass.
+        gradient_bytes: What comes back in the backward pass; 0 where no gradient is needed.
+        is_output: The model returns it, so it goes to the last stage, which hands the output over.
+    """
+
+    name: str
+    producer: int
+    consumers: tuple[int, ...]
+    bytes: int
+    gradient_bytes: int = 0
+    is_output: bool = False
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A storage that waits for the backward pass, and the units that wait for it, ascending."""
+
+    bytes: int
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class UnitGraph:
+    """Units in a topological order, with what flows between them.
+
+    Attributes:
+        units: The units; position is index.
+        values: Tensors between units.
+        saved: Storages kept for backward.
+        order_edges: Pairs of units that must keep their order although nothing flows between them (random numbers).
+    """
+
+    units: tuple[Unit, ...]
+    values: tuple[Value, ...] = ()
+    saved: tuple[Saved, ...] = ()
+    order_edges: tuple[tuple[int, int], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    @property
+    def total_ms(self) -> float:
+        """Time of all units."""
+        return sum(unit.ms for unit in self.units)
+
+    def edges(self) -> list[tuple[int, int]]:
+        """Dependencies between units, sorted, each once."""
+        pairs = {
+            (value.producer, consumer) for value in self.values for consumer in value.consumers if value.producer >= 0
+        }
+        return sorted(pairs.union(self.order_edges))
+
+    def dag(self) -> nx.DiGraph:
+        """The graph for networkx: nodes are unit names with the attribute `unit`, edges have `values` and `bytes`."""
+        dag = nx.DiGraph()
+        for unit in self.units:
+            dag.add_node(unit.name, unit=unit)
+        for before, after in self.edges():
+            between = [value for value in self.values if value.producer == before and after in value.consumers]
+            dag.add_edge(
+                self.units[before].name,
+                self.units[after].name,
+                values=[value.name for value in between],
+                bytes=sum(value.bytes for value in between),
+            )
+        return dag
+
+    def with_times(self, times: Sequence[tuple[float, float]]) -> UnitGraph:
+        """The same graph with new forward and backward times, one pair per unit, in milliseconds."""
+        units = (
+            replace(unit, forward_ms=forward, backward_ms=backward)
+            for unit, (forward, backward) in zip(self.units, times, strict=True)
+        )
+        return replace(self, units=tuple(units))
+
+    def reordered(self, order: Sequence[int]) -> UnitGraph:
+        """The same graph with its units in another topological order.
+
+        Args:
+            order: Old index of the unit at each new position.
+
+        Raises:
+            ValueError: The order puts a unit before one it depends on (a programming error).
+        """
+        position = {old: new for new, old in enumerate(order)}
+        if len(position) != len(self.units):
+            raise ValueError(f"an order of {len(self.units)} units names {len(position)}")
+        broken = [(before, after) for before, after in self.edges() if position[before] >= position[after]]
+        if broken:
+            raise ValueError(f"not a topological order: {broken[:3]}")
+
+        def moved(value: Value) -> Value:
+            return replace(
+                value,
+                producer=position[value.producer] if value.producer >= 0 else -1,
+                consumers=tuple(sorted(position[consumer] for consumer in value.consumers)),
+            )
+
+        return UnitGraph(
+            tuple(self.units[old] for old in order),
+            tuple(moved(value) for value in self.values),
+            tuple(replace(saved, units=tuple(sorted(position[unit] for unit in saved.units))) for saved in self.saved),
+            tuple((position[before], position[after]) for before, after in self.order_edges),
+        )
+
+    def cut_bytes(self, stage_of: Sequence[int]) -> list[int]:
+        """Bytes that each stage sends forward: every value once for each later stage that uses it.
+
+        Args:
+            stage_of: Stage of every unit.
+
+        Returns:
+            One number per stage. Inputs of the model that a later stage uses count for stage 0, which has them.
+        """
+        count = max(stage_of) + 1
+        sent = [0] * count
+        for value in self.values:
+            home = stage_of[value.producer] if value.producer >= 0 else 0
+            users = {stage_of[consumer] for consumer in value.consumers}
+            if value.is_output:
+                users.add(count - 1)
+            sent[home] += value.bytes * len(users - {home})
+        return sent

@@ -1,0 +1,112 @@
+"""Why: what crosses a stage border is tensors, but a module may return a tuple or a dict of them.
+
+A structure says how tensors were nested, so that one stage can send them one by one and the next can put them
+together again. Only plain containers count (tuple, named tuple, list, dict, OrderedDict, None); anything else stays
+inside one stage.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+Path = tuple[Any, ...]
+
+
+def tensor_leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
+    """All tensors in a nested value, each with the keys that lead to it, in order."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from tensor_leaves(item, (*path, key))
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from tensor_leaves(item, (*path, index))
+
+
+def can_cross(value: Any) -> bool:
+    """Whether a value is made of tensors and plain containers alone, so that it can be sent tensor by tensor."""
+    if value is None or isinstance(value, torch.Tensor):
+        return True
+    if type(value) in (dict, OrderedDict):
+        return all(isinstance(key, (str, int)) and can_cross(item) for key, item in value.items())
+    if type(value) in (tuple, list) or _is_named_tuple(value):
+        return all(can_cross(item) for item in value)
+    return False
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(type(value), "_fields")
+
+
+def skeleton(value: Any) -> Any:
+    """The same nesting with every tensor replaced by its path, so that no memory is held."""
+
+    def strip(item: Any, path: Path) -> Any:
+        if isinstance(item, torch.Tensor):
+            return path
+        if isinstance(item, dict):
+            return Nested(type(item), tuple(item), tuple(strip(part, (*path, key)) for key, part in item.items()))
+        if isinstance(item, (tuple, list)):
+            return Nested(type(item), (), tuple(strip(part, (*path, index)) for index, part in enumerate(item)))
+        return None
+
+    return strip(value, ())
+
+
+class Nested:
+    """One level of a skeleton.
+
+    Args:
+        kind: Type of the container.
+        keys: Its keys, for a dict.
+        parts: Skeletons of what it holds: a path for a tensor, `None` for None, or another level.
+    """
+
+    def __init__(self, kind: type, keys: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
+        self.kind = kind
+        self.keys = keys
+        self.parts = parts
+
+
+def rebuild(shape: Any, leaves: dict[Path, fx.Node], graph: fx.Graph) -> Any:
+    """Put a skeleton together again inside a graph.
+
+    Args:
+        shape: A skeleton.
+        leaves: The node of each tensor, by its path.
+        graph: Receives the nodes that build types which fx cannot write as a literal.
+
+    Returns:
+        Something that can stand as an argument of a node.
+    """
+    if shape is None:
+        return None
+    if not isinstance(shape, Nested):
+        return leaves[shape]
+    parts = [rebuild(part, leaves, graph) for part in shape.parts]
+    if shape.kind is dict:
+        return dict(zip(shape.keys, parts, strict=True))
+    if shape.kind is OrderedDict:
+        return graph.call_function(OrderedDict, (list(zip(shape.keys, parts, strict=True)),))
+    if shape.kind in (tuple, list):
+        return shape.kind(parts)
+    return graph.call_function(shape.kind, tuple(parts))
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """A nested value with every tensor replaced; what is not a plain container or a tensor stays as it is."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return type(value)((key, map_tensors(item, change)) for key, item in value.items())
+    if _is_named_tuple(value):
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if type(value) in (tuple, list):
+        return type(value)(map_tensors(item, change) for item in value)
+    return value

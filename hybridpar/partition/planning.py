@@ -1,0 +1,282 @@
+"""Why: one call from a model to a plan and its stages, and one from a plan back to the stages.
+
+Everything that the command line can do goes through these two functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hybridpar.errors import PlanError, UsageError
+from hybridpar.models import model_fingerprint, parameter_count
+from hybridpar.partition.analytic import Roofline, device_roofline, estimate_units
+from hybridpar.partition.balance import Balance, balance_graph
+from hybridpar.partition.co_run import measure_co_run
+from hybridpar.partition.cost import Problem
+from hybridpar.partition.graph import UnitGraph
+from hybridpar.partition.profile import Progress, UnitTimes, measure_units
+from hybridpar.partition.profile_cache import (
+    device_name,
+    load_profile,
+    memory_format_name,
+    profile_key,
+    store_profile,
+)
+from hybridpar.partition.split import split_model
+from hybridpar.partition.stage import Stage
+from hybridpar.partition.trace import trace_model
+from hybridpar.partition.units import ModelUnits, find_units
+from hybridpar.plan import Measured, ModelInfo, Partition, Placement, Plan, StagePlacement
+from hybridpar.plan import Stage as StagePlan
+
+
+@dataclass(frozen=True)
+class PartitionedModel:
+    """A model cut into stages.
+
+    Attributes:
+        plan: The plan, with its sections `partition`, `placement` and `measured`.
+        stages: The stages in order; they share modules and parameters with the model.
+        graph: The unit graph with its times.
+        times: Where the times come from.
+        balance: The partition of the graph.
+        units: The traced model, to cut it differently without tracing again.
+    """
+
+    plan: Plan
+    stages: list[Stage]
+    graph: UnitGraph
+    times: UnitTimes
+    balance: Balance
+    units: ModelUnits
+
+
+def partition_model(
+    model: nn.Module,
+    inputs: torch.Tensor | Sequence[torch.Tensor],
+    stages: int | Problem,
+    *,
+    strategy: str = "balanced",
+    measure: bool = True,
+    passes: int = 5,
+    threads: int | None = None,
+    cache: Path | None = None,
+    roofline: Roofline | None = None,
+    name: str | None = None,
+    progress: Progress | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> PartitionedModel:
+    """Trace a model, find its costs, cut it into balanced stages.
+
+    Args:
+        model: Any module; its state is as before afterwards, and it can still be used as a whole.
+        inputs: One micro-batch, on the device and with the dtype and memory format of the training.
+        stages: Number of stages, or a `Problem` with devices, link and memory.
+        strategy: `balanced`, or a simpler strategy for comparison.
+        measure: Measure unit times; False estimates them from FLOPs and bytes.
+        passes: Passes of the measurement.
+        threads: Intra-op threads on CPU; None keeps the present number.
+        cache: Directory of profiles measured before; None measures always.
+        roofline: The device for `measure=False`; None asks the device of the inputs.
+        name: What to call the model in the plan.
+        progress: Told after every pass of the measurement.
+        announce: Told in one line what is being done.
+
+    Raises:
+        TraceError: The model cannot be traced.
+        PartitionError: No partition meets the request.
+        UsageError: The model refuses the inputs.
+    """
+    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    problem = Problem(stages) if isinstance(stages, int) else stages
+    say = announce or (lambda line: None)
+    say("tracing")
+    units = find_units(trace_model(model, given), given)
+    if measure:
+        times = _measured(units, given, passes, threads or torch.get_num_threads(), cache, progress, say)
+        problem = _with_co_run(model, given, problem, say)
+    else:
+        times = estimate_units(units.graph, roofline or device_roofline(given[0].device, threads))
+    graph = times.apply(units.graph)
+    say("balancing")
+    problem = _with_noise(problem, times.noise)
+    balance = balance_graph(graph, problem, strategy=strategy)
+    plan = make_plan(units, graph, problem, balance, times, given, name=name, threads=threads)
+    return PartitionedModel(plan, split_model(units, balance.stage_of), graph, times, balance, units)
+
+
+def _measured(
+    units: ModelUnits,
+    inputs: Sequence[torch.Tensor],
+    passes: int,
+    threads: int,
+    cache: Path | None,
+    progress: Progress | None,
+    say: Callable[[str], None],
+) -> UnitTimes:
+    key = profile_key(units, inputs, threads, passes)
+    known = load_profile(key, cache) if cache is not None else None
+    if known is not None:
+        say("using the profile measured before")
+        return known
+    say("measuring")
+    times = measure_units(units, inputs, passes=passes, threads=threads, progress=progress)
+    if cache is not None:
+        store_profile(key, times, cache)
+    return times
+
+
+def _with_co_run(
+    model: nn.Module, inputs: Sequence[torch.Tensor], problem: Problem, say: Callable[[str], None]
+) -> Problem:
+    """Measure what lanes of one device cost each other, where that is not given."""
+    shared = sorted({worker.lanes for worker in problem.workers if worker.lanes > 1 and worker.co_run is None})
+    if not shared:
+        return problem
+    say("measuring lanes beside each other")
+    slowdown = {lanes: measure_co_run(model, inputs, lanes) for lanes in shared}
+    workers = (
+        replace(worker, co_run=slowdown[worker.lanes]) if worker.lanes > 1 and worker.co_run is None else worker
+        for worker in problem.workers
+    )
+    return replace(problem, workers=tuple(workers))
+
+
+def _with_noise(problem: Problem, noise: float) -> Problem:
+    return replace(problem, noise=max(problem.noise, noise))
+
+
+def make_plan(
+    units: ModelUnits,
+    graph: UnitGraph,
+    problem: Problem,
+    balance: Balance,
+    times: UnitTimes,
+    inputs: Sequence[torch.Tensor],
+    *,
+    name: str | None = None,
+    threads: int | None = None,
+) -> Plan:
+    """The plan of a partition: its sections `partition`, `placement` and `measured`."""
+    sent = graph.cut_bytes(balance.stage_of)
+    saved = saved_bytes(graph, balance.stage_of)
+    stages = []
+    for index in range(problem.stages):
+        members = [unit for unit, stage in zip(graph.units, balance.stage_of, strict=True) if stage == index]
+        speed = problem.worker(index).lane_speed
+        forward = sum(unit.forward_ms for unit in members) / speed
+        backward = sum(unit.backward_ms for unit in members) / speed
+        stages.append(
+            StagePlan(
+                units=tuple(unit.name for unit in members),
+                ms=round(forward + backward, 4),
+                forward_ms=round(forward, 4),
+                backward_ms=round(backward, 4),
+                parameter_bytes=sum(unit.parameter_bytes for unit in members),
+                saved_bytes=saved[index],
+                cut_bytes=sent[index],
+            )
+        )
+    single = inputs[0] if len(inputs) == 1 else None
+    parameter = next(units.model.parameters(), inputs[0])
+    return Plan(
+        model=ModelInfo(
+            name=name or type(units.model).__name__,
+            fingerprint=model_fingerprint(units.model),
+            parameters=parameter_count(units.model),
+            input=None if single is None else tuple(single.shape[1:]),
+        ),
+        partition=Partition(
+            stages=tuple(stages),
+            strategy=balance.strategy,
+            micro_batch=inputs[0].shape[0],
+            balance=max(round(balance.balance, 6), 1.0),
+            lower_bound_ms=round(balance.lower_bound_ms, 4),
+            gap_to_optimum=round(balance.gap_to_optimum, 6),
+            certificate=balance.certificate,
+            cut_bytes=sum(sent),
+        ),
+        placement=_placement(problem),
+        measured=Measured(
+            device=device_name(inputs[0].device),
+            threads=threads or torch.get_num_threads(),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            memory_format="channels_last" if memory_format_name(inputs[0]) == "channels_last" else "contiguous",
+            profile=times.source,
+            noise=round(times.noise, 4),
+            link_bytes_per_second=problem.link.bytes_per_second,
+            link_latency_ms=problem.link.latency_ms or None,
+            versions={"torch": str(torch.__version__)},
+        ),
+    )
+
+
+def _placement(problem: Problem) -> Placement:
+    places = []
+    for stage in range(problem.stages):
+        worker, lane = problem.lanes[problem.lane_of(stage)]
+        places.append(StagePlacement(stage=stage, worker=worker, device=problem.worker(stage).device, lane=lane))
+    return Placement(kind=problem.placement, replicas=1, stages=tuple(places))
+
+
+def saved_bytes(graph: UnitGraph, stage_of: Sequence[int]) -> list[int]:
+    """Bytes that each stage keeps for backward, one micro-batch; a storage counts once per stage."""
+    totals = [0] * (max(stage_of) + 1)
+    for item in graph.saved:
+        for stage in {stage_of[unit] for unit in item.units}:
+            totals[stage] += item.bytes
+    return totals
+
+
+def stages_from_plan(
+    model: nn.Module, plan: Plan, inputs: Sequence[torch.Tensor] | None = None, *, relay: bool = False
+) -> list[Stage]:
+    """The stages that a plan describes.
+
+    Args:
+        model: The model that the plan was made for.
+        plan: The plan.
+        inputs: Example inputs; needed only where the model takes more than one.
+        relay: As for `split_model`.
+
+    Raises:
+        PlanError: The plan is for another model, or names other units than the model has.
+    """
+    plan.check_model(model_fingerprint(model), type(model).__name__, {"parameters": f"{parameter_count(model):,}"})
+    given = tuple(inputs) if inputs is not None else (_example(model, plan),)
+    units = find_units(trace_model(model, given), given)
+    if len(plan.partition.stages) == 1 and not plan.partition.stages[0].units:
+        return split_model(units, [0] * len(units.graph), relay=relay)
+    wanted = {unit: index for index, stage in enumerate(plan.partition.stages) for unit in stage.units}
+    present = [unit.name for unit in units.graph.units]
+    unknown, unplaced = sorted(set(wanted) - set(present)), [unit for unit in present if unit not in wanted]
+    if unknown or unplaced:
+        first = (
+            f"the plan places {unknown[0]!r}, which the model does not have"
+            if unknown
+            else (f"the plan leaves out {unplaced[0]!r}")
+        )
+        raise PlanError(
+            f"the plan does not fit the model: {first}",
+            f"{len(unknown)} of its units are unknown and {len(unplaced)} of the model's are missing.",
+            "Make a new plan for this model with `hybridpar plan`.",
+        )
+    return split_model(units, [wanted[unit] for unit in present], relay=relay)
+
+
+def _example(model: nn.Module, plan: Plan) -> torch.Tensor:
+    if plan.model.input is None:
+        raise UsageError(
+            "the plan does not say the shape of the model's inputs",
+            "Only a single input is described in a plan.",
+            "Give example inputs: stages_from_plan(model, plan, inputs).",
+        )
+    parameter = next(model.parameters(), torch.zeros(()))
+    return torch.zeros(
+        plan.partition.micro_batch or 2, *plan.model.input, dtype=parameter.dtype, device=parameter.device
+    )

@@ -1,0 +1,126 @@
+"""Why: a partition is as good as the times it balances, and those must be measured where the model will run.
+
+Every pass runs the whole graph at the true micro-batch, and plain steps of the unsplit model run between the passes.
+The minimum over passes is the time; a machine that others use only ever adds to it. How far two halves of the passes
+disagree is the profile's noise, and no partition is called better by less than that. One factor, the plain step over
+the sum of the units, calibrates the level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from hybridpar.errors import UsageError
+from hybridpar.partition.graph import UnitGraph
+from hybridpar.partition.state import untouched
+from hybridpar.partition.unit_runner import Clock, UnitRunner, whole_step_ms
+from hybridpar.partition.units import ModelUnits
+
+#: Called after every pass with the number of passes done and in all.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """Times of all units of a model.
+
+    Attributes:
+        forward_ms: Forward time of every unit, calibrated.
+        backward_ms: Backward time of every unit, calibrated.
+        step_ms: Time of a plain step of the unsplit model; the sum of all units where nothing was measured.
+        calibration: Factor from the units' raw times to these.
+        noise: Relative difference between two halves of the passes, weighted by time; 0 where nothing was measured.
+        spread: Relative difference between slowest and fastest pass, weighted by time.
+        source: `measured` or `analytic`.
+    """
+
+    forward_ms: tuple[float, ...]
+    backward_ms: tuple[float, ...]
+    step_ms: float
+    calibration: float = 1.0
+    noise: float = 0.0
+    spread: float = 0.0
+    source: Literal["measured", "analytic"] = "measured"
+
+    def apply(self, graph: UnitGraph) -> UnitGraph:
+        """The graph with these times."""
+        return graph.with_times(list(zip(self.forward_ms, self.backward_ms, strict=True)))
+
+
+def measure_units(
+    units: ModelUnits,
+    inputs: Sequence[torch.Tensor],
+    *,
+    passes: int = 5,
+    threads: int | None = None,
+    own_time: bool = False,
+    progress: Progress | None = None,
+) -> UnitTimes:
+    """Measure every unit of a model inside whole training steps.
+
+    Args:
+        units: The model and its units, on the device they will run on.
+        inputs: One micro-batch, at the dtype and memory format of the training.
+        passes: Passes over the graph; the minimum counts. At least 2, so that noise can be told.
+        threads: Intra-op threads on CPU; None keeps the present number.
+        own_time: As for `Clock`; only with one thread.
+        progress: Told after every pass.
+
+    Raises:
+        UsageError: `passes` is too small.
+    """
+    if passes < 2:
+        raise UsageError(
+            f"{passes} pass(es) cannot tell the noise",
+            "A profile compares two halves of its passes.",
+            "Use --passes 5.",
+        )
+    device = next((tensor.device for tensor in (*units.model.parameters(), *inputs)), torch.device("cpu"))
+    clock = Clock(device, own_time=own_time)
+    runner = UnitRunner(units, inputs)
+    rows: list[list[tuple[float, float]]] = []
+    steps: list[float] = []
+    with untouched(units.model, training=True), _threads(threads):
+        for parameter in units.model.parameters():
+            # Gradients exist in all micro-batches but the first, so accumulating into them is the normal case.
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        whole_step_ms(units.model, inputs, clock)
+        runner.step(clock)
+        for done in range(passes):
+            rows.append(runner.step(clock))
+            steps.append(whole_step_ms(units.model, inputs, clock))
+            if progress is not None:
+                progress(done + 1, passes)
+    return _summarise(torch.tensor(rows, dtype=torch.float64), min(steps))
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _summarise(rows: torch.Tensor, step_ms: float) -> UnitTimes:
+    """Reduce passes x units x (forward, backward) to times and noise."""
+    best = rows.amin(dim=0)
+    total = float(best.sum())
+    halves = (rows[0::2].amin(dim=0) - rows[1::2].amin(dim=0)).abs()
+    spread = rows.amax(dim=0) - best
+    calibration = step_ms / total
+    return UnitTimes(
+        tuple((best[:, 0] * calibration).tolist()),
+        tuple((best[:, 1] * calibration).tolist()),
+        step_ms,
+        calibration,
+        float(halves.sum()) / total,
+        float(spread.sum()) / total,
+    )

@@ -1,0 +1,103 @@
+"""Why: measuring takes many steps; the same model, measured in the same way, need not be measured twice.
+
+A profile is one JSON file, named after everything that its times depend on. A file that is damaged, or whose units
+are not the model's, is measured again: a cache never makes a command fail.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridpar.models import model_fingerprint
+from hybridpar.partition.profile import UnitTimes
+from hybridpar.partition.units import ModelUnits
+
+
+def cache_directory() -> Path:
+    """Where profiles are kept: profiles/ in HYBRIDPAR_CACHE, else in hybridpar/ of XDG_CACHE_HOME or ~/.cache."""
+    if own := os.environ.get("HYBRIDPAR_CACHE"):
+        return Path(own) / "profiles"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "hybridpar" / "profiles"
+
+
+def device_name(device: torch.device) -> str:
+    """Name of a device as its maker calls it."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def memory_format_name(tensor: torch.Tensor) -> str:
+    """`channels_last` or `contiguous`."""
+    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    return "channels_last" if last else "contiguous"
+
+
+def profile_key(units: ModelUnits, inputs: Sequence[torch.Tensor], threads: int, passes: int) -> dict[str, Any]:
+    """Everything that measured times depend on."""
+    parameter = next(units.model.parameters(), inputs[0])
+    return {
+        "model": model_fingerprint(units.model),
+        "inputs": [[list(item.shape), str(item.dtype), memory_format_name(item)] for item in inputs],
+        "dtype": str(parameter.dtype),
+        "memory_format": memory_format_name(
+            next((item for item in units.model.parameters() if item.dim() == 4), inputs[0])
+        ),
+        "device": device_name(inputs[0].device),
+        "threads": threads,
+        "passes": passes,
+        "torch": str(torch.__version__),
+        "units": [unit.name for unit in units.graph.units],
+    }
+
+
+def profile_path(key: dict[str, Any], directory: Path) -> Path:
+    """The file of a profile."""
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    return directory / f"{key['model']}-{digest}.json"
+
+
+def load_profile(key: dict[str, Any], directory: Path) -> UnitTimes | None:
+    """The times measured for a key before, or None."""
+    try:
+        data = json.loads(profile_path(key, directory).read_text(encoding="utf-8"))
+        times = data["times"]
+        forward, backward = tuple(map(float, times["forward_ms"])), tuple(map(float, times["backward_ms"]))
+        rest = [float(times[name]) for name in ("step_ms", "calibration", "noise", "spread")]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    count = len(key["units"])
+    numbers = (*forward, *backward, *rest)
+    if data.get("key") != key or len(forward) != count or len(backward) != count:
+        return None
+    if not all(math.isfinite(number) and number >= 0 for number in numbers):
+        return None
+    step_ms, calibration, noise, spread = rest
+    return UnitTimes(forward, backward, step_ms, calibration, noise, spread)
+
+
+def store_profile(key: dict[str, Any], times: UnitTimes, directory: Path) -> None:
+    """Keep times for later; where the directory cannot be written, nothing is kept."""
+    path = profile_path(key, directory)
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        aside.write_text(json.dumps({"key": key, "times": asdict(times)}, indent=1) + "\n", encoding="utf-8")
+        aside.replace(path)
+    except OSError:
+        aside.unlink(missing_ok=True)

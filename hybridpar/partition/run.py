@@ -1,0 +1,100 @@
+"""Why: a list of stages must be usable in any loop; this is the shortest correct one, and the reference of the others.
+
+`run_stages` is the unsplit forward pass. `StageRunner` does what a pipeline's worker does: it detaches what enters
+a stage, runs forward, and later runs backward from the gradients of what left it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hybridpar.partition.nest import tensor_leaves
+from hybridpar.partition.stage import Stage
+
+
+def run_stages(stages: Sequence[Stage], *inputs: torch.Tensor) -> Any:
+    """Run all stages one after another in one autograd graph.
+
+    Args:
+        stages: The stages of one model, in order.
+        inputs: What the model takes.
+
+    Returns:
+        What the model returns.
+    """
+    values = dict(zip(input_names(stages), inputs, strict=True))
+    for stage in stages[:-1]:
+        outputs = stage(*(values[tensor.name] for tensor in stage.inputs))
+        values.update(zip((tensor.name for tensor in stage.outputs), outputs, strict=True))
+    return stages[-1](*(values[tensor.name] for tensor in stages[-1].inputs))
+
+
+def input_names(stages: Sequence[Stage]) -> list[str]:
+    """Names of the model's inputs among the borders of its stages, in the order of `forward`."""
+    return list(stages[0].model_inputs)
+
+
+class StageRunner:
+    """Runs stages with a cut in the autograd graph at every border, as a pipeline does.
+
+    Args:
+        stages: The stages of one model, in order.
+    """
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self.stages = list(stages)
+        self._values: dict[str, torch.Tensor] = {}
+        self._received: list[dict[str, torch.Tensor]] = [{} for _ in stages]
+        self._sent: list[dict[str, torch.Tensor]] = [{} for _ in stages]
+        self._gradients: dict[str, torch.Tensor] = {}
+        self._result: Any = None
+
+    def start(self, *inputs: torch.Tensor) -> None:
+        """Begin a micro-batch."""
+        self._values = dict(zip(input_names(self.stages), inputs, strict=True))
+        self._gradients = {}
+
+    def forward(self, index: int) -> Any:
+        """Run the forward pass of one stage; the last stage returns the model's output."""
+        stage = self.stages[index]
+        borders = stage.inputs
+        received = {
+            tensor.name: self._values[tensor.name].detach().requires_grad_(tensor.requires_grad and stage.training)
+            for tensor in borders
+        }
+        self._received[index] = received
+        result = stage(*received.values())
+        if stage is self.stages[-1]:
+            self._result = result
+            return result
+        sent = dict(zip((tensor.name for tensor in stage.outputs), result, strict=True))
+        self._sent[index] = sent
+        self._values.update(sent)
+        return result
+
+    def backward(self, index: int, loss: torch.Tensor | None = None) -> None:
+        """Run the backward pass of one stage; the last takes the loss, or ones for every output without it."""
+        if index == len(self.stages) - 1:
+            if loss is not None:
+                torch.autograd.backward(loss)
+            else:
+                outputs = [tensor for _, tensor in tensor_leaves(self._result) if tensor.requires_grad]
+                torch.autograd.backward(outputs, [torch.ones_like(tensor) for tensor in outputs])
+            self._result = None
+        else:
+            pairs = [
+                (tensor, self._gradients.pop(name))
+                for name, tensor in self._sent[index].items()
+                if name in self._gradients
+            ]
+            pairs = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
+            if pairs:
+                torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        for name, leaf in self._received[index].items():
+            if leaf.grad is not None:
+                known = self._gradients.get(name)
+                self._gradients[name] = leaf.grad if known is None else known + leaf.grad
+        self._received[index], self._sent[index] = {}, {}

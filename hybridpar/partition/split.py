@@ -1,0 +1,277 @@
+"""Why: own splitter, because a stage must keep the model's names and must never send what is not an activation.
+
+`torch.fx.passes.split_module` renames what it splits and passes parameters between parts as inputs. Here every node
+is copied into the graph of its stage and calls the model's own module; parameters are placed with their users;
+numbers computed from shapes are computed again where they are needed; containers cross tensor by tensor.
+
+An operation that works in place keeps doing so inside a stage, where it saves memory. At a border it would change a
+tensor that another stage still uses, or a received leaf, which autograd forbids: there it works on a copy.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from hybridpar.errors import PartitionError
+from hybridpar.partition.example import NodeFacts
+from hybridpar.partition.nest import Path, rebuild
+from hybridpar.partition.stage import BorderTensor, Stage, StageGraph
+from hybridpar.partition.units import GraphFacts, ModelUnits, resolve_attribute
+
+
+def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = False) -> list[Stage]:
+    """Cut a model into stages.
+
+    Args:
+        units: The model and its units.
+        stage_of: Stage of every unit, from 0 without gaps. No unit may be in an earlier stage than one it depends on.
+        relay: Hand every tensor that skips stages through the stages between, so that each stage takes exactly what
+            the one before returns. Runtimes that know only neighbours need this.
+
+    Returns:
+        The stages in order. They share modules and parameters with the model, under the same names; the union of
+        their state dicts is the model's state dict.
+
+    Raises:
+        PartitionError: A stage is empty, or a unit runs before one it depends on.
+    """
+    count = check_assignment(units, stage_of)
+    home = {node: stage_of[index] for index, nodes in enumerate(units.nodes) for node in nodes}
+    train = _cut(units.train, home, count, relay)
+    evaluate = None
+    if units.evaluate is not None:
+        evaluate = _cut(units.evaluate, _place_eval_nodes(units, home), count, relay)
+    modes = [train] if evaluate is None else [train, evaluate]
+    leftover = _leftover_state(units, list(zip(*modes, strict=True)))
+    return [
+        Stage(
+            units.model,
+            index,
+            train[index],
+            None if evaluate is None else evaluate[index],
+            leftover[index],
+            units.traced.constants,
+            tuple(node.name for node in units.train.placeholders),
+        )
+        for index in range(count)
+    ]
+
+
+def check_assignment(units: ModelUnits, stage_of: Sequence[int]) -> int:
+    """Check that an assignment of units to stages can run; returns the number of stages.
+
+    Raises:
+        PartitionError: As for `split_model`.
+    """
+    if len(stage_of) != len(units.graph):
+        raise PartitionError(
+            f"{len(stage_of)} units are assigned to stages, the model has {len(units.graph)}",
+            "Every unit belongs to exactly one stage.",
+        )
+    count = max(stage_of) + 1
+    empty = sorted(set(range(count)) - set(stage_of))
+    if empty or min(stage_of) < 0:
+        raise PartitionError(f"stage {empty[0] if empty else min(stage_of)} is empty", "Every stage has a unit.")
+    names = [unit.name for unit in units.graph.units]
+    for before, after in units.graph.edges():
+        if stage_of[before] > stage_of[after]:
+            raise PartitionError(
+                f"{names[after]} is in stage {stage_of[after]}, but needs {names[before]} of stage {stage_of[before]}",
+                "Values flow forward only: a unit is never in an earlier stage than one it depends on.",
+                "Move one of them.",
+            )
+    return count
+
+
+def _cut(facts: GraphFacts, home: Mapping[fx.Node, int], count: int, relay: bool) -> list[StageGraph]:
+    builders = [_StageBuilder(facts, home, index, last=index == count - 1) for index in range(count)]
+    takes = [builder.needed() for builder in builders]
+    returns = [builder.sent() for builder in builders]
+    if relay:
+        for index in range(count - 1, 0, -1):
+            # Whatever stage `index` takes, the stage before returns, and takes itself unless it makes it.
+            returns[index - 1] = list(takes[index])
+            passing = [node for node in takes[index] if home.get(node, -1) != index - 1]
+            takes[index - 1] = sorted({*takes[index - 1], *passing}, key=facts.place.__getitem__)
+        takes[0] = facts.placeholders
+    return [builder.build(takes[index], returns[index]) for index, builder in enumerate(builders)]
+
+
+class _StageBuilder:
+    """Copies the nodes of one stage into a graph of their own."""
+
+    def __init__(self, facts: GraphFacts, home: Mapping[fx.Node, int], index: int, *, last: bool) -> None:
+        self.facts = facts
+        self.home = home
+        self.index = index
+        self.last = last
+        self.mine = [node for node in facts.compute if home[node] == index]
+        self.graph = fx.Graph()
+        self.values: dict[fx.Node, Any] = {}
+
+    def needed(self) -> list[fx.Node]:
+        """Values that come from outside, in the order of the model's graph."""
+        wanted = {
+            source
+            for node in (*self.mine, *([self.facts.output] if self.last else []))
+            for source in self.facts.sources(node)
+            if self.home.get(source, -1) != self.index
+        }
+        return [node for node in self.facts.graph.nodes if node in wanted]
+
+    def sent(self) -> list[fx.Node]:
+        """Own values that other stages need; the last stage has none."""
+        if self.last:
+            return []
+        returned = set(self.facts.sources(self.facts.output))
+        used = {
+            source
+            for node in self.facts.compute
+            if self.home[node] != self.index
+            for source in self.facts.sources(node)
+        }
+        return [node for node in self.mine if node in used or node in returned]
+
+    def build(self, takes: Sequence[fx.Node], returns: Sequence[fx.Node]) -> StageGraph:
+        inputs = [tensor for node in takes for tensor in _border(node, self.facts.facts[node])]
+        for node in takes:
+            self._receive(node)
+        foreign = {number for node in (*takes, *returns) for number in self.facts.facts[node].storages}
+        for node in self.mine:
+            self._copy(node, foreign, returns)
+        if self.last:
+            self.graph.output(fx.map_arg(self.facts.output.args[0], self._load))
+            outputs: list[BorderTensor] = []
+        else:
+            outputs = [tensor for node in returns for tensor in _border(node, self.facts.facts[node])]
+            self.graph.output(tuple(part for node in returns for part in self._parts(node)))
+        self.graph.lint()
+        return StageGraph(self.graph, tuple(inputs), tuple(outputs))
+
+    def _receive(self, node: fx.Node) -> None:
+        facts = self.facts.facts[node]
+        leaves: dict[Path, fx.Node] = {
+            tensor.path: self.graph.placeholder("_".join(str(part) for part in (node.name, *tensor.path)))
+            for tensor in facts.tensors
+        }
+        self.values[node] = leaves[()] if facts.is_tensor else rebuild(facts.shape, leaves, self.graph)
+
+    def _load(self, node: fx.Node) -> Any:
+        if node not in self.values:
+            # Attributes and numbers from shapes are made where they are first needed.
+            if node.op != "get_attr" and node not in self.facts.derived:
+                raise AssertionError(f"{node.name} is not in stage {self.index}")
+            self.values[node] = self.graph.node_copy(node, self._load)
+        return self.values[node]
+
+    def _copy(self, node: fx.Node, foreign: set[int], returns: Sequence[fx.Node]) -> None:
+        guarded: dict[fx.Node, Any] = {}
+        for target in self.facts.facts[node].changes:
+            if target.op != "get_attr" and self._is_shared(node, target, foreign, returns):
+                guarded[target] = self.graph.call_method("clone", (self._load(target),))
+        self.values[node] = self.graph.node_copy(
+            node, lambda argument: guarded[argument] if argument in guarded else self._load(argument)
+        )
+
+    def _is_shared(self, node: fx.Node, target: fx.Node, foreign: set[int], returns: Sequence[fx.Node]) -> bool:
+        """Whether another stage also holds the memory that a node is about to change."""
+        touched = self.facts.facts[target].storages
+        if not touched & foreign:
+            return False
+        place = self.facts.place
+        received = [other for other in self.values if other.op != "get_attr" and self.home.get(other, -1) != self.index]
+        # A value that only exists because of the change is meant to show it.
+        return any(
+            self.facts.facts[other].storages & touched and place[other] < place[node] for other in (*received, *returns)
+        )
+
+    def _parts(self, node: fx.Node) -> list[fx.Node]:
+        """The tensors of a value, one node each."""
+        parts = []
+        for tensor in self.facts.facts[node].tensors:
+            value = self.values[node]
+            for key in tensor.path:
+                made = isinstance(value, fx.Node)
+                value = self.graph.call_function(operator.getitem, (value, key)) if made else value[key]
+            parts.append(value)
+        return parts
+
+
+def _border(node: fx.Node, facts: NodeFacts) -> list[BorderTensor]:
+    return [
+        BorderTensor(
+            ".".join(str(part) for part in (node.name, *tensor.path)),
+            tensor.shape,
+            tensor.dtype,
+            tensor.bytes,
+            tensor.requires_grad,
+        )
+        for tensor in facts.tensors
+    ]
+
+
+def _place_eval_nodes(units: ModelUnits, home: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """Stages for the nodes of an evaluation graph that differs from the training graph.
+
+    Whatever has parameters or buffers stays where training put it; the rest goes to the first stage where all that
+    it needs is there.
+    """
+    assert units.evaluate is not None
+    owner = {id(tensor): stage for node, stage in home.items() for tensor in _state(units, node)}
+    stages: dict[fx.Node, int] = {}
+    for node in units.evaluate.compute:
+        earliest = max((stages.get(source, 0) for source in units.evaluate.sources(node)), default=0)
+        fixed = {owner[id(tensor)] for tensor in _state(units, node) if id(tensor) in owner}
+        stages[node] = max((earliest, *fixed))
+        if fixed and (len(fixed) > 1 or min(fixed) < earliest):
+            raise PartitionError(
+                f"{node.name} runs in stage {min(fixed)} in training, but evaluation needs it in stage {stages[node]}",
+                "The graphs of training and evaluation use the model's modules in different orders.",
+                "Ask for fewer stages.",
+            )
+    return stages
+
+
+def _state(units: ModelUnits, node: fx.Node) -> list[torch.Tensor]:
+    """Parameters and module buffers that a node works with."""
+    if node.op == "call_module":
+        module = resolve_attribute(units.traced, str(node.target))
+        assert isinstance(module, nn.Module)
+        return [*module.parameters(), *module.buffers()]
+    attributes = (
+        resolve_attribute(units.traced, str(item.target)) for item in node.all_input_nodes if item.op == "get_attr"
+    )
+    return [value for value in attributes if isinstance(value, nn.Parameter)]
+
+
+def _leftover_state(units: ModelUnits, stage_graphs: Sequence[Sequence[StageGraph]]) -> list[list[str]]:
+    """Names of the model's state that no stage graph calls, for each stage.
+
+    A second name of a tensor goes to the stage that holds the tensor; what nothing uses goes to the last stage, so
+    that the union of the stages' state dicts is the model's.
+    """
+    count = len(stage_graphs)
+    called: list[set[str]] = [
+        {str(node.target) for graph in graphs for node in graph.graph.nodes if node.op in ("call_module", "get_attr")}
+        for graphs in stage_graphs
+    ]
+    state = units.model.state_dict(keep_vars=True)
+    holder: dict[int, int] = {}
+    missing = []
+    for name, tensor in state.items():
+        parts = name.split(".")
+        prefixes = {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+        stage = next((index for index in range(count) if prefixes & called[index]), None)
+        if stage is None:
+            missing.append(name)
+        else:
+            holder[id(tensor)] = stage
+    names: list[list[str]] = [[] for _ in range(count)]
+    for name in missing:
+        names[holder.get(id(state[name]), count - 1)].append(name)
+    return names

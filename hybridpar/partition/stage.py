@@ -1,0 +1,151 @@
+"""Why: a stage must train, evaluate and be saved like the part of the model that it is.
+
+A `Stage` is an `fx.GraphModule` over the model's own modules and parameters, under their own names. Where the graphs
+of training and evaluation differ it holds both and follows `train()` and `eval()`. Its inputs and outputs are plain
+tensors, listed by name in its borders, so any loop can feed it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+
+
+@dataclass(frozen=True)
+class BorderTensor:
+    """A tensor that enters or leaves a stage.
+
+    Attributes:
+        name: Name of the value; parts of a container append their key.
+        shape: Shape in the example run, with its batch size.
+        dtype: Element type.
+        bytes: Size in the example run.
+        requires_grad: Whether a gradient flows back through it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """The graph of one stage in one mode.
+
+    Attributes:
+        graph: What to run.
+        inputs: Tensors it takes, in order.
+        outputs: Tensors it returns, in order; empty for the last stage, which returns the model's own output.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[BorderTensor, ...]
+    outputs: tuple[BorderTensor, ...]
+
+
+class Stage(fx.GraphModule):
+    """One stage of a model. Call it with the tensors that `inputs` names.
+
+    All stages but the last return a tuple of the tensors that `outputs` names; the last returns exactly what the
+    model returns.
+
+    Args:
+        root: The model.
+        index: Position of the stage.
+        train_graph: What to run in training.
+        eval_graph: What to run in evaluation; None where it is the same.
+        attributes: Qualified names of what the stage holds beyond what its training graph calls.
+        constants: Tensors that the trace made, by the name the graphs use for them.
+        model_inputs: Names of the model's inputs.
+    """
+
+    index: int
+    model_inputs: tuple[str, ...]
+
+    def __init__(
+        self,
+        root: nn.Module,
+        index: int,
+        train_graph: StageGraph,
+        eval_graph: StageGraph | None = None,
+        attributes: Iterable[str] = (),
+        constants: Mapping[str, torch.Tensor] | None = None,
+        model_inputs: tuple[str, ...] = (),
+    ) -> None:
+        current = train_graph if root.training or eval_graph is None else eval_graph
+        known = constants or {}
+        called = _targets(train_graph) + (_targets(eval_graph) if eval_graph is not None else [])
+        names = list(dict.fromkeys((*called, *attributes)))
+        tree = nn.Module()
+        for name in names:
+            _place(root, tree, name, known)
+        super().__init__(tree, current.graph, f"Stage{index}")
+        for name in names:
+            _place(tree, self, name, {})
+        self.index = index
+        self.model_inputs = model_inputs
+        self._modes = {True: train_graph, False: eval_graph or train_graph}
+        self.training = root.training
+
+    @property
+    def inputs(self) -> tuple[BorderTensor, ...]:
+        """Tensors that the stage takes in its present mode."""
+        return self._modes[self.training].inputs
+
+    @property
+    def outputs(self) -> tuple[BorderTensor, ...]:
+        """Tensors that the stage returns in its present mode; empty for the last stage."""
+        return self._modes[self.training].outputs
+
+    def train(self, mode: bool = True) -> Stage:
+        """Set the mode of the stage, of its modules, and of its graph."""
+        super().train(mode)
+        wanted = self._modes[mode].graph
+        if wanted is not self.graph:
+            self.graph = wanted
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stage:
+        twin = cast(Stage, super().__deepcopy__(memo))
+        twin.index = self.index
+        twin.model_inputs = self.model_inputs
+        twin.training = self.training
+        current = self._modes[self.training]
+        modes = {}
+        for mode, graph in self._modes.items():
+            inside = twin.graph if graph is current else copy.deepcopy(graph.graph)
+            modes[mode] = StageGraph(inside, graph.inputs, graph.outputs)
+        twin._modes = modes
+        return twin
+
+
+def _targets(stage_graph: StageGraph) -> list[str]:
+    return [str(node.target) for node in stage_graph.graph.nodes if node.op in ("call_module", "get_attr")]
+
+
+def _place(source: Any, tree: nn.Module, name: str, constants: Mapping[str, torch.Tensor]) -> None:
+    """Put one attribute into a tree under its qualified name, with empty containers on the way."""
+    *path, last = name.split(".")
+    if name in constants:
+        tree.register_buffer(name, constants[name], persistent=False)
+        return
+    for part in path:
+        source = getattr(source, part)
+        if part not in tree._modules:
+            tree.add_module(part, nn.Module())
+        if tree._modules[part] is source:
+            return  # a parent is there already, and with it everything inside
+        tree = tree.get_submodule(part)
+    value = getattr(source, last)
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        lasting = last in source._buffers and last not in source._non_persistent_buffers_set
+        tree.register_buffer(last, value, persistent=lasting)
+    else:
+        setattr(tree, last, value)

@@ -1,0 +1,103 @@
+"""Why: a claim of balance needs what others do beside it, under its own name, on the same costs.
+
+Each strategy cuts the model's own order. All of them can be asked for by name; only `balanced` looks at everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hybridpar.partition.cost import IntervalCosts, Matrix
+from hybridpar.partition.graph import UnitGraph
+from hybridpar.partition.linear import Cuts, least_maximum
+from hybridpar.registry import Registry
+
+#: Cuts the order of a graph into so many stages.
+Strategy = Callable[[UnitGraph, int], Cuts]
+
+#: Every strategy that ignores devices, links and memory. `balanced`, which does not, is `balance_graph`.
+STRATEGIES: Registry[Strategy] = Registry("partition strategy")
+
+
+@STRATEGIES.register("time", "least largest compute time over the model's own order")
+def by_time(graph: UnitGraph, stages: int) -> Cuts:
+    """Least largest measured time."""
+    return _least([unit.ms for unit in graph.units], stages)
+
+
+@STRATEGIES.register("units", "equal number of units")
+def by_units(graph: UnitGraph, stages: int) -> Cuts:
+    """Equal number of units in every stage, as PyTorch's examples cut by hand."""
+    return tuple(round(len(graph) * stage / stages) for stage in range(1, stages))
+
+
+@STRATEGIES.register("parameters", "least largest parameter size")
+def by_parameters(graph: UnitGraph, stages: int) -> Cuts:
+    """Least largest parameter size, as DeepSpeed's `partition_method="parameters"`."""
+    return _least([unit.parameter_bytes for unit in graph.units], stages)
+
+
+@STRATEGIES.register("flops", "least largest forward FLOPs")
+def by_flops(graph: UnitGraph, stages: int) -> Cuts:
+    """Least largest forward FLOPs."""
+    return _least([unit.flops for unit in graph.units], stages)
+
+
+@STRATEGIES.register("single-tensor", "least largest compute time over cuts that one tensor crosses")
+def by_single_tensor(graph: UnitGraph, stages: int) -> Cuts:
+    """Cuts between blocks only: exactly one tensor crosses. Falls back to `time` where there are too few."""
+    crossing = np.zeros(len(graph) + 1, dtype=int)
+    for value in graph.values:
+        last = max((*value.consumers, len(graph) - 1 if value.is_output else -1))
+        crossing[value.producer + 1 : last + 1] += 1
+    allowed = crossing == 1
+    allowed[[0, len(graph)]] = True
+    costs = IntervalCosts(graph).compute.copy()
+    costs[~allowed, :] = np.inf
+    costs[:, ~allowed] = np.inf
+    _, cuts = least_maximum([costs] * stages)
+    return by_time(graph, stages) if cuts is None else cuts
+
+
+@STRATEGIES.register("block", "block partition of Barany and Grinberg on compute times, as torchgpipe")
+def by_blocks(graph: UnitGraph, stages: int) -> Cuts:
+    """Block partition (Bárány and Grinberg 2015, "Block partitions of sequences"), which torchgpipe uses.
+
+    Sizes are scaled to [0, 1]. While the largest and the smallest block differ by more than 1, the borders between
+    them move by one unit, from the smallest block towards the largest, stopping early where the largest changes.
+    """
+    sizes = np.array([unit.ms for unit in graph.units])
+    scale = float(sizes.max() - sizes.min())
+    sizes = (sizes - sizes.min()) / scale if scale > 0 else np.zeros_like(sizes)
+    sums = np.concatenate([[0.0], np.cumsum(sizes)])
+    ends = [len(sizes) // stages * (stage + 1) for stage in range(stages - 1)] + [len(sizes)]
+    while True:
+        blocks = _block_sizes(sums, ends)
+        largest = max(range(stages), key=lambda stage: (blocks[stage], stage))
+        while True:
+            smallest = min(range(stages), key=lambda stage: (blocks[stage], stage))
+            if blocks[largest] <= blocks[smallest] + 1:
+                return tuple(ends[:-1])
+            # One step moves the border of the smallest block that faces the largest.
+            towards = smallest - 1 if largest < smallest else smallest + 1
+            if largest < smallest:
+                ends[towards] -= 1
+            else:
+                ends[smallest] += 1
+            blocks = _block_sizes(sums, ends)
+            if towards == largest:
+                break
+
+
+def _block_sizes(sums: Matrix, ends: Sequence[int]) -> list[float]:
+    return [float(sums[end] - sums[begin]) for begin, end in zip((0, *ends), ends, strict=False)]
+
+
+def _least(loads: Sequence[float], stages: int) -> Cuts:
+    before = np.concatenate([[0.0], np.cumsum(loads)])
+    costs = np.where(np.tri(len(loads) + 1, dtype=bool), np.inf, before[None, :] - before[:, None])
+    _, cuts = least_maximum([costs] * stages)
+    assert cuts is not None, "there are at least as many units as stages"
+    return cuts

@@ -1,0 +1,93 @@
+"""Why: the plan at a glance in a terminal: who runs what, for how long, and what moves.
+
+The table fits into 80 columns; `on` is the worker, then its device and lane.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from hybridpar.partition.layout import readable_bytes
+from hybridpar.plan import Plan, Stage
+
+_BAR = 8
+
+
+def partition_table(plan: Plan) -> Group:
+    """The table of a plan and a line of its quality, for rich."""
+    part = plan.partition
+    table = Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
+    for name, side in (
+        ("stage", "right"), ("on", "left"), ("units", "right"), ("fwd ms", "right"), ("bwd ms", "right"),
+        ("params", "right"), ("saved", "right"), ("cut", "right"), ("load", "left"),
+    ):  # fmt: skip
+        table.add_column(name, justify="right" if side == "right" else "left", no_wrap=True)
+    most = max((stage.ms or 0 for stage in part.stages), default=0) or 1
+    for index, stage in enumerate(part.stages):
+        table.add_row(
+            str(index),
+            _where(plan, index),
+            str(len(stage.units)),
+            _number(stage.forward_ms),
+            _number(stage.backward_ms),
+            readable_bytes(stage.parameter_bytes),
+            readable_bytes(stage.saved_bytes or 0),
+            readable_bytes(stage.cut_bytes or 0) if index < len(part.stages) - 1 else "",
+            _bar(stage, most),
+        )
+    return Group(Text(_head(plan), style="bold"), Text(), table, Text(), Text(_summary(plan)))
+
+
+def print_partition(plan: Plan, console: Console | None = None) -> None:
+    """Print the table of a plan."""
+    (console or Console()).print(partition_table(plan))
+
+
+def _head(plan: Plan) -> str:
+    shape = "x".join(map(str, plan.model.input)) if plan.model.input else "several inputs"
+    return (
+        f"{plan.model.name}: {len(plan.partition.stages)} stages, {plan.model.parameters:,} parameters, "
+        f"micro-batch {plan.partition.micro_batch} of {shape}"
+    )
+
+
+def _summary(plan: Plan) -> str:
+    part = plan.partition
+    lines = []
+    if part.balance is not None:
+        lines.append(f"largest load / mean  {part.balance:.3f}")
+    if part.lower_bound_ms is not None and part.gap_to_optimum is not None:
+        proof = "optimum over all convex cuts" if part.certificate == "exact" else "lower bound"
+        lines.append(f"{proof}  {part.lower_bound_ms:.4g} ms; this cut is {part.gap_to_optimum * 100:.2f} % above it")
+    if part.cut_bytes is not None:
+        lines.append(f"bytes sent forward per micro-batch  {readable_bytes(part.cut_bytes)}")
+    if plan.measured is not None:
+        measured = plan.measured
+        noise = (
+            f", noise {measured.noise * 100:.1f} %"
+            if measured.profile == "measured" and measured.noise is not None
+            else ""
+        )
+        lines.append(
+            f"times {measured.profile} on {measured.device}, {measured.threads} thread(s), {measured.dtype}{noise}"
+        )
+    return "\n".join(lines)
+
+
+def _where(plan: Plan, stage: int) -> str:
+    if plan.placement is None:
+        return ""
+    place = next(place for place in plan.placement.stages if place.stage == stage)
+    return f"{place.worker}: {place.device}" + (f" lane {place.lane}" if place.lane else "")
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
+
+
+def _bar(stage: Stage, most: float) -> str:
+    share = (stage.ms or 0) / most
+    eighths = round(share * _BAR * 8)
+    return "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8].strip()) + f" {share * 100:.0f} %"

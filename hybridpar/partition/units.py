@@ -1,0 +1,357 @@
+"""Why: not every place of a graph may be cut; a unit is what must stay together.
+
+Nodes are pinned together where a cut would be wrong or would need something sent that is not a tensor: users of one
+trained parameter, calls of one module that has state, values that alias each other while one of them is changed in
+place, containers and the nodes that unpack them. A number computed from a shape is neither sent nor pinned: every
+stage computes it again from the tensor it comes from (rematerialisation). Attributes of the model are placed with
+their users.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import networkx as nx
+import torch
+from torch import fx, nn
+
+from hybridpar.errors import TraceError
+from hybridpar.partition.example import NodeFacts, describe_target, module_path, run_example
+from hybridpar.partition.graph import Saved, Unit, UnitGraph, Value
+from hybridpar.partition.trace import TracedModel
+
+#: Functions of shapes and numbers that are free to compute twice. Methods of tensors are listed by name.
+_PURE = {
+    getattr, len, int, float, bool, max, min, abs, sum, round, divmod, math.floor, math.ceil, math.sqrt,
+    *(getattr(operator, name) for name in operator.__all__ if not name.startswith(("i", "set", "del"))),
+    operator.index, operator.invert,
+}  # fmt: skip
+_PURE_METHODS = {"size", "dim", "numel", "ndimension", "stride", "get_device", "is_floating_point", "element_size"}
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """One graph of a model with everything that splitting it needs.
+
+    Attributes:
+        graph: The graph; in-place results have been bound to their later uses.
+        facts: What the example run showed of every node.
+        compute: Nodes that do work, in execution order.
+        derived: Nodes that compute numbers from shapes; every stage makes its own.
+    """
+
+    graph: fx.Graph
+    facts: dict[fx.Node, NodeFacts]
+    compute: tuple[fx.Node, ...]
+    derived: frozenset[fx.Node]
+
+    def sources(self, node: fx.Node) -> list[fx.Node]:
+        """Nodes whose tensors a node needs, looking through derived numbers; attributes are not among them."""
+        found: dict[fx.Node, None] = {}
+        stack = list(node.all_input_nodes)[::-1]
+        while stack:
+            argument = stack.pop()
+            if argument in self.derived:
+                stack.extend(reversed(argument.all_input_nodes))
+            elif argument.op != "get_attr":
+                found[argument] = None
+        return list(found)
+
+    @cached_property
+    def place(self) -> dict[fx.Node, int]:
+        """Position of every node in execution order."""
+        return {node: index for index, node in enumerate(self.graph.nodes)}
+
+    @property
+    def output(self) -> fx.Node:
+        """The output node."""
+        return self.graph.output_node()
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """The inputs of the model."""
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+
+@dataclass(frozen=True)
+class ModelUnits:
+    """A traced model, its units, and the graph of their costs (times still zero).
+
+    Attributes:
+        traced: The model and its graphs.
+        train: Facts of the training graph; the units are made from it.
+        evaluate: Facts of the evaluation graph where it is another one.
+        nodes: The nodes of every unit, in execution order.
+        graph: Units in topological order, without times.
+    """
+
+    traced: TracedModel
+    train: GraphFacts
+    evaluate: GraphFacts | None
+    nodes: tuple[tuple[fx.Node, ...], ...]
+    graph: UnitGraph
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself."""
+        return self.traced.model
+
+
+def resolve_attribute(traced: TracedModel, name: str) -> object:
+    """The module, parameter, buffer or constant that a graph calls by this qualified name."""
+    if name in traced.constants:
+        return traced.constants[name]
+    value: object = traced.model
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def find_units(traced: TracedModel, inputs: Sequence[torch.Tensor]) -> ModelUnits:
+    """Find the units of a traced model by one example run of each of its graphs.
+
+    Args:
+        traced: The traced model.
+        inputs: Example inputs at the true micro-batch, dtype and memory format.
+
+    Raises:
+        UsageError: The model refuses the inputs.
+    """
+    train = _graph_facts(traced, traced.graph, inputs, training=True)
+    evaluate = (
+        _graph_facts(traced, traced.eval_graph, inputs, training=False) if traced.eval_graph is not None else None
+    )
+    if not train.compute:
+        raise TraceError(
+            f"{type(traced.model).__name__} computes nothing that can be placed",
+            "A model that is cut into stages has at least one operation on a tensor.",
+            "Give a model that does.",
+        )
+    groups = _ordered_groups(train, _pinned(traced, train))
+    return ModelUnits(traced, train, evaluate, groups, _unit_graph(traced, train, groups))
+
+
+def _graph_facts(traced: TracedModel, graph: fx.Graph, inputs: Sequence[torch.Tensor], *, training: bool) -> GraphFacts:
+    facts = run_example(traced.model, graph, lambda name: resolve_attribute(traced, name), inputs, training=training)
+    _bind_in_place(graph, facts)
+    compute, derived = [], set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if _is_derived(node, facts):
+            derived.add(node)
+        else:
+            compute.append(node)
+    return GraphFacts(graph, facts, tuple(compute), frozenset(derived))
+
+
+def _is_derived(node: fx.Node, facts: dict[fx.Node, NodeFacts]) -> bool:
+    if facts[node].tensors or facts[node].random or facts[node].changes:
+        return False
+    if node.op == "call_method":
+        return node.target in _PURE_METHODS or not facts[node.all_input_nodes[0]].tensors
+    return node.op == "call_function" and node.target in _PURE
+
+
+def _bind_in_place(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> None:
+    """Let later users of a value that was changed in place use the result of the change.
+
+    Both are the same tensor, but only the second tells when it is ready.
+    """
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        if node.op == "output" or not facts[node].is_tensor:
+            continue
+        for target in facts[node].changes:
+            if facts[target].storages == facts[node].storages and facts[target].bytes == facts[node].bytes:
+                for user in [*target.users]:
+                    if place[user] > place[node]:
+                        user.replace_input_with(target, node)
+
+
+def _pinned(traced: TracedModel, facts: GraphFacts) -> list[list[fx.Node]]:
+    """Groups of nodes that must share a unit."""
+    return [
+        *_unpackers(facts),
+        *_users_of_state(traced, facts),
+        *_aliases_under_change(facts),
+        *_checks(facts),
+    ]
+
+
+def _unpackers(facts: GraphFacts) -> Iterable[list[fx.Node]]:
+    for node in facts.compute:
+        known = facts.facts[node]
+        users = [user for user in node.users if user.op != "output" and user not in facts.derived]
+        if known.tensors and not known.is_tensor:
+            unpack = [user for user in users if user.target is operator.getitem]
+            yield [node, *(unpack if known.crosses else users)]
+        elif not known.tensors:
+            yield [node, *users]  # a number that is not free to compute twice
+
+
+def _users_of_state(traced: TracedModel, facts: GraphFacts) -> Iterable[list[fx.Node]]:
+    users: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in facts.compute:
+        if node.op == "call_module":
+            module = resolve_attribute(traced, str(node.target))
+            assert isinstance(module, nn.Module)
+            for tensor in (*module.parameters(), *module.buffers()):
+                users[id(tensor)].append(node)
+        for argument in node.all_input_nodes:
+            if argument.op == "get_attr" and isinstance(
+                value := resolve_attribute(traced, str(argument.target)), nn.Parameter
+            ):
+                users[id(value)].append(node)
+    # A buffer changed in place is state as well; a constant buffer is not.
+    for node in facts.compute:
+        for argument in facts.facts[node].changes:
+            if argument.op == "get_attr":
+                users[id(resolve_attribute(traced, str(argument.target)))] += [node, *_compute_users(facts, argument)]
+    return [nodes for nodes in users.values() if len(nodes) > 1]
+
+
+def _compute_users(facts: GraphFacts, node: fx.Node) -> list[fx.Node]:
+    members = set(facts.compute)
+    return [user for user in node.users if user in members]
+
+
+def _aliases_under_change(facts: GraphFacts) -> Iterable[list[fx.Node]]:
+    """A change in place shows in every alias; unless only the result lives on, all of them stay together."""
+    place = facts.place
+    by_storage: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in facts.graph.nodes:
+        if node.op not in ("output", "get_attr"):
+            for number in facts.facts[node].storages:
+                by_storage[number].append(node)
+    members = set(facts.compute)
+    for node in facts.compute:
+        for target in facts.facts[node].changes:
+            aliases = {alias for number in facts.facts[target].storages for alias in by_storage[number]}
+            earlier = {alias for alias in aliases if place[alias] < place[node]}
+            late_users = {
+                user
+                for alias in earlier
+                for user in alias.users
+                if place[user] > place[node] and user in members and user is not node
+            }
+            if late_users:
+                yield [node, *sorted((earlier & members) | late_users, key=place.__getitem__)]
+
+
+def _checks(facts: GraphFacts) -> Iterable[list[fx.Node]]:
+    """An assertion has no users; it stays with whoever first uses the tensor it looks at."""
+    members = set(facts.compute)
+    for node in facts.compute:
+        if facts.facts[node].tensors or node.users:
+            continue
+        for source in facts.sources(node):
+            if source in members:
+                yield [node, source]
+                break
+            others = [user for user in source.users if user in members and facts.facts[user].tensors]
+            if others:
+                yield [node, others[0]]
+                break
+
+
+def _ordered_groups(facts: GraphFacts, pinned: list[list[fx.Node]]) -> tuple[tuple[fx.Node, ...], ...]:
+    """Merge pinned groups, close them under paths that leave and come back, and order them as the model runs."""
+    place = {node: index for index, node in enumerate(facts.compute)}
+    together = nx.utils.UnionFind(range(len(place)))
+    for group in pinned:
+        together.union(*(place[node] for node in group))
+    quotient = nx.DiGraph()
+    quotient.add_nodes_from(together[index] for index in range(len(place)))
+    previous_random: int | None = None
+    for node, index in place.items():
+        for source in facts.sources(node):
+            if source in place:
+                quotient.add_edge(together[place[source]], together[index])
+        if facts.facts[node].random:
+            if previous_random is not None:
+                quotient.add_edge(together[previous_random], together[index])
+            previous_random = index
+    quotient.remove_edges_from(list(nx.selfloop_edges(quotient)))
+    condensed = nx.condensation(quotient)
+    component = condensed.graph["mapping"]
+    members: dict[int, list[int]] = defaultdict(list)
+    for index in range(len(place)):
+        members[component[together[index]]].append(index)
+    order = nx.lexicographical_topological_sort(condensed, key=lambda group: members[group][0])
+    return tuple(tuple(facts.compute[index] for index in members[group]) for group in order)
+
+
+def _unit_graph(traced: TracedModel, facts: GraphFacts, groups: tuple[tuple[fx.Node, ...], ...]) -> UnitGraph:
+    unit_of = {node: index for index, nodes in enumerate(groups) for node in nodes}
+    returned = set(facts.sources(facts.output))
+    consumers: dict[fx.Node, set[int]] = defaultdict(set)
+    for node, index in unit_of.items():
+        for source in facts.sources(node):
+            consumers[source].add(index)
+    values = []
+    for node in facts.graph.nodes:
+        home = unit_of.get(node, -1)
+        users = tuple(sorted(consumers[node] - {home}))
+        if (users or node in returned) and (node in unit_of or node.op == "placeholder"):
+            known = facts.facts[node]
+            values.append(Value(node.name, home, users, known.bytes, known.gradient_bytes, node in returned))
+    sent = {value.name for value in values}
+    saved, first_saver = _saved(facts, groups)
+    units = tuple(
+        Unit(
+            name=nodes[0].name,
+            nodes=tuple(node.name for node in nodes),
+            module=module_path(nodes[0]),
+            operation=_operation(traced, nodes),
+            output_bytes=sum(facts.facts[node].bytes for node in nodes if node.name in sent),
+            saved_bytes=first_saver[index],
+            parameter_bytes=_parameter_bytes(traced, nodes),
+            flops=sum(facts.facts[node].flops for node in nodes),
+        )
+        for index, nodes in enumerate(groups)
+    )
+    random = [index for index, nodes in enumerate(groups) if any(facts.facts[node].random for node in nodes)]
+    return UnitGraph(units, tuple(values), saved, tuple(itertools.pairwise(random)))
+
+
+def _saved(
+    facts: GraphFacts, groups: tuple[tuple[fx.Node, ...], ...]
+) -> tuple[tuple[Saved, ...], defaultdict[int, int]]:
+    sizes: dict[int, int] = {}
+    savers: dict[int, set[int]] = defaultdict(set)
+    for index, nodes in enumerate(groups):
+        for node in nodes:
+            for number, size in facts.facts[node].saved.items():
+                sizes[number] = size
+                savers[number].add(index)
+    first: defaultdict[int, int] = defaultdict(int)
+    for number, users in savers.items():
+        first[min(users)] += sizes[number]
+    return tuple(Saved(sizes[number], tuple(sorted(savers[number]))) for number in sorted(sizes)), first
+
+
+def _parameter_bytes(traced: TracedModel, nodes: tuple[fx.Node, ...]) -> int:
+    held: dict[int, nn.Parameter] = {}
+    for node in nodes:
+        for user in (node, *node.all_input_nodes):
+            if user.op in ("call_module", "get_attr") and (user is node or user.op == "get_attr"):
+                found = resolve_attribute(traced, str(user.target))
+                parameters = found.parameters() if isinstance(found, nn.Module) else [found]
+                held.update({id(item): item for item in parameters if isinstance(item, nn.Parameter)})
+    return sum(parameter.numel() * parameter.element_size() for parameter in held.values())
+
+
+def _operation(traced: TracedModel, nodes: tuple[fx.Node, ...]) -> str:
+    node = nodes[0]
+    if node.op == "call_module":
+        label = type(resolve_attribute(traced, str(node.target))).__name__
+    else:
+        label = describe_target(node).rpartition(": ")[2]
+    return label if len(nodes) == 1 else f"{label} +{len(nodes) - 1}"

@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from hybridpar.errors import HybridparError, PlanError, UsageError
+from hybridpar.partition.command import (
+    PlanConfig,
+    parse_bytes,
+    parse_link,
+    parse_shape,
+    parse_workers,
+    run_plan,
+    run_show,
+)
+from hybridpar.partition.cost import Link, Problem, Worker
+from hybridpar.partition.draw import draw_partition
+from hybridpar.partition.layout import lay_out, readable_bytes
+from hybridpar.partition.planning import PartitionedModel, partition_model, stages_from_plan
+from hybridpar.partition.run import run_stages
+from hybridpar.partition.table import print_partition
+from hybridpar.plan import read_plan
+from tests.partition.nets import IMAGES, Residual, Shapes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def made() -> PartitionedModel:
+    return partition_model(Residual(), torch.randn(*IMAGES), 3, measure=False, name="residual")
+
+
+def residual_net() -> Residual:
+    """The factory that the command tests name."""
+    return Residual()
+
+
+def test_a_plan_comes_back_as_the_same_stages(made: PartitionedModel, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    made.plan.save(path)
+    plan = read_plan(path)
+    assert plan == made.plan
+    assert path.read_text() == plan.to_json()
+    model = Residual()
+    stages = stages_from_plan(model, plan)
+    assert [list(stage.state_dict()) for stage in stages] == [list(stage.state_dict()) for stage in made.stages]
+    example = torch.randn(*IMAGES)
+    for stage in stages:
+        stage.eval()
+    assert torch.equal(run_stages(stages, example), model.eval()(example))
+
+
+def test_a_plan_says_what_the_partition_costs(made: PartitionedModel) -> None:
+    part = made.plan.partition
+    assert sum(stage.parameter_bytes for stage in part.stages) == 4 * made.plan.model.parameters
+    assert part.balance == pytest.approx(made.balance.balance, abs=1e-5)
+    assert sum(stage.cut_bytes or 0 for stage in part.stages) == part.cut_bytes
+    assert sum(stage.ms or 0 for stage in part.stages) == pytest.approx(made.times.step_ms, rel=1e-2)
+    assert part.certificate == "exact"
+    assert part.micro_batch == 2
+    assert made.plan.measured is not None
+    assert made.plan.measured.profile == "analytic"
+    again = partition_model(Residual(), torch.randn(*IMAGES), 3, measure=False, name="residual")
+    assert again.plan.to_json() == made.plan.to_json()
+
+
+def test_what_lanes_cost_each_other_is_measured_where_it_is_not_given() -> None:
+    said: list[str] = []
+    problem = Problem(2, (Worker(lanes=2),))
+    partition_model(Residual(), torch.randn(*IMAGES), problem, passes=2, announce=said.append)
+    assert "measuring lanes beside each other" in said
+    said.clear()
+    given = Problem(2, (Worker(lanes=2, co_run=1.5),))
+    partition_model(Residual(), torch.randn(*IMAGES), given, passes=2, announce=said.append)
+    assert "measuring lanes beside each other" not in said
+
+
+def test_placement_names_workers_and_lanes() -> None:
+    problem = Problem(4, (Worker("cpu", lanes=2),), "v")
+    plan = partition_model(Residual(), torch.randn(*IMAGES), problem, measure=False).plan
+    assert plan.placement is not None
+    assert [(place.worker, place.lane) for place in plan.placement.stages] == [(0, 0), (0, 1), (0, 1), (0, 0)]
+
+
+def test_a_plan_for_another_model_says_what_differs(made: PartitionedModel) -> None:
+    with pytest.raises(PlanError, match="another model"):
+        stages_from_plan(Shapes(), made.plan)
+
+
+def test_a_plan_with_other_units_says_which(made: PartitionedModel) -> None:
+    data = json.loads(made.plan.to_json())
+    data["partition"]["stages"][0]["units"][0] = "elsewhere"
+    with pytest.raises(PlanError, match="elsewhere"):
+        stages_from_plan(Residual(), type(made.plan).model_validate(data))
+
+
+def test_a_plan_without_units_is_the_whole_model(made: PartitionedModel) -> None:
+    data = json.loads(made.plan.to_json())
+    data["partition"]["stages"] = [{"units": []}]
+    del data["placement"]
+    (stage,) = stages_from_plan(Residual(), type(made.plan).model_validate(data))
+    assert stage(torch.randn(*IMAGES)).shape == (2, 5)
+
+
+def test_a_measured_profile_is_used_again(tmp_path: Path) -> None:
+    example = torch.randn(*IMAGES)
+    first = partition_model(Residual(), example, 2, passes=2, cache=tmp_path)
+    said: list[str] = []
+    second = partition_model(Residual(), example, 2, passes=2, cache=tmp_path, announce=said.append)
+    assert second.times == first.times
+    assert "using the profile measured before" in said
+
+
+@pytest.mark.parametrize("ending", ["svg", "png"])
+def test_pictures_show_every_stage(made: PartitionedModel, tmp_path: Path, ending: str) -> None:
+    path = tmp_path / f"plan.{ending}"
+    draw_partition(made.graph, made.plan, path)
+    assert path.stat().st_size > 5000
+    if ending == "svg":
+        first = path.read_bytes()
+        draw_partition(made.graph, made.plan, path)
+        assert path.read_bytes() == first, "the same plan gives the same file"
+
+
+def test_layout_has_every_unit_once_and_every_branch(made: PartitionedModel) -> None:
+    position = {unit: index for index, stage in enumerate(made.plan.partition.stages) for unit in stage.units}
+    layout = lay_out(made.graph, [position[unit.name] for unit in made.graph.units])
+    assert sorted(unit for block in layout.blocks for unit in block.units) == list(range(len(made.graph)))
+    assert sum(wire.bytes for wire in layout.cut) == made.plan.partition.cut_bytes
+    whole = lay_out(made.graph, [0] * len(made.graph))
+    assert len(whole.inner) == 1, "the residual branch"
+    assert not whole.cut
+
+
+def test_drawing_without_matplotlib_names_the_command(made: PartitionedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'hybridpar\[plots\]'"):
+        draw_partition(made.graph, made.plan, "plan.svg")
+
+
+def test_table_fits_a_terminal_and_names_what_matters(made: PartitionedModel) -> None:
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    print_partition(made.plan, console)
+    text = console.export_text()
+    assert "…" not in text
+    for word in ("residual: 3 stages", "fwd ms", "saved", "cut", "optimum over all convex cuts", "100 %"):
+        assert word in text
+
+
+def test_command_writes_plan_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    config = PlanConfig(
+        "tests.partition.test_planning:residual_net",
+        stages=2,
+        input="3x8x8",
+        passes=2,
+        devices=("cpu", "cpu@0.5"),
+        memory="1GB",
+        link="1GB/s@0.1ms",
+        output=plan,
+        draw=picture,
+    )
+    assert run_plan(config) == 0
+    assert picture.exists()
+    assert run_show(plan) == 0
+    assert "2 stages" in capsys.readouterr().out
+    assert [place.worker for place in read_plan(plan).placement.stages] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"model": "resnet81"}, "resnet"),
+        ({"input": "3,224"}, "--input"),
+        ({"batch": 0}, "--batch"),
+        ({"devices": ("tpu:0", "cpu")}, "tpu:0"),
+        ({"devices": ("cpu*0", "cpu")}, "cpu*0"),
+        ({"memory": "lots"}, "--memory"),
+        ({"memory": "1kB"}, "least cap"),
+        ({"link": "fast"}, "--link"),
+        ({"stages": 1000}, "--stages"),
+        ({"strategy": "magic"}, "magic"),
+        ({"in_flight": "2f2b"}, "2f2b"),
+        ({"output": Path("/nowhere/plan.json")}, "/nowhere"),
+        ({"draw": Path("plan.bmp")}, ".svg"),
+        ({"placement": "v", "stages": 3, "devices": ("cpu", "cpu")}, "3 stages on 2 lanes"),
+    ],
+)
+def test_bad_requests_are_one_error_each(wrong: dict[str, object], says: str) -> None:
+    options: dict[str, object] = {
+        "model": "tests.partition.test_planning:residual_net",
+        "input": "3x8x8",
+        "measure": False,
+    }
+    with pytest.raises(HybridparError) as caught:
+        run_plan(PlanConfig(**{**options, **wrong}))  # type: ignore[arg-type]
+    assert says in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_sizes_links_shapes_and_workers_are_read() -> None:
+    assert parse_bytes("1.5GB") == 1_500_000_000
+    assert parse_bytes("800") == 800
+    assert parse_link("100MB/s@0.2ms") == Link(1e8, 0.2)
+    assert parse_link(None).is_free
+    assert parse_shape("3x8x9") == (3, 8, 9)
+    config = PlanConfig("resnet18", devices=("cuda:0*2", "cpu@0.5"), memory="8GB", co_run=1.4)
+    assert parse_workers(config) == (
+        Worker("cuda:0", 2, 1.0, 8_000_000_000, 1.4),
+        Worker("cpu", 1, 0.5, 8_000_000_000, 1.4),
+    )
+    assert [readable_bytes(size) for size in (0, 999, 1500, 2.5e6, 3e9)] == ["0 B", "999 B", "1.5 kB", "2.5 MB", "3 GB"]
+
+
+def test_describing_the_command_imports_no_torch() -> None:
+    code = "import sys, hybridpar.partition.command; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_the_script_runs_from_a_clone(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "partition_model.py"), "resnet18", "--stages", "4", "--no-measure",
+         "--input", "3x64x64", "--draw", "plan.svg", "-o", "plan.json"],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "resnet18: 4 stages" in done.stdout
+    assert len(read_plan(tmp_path / "plan.json").partition.stages) == 4
+    assert (tmp_path / "plan.svg").stat().st_size > 10_000

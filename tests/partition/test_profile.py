@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridpar.errors import UsageError
+from hybridpar.partition.analytic import Roofline, estimate_units
+from hybridpar.partition.co_run import measure_co_run
+from hybridpar.partition.dry_run import dry_run_stages
+from hybridpar.partition.planning import saved_bytes
+from hybridpar.partition.profile import UnitTimes, _summarise, measure_units
+from hybridpar.partition.profile_cache import load_profile, profile_key, profile_path, store_profile
+from hybridpar.partition.split import split_model
+from hybridpar.partition.trace import trace_model
+from hybridpar.partition.unit_runner import Clock, UnitRunner
+from hybridpar.partition.units import ModelUnits, find_units
+from tests.partition.nets import CASES, IMAGES, Residual
+
+
+def units_of(name: str) -> tuple[ModelUnits, torch.Tensor]:
+    make, shape = CASES[name]
+    example = torch.randn(*shape)
+    return find_units(trace_model(make(), [example]), [example]), example
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_timed_step_is_the_models_own_step(name: str) -> None:
+    units, example = units_of(name)
+    model = units.model.train()
+    torch.manual_seed(1)
+    from hybridpar.partition.nest import tensor_leaves
+
+    before = {key: value.clone() for key, value in model.named_buffers()}
+    leaves = [leaf for _, leaf in tensor_leaves(model(example)) if leaf.requires_grad]
+    torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
+    wanted = {key: value.grad.clone() for key, value in model.named_parameters() if value.grad is not None}
+    for key, value in model.named_buffers():
+        value.copy_(before[key])
+    model.zero_grad()
+    torch.manual_seed(1)
+    times = UnitRunner(units, [example]).step(Clock(torch.device("cpu")))
+    assert len(times) == len(units.graph)
+    assert all(ahead >= 0 and back >= 0 for ahead, back in times)
+    found = {key: value.grad for key, value in model.named_parameters() if value.grad is not None}
+    assert sorted(found) == sorted(wanted)
+    for key, gradient in wanted.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_measuring_leaves_the_model_as_it_was() -> None:
+    units, example = units_of("residual")
+    model = units.model.eval()
+    gradient = torch.full_like(model.head.weight, 7.0)
+    model.head.weight.grad = gradient
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    threads = torch.get_num_threads()
+    seen = []
+    times = measure_units(
+        units, [example], passes=2, threads=1, progress=lambda done, total: seen.append((done, total))
+    )
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert torch.get_num_threads() == threads
+    assert model.head.weight.grad is gradient
+    assert model.conv1.weight.grad is None
+    assert not model.training
+    assert seen == [(1, 2), (2, 2)]
+    assert times.source == "measured"
+    assert sum(times.forward_ms) + sum(times.backward_ms) == pytest.approx(times.step_ms)
+
+
+def test_minimum_counts_and_halves_tell_the_noise() -> None:
+    rows = torch.tensor([[[1.0, 2.0]], [[1.5, 2.5]], [[9.0, 9.0]], [[1.5, 2.0]]], dtype=torch.float64)
+    times = _summarise(rows, step_ms=6.0)
+    assert (times.forward_ms, times.backward_ms) == ((2.0,), (4.0,))
+    assert times.calibration == pytest.approx(2.0)
+    assert times.noise == pytest.approx(0.5 / 3)
+    assert times.spread == pytest.approx(15 / 3)
+
+
+def test_one_pass_cannot_tell_noise() -> None:
+    units, example = units_of("residual")
+    with pytest.raises(UsageError, match="1 pass"):
+        measure_units(units, [example], passes=1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_predicted_saved_bytes_are_what_stages_save(name: str) -> None:
+    units, example = units_of(name)
+    count = min(3, len(units.graph))
+    stage_of = [min(index * count // len(units.graph), count - 1) for index in range(len(units.graph))]
+    measured = [item.saved_bytes for item in dry_run_stages(split_model(units, stage_of), [example], passes=1)]
+    predicted = saved_bytes(units.graph, stage_of)
+    # A copy at a border, or the relu of one, may save a few values more or fewer.
+    assert sum(predicted) == pytest.approx(sum(measured), rel=0.1, abs=64)
+
+
+def test_roofline_takes_the_slower_of_arithmetic_and_memory() -> None:
+    units, _ = units_of("residual")
+    graph = units.graph
+    names = [unit.name for unit in graph.units]
+    compute = estimate_units(graph, Roofline(1e6, 1e15, 0.0))
+    memory = estimate_units(graph, Roofline(1e15, 1e6, 0.0))
+    conv1, conv2 = names.index("conv1"), names.index("conv2")
+    assert compute.forward_ms[conv2] == pytest.approx(graph.units[conv2].flops / 1e6 * 1e3)
+    assert compute.backward_ms[conv2] == pytest.approx(2 * compute.forward_ms[conv2])
+    assert compute.backward_ms[conv1] == pytest.approx(compute.forward_ms[conv1]), "images need no gradient"
+    assert memory.forward_ms[names.index("relu")] > 0
+    assert estimate_units(graph, Roofline(1e15, 1e15, 0.25)).forward_ms == pytest.approx((0.25,) * len(graph))
+
+
+def test_profiles_are_kept_by_everything_they_depend_on(tmp_path: Path) -> None:
+    units, example = units_of("residual")
+    key = profile_key(units, [example], 1, 5)
+    count = len(units.graph)
+    times = UnitTimes((1.0,) * count, (2.0,) * count, 3.0 * count, 1.1, 0.01, 0.02)
+    assert load_profile(key, tmp_path) is None
+    store_profile(key, times, tmp_path)
+    assert load_profile(key, tmp_path) == times
+    assert load_profile(profile_key(units, [example], 2, 5), tmp_path) is None
+    assert load_profile(profile_key(units, [example.double()], 1, 5), tmp_path) is None
+    assert load_profile(profile_key(units, [torch.randn(3, 3, 8, 8)], 1, 5), tmp_path) is None
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": 1}', "nan"])
+def test_a_damaged_profile_is_measured_again(tmp_path: Path, damage: str) -> None:
+    units, example = units_of("residual")
+    key = profile_key(units, [example], 1, 5)
+    count = len(units.graph)
+    store_profile(key, UnitTimes((1.0,) * count, (2.0,) * count, 3.0), tmp_path)
+    path = profile_path(key, tmp_path)
+    data = json.loads(path.read_text())
+    if damage == "nan":
+        data["times"]["forward_ms"][0] = float("nan")
+        damage = json.dumps(data)
+    path.write_text(damage)
+    assert load_profile(key, tmp_path) is None
+
+
+def test_dry_run_leaves_the_stages_as_they_were() -> None:
+    model, example = Residual(), torch.randn(*IMAGES)
+    units = find_units(trace_model(model, [example]), [example])
+    stages = split_model(units, [0] * 3 + [1] * (len(units.graph) - 3))
+    for stage in stages:
+        stage.eval()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    times = dry_run_stages(stages, [example], passes=2)
+    assert len(times) == 2
+    assert all(item.ms > 0 for item in times)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module.training for stage in stages for module in stage.modules())
+
+
+def test_lanes_beside_each_other_leave_the_model_as_it_was() -> None:
+    model, example = Residual(), torch.randn(*IMAGES)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    assert measure_co_run(model, [example], 2, passes=1) > 0
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(UsageError, match="0 lanes"):
+        measure_co_run(model, [example], 0)

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchvision
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+from benchmarks.partition.check import compare_split, random_convex_stages, reference_step
+from benchmarks.partition.models import SWEEP, sweep_model
+from hybridpar.errors import PartitionError
+from hybridpar.partition.run import StageRunner, run_stages
+from hybridpar.partition.split import split_model
+from hybridpar.partition.trace import trace_model
+from hybridpar.partition.units import ModelUnits, find_units
+from tests.partition.nets import CASES, IMAGES, Residual, Shared, Views
+
+
+def units_of(model: torch.nn.Module, example: torch.Tensor) -> ModelUnits:
+    return find_units(trace_model(model, [example]), [example])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_cut_of_a_hard_model_trains_as_the_whole(name: str) -> None:
+    make, shape = CASES[name]
+    model, example = make(), torch.randn(*shape)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    units = units_of(model, example)
+    reference = reference_step(model, example)
+    for stages in range(1, min(len(units.graph), 5) + 1):
+        for seed in range(4):
+            cut = random_convex_stages(units.graph, stages, random.Random(seed))
+            difference = compare_split(units, cut, example, reference)
+            assert difference.is_equal, (cut, difference)
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x1_0", "lraspp_mobilenet_v3_large"])
+def test_cuts_of_vision_models(name: str) -> None:
+    model, example = sweep_model(name)
+    units, reference = units_of(model, example), reference_step(model, example)
+    for stages in (2, 5, 8):
+        cut = random_convex_stages(units.graph, stages, random.Random(stages))
+        difference = compare_split(units, cut, example, reference)
+        assert difference.is_equal, difference
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", SWEEP)
+def test_many_cuts_of_many_models(name: str) -> None:
+    model, example = sweep_model(name)
+    units, reference = units_of(model, example), reference_step(model, example)
+    for stages in range(2, 9):
+        for seed in range(10):
+            cut = random_convex_stages(units.graph, stages, random.Random(1000 * stages + seed))
+            assert compare_split(units, cut, example, reference, load=seed == 0).is_equal
+
+
+def test_what_shares_state_stays_together() -> None:
+    units = units_of(Shared(), torch.randn(5, 6))
+    home = {node.name: index for index, nodes in enumerate(units.nodes) for node in nodes}
+    assert home["mul"] == home["mul_1"], "both use the parameter `scale`"
+    assert home["twice"] == home["twice_1"] or "alias" in home
+    assert len(units.graph) >= 2
+
+
+def test_what_aliases_a_changed_view_stays_together() -> None:
+    units = units_of(Views(), torch.randn(5, 6))
+    home = {node.name: index for index, nodes in enumerate(units.nodes) for node in nodes}
+    assert home["getitem"] == home["mul_"] == home["add"] == home["last"]
+    assert home["first"] != home["last"]
+
+
+def test_in_place_work_stays_in_place_inside_a_stage_and_is_copied_at_a_border() -> None:
+    units = units_of(Residual(), torch.randn(*IMAGES))
+    whole = split_model(units, [0] * len(units.graph))[0]
+    assert "clone" not in whole.code
+    names = [unit.name for unit in units.graph.units]
+    parts = split_model(units, [int(index >= names.index("relu")) for index in range(len(names))])
+    assert parts[1].code.count(".clone()") == 1
+    assert "clone" not in parts[0].code
+
+
+def test_stages_are_the_models_own_modules() -> None:
+    model, example = torchvision.models.resnet18(), torch.randn(2, 3, 32, 32)
+    units = units_of(model, example)
+    stages = split_model(units, random_convex_stages(units.graph, 3, random.Random(0)))
+    held = {name: value for stage in stages for name, value in stage.named_parameters()}
+    assert all(held[name] is value for name, value in model.named_parameters())
+    assert sum(len(list(stage.parameters())) for stage in stages) == len(list(model.parameters()))
+
+
+def test_a_relayed_stage_takes_what_the_one_before_returns() -> None:
+    model, example = torchvision.models.densenet121(), torch.randn(2, 3, 64, 64)
+    units = units_of(model, example)
+    stages = split_model(units, random_convex_stages(units.graph, 4, random.Random(3)), relay=True)
+    for before, after in itertools.pairwise(stages):
+        assert [item.name for item in before.outputs] == [item.name for item in after.inputs]
+    model.eval()
+    value: tuple[torch.Tensor, ...] = (example,)
+    with torch.no_grad():
+        for stage in stages:
+            result = stage.eval()(*value)
+            value = result
+        assert torch.equal(result, model(example))
+
+
+def test_a_copied_stage_is_independent() -> None:
+    model, example = Residual(), torch.randn(*IMAGES)
+    units = units_of(model, example)
+    stages = split_model(units, random_convex_stages(units.graph, 2, random.Random(0)))
+    twins = [copy.deepcopy(stage) for stage in stages]
+    model.eval()
+    expected = run_stages([stage.eval() for stage in stages], example)
+    assert torch.equal(run_stages([twin.eval() for twin in twins], example), expected)
+    with torch.no_grad():
+        for twin in twins:
+            for parameter in twin.parameters():
+                parameter.zero_()
+    assert torch.equal(run_stages(stages, example), expected)
+    assert [twin.inputs for twin in twins] == [stage.inputs for stage in stages]
+
+
+def test_wrong_assignments_are_refused() -> None:
+    units = units_of(Residual(), torch.randn(*IMAGES))
+    count = len(units.graph)
+    with pytest.raises(PartitionError, match="needs"):
+        split_model(units, [1] + [0] * (count - 1))
+    with pytest.raises(PartitionError, match="stage 1 is empty"):
+        split_model(units, [0] * (count - 1) + [2])
+    with pytest.raises(PartitionError, match="units are assigned"):
+        split_model(units, [0])
+
+
+def test_runner_forgets_a_finished_micro_batch() -> None:
+    model, example = Residual(), torch.randn(*IMAGES)
+    units = units_of(model, example)
+    runner = StageRunner(split_model(units, random_convex_stages(units.graph, 3, random.Random(1))))
+    for _ in range(2):
+        runner.start(example)
+        for index in range(3):
+            runner.forward(index)
+        for index in reversed(range(3)):
+            runner.backward(index)
+    assert not runner._gradients or set(runner._gradients) <= {"x"}
+    assert not any(runner._received)
+
+
+def _pipeline_rank(rank: int, port: int, results: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    model, example = Residual(), torch.randn(4, 3, 8, 8)
+    units = units_of(model, example[:2])
+    stages = split_model(units, random_convex_stages(units.graph, 2, random.Random(2)), relay=True)
+    stage = PipelineStage(stages[rank], rank, 2, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 2, loss_fn=torch.nn.functional.cross_entropy)
+    target = torch.tensor([0, 1, 2, 3])
+    if rank == 0:
+        schedule.step(example)
+    else:
+        schedule.step(target=target)
+    torch.save({name: value.grad for name, value in stages[rank].named_parameters()}, f"{results}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_relayed_stages_run_in_torchs_own_pipeline(tmp_path, free_port: int) -> None:
+    torch.multiprocessing.spawn(_pipeline_rank, (free_port, str(tmp_path)), nprocs=2)
+    torch.manual_seed(0)
+    model, example = Residual(), torch.randn(4, 3, 8, 8)
+    for part, target in zip(example.split(2), torch.tensor([0, 1, 2, 3]).split(2), strict=True):
+        (torch.nn.functional.cross_entropy(model(part), target) / 2).backward()
+    found = {**torch.load(tmp_path / "0.pt"), **torch.load(tmp_path / "1.pt")}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-6, atol=1e-7)
+
+
+@pytest.fixture
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+from hybridpar.errors import TraceError, UsageError
+from hybridpar.partition.run import run_stages
+from hybridpar.partition.split import split_model
+from hybridpar.partition.trace import trace_model
+from hybridpar.partition.units import find_units
+from tests.partition.nets import ROWS, Branching, Buffers, Chain, Containers, Defaults, Modes
+
+
+def test_ordinary_models_need_the_first_rung_only() -> None:
+    traced = trace_model(torchvision.models.resnet18(), [torch.randn(2, 3, 32, 32)])
+    assert (traced.method, traced.leaves, traced.eval_graph) == ("fx", (), None)
+
+
+def test_a_sub_module_that_cannot_be_traced_is_kept_whole() -> None:
+    traced = trace_model(Containers(), [torch.randn(*ROWS)])
+    assert traced.method == "fx with leaves"
+    assert set(traced.leaves) == {"nested", "join"}
+
+
+def test_a_chain_of_modules_needs_no_tracing() -> None:
+    traced = trace_model(Chain(), [torch.randn(*ROWS)])
+    assert traced.method == "module order"
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == [
+        "layers.0",
+        "layers.1",
+        "layers.2",
+    ]
+
+
+def test_what_cannot_be_traced_names_module_operation_and_way_out() -> None:
+    with pytest.raises(TraceError) as caught:
+        trace_model(Branching(), [torch.randn(*ROWS)])
+    assert "Branching" in caught.value.what
+    assert "if x.sum() > 0:" in caught.value.what
+    assert "sub-module" in caught.value.fix
+
+
+def test_a_detector_is_refused_with_a_way_out() -> None:
+    model = torchvision.models.detection.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None)
+    with pytest.raises(TraceError, match="cannot be iterated"):
+        trace_model(model)
+
+
+def test_modes_are_traced_apart_where_they_differ() -> None:
+    traced = trace_model(Modes(), [torch.randn(*ROWS)])
+    assert traced.eval_graph is not None
+    assert len(traced.eval_graph.nodes) != len(traced.graph.nodes) or str(traced.eval_graph) != str(traced.graph)
+
+
+def test_tracing_leaves_the_model_as_it_was() -> None:
+    model = Buffers()
+    model.first.eval()
+    before = (set(vars(model)), [module.training for module in model.modules()], list(model.state_dict()))
+    traced = trace_model(model, [torch.randn(*ROWS)])
+    assert (set(vars(model)), [module.training for module in model.modules()], list(model.state_dict())) == before
+    assert len(traced.constants) == 2, "the literal and the plain attribute"
+
+
+def test_arguments_with_defaults_keep_them_and_others_can_be_given() -> None:
+    rows = torch.randn(*ROWS)
+    one = trace_model(Defaults(), [rows])
+    assert [node.name for node in one.graph.nodes if node.op == "placeholder"] == ["x"]
+    two = trace_model(Defaults(), [rows, torch.ones(6)])
+    assert [node.target for node in two.graph.nodes if node.op == "placeholder"] == ["x", "mask"]
+
+
+def test_a_missing_input_is_named() -> None:
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x + y
+
+    with pytest.raises(TraceError, match="needs 'y'"):
+        trace_model(Two(), [torch.randn(2)])
+
+
+def test_an_input_shape_that_the_model_refuses_names_the_place() -> None:
+    model = torchvision.models.resnet18()
+    example = torch.randn(2, 1, 32, 32)
+    with pytest.raises(UsageError) as caught:
+        find_units(trace_model(model, [example]), [example])
+    assert "conv1" in caught.value.what
+    assert "(2, 1, 32, 32)" in caught.value.what
+
+
+def test_a_model_without_work_is_refused() -> None:
+    class Nothing(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    with pytest.raises(TraceError, match="computes nothing"):
+        find_units(trace_model(Nothing(), [torch.randn(2)]), [torch.randn(2)])
+
+
+def test_a_graph_that_ignores_its_input_has_units() -> None:
+    class Constant(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.new_zeros(3) + torch.ones(3)
+
+    example = torch.randn(2)
+    units = find_units(trace_model(Constant(), [example]), [example])
+    assert len(units.graph) == 2
+    stages = split_model(units, [0, 1])
+    assert torch.equal(run_stages(stages, example), torch.ones(3))
