@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 DEMO_DIR := runs/demo
-DEMO_ARGS := resnet18 --data digits --epochs 8 --lr 0.01 --batch-size 64 --run-dir $(DEMO_DIR) --overwrite
+DEMO_ARGS := resnet18 --data digits --run-dir $(DEMO_DIR) --overwrite
 PYTEST_ARGS ?=
 BENCHMARKS := $(wildcard benchmarks/*/main.py)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hybridpar.config import TrainConfig
     from hybridpar.errors import HybridparError
+    from hybridpar.partition import partition_model
     from hybridpar.plan import Plan, read_plan
     from hybridpar.trainer import Evaluation, StepResult, Trainer
 
@@ -23,10 +24,21 @@ _HOME = {
     "StepResult": "hybridpar.trainer",
     "TrainConfig": "hybridpar.config",
     "Trainer": "hybridpar.trainer",
+    "partition_model": "hybridpar.partition",
     "read_plan": "hybridpar.plan",
 }
 
-__all__ = ["Evaluation", "HybridparError", "Plan", "StepResult", "TrainConfig", "Trainer", "__version__", "read_plan"]
+__all__ = [
+    "Evaluation",
+    "HybridparError",
+    "Plan",
+    "StepResult",
+    "TrainConfig",
+    "Trainer",
+    "__version__",
+    "partition_model",
+    "read_plan",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -10,12 +10,14 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, LaunchError, SyncError
+from hybridpar.partition.command import PlanConfig, run_plan, run_show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +38,19 @@ class Doctor:
     """Print JSON."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """Print the table of a plan file."""
+
+    plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
+    """A plan written by `hybridpar plan` or by a training run."""
+
+
 Command = Annotated[
-    Annotated[Train, tyro.conf.subcommand("train")] | Annotated[Doctor, tyro.conf.subcommand("doctor")],
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[PlanConfig, tyro.conf.subcommand("plan")]
+    | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[Doctor, tyro.conf.subcommand("doctor")],
     tyro.conf.OmitSubcommandPrefixes,
 ]
 
@@ -65,6 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from hybridpar.doctor import run_doctor
 
             return run_doctor(command.fresh, command.json)
+        if isinstance(command, PlanConfig):
+            return run_plan(command)
+        if isinstance(command, Show):
+            return run_show(command.plan)
         return _train(command, arguments)
     except HybridparError as error:
         return _fail(error, debug)

@@ -39,7 +39,7 @@ class OptimizerConfig:
 
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """Optimizer."""
-    lr: float = 0.05
+    lr: float = 0.02
     """Peak learning rate."""
     momentum: float = 0.9
     """Momentum of SGD."""

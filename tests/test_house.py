@@ -51,9 +51,9 @@ ROOMS: dict[str, set[str]] = {
         *("checkpoint", "cluster", "config", "data", "errors", "launch", "models", "observe", "pipeline", "plan"),
         *("process", "rundir", "trainer"),
     },
-    "cli": {"cluster", "config", "doctor", "errors", "launch", "run"},
+    "cli": {"cluster", "config", "doctor", "errors", "launch", "partition", "run"},
     "__main__": {"cli"},
-    "__init__": {"config", "errors", "plan", "trainer"},
+    "__init__": {"config", "errors", "partition", "plan", "trainer"},
 }
 
 #: Modules that are one room, though they lie beside each other.
