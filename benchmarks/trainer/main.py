@@ -27,7 +27,7 @@ from hybridpar.errors import HybridparError
 RESULTS = Path(__file__).parent / "results" / "trainer.csv"
 PARITY = 1.03
 #: Model, side of the images, and images per rank.
-SETTINGS = (("resnet18", 32, 16), ("mobilenet_v2", 64, 16))
+SETTINGS = (("resnet18", 32, 32), ("resnet18", 32, 16), ("mobilenet_v2", 96, 16))
 
 
 @dataclass(frozen=True, kw_only=True)

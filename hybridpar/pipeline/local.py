@@ -1,26 +1,19 @@
 """Why: on one worker no gradient travels, and whatever stands between autograd and the optimizer is pure cost.
 
-Same calls as `GradientReducer`, none of its machinery: only the squared norm is taken, if somebody needs it. A large
-gradient is squared in its hook, while it is still in the cache; the small ones together at the end, because a hook
-costs more than they do.
+Same calls as `GradientReducer`, none of its machinery: only the squared norm is taken, if somebody needs it, in one
+pass at the speed of memory after the backward pass. Squaring each gradient in a hook, while it may still be in the
+cache, was measured and is slower: the hooks, and what they evict, cost more than the cache saves.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from hybridpar.pipeline.buckets import flat_view
 from hybridpar.pipeline.control import Pending
-from hybridpar.pipeline.reducer import sum_of_squares
-
-#: Bytes from which on a gradient is worth a hook of its own.
-LARGE_BYTES = 1 << 18
 
 
 class LocalGradients:
@@ -38,43 +31,35 @@ class LocalGradients:
         self._parameters = list(parameters.values())
         self._device = device
         self._measure = measure
-        self._last = False
-        self._squares: list[Tensor] = []
-        self._squared: set[int] = set()
-        self._hooks: dict[int, RemovableHandle] = {}
 
     def open(self) -> None:
         """Start a step; gradients of the step before are forgotten."""
         for parameter in self._parameters:
             parameter.grad = None
-        self._last = False
-        self._squares, self._squared = [], set()
-        if self._measure:
-            self._hook_large()
 
     def release(self, report: Pending) -> None:
-        """The next backward pass is the last of the step."""
-        self._last = True
+        """The next backward pass is the last of the step: nothing waits for it here."""
 
     def flush(self) -> list[bool]:
         """Nothing is left to send, and nobody to agree with on who used what."""
         return []
 
     def wait(self) -> tuple[Tensor, int]:
-        """Sums of squares, and the bytes sent: none."""
-        if not self._measure:
+        """Sum of squares of all gradients, and the bytes sent: none.
+
+        The sum is not finite exactly where an element is not; where float32 overflows it is taken again in float64.
+        """
+        gradients = [parameter.grad.detach() for parameter in self._parameters if parameter.grad is not None]
+        if not self._measure or not gradients:
             return torch.zeros(1, dtype=torch.float64, device=self._device), 0
-        rest = [
-            parameter.grad
-            for parameter in self._parameters
-            if parameter.grad is not None and id(parameter) not in self._squared
-        ]
-        if rest:
-            norms = torch.stack(torch._foreach_norm([gradient.detach() for gradient in rest], 2, torch.float64))
-            self._squares.append(norms.to(self._device).square().sum())
-        if not self._squares:
-            return torch.zeros(1, dtype=torch.float64, device=self._device), 0
-        return torch.stack(self._squares), 0
+        total = self._sum_of_squares(gradients, None)
+        if total.device.type == "cpu" and not bool(torch.isfinite(total)):
+            total = self._sum_of_squares(gradients, torch.float64)
+        return total, 0
+
+    def _sum_of_squares(self, gradients: list[Tensor], dtype: torch.dtype | None) -> Tensor:
+        norms = torch._foreach_norm(gradients, 2, dtype)
+        return torch.stack([norm.to(self._device) for norm in norms]).double().square().sum().reshape(1)
 
     def close_step(self) -> None:
         """End the step."""
@@ -96,33 +81,4 @@ class LocalGradients:
         """Nothing to restore: the order of buckets means nothing here."""
 
     def close(self) -> None:
-        """Remove all hooks. Gradients stay as they are."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks = {}
-
-    def take_squares(self, parameter: Tensor) -> None:
-        """Called by autograd when a large gradient has been accumulated."""
-        gradient = parameter.grad
-        if not self._last or gradient is None or gradient.is_sparse or id(parameter) in self._squared:
-            return
-        self._squared.add(id(parameter))
-        with torch.no_grad():
-            self._squares.append(sum_of_squares(flat_view(gradient)).to(self._device))
-
-    def _hook_large(self) -> None:
-        me = weakref.ref(self)
-        for parameter in self._parameters:
-            size = parameter.numel() * parameter.element_size()
-            if size >= LARGE_BYTES and parameter.requires_grad and id(parameter) not in self._hooks:
-                register: Any = parameter.register_post_accumulate_grad_hook
-                self._hooks[id(parameter)] = register(_make_hook(me))
-
-
-def _make_hook(local: weakref.ref[LocalGradients]) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        target = local()
-        if target is not None:
-            target.take_squares(parameter)
-
-    return hook
+        """Gradients stay as they are."""
