@@ -29,13 +29,13 @@ def partition_table(plan: Plan) -> Group:
         table.add_row(
             str(index),
             _where(plan, index),
-            str(len(stage.units)),
+            str(len(stage.units)) if stage.units else "all",
             _number(stage.forward_ms),
             _number(stage.backward_ms),
-            readable_bytes(stage.parameter_bytes),
-            readable_bytes(stage.saved_bytes or 0),
+            readable_bytes(stage.parameter_bytes) if stage.parameter_bytes else "",
+            "" if stage.saved_bytes is None else readable_bytes(stage.saved_bytes),
             readable_bytes(stage.cut_bytes or 0) if index < len(part.stages) - 1 else "",
-            _bar(stage, most),
+            "" if stage.ms is None else _bar(stage, most),
         )
     return Group(Text(_head(plan), style="bold"), Text(), table, Text(), Text(_summary(plan)))
 
@@ -47,9 +47,14 @@ def print_partition(plan: Plan, console: Console | None = None) -> None:
 
 def _head(plan: Plan) -> str:
     shape = "x".join(map(str, plan.model.input)) if plan.model.input else "several inputs"
+    count = len(plan.partition.stages)
+    replicas = plan.placement.replicas if plan.placement is not None else 1
+    micro_batch = plan.partition.micro_batch
     return (
-        f"{plan.model.name}: {len(plan.partition.stages)} stages, {plan.model.parameters:,} parameters, "
-        f"micro-batch {plan.partition.micro_batch} of {shape}"
+        f"{plan.model.name}: {count} {'stage' if count == 1 else 'stages'}"
+        + (f" on {replicas} replicas" if replicas > 1 else "")
+        + f", {plan.model.parameters:,} parameters, "
+        + (f"micro-batch {micro_batch} of {shape}" if micro_batch else f"samples of {shape}")
     )
 
 
@@ -70,9 +75,9 @@ def _summary(plan: Plan) -> str:
             if measured.profile == "measured" and measured.noise is not None
             else ""
         )
-        lines.append(
-            f"times {measured.profile} on {measured.device}, {measured.threads} thread(s), {measured.dtype}{noise}"
-        )
+        facts = [measured.device, f"{measured.threads} thread(s)" if measured.threads else "", measured.dtype]
+        source = f"times {measured.profile} on" if measured.profile else "on"
+        lines.append(f"{source} {', '.join(fact for fact in facts if fact)}{noise}")
     return "\n".join(lines)
 
 
