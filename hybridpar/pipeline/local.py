@@ -59,7 +59,9 @@ class LocalGradients:
 
     def _sum_of_squares(self, gradients: list[Tensor], dtype: torch.dtype | None) -> Tensor:
         norms = torch._foreach_norm(gradients, 2, dtype)
-        return torch.stack([norm.to(self._device) for norm in norms]).double().square().sum().reshape(1)
+        if any(norm.device != self._device for norm in norms):
+            norms = tuple(norm.to(self._device) for norm in norms)
+        return torch.stack(norms).double().square().sum().reshape(1)
 
     def close_step(self) -> None:
         """End the step."""
