@@ -74,7 +74,7 @@ def test_a_shared_parameter_is_in_one_group_once():
 def test_steps_are_those_of_torchs_plain_optimizer(options, reference):
     ours = Mixed()
     theirs = copy.deepcopy(ours)
-    steps(ours, build_optimizer(ours, OptimizerConfig(weight_decay=0.1, **options)))
+    steps(ours, build_optimizer(ours, OptimizerConfig(lr=0.05, weight_decay=0.1, **options)))
     decays = ("conv.weight", "head.weight", "table")
     groups = [
         {"params": [p for n, p in theirs.named_parameters() if (n in decays) == decaying], "weight_decay": decay}
@@ -89,7 +89,7 @@ def test_a_parameter_that_joins_late_starts_with_momentum_zero():
     torch.manual_seed(0)
     late, reference = nn.Linear(3, 3), nn.Linear(3, 3)
     reference.load_state_dict(late.state_dict())
-    optimizer = build_optimizer(late, OptimizerConfig(weight_decay=0.0))
+    optimizer = build_optimizer(late, OptimizerConfig(lr=0.05, weight_decay=0.0))
     late.weight.grad = torch.ones(3, 3)
     late.bias.grad = None
     fill_momentum(optimizer)

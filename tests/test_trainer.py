@@ -119,7 +119,7 @@ def test_the_gradient_norm_is_reported_before_clipping():
 
 
 def test_a_result_tells_what_happened():
-    with Trainer(make_model(), config=TrainConfig(warmup_epochs=0.0), total_steps=4) as trainer:
+    with Trainer(make_model(), config=TrainConfig(lr=0.05, warmup_epochs=0.0), total_steps=4) as trainer:
         results = [trainer.step(make_batch(step)) for step in range(4)]
     model = make_model()
     images, labels = make_batch()
