@@ -94,4 +94,4 @@ def nearest(name: str, choices: Iterable[str], most: int = 3) -> str:
     if close:
         return f"Did you mean {', '.join(close)}?"
     shown = ", ".join(valid[:12])
-    return f"Valid: {shown}{', ...' if len(valid) > 12 else ''}."
+    return f"Valid: {shown}, ..." if len(valid) > 12 else f"Valid: {shown}."

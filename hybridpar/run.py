@@ -361,7 +361,7 @@ class Run:
             self.info, table, seed=self.config.seed, ended=ended, resumed_from=self.resumed_from, versions=_versions()
         )
         measured = [entry for entry in medians if isinstance(entry, dict)]
-        if measured:
+        if measured and self.resumed_from is None:  # else the figures of all workers cover a part of the run only
             for key in ("compute_ms", "exposed_sync_ms", "data_ms"):
                 summary[key] = round(sum(entry[key] for entry in measured) / len(measured), 3)
         files = [write_summary(self.place.directory, summary)]
