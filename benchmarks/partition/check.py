@@ -81,7 +81,7 @@ class Difference:
     """How a split differs from the unsplit model; all zeros and True where it does not.
 
     `gradient` is the largest difference of any element of a gradient, relative to the largest element of that
-    parameter's gradient.
+    parameter's gradient (see `_largest_difference`).
     """
 
     forward: bool
@@ -159,12 +159,15 @@ def compare_split(
 
 
 def _largest_difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Largest difference of any parameter's gradient, relative to that gradient's largest element.
+
+    Where a gradient is zero but for rounding (the bias of a BatchNorm whose output only another BatchNorm sees), it
+    is compared with a millionth of the model's largest gradient instead.
+    """
     if sorted(found) != sorted(wanted):
         return float("inf")
-    return max(
-        (
-            float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max().clamp_min(1e-12))
-            for name in wanted
-        ),
-        default=0.0,
-    )
+    if not wanted:
+        return 0.0
+    largest = {name: float(gradient.abs().max()) for name, gradient in wanted.items()}
+    floor = max(*largest.values(), 1e-6) * 1e-6
+    return max(float((found[name] - wanted[name]).abs().max()) / max(largest[name], floor) for name in wanted)
