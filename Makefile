@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 BENCHMARKS := $(wildcard benchmarks/*/main.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench gpu-check images clean
+.PHONY: help venv demo test lint bench gpu-check images clean partition-sweep
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do \
@@ -53,3 +53,7 @@ images: $(READY) ## Make docs/images again from a real run of the demo
 clean: ## Remove what was built; runs/ and data/ stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './runs/*' -not -path './data/*' -prune -exec rm -rf {} +
+
+partition-sweep: $(READY) ## Check random cuts of 28 models against the whole; an hour
+	$(BIN)/python -m benchmarks.partition.sweep
+	$(BIN)/python -m pytest -m sweep
