@@ -75,6 +75,11 @@ class SyncConfig:
     timeout: float = 120.0
     """Seconds after which a worker that does not answer is an error."""
 
+    @property
+    def bucket_bytes(self) -> int:
+        """`bucket_mb` in bytes, at least one."""
+        return max(1, int(self.bucket_mb * 2**20))
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(SyncConfig, OptimizerConfig, DataConfig):

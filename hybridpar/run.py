@@ -204,7 +204,7 @@ class Run:
             pipeline=Pipeline(micro_batches=config.accumulate),
             sync=Sync(
                 lanes=config.sync_lanes,
-                bucket_bytes=max(1, int(config.bucket_mb * 2**20)),
+                bucket_bytes=config.bucket_bytes,
                 batch_norm=config.batch_norm,
             ),
             measured=Measured(

@@ -166,7 +166,7 @@ class Trainer:
             self.world,
             self.lanes,
             SyncOptions(
-                bucket_bytes=max(1, int(self.config.bucket_mb * 2**20)),
+                bucket_bytes=self.config.bucket_bytes,
                 guard=self.config.guard,
                 clip_norm=self.config.clip_norm,
                 pool_batch_norm=self.config.batch_norm == "pooled",

@@ -1,8 +1,7 @@
 """Why: on one worker no gradient travels, and whatever stands between autograd and the optimizer is pure cost.
 
 Same calls as `GradientReducer`, none of its machinery: only the squared norm is taken, if somebody needs it, in one
-pass at the speed of memory after the backward pass. Squaring each gradient in a hook, while it may still be in the
-cache, was measured and is slower: the hooks, and what they evict, cost more than the cache saves.
+pass at the speed of memory after the backward pass, and not in hooks, which would run once per parameter.
 """
 
 from __future__ import annotations

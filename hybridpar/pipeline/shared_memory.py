@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 #: Bytes of a chunk: small enough that all workers' parts of it stay in the last-level cache, large enough that meeting
-#: twice per chunk costs little. Between 1 and 8 MiB it makes no difference that a noisy machine shows.
+#: twice per chunk costs little.
 CHUNK_BYTES = 2 << 20
 
 _SHARED = Path("/dev/shm")

@@ -3,7 +3,7 @@
 For each model at batch 4, 224x224, one thread: profile once; cut into K = 2 to 8 stages with every strategy; for some
 K also split and run every cut, in turns, and take the slowest stage. Writes results/balance.csv (one line per model, K
 and strategy) and results/stages.csv (one line per stage of the balanced cuts: predicted and measured time and saved
-bytes). Run from the root of the repository: python -m benchmarks.partition.tables
+bytes). Run from the root of the repository: python -m benchmarks.partition.main
 """
 
 from __future__ import annotations
