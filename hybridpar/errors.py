@@ -50,6 +50,10 @@ class PartitionError(UsageError):
     """No partition satisfies what was asked for."""
 
 
+class ScheduleError(UsageError):
+    """A pipeline schedule is impossible, incomplete, or does not fit the stages."""
+
+
 class DataError(HybridparError):
     """A data set is missing, corrupt, or too small for the job."""
 
