@@ -153,7 +153,7 @@ def lower(schedule: Schedule, layout: Layout, buckets: Sequence[int] = ()) -> Pr
                 lane = layout.lane_of[after.stage]
                 if place[lane] < len(schedule.rows[lane]) and schedule.rows[lane][place[lane]] == after:
                     offer(lane)
-            elif all(one in finished for one in needs[after]):
+            elif after not in finished and all(one in finished for one in needs[after]):
                 finish(after, when)
 
     for lane in range(len(schedule.rows)):
