@@ -152,7 +152,7 @@ class Lane(ABC):
         """What stopped the lane, if anything did."""
         return self._failure
 
-    def submit(self, work: Work, *, uses: Sequence[torch.Tensor] = ()) -> None:
+    def submit(self, work: Work, *, uses: Sequence[torch.Tensor] = (), marks: Sequence[Event] = ()) -> None:
         """Queue work. It runs with the grad mode, inference mode and autocast of the submitting code.
 
         On CUDA the host runs `work` at once and it queues kernels; on a CPU the lane's thread runs it later.
@@ -161,16 +161,21 @@ class Lane(ABC):
             work: What to do. It must not issue work itself, and it must wait for what it starts asynchronously.
             uses: Tensors of other lanes that the work reads or writes. They are kept alive until the lane has passed
                 the work, so that their memory is not handed out again while it is still in use.
+            marks: Events from `Lanes.event` that the work passes on its way, by calling `mark` with each of them in
+                this order; those it did not are passed at its end. For other lanes they count as recorded from here
+                on, so they can start on what is ready before the work has ended.
 
         Raises:
-            LaneError: The family is closed, or this is not the thread that issues.
+            LaneError: The family is closed, or this is not the thread that issues; an event was recorded before.
             BaseException: Earlier work on the lane failed; its own exception. Where work runs at once, also this
                 work's own.
         """
         self._family.check_issue()
         if self.failure is not None:
             self.failure.throw()
-        self._submit(work, uses)
+        for event in marks:
+            self._claim(event)
+        self._submit(work, uses, marks)
 
     def record(self, event: Event | None = None) -> Event:
         """Mark this point of the queue.
@@ -184,16 +189,17 @@ class Lane(ABC):
         self._family.check_issue()
         if event is None:
             event = self._family.event()
-        self._check_family(event)
-        if event.lane is not None:
-            raise LaneError(
-                f"the event was recorded before, on lane {event.lane.name!r}",
-                "An event marks one point of one lane, so that it is clear what a wait is for.",
-                "Make a new event for the new point.",
-            )
-        event.lane = self
+        self._claim(event)
         self._record(event)
         return event
+
+    @abstractmethod
+    def mark(self, event: Event) -> None:
+        """Called by work running on this lane: pass an event that was given to `submit` in `marks`.
+
+        Raises:
+            LaneError: Called from elsewhere, or out of order.
+        """
 
     def wait(self, event: Event) -> None:
         """Let work that is submitted from now on start after the event. The host waits only for `caller` on a CPU.
@@ -237,6 +243,17 @@ class Lane(ABC):
             patience: Seconds to wait for work that cannot be interrupted; None waits as long as it takes.
         """
 
+    def _claim(self, event: Event) -> None:
+        """Make an event a point of this lane."""
+        self._check_family(event)
+        if event.lane is not None:
+            raise LaneError(
+                f"the event was recorded before, on lane {event.lane.name!r}",
+                "An event marks one point of one lane, so that it is clear what a wait is for.",
+                "Make a new event for the new point.",
+            )
+        event.lane = self
+
     def _check_family(self, event: Event) -> None:
         if event.family is not self._family:
             raise LaneError(
@@ -251,8 +268,15 @@ class Lane(ABC):
             fix="Call it inside the submitted function, or pass the tensors in `uses=`.",
         )
 
+    def _misplaced_mark(self) -> LaneError:
+        return LaneError(
+            f"mark() of lane {self.name!r} was called outside its work, or out of order",
+            "Work passes the events of `marks` one after another, in the order in which they were given.",
+            "Call it inside the submitted function.",
+        )
+
     @abstractmethod
-    def _submit(self, work: Work, uses: Sequence[torch.Tensor]) -> None: ...
+    def _submit(self, work: Work, uses: Sequence[torch.Tensor], marks: Sequence[Any]) -> None: ...
 
     @abstractmethod
     def _record(self, event: Any) -> None: ...

@@ -24,7 +24,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -46,13 +46,15 @@ class Ticket:
 
     Attributes:
         lane: Where it runs.
-        tick: Its number on that lane.
+        tick: Its number on that lane; one higher after every event that the work marks.
+        end: Its number when it ends.
         clocks: The clock of every lane at that moment.
         delay: Seconds to sleep before it runs.
     """
 
     lane: str
     tick: int
+    end: int
     clocks: Mapping[str, Clock]
     delay: float = 0.0
 
@@ -132,12 +134,23 @@ class Checker:
         with self._lock:
             self._clocks[lane] = self._host
 
-    def submitted(self, lane: str, uses: Sequence[torch.Tensor]) -> Ticket:
-        """Work is issued to a lane that keeps `uses` alive."""
+    def submitted(self, lane: str, uses: Sequence[torch.Tensor], marks: int = 0) -> Ticket:
+        """Work is issued to a lane that keeps `uses` alive, and will mark some events on its way."""
         with self._lock:
-            tick = self._advance(lane)
-            self._keep(lane, tick, uses)
-            return Ticket(lane, tick, dict(self._clocks), self._random.random() * self._max_delay)
+            tick = end = self._advance(lane)
+            for _ in range(marks):
+                end = self._advance(lane)
+            self._keep(lane, end, uses)
+            return Ticket(lane, tick, end, dict(self._clocks), self._random.random() * self._max_delay)
+
+    def mark_clocks(self, ticket: Ticket, marks: int) -> list[Clock]:
+        """The clocks of the events that the work of a ticket marks: what it does later is not in them."""
+        return [{**ticket.clocks[ticket.lane], ticket.lane: ticket.tick + number} for number in range(marks)]
+
+    def marked(self) -> None:
+        """The work running on this thread has passed an event."""
+        ticket: Ticket = self._thread.ticket
+        self._thread.ticket = replace(ticket, tick=ticket.tick + 1)
 
     def recorded(self, lane: str) -> Clock:
         """The clock that an event carries when it is recorded now."""
@@ -186,14 +199,15 @@ class Checker:
         """The lane of the work running on this thread keeps tensors alive until it has passed that work."""
         with self._lock:
             now = self._now()
-            self._keep(now.lane, now.tick, tensors)
+            self._keep(now.lane, now.end, tensors)
             if now.lane == _CALLER:
                 self._advance(_CALLER)
 
     def _now(self) -> Ticket:
         """The work this thread is running; the host's place in the order of issue where it runs none."""
         ticket: Ticket | None = getattr(self._thread, "ticket", None)
-        return ticket or Ticket(_CALLER, self._clocks[_CALLER][_CALLER], self._clocks)
+        tick = self._clocks[_CALLER][_CALLER]
+        return ticket or Ticket(_CALLER, tick, tick, self._clocks)
 
     def _keep(self, lane: str, tick: int, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:

@@ -7,6 +7,7 @@ compute, and autograd runs the backward pass of CPU tensors on the thread that a
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from queue import SimpleQueue
@@ -84,10 +85,19 @@ class _Wait:
 class _Task:
     """A queue entry that runs work in the modes of the thread that submitted it."""
 
-    def __init__(self, work: Work, uses: Sequence[torch.Tensor], lane: str, checker: Checker | None) -> None:
+    def __init__(
+        self, work: Work, uses: Sequence[torch.Tensor], marks: Sequence[CpuEvent], lane: str, checker: Checker | None
+    ) -> None:
         self.work: Work | None = work
         self.uses = tuple(uses)
-        self.watch = None if checker is None else checker.during(checker.submitted(lane, uses))
+        self.marks = deque(marks)
+        self.checker = checker
+        self.watch = None
+        if checker is not None:
+            ticket = checker.submitted(lane, uses, len(marks))
+            for event, clock in zip(marks, checker.mark_clocks(ticket, len(marks)), strict=True):
+                event.clock = clock
+            self.watch = checker.during(ticket)
         self.grad = torch.is_grad_enabled()
         self.inference = torch.is_inference_mode_enabled()
         self.autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
@@ -95,13 +105,26 @@ class _Task:
 
     def run(self, worker: Worker) -> None:
         with self.watch or nullcontext():
+            worker.task = self
             if worker.failure is None:
                 try:
                     self._run_in_modes()
                 except BaseException as error:
                     worker.failure = Failure(error, worker.name)
+            worker.task = None
             # Let go before the lane passes the next event: whoever waited for that may count on it.
             self.work, self.uses = None, ()
+        while self.marks:
+            self.marks.popleft().open(worker.failure)
+
+    def mark(self, event: CpuEvent) -> bool:
+        """Pass the next event; False if it is another one's turn."""
+        if not self.marks or self.marks[0] is not event:
+            return False
+        self.marks.popleft().open(None)
+        if self.checker is not None:
+            self.checker.marked()
+        return True
 
     def _run_in_modes(self) -> None:
         assert self.work is not None
@@ -127,6 +150,7 @@ class Worker:
     def __init__(self, name: str, threads: int) -> None:
         self.name = name
         self.failure: Failure | None = None
+        self.task: _Task | None = None  # what is running
         self.queue: SimpleQueue[_Task | CpuEvent | _Wait | None] = SimpleQueue()
         # torch keeps the number of intra-op threads per thread, but at its first operator a thread takes over the last
         # number that was set anywhere. So let this thread and the lane's do that first (reading is enough), and set
@@ -184,12 +208,19 @@ class CpuLane(Lane):
         if self._checker is not None:
             self._checker.kept(tensors)
 
+    def mark(self, event: Event) -> None:
+        """See `Lane.mark`."""
+        task = self._worker.task
+        inside = threading.current_thread() is self._worker.thread and task is not None
+        if not inside or not isinstance(event, CpuEvent) or task is None or not task.mark(event):
+            raise self._misplaced_mark()
+
     def drain(self, patience: float | None = None) -> None:
         """See `Lane.drain`."""
         self._worker.stop(patience)
 
-    def _submit(self, work: Work, uses: Sequence[torch.Tensor]) -> None:
-        self._worker.queue.put(_Task(work, uses, self.name, self._checker))
+    def _submit(self, work: Work, uses: Sequence[torch.Tensor], marks: Sequence[CpuEvent]) -> None:
+        self._worker.queue.put(_Task(work, uses, marks, self.name, self._checker))
 
     def _record(self, event: CpuEvent) -> None:
         if self._checker is not None:
@@ -209,18 +240,36 @@ class CpuCaller(Lane):
     def __init__(self, family: Family, name: str, checker: Checker | None) -> None:
         super().__init__(family, name)
         self._checker = checker
+        self._marks: deque[CpuEvent] = deque()  # of the work that is running, those still to come
 
     def keep(self, *tensors: torch.Tensor) -> None:
         """See `Lane.keep`."""
         if self._checker is not None:
             self._checker.kept(tensors)
 
+    def mark(self, event: Event) -> None:
+        """See `Lane.mark`."""
+        if not self._marks or self._marks[0] is not event:
+            raise self._misplaced_mark()
+        self._pass(self._marks.popleft())
+
     def drain(self, patience: float | None = None) -> None:
         """Nothing is ever queued here."""
 
-    def _submit(self, work: Work, uses: Sequence[torch.Tensor]) -> None:
-        work()
-        self.keep(*uses)
+    def _submit(self, work: Work, uses: Sequence[torch.Tensor], marks: Sequence[CpuEvent]) -> None:
+        outer, self._marks = self._marks, deque(marks)
+        try:
+            work()
+        finally:
+            self.keep(*uses)
+            for event in self._marks:
+                self._pass(event)
+            self._marks = outer
+
+    def _pass(self, event: CpuEvent) -> None:
+        if self._checker is not None:
+            event.clock = self._checker.recorded(self.name)
+        event.open(None)
 
     def _record(self, event: CpuEvent) -> None:
         if self._checker is not None:

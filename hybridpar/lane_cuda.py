@@ -72,6 +72,7 @@ class CudaLane(Lane):
         super().__init__(family, name)
         self._own = stream
         self._held: list[torch.Tensor] | None = None  # by the work that is running
+        self._marks: deque[CudaEvent] = deque()  # of the work that is running, those still to come
         # What to keep until when. None stands for the end of a graph capture: events recorded in one cannot be asked.
         self._kept: deque[tuple[torch.cuda.Event | None, Sequence[torch.Tensor]]] = deque()
 
@@ -95,9 +96,16 @@ class CudaLane(Lane):
         current: torch.cuda.Stream = cuda.current_stream(self.device)
         return current
 
-    def _submit(self, work: Work, uses: Sequence[torch.Tensor]) -> None:
+    def mark(self, event: Event) -> None:
+        """See `Lane.mark`. Also from autograd's thread, which runs the backward pass while the work waits for it."""
+        if not self._marks or self._marks[0] is not event:
+            raise self._misplaced_mark()
+        self._record(self._marks.popleft())
+
+    def _submit(self, work: Work, uses: Sequence[torch.Tensor], marks: Sequence[CudaEvent]) -> None:
         stream = self._stream()
         outer, self._held = self._held, list(uses)
+        outer_marks, self._marks = self._marks, deque(marks)
         self._family.inside = self._own is not None
         with cuda.stream(stream):
             try:
@@ -107,6 +115,9 @@ class CudaLane(Lane):
                     self._failure = Failure(error, self.name, met=True)
                 raise
             finally:
+                for event in self._marks:
+                    self._record(event)
+                self._marks = outer_marks
                 held, self._held = self._held, outer
                 self._family.inside = False
                 self._keep_until_passed(stream, held)

@@ -14,6 +14,8 @@ on working; `release` gives it its class back.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +50,7 @@ class BatchNormPool:
         self._counts = [0] * len(self.layers)
         self._widths = [layer.num_features for layer in self.layers]
         numbers = torch.arange(len(self.layers))
+        self._paused = False
         self._layer_of_channel = torch.repeat_interleave(numbers, torch.tensor(self._widths, dtype=torch.int64)).to(
             device
         )
@@ -127,6 +130,15 @@ class BatchNormPool:
         self._variance.zero_()
         self._counts = [0] * len(self.layers)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, training forwards leave no trace: activations are computed a second time."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
     def release(self) -> None:
         """Give every layer its own class back."""
         for layer, original in zip(self.layers, self._originals, strict=True):
@@ -173,6 +185,8 @@ class _PooledForward:
             result: Tensor = super().forward(input)  # type: ignore[misc]
             return result
         self._check_input_dim(input)
+        if scratch.pool._paused:
+            return functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
         scratch.enter(input.numel() // input.shape[1])
         # The kernel keeps its running statistics for an eval-mode backward that never comes here. `.data` gives them
         # a version counter of their own, so that clearing the scratch is not taken for an edit of a saved tensor.

@@ -9,6 +9,7 @@ the same collective, every worker holds the same bits of it.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -25,41 +26,22 @@ _LOSS, _SAMPLES, _STOP, _SAVE, _LAYOUT, _LAYOUT_SQUARED, HEAD = range(7)
 _COMMIT, _SQUARES = 4, 5
 
 
-@dataclass
-class StepOutcome:
+class StepOutcome(ABC):
     """What the workers agreed on for one step.
 
-    Nothing in it has been waited for on a GPU: a copy is on its way to the host, and the first property that is read
-    waits for that copy alone, not for work that was queued since.
+    Making one waits for nothing; the first property that is read waits until the step has been decided.
 
     Attributes:
-        values: float64 tensor on the device: loss, samples, stop, save, commit (1 or 0), squared gradient norm.
-        exposed_sync_ms: Host time spent waiting for the sync after the backward pass had ended.
+        exposed_sync_ms: Time for which nothing but the sync was left to wait for.
         bytes_sent: Bytes this worker sent: payload of each collective times the collective's own factor.
     """
 
-    values: Tensor
     exposed_sync_ms: float
     bytes_sent: int
-    _copy: Tensor = field(repr=False)
-    _copied: Event | None = field(default=None, repr=False)
-    _host: list[float] | None = field(default=None, repr=False)
 
-    @classmethod
-    def of(cls, values: Tensor, exposed_sync_ms: float, bytes_sent: int, lanes: Lanes) -> StepOutcome:
-        """Start the copy to the host."""
-        if values.device.type == "cpu":
-            return cls(values, exposed_sync_ms, bytes_sent, values)
-        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        copy.copy_(values, non_blocking=True)
-        return cls(values, exposed_sync_ms, bytes_sent, copy, lanes.caller.record())
-
+    @abstractmethod
     def _value(self, index: int) -> float:
-        if self._host is None:
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._host = self._copy.tolist()
-        return self._host[index]
+        """One of: loss, samples, stop, save, commit (1 or 0), squared gradient norm."""
 
     @property
     def loss(self) -> float:
@@ -92,10 +74,45 @@ class StepOutcome:
         squares = self._value(5)
         return None if squares < 0 else math.sqrt(squares) if math.isfinite(squares) else math.inf
 
+
+@dataclass
+class DecidedOutcome(StepOutcome):
+    """The outcome of a step whose end the host has issued.
+
+    On a GPU a copy of the values is on its way to the host, and reading waits for that copy alone, not for work that
+    was queued since.
+
+    Attributes:
+        values: float64 tensor on the device: loss, samples, stop, save, commit (1 or 0), squared gradient norm.
+    """
+
+    values: Tensor
+    exposed_sync_ms: float
+    bytes_sent: int
+    _copy: Tensor = field(repr=False)
+    _copied: Event | None = field(default=None, repr=False)
+    _host: list[float] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, values: Tensor, exposed_sync_ms: float, bytes_sent: int, lanes: Lanes) -> DecidedOutcome:
+        """Start the copy to the host."""
+        if values.device.type == "cpu":
+            return cls(values, exposed_sync_ms, bytes_sent, values)
+        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        copy.copy_(values, non_blocking=True)
+        return cls(values, exposed_sync_ms, bytes_sent, copy, lanes.caller.record())
+
     @property
     def commit(self) -> Tensor:
         """`committed` as a 0-d tensor of 1 or 0 that nobody has to wait for."""
         return self.values[_COMMIT]
+
+    def _value(self, index: int) -> float:
+        if self._host is None:
+            if self._copied is not None:
+                self._copied.synchronize()
+            self._host = self._copy.tolist()
+        return self._host[index]
 
 
 @dataclass

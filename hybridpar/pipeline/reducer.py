@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hybridpar.errors import SyncError
+from hybridpar.lane_base import Work
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.pipeline.buckets import Bucket, Slot, layout_fingerprint, make_buckets
 from hybridpar.pipeline.collective import SumGroup
@@ -30,16 +31,27 @@ from hybridpar.pipeline.world import World
 
 
 @dataclass
-class _Flight:
+class Flight:
     """What is known about the gradients of one step."""
 
     number: int  # of the step, from 1
     squares: Tensor  # per bucket, float64; only the share of this worker is filled in
+    releasing: bool = False  # the last backward pass runs, so full buckets may leave
     checked: set[Lane] = field(default_factory=set)
     landed: list[Event] = field(default_factory=list)
     next_bucket: int = 0
     sent: int = 0
-    report: Pending | None = None  # set when the last forward pass has ended; from then on buckets may leave
+    report: Pending | None = None  # the forward report, in which workers compare their layouts
+    flats: list[Tensor] = field(default_factory=list)  # gathered buckets, by index
+    marks: list[Event] = field(default_factory=list)  # where another lane gathers them: passed when each is gathered
+
+
+SyncLanes = Sequence[tuple[Lane, SumGroup]]
+
+
+def open_sync_lanes(world: World, lanes: Lanes) -> SyncLanes:
+    """One lane for each of the world's groups that add gradients."""
+    return [(lanes.open(f"sync-{index}", priority=-1), group) for index, group in enumerate(world.lane_sums)]
 
 
 class GradientReducer:
@@ -53,26 +65,31 @@ class GradientReducer:
         lanes: Where to open sync lanes.
         bucket_bytes: Size at which a bucket is full.
         measure: Whether to take the sums of squares of the reduced gradients.
+        sync_lanes: Lanes that are open already, each with what adds on it; None opens one for each of the world's.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], world: World, lanes: Lanes, bucket_bytes: int, measure: bool
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        world: World,
+        lanes: Lanes,
+        bucket_bytes: int,
+        measure: bool,
+        sync_lanes: SyncLanes | None = None,
     ) -> None:
         self._parameters = parameters
         self._world = world
         self._lanes = lanes
         self._measure = measure
         self._bucket_bytes = bucket_bytes
-        self._sync_lanes: list[tuple[Lane, SumGroup]] = [
-            (lanes.open(f"sync-{index}", priority=-1), group) for index, group in enumerate(world.lane_sums)
-        ]
+        self._sync_lanes = open_sync_lanes(world, lanes) if sync_lanes is None else sync_lanes
         self._order: list[str] = list(parameters)[::-1]
         self._observed: list[str] | None = []
         self._trainable: tuple[bool, ...] = ()
         self._places: dict[str, tuple[Bucket, Slot]] = {}
         self._hooks: dict[str, RemovableHandle] = {}
         self._steps = 0
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self.buckets: list[Bucket] = []
         #: Fingerprint of the buckets, to be compared between workers.
         self.layout = 0
@@ -81,14 +98,22 @@ class GradientReducer:
 
     def open(self) -> None:
         """Start a step; gradients of the step before are forgotten."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        self._follow_trainable()
-        for bucket in self.buckets:
-            bucket.pending = len(bucket.slots)
+        self.follow_trainable()
+        self.start(self.new_flight())
+
+    def new_flight(self) -> Flight:
+        """What will be known about the gradients of the next step."""
         self._steps += 1
         squares = torch.zeros(len(self.buckets), dtype=torch.float64, device=self._world.device)
-        self._flight = _Flight(self._steps, squares)
+        return Flight(self._steps, squares)
+
+    def start(self, flight: Flight) -> None:
+        """Forget the gradients of the step before, and expect those of the next."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        for bucket in self.buckets:
+            bucket.pending = len(bucket.slots)
+        self._flight = flight
 
     def release(self, report: Pending) -> None:
         """The next backward pass is the last of the step: full buckets leave.
@@ -98,6 +123,7 @@ class GradientReducer:
         """
         assert self._flight is not None
         self._flight.report = report
+        self._flight.releasing = True
 
     def flush(self) -> list[bool]:
         """After the last backward pass: send what is left, with zeros for parameters that were not used here.
@@ -164,7 +190,7 @@ class GradientReducer:
             return
         bucket, slot = self._places[name]
         slot.seen = flight.number
-        if flight.report is None:
+        if not flight.releasing:
             return
         if slot.ready == flight.number:
             raise SyncError(
@@ -179,34 +205,53 @@ class GradientReducer:
         if bucket.pending == 0:
             self._launch_full_buckets(flight)
 
-    def _launch_full_buckets(self, flight: _Flight) -> None:
+    def _launch_full_buckets(self, flight: Flight) -> None:
         while flight.next_bucket < len(self.buckets) and self.buckets[flight.next_bucket].pending <= 0:
             self._launch(self.buckets[flight.next_bucket], flight)
             flight.next_bucket += 1
 
-    def _launch(self, bucket: Bucket, flight: _Flight) -> None:
+    def _launch(self, bucket: Bucket, flight: Flight) -> None:
+        """A bucket is full, and all before it have left."""
+        self._refuse_sparse(bucket)
+        flight.flats.append(bucket.collect())
+        self._send(bucket, flight, self._lanes.caller.record())
+
+    def _refuse_sparse(self, bucket: Bucket) -> None:
         if any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in bucket.slots):
             raise SyncError(
                 f"a gradient among {[slot.name for slot in bucket.slots]} is sparse",
                 "Gradients travel dense.",
                 "Build the layer with sparse=False.",
             )
-        flat, squares = bucket.collect(), flight.squares[bucket.index]
+
+    def _send(self, bucket: Bucket, flight: Flight, ready: Event, wrap: Callable[[Work], Work] | None = None) -> Event:
+        """Issue the sum of a bucket that is gathered when an event is passed.
+
+        Args:
+            bucket: The bucket.
+            flight: What is known about this step's gradients.
+            ready: Passed when the bucket is gathered.
+            wrap: Makes the work that is issued from the work that sums.
+        """
         lane, group = self._sync_lanes[bucket.index % len(self._sync_lanes)]
         self._check_peers(lane, flight)
         mine = self._measure and bucket.index % self._world.size == self._world.rank
 
         def reduce() -> None:
+            flat, squares = flight.flats[bucket.index], flight.squares[bucket.index]
+            lane.keep(flat, squares)
             group.all_reduce(flat)
             if mine:
                 squares.copy_(sum_of_squares(flat))
 
-        lane.wait(self._lanes.caller.record())
-        lane.submit(reduce, uses=(flat, squares))
-        flight.landed.append(lane.record())
+        lane.wait(ready)
+        lane.submit(wrap(reduce) if wrap is not None else reduce)
         flight.sent += all_reduce_bytes(bucket.bytes, self._world.size)
+        landed = lane.record()
+        flight.landed.append(landed)
+        return landed
 
-    def _check_peers(self, lane: Lane, flight: _Flight) -> None:
+    def _check_peers(self, lane: Lane, flight: Flight) -> None:
         """Before a lane's first bucket, let it see that all workers cut the same buckets.
 
         A collective whose sizes differ between workers does not fail in an orderly way: gloo aborts the process.
@@ -222,7 +267,11 @@ class GradientReducer:
 
     # ------------------------------------------------------------------ layout
 
-    def _follow_trainable(self) -> None:
+    def is_cut(self) -> bool:
+        """Whether the buckets still fit: no parameter was frozen or thawed since they were cut."""
+        return self._trainable == tuple(parameter.requires_grad for parameter in self._parameters.values())
+
+    def follow_trainable(self) -> None:
         """Cut the buckets anew where parameters were frozen or thawed since the last step."""
         trainable = tuple(parameter.requires_grad for parameter in self._parameters.values())
         if trainable == self._trainable:

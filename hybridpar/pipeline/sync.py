@@ -26,8 +26,8 @@ from hybridpar.pipeline.batchnorm import BatchNormPool
 from hybridpar.pipeline.control import (
     HEAD,
     ControlLane,
+    DecidedOutcome,
     Pending,
-    StepOutcome,
     backward_report,
     decide,
     forward_report,
@@ -171,7 +171,7 @@ class GradientSync:
             self.reducer.release(step.report)
         return scaled
 
-    def finish(self) -> StepOutcome:
+    def finish(self) -> DecidedOutcome:
         """Wait until all buckets are reduced, and agree on what becomes of the step.
 
         On return every parameter used on any worker has the reduced, clipped gradient in `.grad`; a parameter used
@@ -194,9 +194,9 @@ class GradientSync:
         self.reducer.keep_used(votes[1:], used)
         values = decide(report, votes[0], guard=self.options.guard, measured=self._measure)
         exposed = (time.perf_counter() - started) * 1e3
-        return StepOutcome.of(values, exposed, sent + step.message_bytes, self._lanes)
+        return DecidedOutcome.of(values, exposed, sent + step.message_bytes, self._lanes)
 
-    def end(self, outcome: StepOutcome, *, decided_on_device: bool = False) -> None:
+    def end(self, outcome: DecidedOutcome, *, decided_on_device: bool = False) -> None:
         """Commit or roll back what the forward passes left: BatchNorm's running statistics, and other buffers.
 
         Args:

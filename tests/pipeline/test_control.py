@@ -12,7 +12,7 @@ from hybridpar.lanes import Lanes
 from hybridpar.pipeline.control import (
     HEAD,
     ControlLane,
-    StepOutcome,
+    DecidedOutcome,
     all_reduce_bytes,
     backward_report,
     check_layout,
@@ -32,7 +32,7 @@ def report(loss=1.0, samples=4, stop=False, save=False, layout=7, batch_norm=Non
 def outcome(reports, squares=4.0, *, guard=True, measured=True):
     with Lanes("cpu") as lanes:
         values = decide(sum(reports), torch.tensor(squares, dtype=torch.float64), guard=guard, measured=measured)
-        return StepOutcome.of(values, 0.5, 100, lanes)
+        return DecidedOutcome.of(values, 0.5, 100, lanes)
 
 
 def test_summed_reports_are_the_step_of_all_workers():

@@ -1,0 +1,144 @@
+"""Why: both ends of a transfer must know shape, dtype and memory format of every tensor before it is sent.
+
+The facts are found by running all stages once on the first micro-batch of every size, on every worker, so nothing has
+to be sent for them, and autocast, memory formats and operations that are not about batches are all taken as they are.
+The run leaves no trace: buffers and generators are put back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.errors import UsageError
+from hybridpar.pipeline.actions import Edge
+from hybridpar.pipeline.rollback import BufferRollback
+from hybridpar.pipeline.stage_run import StageModule, consumers_of
+from hybridpar.pipeline.transport import MessagePart
+
+
+@dataclass
+class BorderFacts:
+    """What is known about micro-batches of one size.
+
+    Attributes:
+        parts: Every tensor that crosses a border, by name.
+        gradients: Names of those that a gradient comes back for.
+        saved_bytes: For every stage the bytes that its forward pass keeps for its backward pass; distinct storages,
+            without parameters, buffers.
+    """
+
+    parts: dict[str, MessagePart] = field(default_factory=dict)
+    gradients: set[str] = field(default_factory=set)
+    saved_bytes: list[int] = field(default_factory=list)
+
+    def bytes_of(self, name: str) -> int:
+        """Size of a tensor that crosses a border."""
+        part = self.parts[name]
+        return math.prod(part.shape) * part.dtype.itemsize
+
+
+class BorderTable:
+    """Knows what crosses the borders of stages, for every size of micro-batch.
+
+    Args:
+        stages: All stages of the model, in order.
+        forwards: What to call for each of them.
+        measured: Stages whose saved bytes are wanted; the others are run without autograd.
+    """
+
+    def __init__(
+        self, stages: Sequence[StageModule], forwards: Sequence[Callable[..., Any]], measured: Sequence[int] = ()
+    ) -> None:
+        self._stages = stages
+        self._forwards = forwards
+        self._measured = set(measured)
+        #: Facts of the first micro-batch.
+        self.first: BorderFacts | None = None
+        self._known: dict[tuple[Any, ...], BorderFacts] = {}
+        self._consumers = [consumers_of(stages, index) for index in range(len(stages))]
+
+    def names(self, source: int, target: int) -> list[str]:
+        """What a stage uses of an earlier one, in the order in which it travels."""
+        return self._consumers[source].get(target, [])
+
+    def at(self, inputs: Mapping[str, Tensor]) -> BorderFacts:
+        """The facts for a micro-batch.
+
+        Args:
+            inputs: The model's inputs by name, on the device.
+
+        Raises:
+            UsageError: A stage refuses the inputs.
+        """
+        key = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.stride()) for name, tensor in inputs.items())
+        if key not in self._known:
+            self._known[key] = self._run(inputs)
+            self.first = self.first or self._known[key]
+        return self._known[key]
+
+    def edges(self, facts: BorderFacts) -> tuple[Edge, ...]:
+        """All pairs of stages between which tensors flow, with their bytes."""
+        edges = []
+        for source, consumers in enumerate(self._consumers):
+            for target, names in consumers.items():
+                sizes = {name: facts.bytes_of(name) for name in names}
+                back = sum(size for name, size in sizes.items() if name in facts.gradients)
+                edges.append(Edge(source, target, sum(sizes.values()), back))
+        return tuple(edges)
+
+    def _run(self, inputs: Mapping[str, Tensor]) -> BorderFacts:
+        facts = BorderFacts()
+        values: dict[str, Tensor] = dict(inputs)
+        device = next(iter(inputs.values())).device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            for stage, forward in zip(self._stages, self._forwards, strict=True):
+                module: nn.Module = stage  # type: ignore[assignment]
+                rollback = BufferRollback(module)
+                leaves = [values[border.name].detach().requires_grad_(border.requires_grad) for border in stage.inputs]
+                try:
+                    result, saved = _call(forward, leaves, module, measure=stage.index in self._measured)
+                except (RuntimeError, ValueError, TypeError) as error:
+                    shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
+                    raise UsageError(
+                        f"stage {stage.index} cannot run on inputs of shape {shapes}: {error}",
+                        "Stages are run once on a micro-batch of every size to learn what travels between them.",
+                        "Train with the shape of inputs that the model was partitioned for.",
+                    ) from error
+                finally:
+                    rollback.restore()
+                facts.saved_bytes.append(saved)
+                if stage is self._stages[-1]:
+                    break
+                for border, tensor in zip(stage.outputs, result, strict=True):
+                    values[border.name] = tensor
+                    facts.parts[border.name] = MessagePart.of(tensor)
+                    if border.requires_grad:
+                        facts.gradients.add(border.name)
+        return facts
+
+
+def _call(
+    forward: Callable[..., Any], leaves: Sequence[Tensor], module: nn.Module, *, measure: bool
+) -> tuple[Any, int]:
+    """The result of a stage, and the bytes it would keep for its backward pass."""
+    if not measure:
+        with torch.no_grad():
+            return forward(*leaves), 0
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    sizes: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = forward(*leaves)
+    return result, sum(sizes.values())

@@ -1,0 +1,371 @@
+"""Why: one object holds a model that is trained as a pipeline, from its stages to the state it is saved with.
+
+Every worker holds the whole model, but trains its own stages only; `collect` makes the model whole again on all
+workers. What is optimised, saved and evaluated is always the model, under its own names, whatever the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridpar.errors import ScheduleError
+from hybridpar.lanes import Lane, Lanes
+from hybridpar.pipeline.actions import Layout
+from hybridpar.pipeline.borders import BorderFacts, BorderTable
+from hybridpar.pipeline.buckets import flat_view, is_dense
+from hybridpar.pipeline.executor import Executor, LateOutcome, MicroBatch, StepRequest
+from hybridpar.pipeline.grid import Grid
+from hybridpar.pipeline.local_stage import LocalStage, OptimizerStep
+from hybridpar.pipeline.program import Program, lower
+from hybridpar.pipeline.random_keys import RandomKeys, key_random_operations
+from hybridpar.pipeline.reducer import SyncLanes, open_sync_lanes
+from hybridpar.pipeline.replicate import replicate
+from hybridpar.pipeline.schedules import ScheduleRequest, make
+from hybridpar.pipeline.stage_run import Mailbox, StageModule, StageRun, check_stages, consumers_of
+from hybridpar.pipeline.sync import SyncOptions
+from hybridpar.pipeline.world import World
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How a model is trained as a pipeline.
+
+    Attributes:
+        lane_of: For every stage its lane, numbered over all workers of a replica.
+        worker_of: For every lane its worker.
+        schedule: Name of the schedule.
+        recompute: Stages whose activations are computed again in the backward pass.
+        compile: Compile every stage with torch.compile.
+        threads: Intra-op threads of every lane on a CPU.
+        seed: Of the random operations inside the model.
+        forward_ms: For every stage the time of a forward pass, as measured; for schedules that look at it.
+        backward_ms: The same for the backward pass.
+        input_ms: The same for the half of it that gives the gradients of inputs; None where it is not to be split.
+        weight_ms: The same for the half that gives the gradients of parameters.
+        latency_ms: Of a transfer between workers.
+        bytes_per_second: Of a transfer between workers; None where transfers take no time.
+        memory_cap: Most bytes of activations that a worker may keep; None for no limit.
+    """
+
+    lane_of: tuple[int, ...]
+    worker_of: tuple[int, ...]
+    schedule: str = "1f1b"
+    recompute: tuple[int, ...] = ()
+    compile: bool = False
+    threads: int = 1
+    seed: int = 0
+    forward_ms: tuple[float, ...] | None = None
+    backward_ms: tuple[float, ...] | None = None
+    input_ms: tuple[float, ...] | None = None
+    weight_ms: tuple[float, ...] | None = None
+    latency_ms: float = 0.0
+    bytes_per_second: float | None = None
+    memory_cap: int | None = None
+    sync: SyncOptions = field(default_factory=SyncOptions)
+    sync_lanes: int = 2
+
+
+class PipelineEngine:
+    """Trains a model as stages on lanes and workers, times replicas.
+
+    The workers of the world are `positions` times replicas; with one worker all stages are lanes of its device.
+
+    Args:
+        model: The whole model, on the device. Its state is overwritten with rank 0's.
+        stages: All its stages, in order, over its own parameters.
+        world: All workers.
+        lanes: Lanes of this worker.
+        loss: Mean loss of outputs and targets.
+        optimizer: Makes what steps a stage's parameters: called with the stage, returns the step; None for a stage
+            without anything to train.
+        options: See `PipelineOptions`.
+        micro_batches: Micro-batches per step and replica.
+
+    Raises:
+        ScheduleError: Stages, workers and options do not fit each other.
+        SyncError: The workers were given different models, stages or options.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stages: Sequence[StageModule],
+        world: World,
+        lanes: Lanes,
+        loss: Loss,
+        optimizer: Callable[[nn.Module], OptimizerStep | None],
+        options: PipelineOptions,
+        micro_batches: int,
+    ) -> None:
+        check_stages(stages)
+        self.model = model
+        self.options = options
+        self.micro_batches = micro_batches
+        self.world = world
+        self._lanes = lanes
+        self._all_stages = list(stages)
+        self._input_names = tuple(stages[0].model_inputs)
+        layout = self._layout(())
+        self.positions = layout.workers
+        pairs = {
+            pair
+            for index in range(len(stages))
+            for target in consumers_of(stages, index)
+            for pair in _both_ways(layout.home(index), layout.home(target))
+        }
+        if world.size % self.positions:
+            raise ScheduleError(
+                f"{len(stages)} stages are placed on {self.positions} workers, and the job has {world.size}",
+                "Workers are stages' workers times replicas.",
+                f"Start {self.positions} workers, or a multiple of that.",
+            )
+        replicate(model, world, agree=(options, micro_batches, [_state_names(stage) for stage in stages]))
+        self.grid = Grid(world, self.positions, sorted(pairs), lanes=options.sync_lanes) if world.size > 1 else None
+        self.position = self.grid.position if self.grid is not None else 0
+        self.replica = self.grid.replica if self.grid is not None else 0
+        self.replicas = self.grid.replicas if self.grid is not None else 1
+        try:
+            self._open(layout, loss, optimizer)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, layout: Layout, loss: Loss, optimizer: Callable[[nn.Module], OptimizerStep | None]) -> None:
+        options, lanes = self.options, self._lanes
+        mine = [index for index in range(layout.stages) if layout.home(index) == self.position]
+        alone = World(device=self.world.device, timeout=self.world.timeout)
+        replicas = self.grid.replica_world if self.grid is not None else alone
+        forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
+        self.borders = BorderTable(self._all_stages, forwards, mine)
+        compute: dict[int, Lane] = {
+            lane: lanes.open(f"compute {lane}", threads=options.threads)
+            for lane in sorted({layout.lane_of[index] for index in mine})
+        }
+        sync_lanes: SyncLanes = open_sync_lanes(replicas, lanes) if replicas.size > 1 else []
+        mailbox = Mailbox()
+        keys = RandomKeys(options.seed, lanes.device, self.replica * self.micro_batches)
+        self.stages: dict[int, LocalStage] = {}
+        for index in mine:
+            stage = self._all_stages[index]
+            run = StageRun(
+                stage,
+                consumers_of(self._all_stages, index),
+                mailbox,
+                forward=forwards[index],
+                loss=loss if index == layout.stages - 1 else None,
+                recompute=index in options.recompute,
+                keys=keys,
+            )
+            local = LocalStage(
+                run,
+                compute[layout.lane_of[index]],
+                lanes,
+                replicas,
+                sync_lanes,
+                options.sync,
+                self.micro_batches,
+                optimizer(_module(stage)),
+            )
+            run.attach(local.after_forward, local.quiet)
+            self.stages[index] = local
+        on_device = options.sync.guard and lanes.device.type == "cuda"
+        self._executor = Executor(
+            self.stages,
+            self.borders,
+            self._make_program,
+            self.position,
+            self.world,
+            replicas,
+            lanes,
+            mailbox,
+            self.grid.senders if self.grid is not None else {},
+            self.grid.receivers if self.grid is not None else {},
+            sync_lanes=max(1, len(sync_lanes)),
+            on_device=on_device,
+        )
+
+    # ------------------------------------------------------------------ a step
+
+    def step(
+        self,
+        micro_batches: Sequence[tuple[Any, Any]],
+        global_samples: int,
+        *,
+        rate_factor: float = 1.0,
+        stop: bool = False,
+        save: bool = False,
+    ) -> LateOutcome:
+        """Issue one step on this replica's share of a global batch. Does not wait for it.
+
+        Args:
+            micro_batches: Inputs and targets of every micro-batch, on the device. Every worker of a replica is given
+                the same ones: the first stage uses the inputs, the last the targets.
+            global_samples: Samples of all replicas.
+            rate_factor: What the optimizers' peak learning rates are multiplied with.
+            stop: Ask all workers to stop after this step.
+            save: Ask all workers for a checkpoint after this step.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+            ScheduleError: The schedule cannot do with so many micro-batches.
+        """
+        batches = [MicroBatch(self._named(inputs), targets, int(targets.shape[0])) for inputs, targets in micro_batches]
+        return self._executor.step(StepRequest(batches, global_samples, rate_factor, stop, save))
+
+    def wait(self) -> None:
+        """Wait until every step that was issued is done.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+        """
+        self._executor.wait()
+
+    @property
+    def program(self) -> Program | None:
+        """What the workers of a replica did in the last step."""
+        return self._executor.program
+
+    @property
+    def peak_saved_bytes(self) -> int:
+        """Bytes of activations that this worker's stages have kept for their backward passes at most."""
+        facts = self.borders.first
+        if facts is None:
+            return 0
+        return sum(facts.saved_bytes[index] * stage.run.peak_in_flight for index, stage in self.stages.items())
+
+    def collect(self) -> None:
+        """Make the model whole on every worker: stages are copied from where they are trained. A collective.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+        """
+        self.wait()
+        if self.grid is None or self.positions == 1:
+            return
+        layout = self._layout(())
+        with self.world.named_errors("collecting the model"), torch.no_grad():
+            for stage in self._all_stages:
+                source = self.grid.rank_of(layout.home(stage.index), 0)
+                module = _module(stage)
+                for tensor in [*module.parameters(), *module.buffers()]:
+                    if tensor.numel():
+                        message = flat_view(tensor.data) if is_dense(tensor) else tensor.data.contiguous()
+                        dist.broadcast(message, src=source, group=self.world.control)
+                        if not is_dense(tensor):
+                            tensor.data.copy_(message)
+
+    def gather_on_main(self, mine: Any) -> list[Any] | None:
+        """Something of every position, on rank 0; None elsewhere. A collective.
+
+        Args:
+            mine: Of this worker; that of replica 0 counts.
+        """
+        if self.grid is None:
+            return [mine]
+        with self.world.named_errors("collecting the state of the optimizers"):
+            everything: list[Any] | None = [None] * self.world.size if self.world.is_main else None
+            dist.gather_object(mine if self.replica == 0 else None, everything, dst=0, group=self.world.control)
+        if everything is None:
+            return None
+        return [everything[self.grid.rank_of(position, 0)] for position in range(self.positions)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run on the same layout needs to go on bit for bit: step count and orders of buckets."""
+        orders = {
+            str(index): stage.reducer.state_dict() for index, stage in self.stages.items() if stage.reducer is not None
+        }
+        return {"steps": self._executor.steps, "orders": orders}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, where it fits."""
+        orders = state.get("orders", {})
+        for index, stage in self.stages.items():
+            if stage.reducer is not None and str(index) in orders:
+                stage.reducer.load_state_dict(orders[str(index)])
+                stage.reducer.follow_trainable()
+
+    def set_steps(self, steps: int) -> None:
+        """Number of the last step, on which dropout depends; for a resumed run."""
+        self._executor.start_at(steps)
+
+    def close(self) -> None:
+        """Release hooks and the grid. Lanes are their owner's to close, and must be closed after this."""
+        for stage in getattr(self, "stages", {}).values():
+            stage.close()
+        if self.grid is not None:
+            self.grid.close()
+            self.grid = None
+
+    # ---------------------------------------------------------------- programs
+
+    def _layout(self, edges: tuple[Any, ...]) -> Layout:
+        options = self.options
+        if len(options.lane_of) != len(self._all_stages):
+            raise ScheduleError(
+                f"{len(self._all_stages)} stages, but lanes are named for {len(options.lane_of)}",
+                "Every stage has a lane.",
+                "Use the placement of the plan that the stages were made from.",
+            )
+        return Layout(options.lane_of, options.worker_of, edges)
+
+    def _make_program(self, micro_batches: int, facts: BorderFacts, buckets: Mapping[int, int]) -> Program:
+        options = self.options
+        layout = self._layout(self.borders.edges(facts))
+        request = ScheduleRequest(
+            layout,
+            micro_batches,
+            forward_ms=options.forward_ms,
+            backward_ms=options.backward_ms,
+            input_ms=options.input_ms,
+            weight_ms=options.weight_ms,
+            latency_ms=options.latency_ms,
+            bytes_per_second=options.bytes_per_second,
+        )
+        schedule = make(options.schedule, request)
+        return lower(schedule, layout, [buckets.get(index, 0) for index in range(layout.stages)])
+
+    def _forward(self, stage: StageModule, mine: bool) -> Callable[..., Any]:
+        module: Any = _module(stage)
+        module.train()
+        if key_random_operations(module.graph, module):
+            module.recompile()
+        return torch.compile(module) if self.options.compile and mine else module
+
+    def _named(self, inputs: Any) -> dict[str, Tensor]:
+        given = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        return dict(zip(self._input_names, given, strict=True))
+
+
+def _module(stage: StageModule) -> nn.Module:
+    module: nn.Module = stage  # type: ignore[assignment]
+    return module
+
+
+def _state_names(stage: StageModule) -> list[str]:
+    return list(_module(stage).state_dict())
+
+
+def _both_ways(source: int, target: int) -> Iterator[tuple[int, int]]:
+    if source != target:
+        yield source, target
+        yield target, source
+
+
+@contextmanager
+def whole_model(engine: PipelineEngine) -> Iterator[nn.Module]:
+    """The model, whole and in evaluation mode; back in training mode afterwards. A collective."""
+    engine.collect()
+    engine.model.eval()
+    try:
+        yield engine.model
+    finally:
+        engine.model.train()

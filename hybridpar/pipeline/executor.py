@@ -1,0 +1,448 @@
+"""Why: a program is run by issuing it, in order, to lanes; everything else has been decided before.
+
+One host thread goes through this worker's actions. Computation goes to the lane of its stage, transfers to one lane
+per peer and direction, sums of gradients to sync lanes, and each waits for the events of what it needs and nothing
+else. No wait names an event that was not issued before, so nothing can deadlock, and the host never waits within a
+step: it issues the next one while this one runs, one step ahead at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.lanes import Event, Lane, Lanes
+from hybridpar.pipeline.actions import RECEIVES, SENDS, Action, Kind
+from hybridpar.pipeline.borders import BorderFacts, BorderTable
+from hybridpar.pipeline.control import StepOutcome, all_reduce_bytes, decide
+from hybridpar.pipeline.local_stage import LocalStage
+from hybridpar.pipeline.program import Program
+from hybridpar.pipeline.recorder import Queue, SpanRecorder, StepSpans
+from hybridpar.pipeline.reducer import Flight
+from hybridpar.pipeline.stage_run import Mailbox
+from hybridpar.pipeline.transport import ReceiveEnd, SendEnd
+from hybridpar.pipeline.world import World
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch on this worker.
+
+    Attributes:
+        inputs: The model's inputs by name.
+        target: What the loss compares the output with.
+        samples: How many there are.
+    """
+
+    inputs: Mapping[str, Tensor]
+    target: Any
+    samples: int
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What a step is to do.
+
+    Attributes:
+        micro_batches: This replica's share.
+        global_samples: Samples of all replicas.
+        rate_factor: What the optimizers' peak learning rates are multiplied with.
+        stop: This worker wants training to end after this step.
+        save: This worker wants a checkpoint after this step.
+    """
+
+    micro_batches: Sequence[MicroBatch]
+    global_samples: int
+    rate_factor: float = 1.0
+    stop: bool = False
+    save: bool = False
+
+
+@dataclass
+class _Step:
+    """What is known about a step that was issued."""
+
+    number: int
+    request: StepRequest
+    facts: list[BorderFacts]
+    flights: dict[int, Flight | None]
+    spans: SpanRecorder
+    events: dict[Action, Event] = field(default_factory=dict)
+    reports: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    reported: dict[int, Event] = field(default_factory=dict)
+    shared: dict[int, Event] = field(default_factory=dict)
+    values: Tensor | None = None
+    host_values: Tensor | None = None
+    decided: Event | None = None
+    ends: list[Event] = field(default_factory=list)
+    bad: list[str] = field(default_factory=list)
+    bytes_sent: int = 0
+
+
+class LateOutcome(StepOutcome):
+    """The outcome of a step that may still be running. Reading it waits."""
+
+    def __init__(self, step: _Step, world: World) -> None:
+        self._step = step
+        self._world = world
+        self._values: list[float] | None = None
+        self._spans: StepSpans | None = None
+
+    def wait(self) -> None:
+        """Wait until this worker has finished the step.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+        """
+        with self._world.named_errors("finishing a step"):
+            for event in self._step.ends:
+                event.synchronize()
+
+    @property
+    def spans(self) -> StepSpans:
+        """When everything on this worker really ran."""
+        if self._spans is None:
+            self.wait()
+            self._spans = self._step.spans.collect()
+        return self._spans
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        """Bytes this worker sent, gradients and activations."""
+        self.wait()
+        return self._step.bytes_sent + sum(flight.sent for flight in self._step.flights.values() if flight is not None)
+
+    @property
+    def exposed_sync_ms(self) -> float:  # type: ignore[override]
+        """Time for which this worker had nothing left to do but to wait for its gradients."""
+        return self.spans.exposed_sync_ms
+
+    @property
+    def bad_parameter(self) -> str | None:
+        """A parameter of this worker's stages whose gradient was not finite."""
+        self.wait()
+        return self._step.bad[0] if self._step.bad else None
+
+    def _value(self, index: int) -> float:
+        if self._values is None:
+            assert self._step.decided is not None
+            with self._world.named_errors("agreeing on the step"):
+                self._step.decided.synchronize()
+            assert self._step.host_values is not None
+            self._values = self._step.host_values.tolist()
+        return self._values[index]
+
+
+class Executor:
+    """Runs this worker's part of a pipeline.
+
+    Args:
+        stages: This worker's stages by number.
+        borders: What crosses the borders of all stages.
+        make_program: Makes the program for a number of micro-batches, the facts of a full-sized one, and the number of
+            gradient buckets of every stage of this worker.
+        position: This worker's place among those of its replica.
+        world: All workers.
+        replicas: Those that hold the same stages.
+        lanes: The lanes of this worker.
+        mailbox: Where its stages leave tensors for each other.
+        senders: Where messages to other positions go.
+        receivers: Where those from other positions come from.
+        sync_lanes: Number of lanes that gradients are summed on.
+        on_device: Leave the decision on the device; the optimizers can obey it there.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, LocalStage],
+        borders: BorderTable,
+        make_program: Callable[[int, BorderFacts, Mapping[int, int]], Program],
+        position: int,
+        world: World,
+        replicas: World,
+        lanes: Lanes,
+        mailbox: Mailbox,
+        senders: Mapping[int, SendEnd],
+        receivers: Mapping[int, ReceiveEnd],
+        *,
+        sync_lanes: int = 1,
+        on_device: bool = False,
+    ) -> None:
+        self.stages = stages
+        self.borders = borders
+        self._make_program = make_program
+        self._position = position
+        self._world = world
+        self._replicas = replicas
+        self._lanes = lanes
+        self._mailbox = mailbox
+        self._senders = {peer: (end, lanes.open(f"send to {peer}", priority=-1)) for peer, end in senders.items()}
+        self._receivers = {
+            peer: (end, lanes.open(f"receive from {peer}", priority=-1)) for peer, end in receivers.items()
+        }
+        self._control = lanes.open("control", priority=-1)
+        self._sync_lanes = sync_lanes
+        self._on_device = on_device
+        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._running: list[LateOutcome] = []
+        self.steps = 0
+        #: The program of the last step.
+        self.program: Program | None = None
+
+    def step(self, request: StepRequest) -> LateOutcome:
+        """Issue a step. Waits only for the step before the last one.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+            HybridparError: Work of an earlier step failed.
+        """
+        while len(self._running) > 1:
+            self._running.pop(0).wait()
+        self._settle()
+        facts = [self.borders.at(batch.inputs) for batch in request.micro_batches]
+        program = self.program = self._program(request, facts[0])
+        self.steps += 1
+        flights = {index: stage.new_flight() for index, stage in self.stages.items()}
+        step = _Step(self.steps, request, facts, flights, SpanRecorder(self._lanes.device))
+        given = self._lanes.caller.record()
+        for index, stage in self.stages.items():
+            stage.lane.wait(given)
+            stage.lane.submit(_call(stage.start, step.number, flights[index]))
+        self._control.wait(given)
+        last = {program.needs[Action(index, Kind.STEP)][0]: index for index in self.stages}
+        for action in program.workers[self._position]:
+            if action.kind is Kind.STEP:
+                if step.decided is None:
+                    self._decide(step)
+                self._apply(step, action.stage)
+            else:
+                self._issue(step, program, action, last)
+        outcome = LateOutcome(step, self._world)
+        self._running.append(outcome)
+        return outcome
+
+    def start_at(self, steps: int) -> None:
+        """Number of the last step, where training goes on from a checkpoint."""
+        self.wait()
+        self.steps = steps
+
+    def wait(self) -> None:
+        """Wait until everything that was issued is done.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+        """
+        while self._running:
+            self._running.pop(0).wait()
+
+    # --------------------------------------------------------------- preparing
+
+    def _settle(self) -> None:
+        """Cut buckets anew where that is due; for that the lanes must be idle."""
+        reducers = [stage.reducer for stage in self.stages.values() if stage.reducer is not None]
+        if any(reducer.is_due() for reducer in reducers):
+            self.wait()
+            for reducer in reducers:
+                reducer.settle()
+
+    def _program(self, request: StepRequest, facts: BorderFacts) -> Program:
+        buckets = {index: stage.buckets for index, stage in self.stages.items()}
+        key = (len(request.micro_batches), tuple(buckets.items()))
+        if key not in self._programs:
+            self._programs[key] = self._make_program(len(request.micro_batches), facts, buckets)
+        return self._programs[key]
+
+    # ----------------------------------------------------------------- issuing
+
+    def _issue(self, step: _Step, program: Program, action: Action, last: Mapping[Action, int]) -> None:
+        kind, index = action.kind, action.index
+        assert index is not None
+        if kind is Kind.SYNC:
+            stage, flight = self.stages[action.stage], step.flights[action.stage]
+            assert stage.reducer is not None and flight is not None
+            queue = ("sync", self._position, index % self._sync_lanes)
+            step.events[action] = stage.reducer.issue(index, flight, partial(step.spans.timed, queue, action))
+            return
+        lane, work = self._work(step, action)
+        mine = program.queue_of(action)
+        for need in program.needs[action]:
+            if program.layout.home(need.stage) == self._position and program.queue_of(need) != mine:
+                lane.wait(step.events[need])
+        if action in last:
+            self._issue_last(step, mine, action, work)
+        else:
+            lane.submit(step.spans.timed(mine, action, work))
+        step.events[action] = lane.record()
+
+    def _issue_last(self, step: _Step, queue: Queue, action: Action, work: Callable[[], None]) -> None:
+        """The last backward pass of a stage: its gradients leave on the way, and its reports after it."""
+        stage, flight = self.stages[action.stage], step.flights[action.stage]
+        lane = stage.lane
+
+        def whole() -> None:
+            if stage.reducer is not None and flight is not None:
+                stage.reducer.begin_last(flight)
+            work()
+            stage.flush()
+
+        def report() -> None:
+            step.reports[action.stage] = stage.finish_backward()
+
+        marks = stage.reducer.marks(flight) if stage.reducer is not None and flight is not None else []
+        lane.submit(step.spans.timed(queue, action, whole), marks=marks)
+        lane.submit(report)
+        step.reported[action.stage] = lane.record()
+
+    def _work(self, step: _Step, action: Action) -> tuple[Lane, Callable[[], None]]:
+        index, peer = action.index, action.peer
+        assert index is not None
+        if action.kind in SENDS or action.kind in RECEIVES:
+            assert peer is not None
+            return self._transfer(step, action, index, peer)
+        stage = self.stages[action.stage]
+        run, keep = stage.run, stage.lane.keep
+        if action.kind is Kind.FORWARD:
+            batch = step.request.micro_batches[index]
+            share = batch.samples / step.request.global_samples
+            return stage.lane, lambda: run.forward(index, dict(batch.inputs), batch.target, share, keep)
+        if action.kind is Kind.BACKWARD:
+            return stage.lane, lambda: run.backward(index, keep)
+        if action.kind is Kind.BACKWARD_INPUT:
+            return stage.lane, lambda: run.backward_input(index, keep)
+        return stage.lane, lambda: run.backward_weight(index, keep)
+
+    def _transfer(self, step: _Step, action: Action, index: int, peer: int) -> tuple[Lane, Callable[[], None]]:
+        assert self.program is not None
+        other = self.program.layout.home(peer)
+        forward = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
+        producer = min(action.stage, peer)
+        user = max(action.stage, peer)
+        facts = step.facts[index]
+        names = [name for name in self.borders.names(producer, user) if forward or name in facts.gradients]
+        parts = [facts.parts[name] for name in names]
+        what = f"{'activations' if forward else 'gradients'} of micro-batch {index}"
+        box = self._mailbox.values if forward else self._mailbox.gradients
+        if action.kind in SENDS:
+            sender, lane = self._senders[other]
+            place = f"sending {what} from stage {action.stage} to stage {peer}"
+
+            def send() -> None:
+                tensors = [box.pop((name, index, user), None) for name in names]
+                # A gradient that autograd found to be zero everywhere is None.
+                whole = [
+                    part.empty(self._lanes.device).zero_() if tensor is None else tensor
+                    for part, tensor in zip(parts, tensors, strict=True)
+                ]
+                lane.keep(*whole)
+                with self._world.named_errors(place):
+                    sender.send(whole, parts)
+
+            step.bytes_sent += sum(facts.bytes_of(name) for name in names)
+            return lane, send
+        receiver, lane = self._receivers[other]
+        place = f"waiting in stage {action.stage} for {what} from stage {peer}"
+
+        def receive() -> None:
+            with self._world.named_errors(place):
+                tensors = receiver.receive(parts)
+            for name, tensor in zip(names, tensors, strict=True):
+                box[name, index, user] = tensor
+
+        return lane, receive
+
+    # ---------------------------------------------------------------- deciding
+
+    def _decide(self, step: _Step) -> None:
+        """All workers learn what all workers computed, and draw the same conclusion."""
+        control, world, request = self._control, self._world, step.request
+        for index, event in step.reported.items():
+            control.wait(event)
+            self._share(step, index)
+        for action, event in step.events.items():
+            if action.kind is Kind.SYNC:
+                control.wait(event)
+        measured = any(stage.measured for stage in self.stages.values())
+        guard = any(stage.guarded for stage in self.stages.values())
+        counts = sum(batch.samples for batch in request.micro_batches)
+
+        def agree() -> None:
+            message = torch.zeros(5, dtype=torch.float64, device=self._lanes.device)
+            message[2], message[3] = float(request.stop), float(request.save)
+            for index, stage in self.stages.items():
+                flight, (squares, _) = step.flights[index], step.reports[index]
+                loss = stage.run.loss_sum
+                control.keep(squares, *(() if loss is None else (loss,)))
+                message[4] += squares
+                if flight is not None:
+                    control.keep(flight.squares)
+                    message[4] += flight.squares.sum()
+                if loss is not None:
+                    message[0] += loss
+                    message[1] += counts
+            if world.control_sum is not None:
+                with world.named_errors("agreeing on the step"):
+                    world.control_sum.all_reduce(message)
+            step.values = decide(message[:4], message[4], guard=guard, measured=measured)
+            step.host_values = step.values.cpu() if step.values.device.type == "cpu" else _to_host(step.values)
+
+        control.submit(agree)
+        step.decided = control.record()
+        step.bytes_sent += all_reduce_bytes(40, world.size)
+
+    def _share(self, step: _Step, index: int) -> None:
+        """Sum a stage's message over its replicas."""
+        group, control = self._replicas.control_sum, self._control
+        if group is None:
+            return
+
+        def add() -> None:
+            message = step.reports[index][1]
+            if message is not None:
+                control.keep(message)
+                with self._world.named_errors(f"exchanging statistics of stage {index}"):
+                    group.all_reduce(message)
+
+        control.submit(add)
+        step.shared[index] = control.record()
+
+    def _apply(self, step: _Step, index: int) -> None:
+        """The optimizer step of a stage, or its roll-back; after its own sums, and after the decision if that counts."""
+        stage, factor = self.stages[index], step.request.rate_factor
+        for action, event in step.events.items():
+            if action.kind is Kind.SYNC and action.stage == index:
+                stage.lane.wait(event)
+        if index in step.shared:
+            stage.lane.wait(step.shared[index])
+        if stage.measured:
+            assert step.decided is not None
+            stage.lane.wait(step.decided)
+
+        def apply() -> None:
+            message = step.reports[index][1]
+            values = step.values if stage.measured else None
+            kept = [tensor for tensor in (message, values) if tensor is not None]
+            flight = step.flights[index]
+            stage.lane.keep(*kept, *(flight.flats if flight is not None else ()))
+            bad = stage.apply(values, message, factor, on_device=self._on_device)
+            if bad is not None:
+                step.bad.append(bad)
+
+        action = Action(index, Kind.STEP)
+        assert self.program is not None
+        stage.lane.submit(step.spans.timed(self.program.queue_of(action), action, apply))
+        step.ends.append(stage.lane.record())
+
+
+def _call(function: Callable[..., None], *args: Any) -> Callable[[], None]:
+    return lambda: function(*args)
+
+
+def _to_host(values: Tensor) -> Tensor:
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    copy.copy_(values, non_blocking=True)
+    return copy

@@ -1,0 +1,214 @@
+"""Why: a stage's gradients, BatchNorm statistics, buffers and optimizer step or roll back together, on its own lane.
+
+A `LocalStage` is one stage of this worker with everything that belongs to it. The executor calls it in two places: on
+the host, where the sync is issued, and on the stage's lane, where everything happens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.lanes import Lane, Lanes
+from hybridpar.pipeline.batchnorm import BatchNormPool
+from hybridpar.pipeline.local import LocalGradients
+from hybridpar.pipeline.reducer import Flight, SyncLanes
+from hybridpar.pipeline.rollback import BufferRollback
+from hybridpar.pipeline.stage_reducer import StageReducer
+from hybridpar.pipeline.stage_run import StageRun
+from hybridpar.pipeline.sync import SyncOptions
+from hybridpar.pipeline.world import World
+
+OptimizerStep = Callable[[float, Tensor | None], None]
+
+
+class LocalStage:
+    """A stage on its worker.
+
+    Args:
+        run: Runs the stage's passes.
+        lane: The stage's lane.
+        lanes: The lanes of this worker.
+        replicas: The workers that hold the same stage.
+        sync_lanes: Lanes that all stages of the worker share; unused where there is one replica.
+        options: How gradients are synchronised.
+        micro_batches: Micro-batches per step.
+        step_optimizer: Takes the rate factor and, where the decision is on the device, the commit flag; None where
+            nothing is trained here.
+
+    Attributes:
+        batch_norm: What pools the statistics of the stage's BatchNorm layers, where that is asked for.
+        measured: Whether somebody needs the norm of the gradient, so that optimizers wait for the decision.
+        guarded: Whether a gradient that is not finite rolls the step back.
+    """
+
+    def __init__(
+        self,
+        run: StageRun,
+        lane: Lane,
+        lanes: Lanes,
+        replicas: World,
+        sync_lanes: SyncLanes,
+        options: SyncOptions,
+        micro_batches: int,
+        step_optimizer: OptimizerStep | None,
+    ) -> None:
+        self.run = run
+        self.lane = lane
+        module: nn.Module = run.stage  # type: ignore[assignment]
+        self.module = module
+        self._options = options
+        self._replicas = replicas
+        self._device = lanes.device
+        self._step_optimizer = step_optimizer
+        self.guarded = options.guard
+        self.measured = options.guard or options.clip_norm is not None
+        parameters = dict(module.named_parameters())
+        self.reducer: StageReducer | None = None
+        self.gradients: StageReducer | LocalGradients
+        if replicas.size > 1:
+            self.reducer = StageReducer(
+                parameters, replicas, lanes, lane, options.bucket_bytes, self.measured, sync_lanes
+            )
+            self.gradients = self.reducer
+        else:
+            self.gradients = LocalGradients(parameters, lanes.device, self.measured)
+        pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
+        self.batch_norm = BatchNormPool(module) if pooled else None
+        spared = self.batch_norm.layers if self.batch_norm is not None else ()
+        self._rollback = BufferRollback(module, spared) if options.guard else None
+        self._used: list[bool] = []
+
+    # ---------------------------------------------------------------- the host
+
+    @property
+    def buckets(self) -> int:
+        """Number of gradient buckets; 0 where nothing is synchronised."""
+        return len(self.reducer.buckets) if self.reducer is not None else 0
+
+    def new_flight(self) -> Flight | None:
+        """What will be known about the gradients of the next step."""
+        return self.reducer.new_flight() if self.reducer is not None else None
+
+    # ---------------------------------------------------------------- the lane
+
+    def start(self, step: int, flight: Flight | None) -> None:
+        """Begin a step."""
+        self.run.start_step(step)
+        if self.reducer is not None and flight is not None:
+            self.reducer.start(flight)
+        else:
+            self.gradients.open()
+        if self.batch_norm is not None:
+            self.batch_norm.discard()
+        if self._rollback is not None:
+            self._rollback.keep()
+
+    def after_forward(self) -> None:
+        """Take the BatchNorm statistics of a micro-batch into account."""
+        if self.batch_norm is not None:
+            self.batch_norm.fold()
+
+    def finish_backward(self) -> tuple[Tensor, Tensor | None]:
+        """After the last backward pass: what others must be told.
+
+        Returns:
+            Sum of squares of the gradients, 0-d float64 (with replicas 0: the sums come with the buckets); and the
+            message to the replicas, float64: which parameters were used here, then the BatchNorm sums. None without
+            replicas.
+        """
+        if self.reducer is None:
+            return self.gradients.wait()[0].sum(), None
+        parts = [torch.tensor(self._used, dtype=torch.float64).to(self._device)]
+        if self.batch_norm is not None:
+            parts.append(self.batch_norm.sums)
+        return torch.zeros((), dtype=torch.float64, device=self._device), torch.cat(parts)
+
+    def flush(self) -> None:
+        """Let the buckets that are not full leave, with zeros for parameters that were not used here."""
+        if self.reducer is not None:
+            self._used = self.reducer.flush()
+
+    def apply(self, values: Tensor | None, message: Tensor | None, factor: float, *, on_device: bool) -> str | None:
+        """Commit the step or roll it back.
+
+        Args:
+            values: Loss, samples, stop, save, commit (1 or 0) and squared norm, as all workers know them; None where
+                every step counts and nobody needs the norm.
+            message: The summed message to the replicas.
+            factor: Of the learning rate.
+            on_device: Do not read the decision on the host.
+
+        Returns:
+            Name of the first parameter whose gradient is not finite, where the step is rolled back because of that.
+        """
+        if values is not None and self._options.clip_norm is not None:
+            self._clip(values[5], self._options.clip_norm)
+        sums = self.batch_norm.sums if self.batch_norm is not None else None
+        if self.reducer is not None and message is not None:
+            count = len(self._used)
+            self.gradients.keep_used(message[:count], self._used)
+            sums = message[count:]
+        if on_device and values is not None:
+            commit = values[4]
+            if self._step_optimizer is not None:
+                self._step_optimizer(factor, commit)
+            if self._rollback is not None:
+                self._rollback.restore(unless=commit)
+            if self.batch_norm is not None and sums is not None:
+                self.batch_norm.commit(sums, where=commit)
+            return None
+        if values is None or bool(values[4]):
+            if self._step_optimizer is not None:
+                self._step_optimizer(factor, None)
+            if self.batch_norm is not None and sums is not None:
+                self.batch_norm.commit(sums)
+            return None
+        if self._rollback is not None:
+            self._rollback.restore()
+        return self.first_bad_parameter()
+
+    def first_bad_parameter(self) -> str | None:
+        """Name of the first parameter, in the stage's order, whose gradient is not finite."""
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+                return name
+        return None
+
+    def _clip(self, squares: Tensor, limit: float) -> None:
+        factor = (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+        if factor.device.type == "cpu" and (not math.isfinite(float(squares)) or float(factor) == 1.0):
+            return
+        self.gradients.scale(factor)
+
+    @contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Inside, forward passes leave no trace in buffers: the activations of one that counted are computed again."""
+        module_buffers = [] if self.batch_norm is not None else list(self.module.buffers())
+        saved = [buffer.clone() for buffer in module_buffers]
+        with self.batch_norm.paused() if self.batch_norm is not None else _nothing():
+            yield
+        for buffer, before in zip(module_buffers, saved, strict=True):
+            buffer.copy_(before)
+
+    def close(self) -> None:
+        """Remove hooks and give BatchNorm layers their class back."""
+        self.gradients.close()
+        if self.batch_norm is not None:
+            self.batch_norm.release()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def state_bytes(module: nn.Module) -> int:
+    """Bytes of the parameters and buffers of a module."""
+    tensors: list[Any] = [*module.parameters(), *module.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,0 +1,82 @@
+"""Why: the gradients of a stage are computed on a lane, and only the host may issue their way over the wire.
+
+A `StageReducer` divides the work of `GradientReducer`: hooks on the stage's lane gather full buckets and mark an event
+for each, in order; the host has issued the sums beforehand, each behind its event. So a bucket leaves while the last
+backward pass of its own stage still computes, and while other stages compute anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from hybridpar.lane_base import Work
+from hybridpar.lanes import Event, Lane, Lanes
+from hybridpar.pipeline.buckets import Bucket
+from hybridpar.pipeline.reducer import Flight, GradientReducer, SyncLanes
+from hybridpar.pipeline.world import World
+
+
+class StageReducer(GradientReducer):
+    """Sums the gradients of one stage over its replicas.
+
+    The calls of a step. The host: `new_flight`; when it issues the last backward pass, `marks`; then `issue` for each
+    bucket. The stage's lane: `start`; around the last backward pass `begin_last` and `flush`.
+
+    Args:
+        parameters: The stage's parameters by name.
+        replicas: The workers that hold the same stage, at least two.
+        lanes: The lanes of this worker.
+        compute: The stage's lane.
+        bucket_bytes: Size at which a bucket is full.
+        measure: Whether to take the sums of squares of the reduced gradients.
+        sync_lanes: Lanes that all stages of the worker share.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        replicas: World,
+        lanes: Lanes,
+        compute: Lane,
+        bucket_bytes: int,
+        measure: bool,
+        sync_lanes: SyncLanes,
+    ) -> None:
+        super().__init__(parameters, replicas, lanes, bucket_bytes, measure, sync_lanes)
+        self._compute = compute
+        self.follow_trainable()
+
+    def marks(self, flight: Flight) -> list[Event]:
+        """Events that the last backward pass will pass, one for each bucket."""
+        flight.marks = [self._lanes.event() for _ in self.buckets]
+        return flight.marks
+
+    def begin_last(self, flight: Flight) -> None:
+        """On the stage's lane: the next backward pass is the last of the step."""
+        flight.releasing = True
+
+    def issue(self, index: int, flight: Flight, wrap: Callable[[Work], Work] | None = None) -> Event:
+        """Issue the sum of a bucket; the event is passed when it is there.
+
+        Args:
+            index: The bucket.
+            flight: What is known about this step's gradients.
+            wrap: Makes the work that is issued from the work that sums.
+        """
+        return self._send(self.buckets[index], flight, flight.marks[index], wrap)
+
+    def is_due(self) -> bool:
+        """Whether the buckets must be cut anew before the next step."""
+        return not self.is_cut() or (self._steps > 0 and self._observed is not None)
+
+    def settle(self) -> None:
+        """After the first step, with all lanes idle: cut the buckets by the order in which gradients really came."""
+        self.close_step()
+        self.follow_trainable()
+
+    def _launch(self, bucket: Bucket, flight: Flight) -> None:
+        self._refuse_sparse(bucket)
+        flight.flats.append(bucket.collect())
+        self._compute.mark(flight.marks[bucket.index])

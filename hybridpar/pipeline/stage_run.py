@@ -1,0 +1,290 @@
+"""Why: what a lane does with one stage and one micro-batch, whatever the schedule.
+
+A `StageRun` cuts the autograd graph at the borders of its stage: what enters becomes a leaf, what leaves is handed on
+detached, and the backward pass starts from the gradients that came back. Tensors change hands through a `Mailbox`, in
+which every user of a tensor has an entry of its own, so that whoever takes one last lets it go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.errors import ScheduleError
+from hybridpar.pipeline.random_keys import RandomKeys
+
+Keep = Callable[..., None]
+
+
+class Border(Protocol):
+    """A tensor that enters or leaves a stage."""
+
+    @property
+    def name(self) -> str:
+        """Name of the value in the model's graph."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient flows back through it."""
+
+
+class StageModule(Protocol):
+    """What the pipeline needs to know of a stage: a module whose tensors are listed by name.
+
+    All stages but the last return a tuple of the tensors that `outputs` names; the last returns what the model does.
+    """
+
+    index: int
+    model_inputs: tuple[str, ...]
+
+    @property
+    def inputs(self) -> Sequence[Any]:
+        """The `Border`s it takes."""
+
+    @property
+    def outputs(self) -> Sequence[Any]:
+        """The `Border`s it returns; empty for the last stage."""
+
+
+#: (name of the value, micro-batch, stage that takes it)
+_Address = tuple[str, int, int]
+
+
+class Mailbox:
+    """Tensors on their way between the stages of one worker, or between a stage and a transfer.
+
+    Attributes:
+        values: Activations, addressed to the stage that uses them.
+        gradients: Gradients of activations, named after the activation, addressed by the stage that *used* it.
+    """
+
+    def __init__(self) -> None:
+        self.values: dict[_Address, Tensor] = {}
+        self.gradients: dict[_Address, Tensor] = {}
+
+    def clear(self) -> None:
+        """Forget everything: a step was given up."""
+        self.values.clear()
+        self.gradients.clear()
+
+
+@dataclass
+class _Flight:
+    """What one micro-batch leaves in a stage between its forward and its backward pass."""
+
+    leaves: dict[str, Tensor]
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    loss: Tensor | None = None
+    share: float = 1.0
+    target: Any = None
+    pending: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # what a split backward has left to do
+
+
+class StageRun:
+    """Runs one stage on its lane.
+
+    Args:
+        stage: The stage, a module.
+        consumers: For every stage that uses something of this one, the names of what it uses.
+        mailbox: Where tensors are taken from and left.
+        forward: What to call instead of the stage, for instance its compiled form.
+        loss: Mean loss of outputs and targets; for the last stage.
+        recompute: Keep only what enters the stage, and run its forward pass again in the backward pass.
+        keys: What makes random operations depend on the micro-batch and not on the order of execution.
+    """
+
+    def __init__(
+        self,
+        stage: StageModule,
+        consumers: dict[int, list[str]],
+        mailbox: Mailbox,
+        *,
+        forward: Callable[..., Any] | None = None,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        recompute: bool = False,
+        keys: RandomKeys | None = None,
+    ) -> None:
+        self.stage = stage
+        self.index = stage.index
+        self._consumers = consumers
+        self._mailbox = mailbox
+        self._call: Callable[..., Any] = forward or stage  # type: ignore[assignment]
+        self._loss = loss
+        self._recompute = recompute
+        self._keys = keys
+        self._after_forward: Callable[[], None] = lambda: None
+        self._quiet: Callable[[], Any] = _nothing
+        self._flights: dict[int, _Flight] = {}
+        self._step = 0
+        #: Sum of the scaled losses of the step so far, float64; None before the first.
+        self.loss_sum: Tensor | None = None
+        #: Micro-batches whose activations are kept now, and the most there ever were.
+        self.in_flight = 0
+        self.peak_in_flight = 0
+
+    def attach(self, after_forward: Callable[[], None], quiet: Callable[[], Any]) -> None:
+        """Say what belongs to every forward pass.
+
+        Args:
+            after_forward: Called on the lane after the forward pass of every micro-batch.
+            quiet: Context in which a forward pass leaves no trace, for the second one of `recompute`.
+        """
+        self._after_forward = after_forward
+        self._quiet = quiet
+
+    def start_step(self, step: int) -> None:
+        """Forget the losses of the step before, and whatever a step that was given up has left."""
+        self._step = step
+        self.loss_sum = None
+        self._flights.clear()
+        self.in_flight = 0
+
+    # ---------------------------------------------------------------- forward
+
+    def forward(self, index: int, inputs: dict[str, Tensor], target: Any, share: float, keep: Keep) -> None:
+        """Run the forward pass of a micro-batch.
+
+        Args:
+            index: The micro-batch.
+            inputs: The model's inputs that this stage uses, by name.
+            target: What the loss compares the output with; used by the last stage.
+            share: Samples of the micro-batch over those of the global batch.
+            keep: `Lane.keep` of the lane this runs on.
+        """
+        leaves: dict[str, Tensor] = {}
+        for border in self.stage.inputs:
+            given = inputs.get(border.name)
+            value = self._mailbox.values.pop((border.name, index, self.index)) if given is None else given
+            leaf = value.detach()
+            leaves[border.name] = leaf.requires_grad_() if border.requires_grad else leaf
+        keep(*leaves.values())
+        flight = self._flights[index] = _Flight(leaves, share=share, target=target)
+        self.in_flight += 1
+        self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
+        with torch.set_grad_enabled(not self._recompute):
+            self._run(flight, index)
+        self._after_forward()
+        if flight.loss is not None:
+            scaled = flight.loss.detach().double()
+            self.loss_sum = scaled if self.loss_sum is None else self.loss_sum + scaled
+        for consumer, names in self._consumers.items():
+            for name in names:
+                self._mailbox.values[name, index, consumer] = flight.outputs[name].detach()
+        if self._recompute:
+            flight.outputs, flight.loss = {}, None
+
+    def _run(self, flight: _Flight, index: int) -> None:
+        with self._keys.of(self._step, index) if self._keys is not None else _nothing():
+            result = self._call(*flight.leaves.values())
+        if self._loss is not None:
+            flight.loss = self._loss(result, flight.target) * flight.share
+        else:
+            flight.outputs = dict(zip((border.name for border in self.stage.outputs), result, strict=True))
+
+    # --------------------------------------------------------------- backward
+
+    def backward(self, index: int, keep: Keep) -> None:
+        """Run the backward pass of a micro-batch: gradients of parameters are accumulated, those of inputs handed on.
+
+        Args:
+            index: The micro-batch.
+            keep: `Lane.keep` of the lane this runs on.
+        """
+        flight = self._flights.pop(index)
+        roots = self._roots(flight, index, keep)
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+        self._hand_back(flight, index)
+        self.in_flight -= 1
+
+    def backward_input(self, index: int, keep: Keep) -> None:
+        """The first half of a split backward pass: gradients of what entered the stage."""
+        flight = self._flights[index]
+        roots = self._roots(flight, index, keep)
+        wanted = [leaf for leaf in flight.leaves.values() if leaf.requires_grad]
+        if roots and wanted:
+            gradients = torch.autograd.grad(
+                [root for root, _ in roots],
+                wanted,
+                [gradient for _, gradient in roots],
+                retain_graph=True,
+                allow_unused=True,
+            )
+            for leaf, gradient in zip(wanted, gradients, strict=True):
+                leaf.grad = gradient
+        flight.pending = roots
+        self._hand_back(flight, index)
+
+    def backward_weight(self, index: int, keep: Keep) -> None:
+        """The second half: gradients of the stage's parameters."""
+        flight = self._flights.pop(index)
+        keep(*flight.leaves.values(), *(gradient for _, gradient in flight.pending if gradient is not None))
+        module: nn.Module = self.stage  # type: ignore[assignment]
+        wanted = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if flight.pending and wanted:
+            torch.autograd.backward(
+                [root for root, _ in flight.pending], [gradient for _, gradient in flight.pending], inputs=wanted
+            )
+        self.in_flight -= 1
+
+    def _roots(self, flight: _Flight, index: int, keep: Keep) -> list[tuple[Tensor, Tensor | None]]:
+        """Where the backward pass starts, with the gradients it starts from."""
+        # The graph saved tensors that other lanes made; it needs them until this lane has passed the backward pass.
+        keep(*flight.leaves.values())
+        if self._recompute:
+            with torch.enable_grad(), self._quiet():
+                self._run(flight, index)
+        if flight.loss is not None:
+            return [(flight.loss, None)] if flight.loss.requires_grad else []
+        gradients: dict[str, Tensor] = {}
+        # The latest user first, as autograd would come to them in a model that is in one piece.
+        for consumer in sorted(self._consumers, reverse=True):
+            for name in self._consumers[consumer]:
+                gradient = self._mailbox.gradients.pop((name, index, consumer), None)
+                if gradient is not None:
+                    keep(gradient)
+                    known = gradients.get(name)
+                    gradients[name] = gradient if known is None else known + gradient
+        return [
+            (output, gradients[name])
+            for name, output in flight.outputs.items()
+            if output.requires_grad and name in gradients
+        ]
+
+    def _hand_back(self, flight: _Flight, index: int) -> None:
+        for name, leaf in flight.leaves.items():
+            if leaf.grad is not None:
+                self._mailbox.gradients[name, index, self.index] = leaf.grad
+                leaf.grad = None
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def consumers_of(stages: Sequence[StageModule], index: int) -> dict[int, list[str]]:
+    """Who uses what a stage makes: for each later stage the names of what it uses, in the order of its inputs."""
+    made = {border.name for border in stages[index].outputs}
+    uses = {
+        other.index: [border.name for border in other.inputs if border.name in made] for other in stages[index + 1 :]
+    }
+    return {stage: names for stage, names in uses.items() if names}
+
+
+def check_stages(stages: Sequence[StageModule]) -> None:
+    """Refuse a list of stages that is not all stages of one model, in order.
+
+    Raises:
+        ScheduleError: A stage is missing or out of order.
+    """
+    if not stages or [stage.index for stage in stages] != list(range(len(stages))):
+        raise ScheduleError(
+            f"stages {[stage.index for stage in stages]} are not all stages of a model in order",
+            "A pipeline is made of what `partition_model` or `split_model` returns, as it is.",
+        )
