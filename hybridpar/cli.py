@@ -102,7 +102,7 @@ def _train(command: Train, arguments: Sequence[str]) -> int:
         from hybridpar.cluster import default_workers, has_gpu
 
         tune = command.tune_process and not has_gpu()
-        workers = command.workers or default_workers()
+        workers = command.workers or command.workers_wanted or default_workers()
         if workers > 1:
             return launch_workers(arguments, workers, tune=tune)
         if tune:

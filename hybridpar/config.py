@@ -47,10 +47,10 @@ class OptimizerConfig:
     """Use Nesterov momentum."""
     weight_decay: float = 5e-4
     """Weight decay; never applied to biases and normalisation layers."""
-    schedule: Literal["cosine", "step", "constant"] = "cosine"
+    lr_schedule: Literal["cosine", "step", "constant"] = "cosine"
     """Learning-rate schedule after the warm-up."""
     step_epochs: tuple[float, ...] = (0.5, 0.75)
-    """Fractions of the run at which `--schedule step` divides the rate by ten."""
+    """Fractions of the run at which `--lr-schedule step` divides the rate by ten."""
     warmup_epochs: float = 1.0
     """Epochs of linear warm-up from zero."""
     label_smoothing: float = 0.0
@@ -82,7 +82,40 @@ class SyncConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(SyncConfig, OptimizerConfig, DataConfig):
+class PipelineConfig:
+    """How the model is cut into stages, and how micro-batches flow through them."""
+
+    stages: int = 1
+    """Stages of the model. With one worker they are lanes of its device, with several they are on workers."""
+    replicas: int | None = None
+    """Copies of the whole pipeline, which share each batch; default: as many as the workers give."""
+    micro_batches: int = 1
+    """Micro-batches per replica and step; their gradients are added up."""
+    schedule: Literal["1f1b", "gpipe", "interleaved", "looped_bfs", "greedy", "zero_bubble"] | None = None
+    """Order of the micro-batches' passes; default: greedy, which tries all of them on the measured times."""
+    placement: Literal["linear", "loop", "v"] | None = None
+    """Where stages go: one per lane, round and round, or up and down again; default: linear, and loop where there are
+    more stages than workers."""
+    plan: Path | None = None
+    """Take the stages from this plan instead of measuring and cutting the model."""
+    recompute: tuple[int, ...] = ()
+    """Stages that keep only their inputs and compute their activations again in the backward pass."""
+    timeline: Path | None = None
+    """Write what really ran, beside what was predicted, as a trace for Perfetto or chrome://tracing."""
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the model is to be cut into stages."""
+        return self.stages > 1 or self.plan is not None
+
+    @property
+    def workers_wanted(self) -> int | None:
+        """Number of workers that stages and replicas ask for; None where they leave it open."""
+        return self.stages * self.replicas if self.stages > 1 and self.replicas is not None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(PipelineConfig, SyncConfig, OptimizerConfig, DataConfig):
     """Everything a training run can be told."""
 
     stem: Literal["imagenet", "cifar"] = "imagenet"
@@ -95,8 +128,6 @@ class TrainConfig(SyncConfig, OptimizerConfig, DataConfig):
     """Stop after this many steps in all, whatever --epochs says."""
     seed: int = 0
     """Seed of weights, shuffling, augmentation and dropout."""
-    accumulate: int = 1
-    """Micro-batches per worker and step."""
     amp: Literal["none", "bf16"] = "none"
     """Run forward in bfloat16 where autocast allows it."""
     channels_last: bool = False
@@ -133,7 +164,9 @@ class TrainConfig(SyncConfig, OptimizerConfig, DataConfig):
             ("--epochs", self.epochs, self.epochs >= 1, "at least 1"),
             ("--steps", self.steps, self.steps is None or self.steps >= 1, "at least 1"),
             ("--workers", self.workers, self.workers is None or self.workers >= 1, "at least 1"),
-            ("--accumulate", self.accumulate, self.accumulate >= 1, "at least 1"),
+            ("--stages", self.stages, self.stages >= 1, "at least 1"),
+            ("--replicas", self.replicas, self.replicas is None or self.replicas >= 1, "at least 1"),
+            ("--micro-batches", self.micro_batches, self.micro_batches >= 1, "at least 1"),
             ("--lr", self.lr, self.lr > 0, "greater than 0"),
             ("--momentum", self.momentum, 0 <= self.momentum < 1, "at least 0 and less than 1"),
             ("--weight-decay", self.weight_decay, self.weight_decay >= 0, "at least 0"),

@@ -79,9 +79,9 @@ def rate_factor(step: int, total: int, steps_per_epoch: int, config: OptimizerCo
     warmup = min(round(config.warmup_epochs * steps_per_epoch), total // 2)
     if step < warmup:
         return (step + 1) / warmup
-    if config.schedule == "constant":
+    if config.lr_schedule == "constant":
         return 1.0
-    if config.schedule == "step":
+    if config.lr_schedule == "step":
         return math.prod(0.1 for fraction in config.step_epochs if step >= fraction * total)
     progress = (step - warmup) / max(1, total - warmup)
     return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))

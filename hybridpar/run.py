@@ -40,6 +40,7 @@ from hybridpar.plan import Measured, ModelInfo, Pipeline, Sync, trivial_plan
 from hybridpar.process import describe as describe_process
 from hybridpar.rundir import RunPlace, claim_place, find_place
 from hybridpar.save_rule import SaveRule
+from hybridpar.staging import shape_of
 from hybridpar.timings import RunningMean, Timings
 from hybridpar.trainer import StepResult, Trainer
 from hybridpar.worker import device_name, tune_worker
@@ -84,13 +85,15 @@ class Run:
         self.model_name = model_name
         self.world = world
         self.rule = rule
+        # Rank = position * replicas + replica: the workers of one replica are given the same samples.
+        replicas = shape_of(config, world.size).replicas
         self.batches = TrainBatches(
             data,
             seed=config.seed,
             batch_size=config.batch_size,
-            rank=world.rank,
-            workers=world.size,
-            micro_batches=config.accumulate,
+            rank=world.rank % replicas,
+            workers=replicas,
+            micro_batches=config.micro_batches,
             loader_workers=config.loader_workers,
             device=world.device,
             channels_last=config.channels_last,
@@ -112,7 +115,15 @@ class Run:
         torch.manual_seed(config.seed)
         model = build_model(model_name, data.classes, stem=config.stem)
         self.place = self._agree(lambda: find_place(config, model_name))
-        self.trainer = Trainer(model, config=config, total_steps=self.total, steps_per_epoch=per_epoch, world=world)
+        self.trainer = Trainer(
+            model,
+            config=config,
+            total_steps=self.total,
+            steps_per_epoch=per_epoch,
+            world=world,
+            example=_example(data, config, replicas) if config.is_staged else None,
+            name=model_name,
+        )
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + world.rank)
         self.position = (0, 0)
@@ -201,7 +212,7 @@ class Run:
             ),
             replicas=self.world.size,
             device=self.world.device.type,
-            pipeline=Pipeline(micro_batches=config.accumulate),
+            pipeline=Pipeline(micro_batches=config.micro_batches),
             sync=Sync(
                 lanes=config.sync_lanes,
                 bucket_bytes=config.bucket_bytes,
@@ -281,10 +292,10 @@ class Run:
     def _steps(self, epoch: int, first: int, stop: StopRequest) -> Iterator[tuple[StepResult, float]]:
         """The steps of an epoch, with the time each waited for its data.
 
-        On a GPU a step is handed on when the next one has been queued: whoever reads its figures must not keep the
-        device waiting. A wish to stop or to save is then met one step later, on all workers alike.
+        On a GPU, and in a pipeline, a step is handed on when the next one has been queued: whoever reads its figures
+        must not keep the device waiting. A wish to stop or to save is then met one step later, on all workers alike.
         """
-        behind = self.world.device.type == "cuda"
+        behind = self.world.device.type == "cuda" or self.trainer.engine.late
         held: tuple[StepResult, float] | None = None
         done = first
         batches = iter(self.batches.epoch(epoch, first))
@@ -371,6 +382,12 @@ class Run:
         print_report(summary, files)
         if stopped:
             print(f"stopped after step {self.trainer.steps_done}; the same command with --resume goes on from there")
+
+
+def _example(data: ImageData, config: TrainConfig, replicas: int) -> torch.Tensor:
+    """Something of the size of a micro-batch, for measuring the model."""
+    samples = max(2, config.batch_size // (replicas * config.micro_batches))
+    return torch.randn(samples, *data.sample_shape, generator=torch.Generator().manual_seed(0))
 
 
 def _load_data(config: TrainConfig, world: World) -> ImageData:

@@ -6,7 +6,6 @@ the learning rate as a function of the step. The same program runs on one proces
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,6 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hybridpar.checkpoint import (
@@ -28,13 +26,18 @@ from hybridpar.checkpoint import (
 )
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError, TrainingError, UsageError
+from hybridpar.evaluation import Evaluation as Evaluation
+from hybridpar.evaluation import evaluate
 from hybridpar.lanes import Lanes
 from hybridpar.models import model_fingerprint
-from hybridpar.optim import build_optimizer, fill_momentum, load_optimizer_state, optimizer_state, rate_factor
+from hybridpar.optim import build_optimizer, rate_factor
 from hybridpar.pipeline.control import StepOutcome
-from hybridpar.pipeline.replicate import average_buffers
-from hybridpar.pipeline.sync import GradientSync, SyncOptions
+from hybridpar.pipeline.executor import LateOutcome
 from hybridpar.pipeline.world import World
+from hybridpar.plan import Plan
+from hybridpar.replica_engine import ReplicaEngine, autocast
+from hybridpar.stage_engine import StageEngine
+from hybridpar.staging import make_stage_plan
 
 LossFunction = Callable[[Any, Tensor], Tensor]
 
@@ -66,17 +69,17 @@ class StepResult:
         step: The step's number, from 1.
         outcome: What the workers agreed on.
         lr: Learning rate of the first parameter group.
-        step_ms: Host time of the whole step on this worker.
+        host_ms: Time for which the step kept the host.
     """
 
     step: int
     outcome: StepOutcome
     lr: float
-    step_ms: float
+    host_ms: float
 
     @property
     def loss(self) -> float:
-        """Mean loss over the global batch. On a GPU, reading it waits for the device."""
+        """Mean loss over the global batch. On a GPU, and in a pipeline, reading it waits for the step."""
         return self.outcome.loss
 
     @property
@@ -90,24 +93,14 @@ class StepResult:
         return self.outcome.grad_norm
 
     @property
+    def step_ms(self) -> float:
+        """Time of the whole step on this worker."""
+        return self.outcome.spans.step_ms if isinstance(self.outcome, LateOutcome) else self.host_ms
+
+    @property
     def compute_ms(self) -> float:
-        """Host time outside the exposed part of the sync."""
+        """Time outside the exposed part of the sync."""
         return self.step_ms - self.outcome.exposed_sync_ms
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Result over a whole test set, counts summed over the workers.
-
-    Attributes:
-        accuracy: Fraction of samples whose largest output is the target, 0..1.
-        loss: Mean loss.
-        samples: Number of samples.
-    """
-
-    accuracy: float
-    loss: float
-    samples: int
 
 
 class Trainer:
@@ -116,7 +109,8 @@ class Trainer:
     Args:
         model: Any module. It is moved to this worker's device; with several workers its parameters and buffers are
             overwritten with those of rank 0.
-        optimizer: Called with the model, returns the optimizer; default: what `config` says.
+        optimizer: Called with the model, or in a pipeline with each of its stages, returns the optimizer; default:
+            what `config` says.
         loss: Called with the model's output and the target, returns the *mean* over the samples; default:
             cross-entropy with the configured label smoothing.
         config: Options; those that concern data and run directory are not used here.
@@ -145,6 +139,9 @@ class Trainer:
         steps_per_epoch: int = 1,
         world: World | None = None,
         lanes: Lanes | None = None,
+        plan: Plan | None = None,
+        example: Tensor | None = None,
+        name: str | None = None,
     ) -> None:
         self.config = config or TrainConfig()
         self._owns_world = world is None
@@ -155,32 +152,46 @@ class Trainer:
         if self.config.channels_last:
             self.model.to(memory_format=torch.channels_last)
         self.fingerprint = model_fingerprint(self.model)
-        self.optimizer = optimizer(self.model) if optimizer else build_optimizer(self.model, self.config)
-        self._require_own_parameters()
-        self._peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._loss = loss or nn.CrossEntropyLoss(label_smoothing=self.config.label_smoothing)
         self.total_steps = total_steps
         self.steps_per_epoch = steps_per_epoch
-        self.sync = GradientSync(
-            self.model,
-            self.world,
-            self.lanes,
-            SyncOptions(
-                bucket_bytes=self.config.bucket_bytes,
-                guard=self.config.guard,
-                clip_norm=self.config.clip_norm,
-                pool_batch_norm=self.config.batch_norm == "pooled",
-            ),
-            micro_batches=self.config.accumulate,
-        )
-        self._forward: Callable[..., Any] = torch.compile(self.model) if self.config.compile else self.model
-        # The optimizer can obey a decision that the host has not read; see GradScaler for the same protocol.
-        fused = bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
-        self._decide_on_device = fused and self.config.guard and self.world.device.type == "cuda"
+        self._peak_rate = self.config.lr
+        self.engine = self._open_engine(optimizer, plan, example, name)
         self.steps_done = 0
         self._bad_steps = 0
         self._pending: StepResult | None = None
         self._first_bad: str | None = None
+
+    def _open_engine(
+        self,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None,
+        plan: Plan | None,
+        example: Tensor | None,
+        name: str | None,
+    ) -> ReplicaEngine | StageEngine:
+        def make(module: nn.Module) -> torch.optim.Optimizer:
+            made = optimizer(module) if optimizer else build_optimizer(module, self.config)
+            self._peak_rate = float(made.param_groups[0]["lr"])
+            return made
+
+        if plan is None and not self.config.is_staged:
+            whole = make(self.model)
+            self._require_own_parameters(whole)
+            return ReplicaEngine(self.model, whole, self._loss, self.config, self.world, self.lanes)
+        if example is None:
+            raise UsageError(
+                "a pipeline without an example of its inputs",
+                "A model is cut into stages by running it on one micro-batch.",
+                "Give one: Trainer(..., example=images), of the size of a micro-batch.",
+            )
+        with autocast(self.config, self.world.device):
+            stages = make_stage_plan(self.model, self._place(example), self.config, self.world, name=name, plan=plan)
+            return StageEngine(self.model, stages, make, self._loss, self.config, self.world, self.lanes)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of this worker; in a pipeline that of its first stage."""
+        return self.engine.optimizer if isinstance(self.engine, ReplicaEngine) else self.engine.optimizers[0]
 
     # ------------------------------------------------------------------ a step
 
@@ -190,8 +201,8 @@ class Trainer:
         """Train on this worker's share of one global batch.
 
         Args:
-            batch: Inputs and targets, first dimension samples, which are divided into `config.accumulate` nearly equal
-                micro-batches; or micro-batches made by a loader. Shares may differ between workers.
+            batch: Inputs and targets, first dimension samples, which are divided into nearly equal
+                `config.micro_batches`; or micro-batches made by a loader. Shares may differ between workers.
             stop: Ask all workers to stop after this step; `result.outcome.stop` is then true on all of them.
             save: Likewise for a checkpoint.
 
@@ -204,18 +215,12 @@ class Trainer:
         """
         started = time.perf_counter()
         micro_batches, samples, global_samples = self._divide(batch)
-        lr = self._set_rate()
-        self.model.train()
-        self.sync.begin(samples, global_samples=global_samples, stop=stop, save=save)
-        for index, (inputs, targets) in enumerate(micro_batches):
-            self.sync.micro_batch(_sample_count(targets), last=index == len(micro_batches) - 1)
-            with self._autocast():
-                loss = self._loss(self._forward(self._place(inputs)), self._place(targets))
-            self.sync.forward_done(loss).backward()  # type: ignore[no-untyped-call]
-        outcome = self.sync.finish()
-        self._commit(outcome)
+        placed = [(self._place(inputs), self._place(targets)) for inputs, targets in micro_batches]
+        factor = self._rate_factor()
+        outcome = self.engine.step(placed, samples, global_samples, rate_factor=factor, stop=stop, save=save)
         self.steps_done += 1
-        result = StepResult(self.steps_done, outcome, lr, (time.perf_counter() - started) * 1e3)
+        host_ms = (time.perf_counter() - started) * 1e3
+        result = StepResult(self.steps_done, outcome, self._peak_rate * factor, host_ms)
         self._watch(result)
         return result
 
@@ -225,12 +230,12 @@ class Trainer:
         if not isinstance(batch, (tuple, list)):
             return batch.micro_batches, batch.samples, batch.global_samples
         inputs, targets = batch
-        samples, parts = _sample_count(targets), self.config.accumulate
+        samples, parts = _sample_count(targets), self.config.micro_batches
         if samples < parts:
             raise UsageError(
                 f"a batch of {samples} samples cannot be divided into {parts} micro-batches",
                 "Every micro-batch needs a sample, and two where the model has BatchNorm.",
-                "Use larger batches, or fewer micro-batches (accumulate).",
+                "Use larger batches, or fewer micro-batches (micro_batches).",
             )
         return list(zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)), samples, None
 
@@ -239,33 +244,15 @@ class Trainer:
             return tensor.to(self.world.device, memory_format=torch.channels_last, non_blocking=True)
         return tensor.to(self.world.device, non_blocking=True)
 
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        if self.config.amp == "none":
-            return contextlib.nullcontext()
-        return torch.autocast(self.world.device.type, dtype=torch.bfloat16)
-
-    def _set_rate(self) -> float:
-        factor = 1.0
-        if self.total_steps is not None:
-            factor = rate_factor(self.steps_done, self.total_steps, self.steps_per_epoch, self.config)
-        for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
-            group["lr"] = peak * factor
-        return self._peak_rates[0] * factor
-
-    def _commit(self, outcome: StepOutcome) -> None:
-        fill_momentum(self.optimizer)
-        if self._decide_on_device:
-            self.optimizer.found_inf = (1.0 - outcome.commit).float()  # type: ignore[attr-defined]
-            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
-            self.optimizer.step()
-        elif not self.config.guard or outcome.committed:
-            self.optimizer.step()
-        self.sync.end(outcome, decided_on_device=self._decide_on_device)
+    def _rate_factor(self) -> float:
+        if self.total_steps is None:
+            return 1.0
+        return rate_factor(self.steps_done, self.total_steps, self.steps_per_epoch, self.config)
 
     def _watch(self, result: StepResult) -> None:
-        """Stop when nothing but bad steps comes. With the decision on the device the host looks one step later."""
+        """Stop when nothing but bad steps comes. Where a step may still be running, the host looks one step later."""
         late, self._pending = self._pending, result
-        seen = late if self._decide_on_device else result
+        seen = late if self.engine.late else result
         if seen is None:
             return
         if not seen.skipped and math.isfinite(seen.loss):
@@ -273,7 +260,7 @@ class Trainer:
             return
         self._bad_steps += 1
         if self._bad_steps == 1 or self._first_bad is None:
-            self._first_bad = self.sync.first_bad_parameter()
+            self._first_bad = self.engine.bad_parameter(seen.outcome)
         if self._bad_steps >= MAX_BAD_STEPS:
             first, last = seen.step - MAX_BAD_STEPS + 1, seen.step
             raise TrainingError(
@@ -283,9 +270,9 @@ class Trainer:
                 "Lower --lr, lengthen --warmup-epochs, or set --clip-norm; the last checkpoint is from before.",
             )
 
-    def _require_own_parameters(self) -> None:
+    def _require_own_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         own = {id(parameter) for parameter in self.model.parameters()}
-        for group in self.optimizer.param_groups:
+        for group in optimizer.param_groups:
             if any(id(parameter) not in own for parameter in group["params"]):
                 raise UsageError(
                     "the optimizer holds parameters that the model does not",
@@ -295,9 +282,10 @@ class Trainer:
 
     # -------------------------------------------------------------- evaluation
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
         """Accuracy and loss over a test set that is divided among the workers; shares may be uneven or empty.
+
+        In a pipeline, too, every worker evaluates the whole model on its own share; afterwards `model` is whole.
 
         Args:
             batches: This worker's share. Every sample counts once, so shares must not overlap.
@@ -305,31 +293,9 @@ class Trainer:
         Raises:
             UsageError: No worker has a single sample.
         """
-        if self.config.batch_norm == "local":
-            average_buffers(self.model, self.world)
-        self.model.eval()
-        sums = torch.zeros(3, dtype=torch.float64, device=self.world.device)
-        for inputs, targets in batches:
-            targets = self._place(targets)
-            with self._autocast():
-                outputs = self._forward(self._place(inputs))
-                loss = self._loss(outputs, targets)
-            count = _sample_count(targets)
-            correct = (outputs.argmax(dim=1) == targets).sum() if outputs.ndim == targets.ndim + 1 else 0
-            sums += torch.stack(
-                [
-                    torch.as_tensor(value, device=sums.device).double()
-                    for value in (correct, loss.double() * count, count)
-                ]
-            )
-        if self.world.size > 1:
-            with self.world.named_errors("adding up the evaluation"):
-                dist.all_reduce(sums, group=self.world.control)
-        self.model.train()
-        correct_sum, loss_sum, total = sums.tolist()
-        if total == 0:
-            raise UsageError("the test set is empty", "An accuracy needs at least one sample.")
-        return Evaluation(correct_sum / total, loss_sum / total, round(total))
+        with self.engine.evaluating() as forward, autocast(self.config, self.world.device):
+            placed = ((self._place(inputs), self._place(targets)) for inputs, targets in batches)
+            return evaluate(forward, self._loss, placed, self.world)
 
     def fit(
         self,
@@ -371,10 +337,9 @@ class Trainer:
         Raises:
             RunDirectoryError: The checkpoint cannot be written; older ones are untouched.
         """
-        if self.config.batch_norm == "local":
-            average_buffers(self.model, self.world)
-        training = {"optimizer": optimizer_state(self.optimizer, self.model), "extra": dict(extra or {})}
-        local = {"random": random_state(self.world.device), "sync": self.sync.state_dict()}
+        self.engine.settle_buffers()
+        training = {"optimizer": self.engine.optimizer_state(), "extra": dict(extra or {})}
+        local = {"random": random_state(self.world.device), "sync": self.engine.state_dict()}
         model = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
         data = CheckpointData(self.steps_done, self.fingerprint, model, training, local)
         return save_checkpoint(Path(directory), data, self.world)
@@ -399,12 +364,13 @@ class Trainer:
                 "Name the model and the number of classes that the checkpoint was made with.",
             )
         self.model.load_state_dict(data.model)
-        load_optimizer_state(self.optimizer, self.model, data.training["optimizer"])
+        self.engine.load_optimizer_state(data.training["optimizer"])
+        self.engine.go_on_from(data.step)
         self.steps_done = data.step
         self._bad_steps, self._pending = 0, None
         if data.local is not None and data.workers == self.world.size:
             restore_random_state(data.local["random"], self.world.device)
-            self.sync.load_state_dict(data.local["sync"])
+            self.engine.load_state_dict(data.local["sync"])
         else:
             # Another layout: no worker's generators fit, so each gets new ones that depend on the step.
             torch.manual_seed(self.config.seed + 1000003 * data.step + self.world.rank)
@@ -422,10 +388,10 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.sync.close()
         if self._owns_lanes:
             # After an exception the lanes skip what has not begun: it may wait for peers that are gone.
             self.lanes.__exit__(kind, error, trace)
+        self.engine.close()
         if self._owns_world:
             self.world.close()
 

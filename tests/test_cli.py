@@ -63,7 +63,7 @@ def test_a_stopped_run_exits_with_the_signal(call, tmp_path):
         (["resnet18", "--lr", "-1"], ["--lr is -1.0", "greater than 0"]),
         (["resnet18", "--checkpoint-every", "often"], ["'often'", "60s"]),
         (["resnet18", "--batch-size", "1"], ["--batch-size is 1", "Use --batch-size 2 or more"]),
-        (["resnet18", "--batch-size", "8", "--accumulate", "6"], ["Use --batch-size 12 or more"]),
+        (["resnet18", "--batch-size", "8", "--micro-batches", "6"], ["Use --batch-size 12 or more"]),
         (["mobilenet_v2", "--stem", "cifar"], ["does not fit mobilenet_v2", "Only ResNets"]),
         (["resnet18", "--nesterov", "--momentum", "0"], ["--nesterov", "momentum"]),
     ],
@@ -207,7 +207,7 @@ def too_small(world, options):
     ("options", "said"),
     [
         ({"batch_size": 5}, "Use --batch-size 6 or more"),
-        ({"batch_size": 8, "accumulate": 2}, "Use --batch-size 12 or more"),
+        ({"batch_size": 8, "micro_batches": 2}, "Use --batch-size 12 or more"),
         ({"synthetic_samples": 5}, "Use at most 2 workers"),
         ({"synthetic_samples": 2}, "Use at most 1 worker "),
     ],

@@ -14,7 +14,7 @@ WRONG = [
     ("epochs", 0),
     ("steps", 0),
     ("workers", 0),
-    ("accumulate", 0),
+    ("micro_batches", 0),
     ("lr", 0.0),
     ("lr", math.nan),
     ("momentum", 1.0),

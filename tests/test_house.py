@@ -41,10 +41,10 @@ ROOMS: dict[str, set[str]] = {
     "partition": {"config", "errors", "models", "plan", "registry"},
     "cluster": {"process"},
     "probe": {"cluster", "errors", "process"},
-    "pipeline": {"errors", "lanes"},
+    "pipeline": {"errors", "lanes", "registry"},
     "optim": {"config", "errors"},
     "checkpoint": {"errors", "pipeline"},
-    "trainer": {"checkpoint", "config", "errors", "lanes", "models", "optim", "pipeline"},
+    "trainer": {"checkpoint", "config", "errors", "lanes", "models", "optim", "partition", "pipeline", "plan"},
     "rundir": {"checkpoint", "config", "errors", "observe"},
     "doctor": {"cluster", "errors", "probe", "process"},
     "run": {
@@ -62,6 +62,7 @@ SHARED_ROOMS = {
     "probe_worker": "probe",
     "checkup": "doctor",
     **dict.fromkeys(("save_rule", "timings", "worker"), "run"),
+    **dict.fromkeys(("evaluation", "replica_engine", "stage_engine", "staging"), "trainer"),
 }
 
 #: What must answer without the seconds that torch takes.

@@ -94,7 +94,7 @@ def shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
 
 
-ENDLESS = ("--epochs=100000", "--schedule=constant", "--warmup-epochs=0", "--checkpoint-every=never")
+ENDLESS = ("--epochs=100000", "--lr-schedule=constant", "--warmup-epochs=0", "--checkpoint-every=never")
 
 
 # ------------------------------------------------------------------------------------------------------ whole jobs
@@ -129,7 +129,7 @@ def test_ctrl_c_saves_and_torchrun_goes_on(start, tmp_path):
     stopped = check_run(tmp_path / "job", ended="interrupted")["steps"]
     assert load_checkpoint(tmp_path / "job").step == stopped
 
-    options = {"schedule": "constant", "warmup_epochs": 0.0, "steps": stopped + 4}
+    options = {"lr_schedule": "constant", "warmup_epochs": 0.0, "steps": stopped + 4}
     rest = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
     job = start(
         small_arguments(tmp_path / "job", *rest, "--resume", model="tests.small_nets:dropping"),

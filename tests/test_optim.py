@@ -102,7 +102,7 @@ def test_a_parameter_that_joins_late_starts_with_momentum_zero():
     torch.testing.assert_close(late.weight, reference.weight - 0.05 * (1 + 1.9))
 
 
-CONFIG = OptimizerConfig(warmup_epochs=2.0, schedule="cosine")
+CONFIG = OptimizerConfig(warmup_epochs=2.0, lr_schedule="cosine")
 
 
 def factors(config, total=100, per_epoch=10):
@@ -125,18 +125,18 @@ def test_cosine_falls_from_the_peak_to_zero():
 
 
 def test_step_schedule_divides_by_ten_at_each_fraction():
-    rates = factors(OptimizerConfig(warmup_epochs=0.0, schedule="step", step_epochs=(0.5, 0.75)))
+    rates = factors(OptimizerConfig(warmup_epochs=0.0, lr_schedule="step", step_epochs=(0.5, 0.75)))
     assert rates[:50] == [1.0] * 50
     assert rates[50:75] == [pytest.approx(0.1)] * 25
     assert rates[75:] == [pytest.approx(0.01)] * 25
 
 
 def test_constant_schedule_keeps_the_peak():
-    assert factors(OptimizerConfig(warmup_epochs=0.0, schedule="constant")) == [1.0] * 100
+    assert factors(OptimizerConfig(warmup_epochs=0.0, lr_schedule="constant")) == [1.0] * 100
 
 
 def test_warm_up_takes_at_most_half_of_a_short_run():
-    rates = factors(OptimizerConfig(warmup_epochs=50.0, schedule="constant"), total=10)
+    rates = factors(OptimizerConfig(warmup_epochs=50.0, lr_schedule="constant"), total=10)
     assert rates[:5] == [pytest.approx(step / 5) for step in range(1, 6)]
     assert rates[5:] == [1.0] * 5
 

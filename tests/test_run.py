@@ -63,8 +63,8 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not(straight, tmp_pa
         {"amp": "bf16"},
         {"channels_last": True, "deterministic": True},
         {"optimizer": "adamw", "lr": 0.01, "clip_norm": 1.0, "label_smoothing": 0.1},
-        {"schedule": "step", "nesterov": True, "guard": False},
-        {"accumulate": 2, "loader_workers": 1},
+        {"lr_schedule": "step", "nesterov": True, "guard": False},
+        {"micro_batches": 2, "loader_workers": 1},
     ],
 )
 def test_options_reach_the_training(tmp_path, options):
@@ -96,7 +96,7 @@ def run_both(world, directory, options):
 
 def test_two_workers_are_one_with_two_micro_batches(tmp_path):
     run_ranks(run_both, 2, str(tmp_path / "two"), {})
-    train(tmp_path / "one", accumulate=2)
+    train(tmp_path / "one", micro_batches=2)
     assert check_run(tmp_path / "two", steps=STEPS)["workers"] == 2
     two, one = saved_state(tmp_path / "two"), saved_state(tmp_path / "one")
     for name, value in two.items():
@@ -131,7 +131,7 @@ def test_ctrl_c_has_an_exit_code_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_all_workers_stop_at_the_same_step_and_resume_bit_for_bit(tmp_path, workers):
-    options = {"accumulate": 2, "clip_norm": 0.5, "checkpoint_every": "never"}
+    options = {"micro_batches": 2, "clip_norm": 0.5, "checkpoint_every": "never"}
     run_ranks(train_rank, workers, tmp_path / "straight", "dropping", None, {**options, "checkpoint_every": "epoch"})
     codes = run_ranks(train_rank, workers, tmp_path / "resumed", "dropping", "TERM@1:9", options)
     assert codes[1] == 143
@@ -165,7 +165,7 @@ def test_an_epoch_that_is_shorter_for_more_workers_is_just_over(tmp_path):
 
 
 def test_a_longer_run_goes_on_within_the_epoch(tmp_path):
-    options = {"schedule": "constant", "warmup_epochs": 0.0}
+    options = {"lr_schedule": "constant", "warmup_epochs": 0.0}
     train(tmp_path / "straight", steps=9, **options)
     train(tmp_path / "extended", steps=4, **options)
     train(tmp_path / "extended", steps=9, resume=True, **options)

@@ -84,7 +84,7 @@ def test_label_smoothing_changes_the_result():
 
 @pytest.mark.parametrize("parts", [2, 3, 5])
 def test_accumulated_micro_batches_are_a_plain_loop_over_them(parts):
-    config = TrainConfig(accumulate=parts)
+    config = TrainConfig(micro_batches=parts)
     # Running statistics are pooled over micro-batches on purpose; see tests/pipeline/test_batchnorm.py.
     assert_equal(train(config), plain_loop(config, parts=parts), skip=("running", "tracked"))
 
@@ -93,7 +93,7 @@ def test_accumulation_without_batchnorm_is_the_whole_batch():
     def run(parts: int) -> nn.Module:
         torch.manual_seed(1)
         model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 10))
-        with Trainer(model, config=TrainConfig(accumulate=parts)) as trainer:
+        with Trainer(model, config=TrainConfig(micro_batches=parts)) as trainer:
             for step in range(3):
                 trainer.step(make_batch(step))
         return model
@@ -157,9 +157,9 @@ def test_channels_last_gives_the_same_numbers():
 
 
 def test_a_compiled_model_trains_to_the_same_numbers():
-    plain = train(TrainConfig(accumulate=2), steps=2)
+    plain = train(TrainConfig(micro_batches=2), steps=2)
     try:
-        compiled = train(TrainConfig(accumulate=2, compile=True), steps=2)
+        compiled = train(TrainConfig(micro_batches=2, compile=True), steps=2)
     except torch._dynamo.exc.BackendCompilerFailed as error:
         pytest.skip(f"torch.compile does not work here: {error}")
     assert_equal(compiled, plain, exact=False)
@@ -186,7 +186,7 @@ def test_parameters_of_another_model_are_refused():
 
 
 def test_a_batch_smaller_than_its_micro_batches_is_refused():
-    with Trainer(make_model(), config=TrainConfig(accumulate=4)) as trainer:
+    with Trainer(make_model(), config=TrainConfig(micro_batches=4)) as trainer:
         with pytest.raises(UsageError) as caught:
             trainer.step(make_batch(samples=3))
     assert caught.value.what == "a batch of 3 samples cannot be divided into 4 micro-batches"
@@ -243,7 +243,7 @@ def test_uneven_and_empty_shares_of_a_test_set_add_up():
     assert answers[0][2] == 11
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"batch_norm": "local"}, {"optimizer": "adamw"}])
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 3}, {"batch_norm": "local"}, {"optimizer": "adamw"}])
 def test_one_bad_step_is_skipped_and_three_running_stop_the_training(options):
     images, labels = make_batch()
     bad = (images * math.nan, labels)
@@ -271,7 +271,7 @@ def test_without_the_guard_three_bad_losses_still_stop():
             trainer.step((images, labels))
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"optimizer": "adamw"}, {"clip_norm": 0.1}])
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 3}, {"optimizer": "adamw"}, {"clip_norm": 0.1}])
 def test_saved_and_loaded_goes_on_bit_for_bit(tmp_path, options):
     config = TrainConfig(**options)
 
@@ -313,7 +313,7 @@ def test_the_checkpoint_of_another_model_is_refused(tmp_path):
 
 
 def test_a_trained_model_is_a_plain_model_again(tmp_path):
-    with Trainer(make_model(), config=TrainConfig(accumulate=2)) as trainer:
+    with Trainer(make_model(), config=TrainConfig(micro_batches=2)) as trainer:
         trainer.step(make_batch())
         path = trainer.save(tmp_path)
     assert type(trainer.model.body[1]) is nn.BatchNorm2d

@@ -99,6 +99,29 @@ def dependencies(layout: Layout, schedule: Schedule, buckets: Sequence[int] = ()
     return needs
 
 
+def require_own_lanes(schedule: Schedule, layout: Layout) -> None:
+    """Refuse a schedule that was made for another layout.
+
+    Raises:
+        ScheduleError: There are more or fewer rows than lanes, or a row has a stage that is not on its lane.
+    """
+    if len(schedule.rows) != layout.lanes:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {len(schedule.rows)} row(s) for {layout.lanes} lane(s)",
+            "There is one row per lane.",
+            "Make the schedule for this layout.",
+        )
+    for lane, row in enumerate(schedule.rows):
+        for action in row:
+            if action.stage >= layout.stages or layout.lane_of[action.stage] != lane:
+                own = [stage for stage in range(layout.stages) if layout.lane_of[stage] == lane]
+                raise ScheduleError(
+                    f"{action} stands on lane {lane} of schedule {schedule.name!r}",
+                    f"This lane has stages {own} of {layout.stages}.",
+                    "Make the schedule for this layout.",
+                )
+
+
 def _backward_kinds(schedule: Schedule) -> dict[tuple[int, int | None], Kind]:
     return {
         (action.stage, action.index): action.kind
@@ -120,8 +143,10 @@ def lower(schedule: Schedule, layout: Layout, buckets: Sequence[int] = ()) -> Pr
         buckets: For every stage the number of its gradient buckets.
 
     Raises:
-        ScheduleError: The lanes wait for each other in a circle, or for something that nobody does.
+        ScheduleError: A pass stands on a lane that does not have its stage, or the lanes wait for each other in a
+            circle, or for something that nobody does.
     """
+    require_own_lanes(schedule, layout)
     needs = dependencies(layout, schedule, buckets)
     done_by: dict[Action, list[Action]] = {}
     for action, before in needs.items():

@@ -294,7 +294,7 @@ class GradientReducer:
         rest = [name for name in self._order if name not in arrived]
         order = torch.tensor([numbers[name] for name in [*observed, *rest]], device=self._world.device)
         with self._world.named_errors("agreeing on the order of buckets"):
-            dist.broadcast(order, src=0, group=self._world.control)
+            dist.broadcast(order, group_src=0, group=self._world.control)
         names = list(self._parameters)
         self._order = [names[index] for index in order.tolist()]
         self._observed = None

@@ -15,6 +15,7 @@ import contextlib
 import mmap
 import os
 import socket
+import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,110 @@ def host_identity() -> str:
     return "|".join(parts)
 
 
+def shared_directory() -> tempfile.TemporaryDirectory[str]:
+    """A directory in memory where workers meet. It is removed once they have, so nothing outlives the job."""
+    return tempfile.TemporaryDirectory(prefix="hybridpar-", dir=_SHARED if _SHARED.is_dir() else None)
+
+
+def map_segment(path: Path, size: int) -> mmap.mmap:
+    """Map a file of shared memory.
+
+    Raises:
+        OSError: There is no room for it.
+    """
+    with open(path, "r+b") as segment:
+        # Reserve the pages now: a full tmpfs would kill the process at the first write.
+        os.posix_fallocate(segment.fileno(), 0, size)
+        return mmap.mmap(segment.fileno(), size)
+
+
+def open_door(path: Path, timeout: float, callers: int = 1) -> socket.socket:
+    """A Unix socket that listens for so many callers.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        door.settimeout(timeout)
+        door.bind(str(path))
+        door.listen(callers)
+    except OSError:
+        door.close()
+        raise
+    return door
+
+
+def call(path: Path, timeout: float) -> socket.socket:
+    """A Unix socket connected to one that listens.
+
+    Raises:
+        OSError: Nobody listens there.
+    """
+    caller = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        caller.settimeout(timeout)
+        caller.connect(str(path))
+    except OSError:
+        caller.close()
+        raise
+    return caller
+
+
+class Bell:
+    """A Unix socket to one peer, on which a byte says that something is there or gone.
+
+    Args:
+        connection: A connected stream socket; closed by `close`.
+        timeout: Seconds after which a silent peer is an error.
+    """
+
+    def __init__(self, connection: socket.socket, timeout: float) -> None:
+        self._socket = connection
+        self._timeout = timeout
+        # The kernel's time-out: Python's own costs a second system call for every wait.
+        connection.settimeout(None)
+        limit = struct.pack("@ll", int(timeout), int(timeout % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def ring(self, doing: str, times: int = 1) -> None:
+        """Tell the peer, so many times.
+
+        Raises:
+            RuntimeError: The peer has died or left.
+        """
+        try:
+            self._socket.send(b"+" * times)
+        except OSError as error:
+            raise self._named(error, doing) from error
+
+    def wait(self, doing: str, most: int = 1) -> int:
+        """Wait until the peer has rung, and return how often, at most `most` times.
+
+        Raises:
+            RuntimeError: The peer has died or left, or did not ring within the time-out.
+        """
+        try:
+            heard = len(self._socket.recv(most))
+        except OSError as error:
+            raise self._named(error, doing) from error
+        if heard == 0:
+            raise self._named(ConnectionResetError(), doing)
+        return heard
+
+    def close(self) -> None:
+        """Leave, and end a wait that runs on another thread. Safe to call twice."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _named(self, error: OSError, doing: str) -> RuntimeError:
+        if isinstance(error, BlockingIOError):
+            return RuntimeError(f"Timed out waiting {self._timeout:g} s for a peer while {doing}")
+        return RuntimeError(f"Connection closed by peer while {doing}")
+
+
 class SharedMemorySum:
     """Sums CPU tensors over the workers of one machine, in place.
 
@@ -68,7 +173,7 @@ class SharedMemorySum:
         self.size = size
         self._timeout = timeout
         self._turn = 0
-        self._peers: list[socket.socket] = []
+        self._peers: list[Bell] = []
         self._map: mmap.mmap | None = None
         self._views: dict[torch.dtype, Tensor] = {}
         with contextlib.ExitStack() as stack:
@@ -77,8 +182,7 @@ class SharedMemorySum:
             place: object = None
             problem: object = None
             if rank == 0:
-                room = tempfile.TemporaryDirectory(prefix="hybridpar-", dir=_SHARED if _SHARED.is_dir() else None)
-                place = stack.enter_context(room)
+                place = stack.enter_context(shared_directory())
             place = Path(str(gather(place)[0]))
             for step in (self._create, self._open, self._connect):
                 if problem is None:
@@ -132,16 +236,10 @@ class SharedMemorySum:
             chunk[stripes[other]] = slots[other, stripes[other]]
 
     def _meet(self, doing: str) -> None:
-        try:
-            for peer in self._peers:
-                peer.send(b"+")
-            for peer in self._peers:
-                if not peer.recv(1):
-                    raise ConnectionResetError("Connection closed by peer")
-        except TimeoutError as error:
-            raise RuntimeError(f"Timed out waiting {self._timeout:g} s for a peer while {doing}") from error
-        except OSError as error:
-            raise RuntimeError(f"Connection closed by peer while {doing}") from error
+        for peer in self._peers:
+            peer.ring(doing)
+        for peer in self._peers:
+            peer.wait(doing)
 
     def _slots(self, dtype: torch.dtype) -> Tensor:
         """The segment as (turn, worker, element)."""
@@ -154,31 +252,19 @@ class SharedMemorySum:
     # ------------------------------------------------------------------- set-up
 
     def _create(self, place: Path, stack: contextlib.ExitStack) -> None:
-        self._door = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        self._door.settimeout(self._timeout)
-        self._door.bind(str(place / str(self.rank)))
-        self._door.listen(self.size)
+        self._door = stack.enter_context(open_door(place / str(self.rank), self._timeout, self.size))
         if self.rank == 0:
-            with open(place / "segment", "wb") as segment:
-                segment.truncate(self._bytes)
+            (place / "segment").touch()
 
     def _open(self, place: Path, stack: contextlib.ExitStack) -> None:
-        with open(place / "segment", "r+b") as segment:
-            # Reserve the pages now: a full tmpfs would kill the process at the first write.
-            os.posix_fallocate(segment.fileno(), 0, self._bytes)
-            self._map = mmap.mmap(segment.fileno(), self._bytes)
+        self._map = map_segment(place / "segment", self._bytes)
 
     def _connect(self, place: Path, stack: contextlib.ExitStack) -> None:
         """Every pair connects once: the higher rank calls, the lower answers."""
         for lower in range(self.rank):
-            peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._peers.append(peer)
-            peer.settimeout(self._timeout)
-            peer.connect(str(place / str(lower)))
+            self._peers.append(Bell(call(place / str(lower), self._timeout), self._timeout))
         for _ in range(self.size - 1 - self.rank):
-            self._peers.append(self._door.accept()[0])
-        for peer in self._peers:
-            peer.settimeout(self._timeout)
+            self._peers.append(Bell(self._door.accept()[0], self._timeout))
 
     @property
     def _bytes(self) -> int:

@@ -4,24 +4,27 @@ Each sync lane needs a process group of its own: collectives of one group must b
 worker, and two threads (or streams) cannot promise that for a group they share. Groups are made eagerly and in a
 fixed order, because making them lazily is a collective whose order nobody controls.
 
+Not all workers hold the same parameters: in a pipeline only the replicas of a stage do. `World.split` makes a world of
+each such party, with sums of its own, so that whatever synchronises a world synchronises a part of the job unchanged.
+
 A process that ends without destroying its groups can abort inside the backend's threads; `World.close` is therefore
 part of every exit path.
 """
 
 from __future__ import annotations
 
-import datetime
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hybridpar.errors import LaunchError, SyncError
+from hybridpar.errors import LaunchError, SyncError, UsageError
 from hybridpar.pipeline.collective import BackendSum, SumGroup
+from hybridpar.pipeline.rendezvous import first_line, initialise, new_group
 from hybridpar.pipeline.shared_memory import SharedMemorySum, host_identity
 
 _log = logging.getLogger(__name__)
@@ -29,19 +32,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class World:
-    """This worker's place among its peers.
+    """This worker's place among its peers: all workers of the job, or one party of them (`split`).
 
     A world of one worker has no process groups, and no collective is ever called in it.
 
     Attributes:
-        rank: This worker's number, from 0.
-        size: Number of workers.
+        rank: This worker's number in this world, from 0.
+        size: Number of workers of this world.
         device: The device this worker computes on.
         timeout: Seconds after which a silent peer is an error.
         lane_sums: What adds gradients, one for each sync lane.
         control_sum: What adds control messages.
         control: Process group for everything that is not in a step: broadcasts at the start, facts for a checkpoint.
         transport: What gradients travel by: `gloo`, `nccl`, `shared memory`, or `none`.
+        share_memory: Whether CPU workers of one host may exchange data through shared memory.
+        members: The workers' ranks in the whole job, by rank here.
+        job_size: Number of workers of the whole job.
     """
 
     rank: int = 0
@@ -52,8 +58,15 @@ class World:
     control_sum: SumGroup | None = None
     control: dist.ProcessGroup | None = None
     transport: str = "none"
+    share_memory: bool = True
+    members: tuple[int, ...] = ()
+    job_size: int = 0
     _groups: list[dist.ProcessGroup] = field(default_factory=list)
     _owner: bool = False
+
+    def __post_init__(self) -> None:
+        self.members = self.members or tuple(range(self.size))
+        self.job_size = self.job_size or self.size
 
     @classmethod
     def join(
@@ -85,36 +98,92 @@ class World:
         owner = False
         if not dist.is_initialized():
             if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-                return cls(device=device, timeout=timeout)
+                return cls(device=device, timeout=timeout, share_memory=shared_memory)
             owner = True
-            _initialise(device, timeout)
+            initialise(device, timeout)
         size = dist.get_world_size()
         if size == 1:
-            return cls(device=device, timeout=timeout, _owner=owner)
-        world = cls(dist.get_rank(), size, device, timeout, _owner=owner)
-        limit = datetime.timedelta(seconds=timeout)
+            return cls(device=device, timeout=timeout, share_memory=shared_memory, _owner=owner)
+        world = cls(dist.get_rank(), size, device, timeout, share_memory=shared_memory, _owner=owner)
         try:
-            control = _new_group(limit)
-            world.control, world._groups = control, [control]
-            if world._one_host(shared_memory) and world._share_memory(lanes):
-                return world
-            world._groups += [_new_group(limit) for _ in range(lanes)]
-            world.lane_sums = [BackendSum(group) for group in world._groups[1:]]
-            world.control_sum = BackendSum(control)
-            world.transport = "nccl" if device.type == "cuda" else "gloo"
+            world._open_control([world.members])
+            world._open_sums(world, [world.members], lanes)
         except RuntimeError as error:
             raise LaunchError(
-                f"worker {world.rank} of {size} cannot connect to its peers: {_first_line(error)}",
+                f"worker {world.rank} of {size} cannot connect to its peers: {first_line(error)}",
                 "Every worker must reach every other one.",
                 "On several network interfaces, name the right one in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.",
             ) from error
         return world
 
-    def _one_host(self, wanted: bool) -> bool:
-        """Whether all workers share this host's memory, want to use it, and compute on the CPU."""
-        mine = host_identity() if wanted and self.device.type == "cpu" else None
-        answers = self.gather(mine)
-        return mine is not None and all(answer == mine for answer in answers)
+    def split(self, parties: Sequence[Sequence[int]], lanes: int = 2) -> World:
+        """Divide the workers into parties and return this worker's, as a world of its own; a collective.
+
+        The new world has its own sums and control group, and is closed apart from this one, which stays as it is.
+
+        Args:
+            parties: The ranks of every party, the same on all workers. In a party workers keep their order.
+            lanes: Number of sync lanes of each party.
+
+        Raises:
+            UsageError: A worker is in no party or in several, or this world is a party itself.
+            SyncError: A peer died or did not answer within the time-out.
+        """
+        divided = [tuple(sorted(party)) for party in parties]
+        if sorted(rank for party in divided for rank in party) != list(range(self.job_size)):
+            raise UsageError(
+                f"{self.job_size} workers cannot be divided into {[list(party) for party in divided]}",
+                "Every worker of the whole job is in exactly one party.",
+                f"Name each rank from 0 to {self.job_size - 1} once.",
+            )
+        if self.size != self.job_size:
+            raise UsageError(
+                f"workers {list(self.members)} of {self.job_size} cannot be divided further",
+                "Process groups are made by all workers of the job together.",
+                "Divide the world of the whole job.",
+            )
+        mine = next(party for party in divided if self.rank in party)
+        world = World(
+            mine.index(self.rank),
+            len(mine),
+            self.device,
+            self.timeout,
+            share_memory=self.share_memory,
+            members=mine,
+            job_size=self.job_size,
+        )
+        with self.named_errors("dividing the workers into parties"):
+            world._open_control(divided)
+            world._open_sums(self, divided, lanes)
+        return world
+
+    def memory_host(self) -> str | None:
+        """Equal in workers that may exchange data through shared memory; None where this one must not."""
+        return host_identity() if self.share_memory and self.device.type == "cpu" else None
+
+    def _open_control(self, parties: Sequence[tuple[int, ...]]) -> None:
+        """Give every party its control group. All workers of the job make all groups in one order, theirs or not."""
+        for party in parties:
+            group = new_group(party, self.timeout) if len(party) > 1 else None
+            if group is not None:
+                self.control = group
+                self._groups.append(group)
+
+    def _open_sums(self, job: World, parties: Sequence[tuple[int, ...]], lanes: int) -> None:
+        """Give every party its sums, through shared memory or over groups that all workers of the job make."""
+        hosts = job.gather(self.memory_host())
+        ours = {hosts[rank] for rank in self.members}
+        shared = self.size > 1 and None not in ours and len(ours) == 1 and self._share_memory(lanes)
+        answers = job.gather(shared)
+        for party in parties:
+            if len(party) == 1 or answers[party[0]]:
+                continue
+            groups = [group for _ in range(lanes) if (group := new_group(party, self.timeout)) is not None]
+            self._groups += groups
+            self.lane_sums += [BackendSum(group) for group in groups]
+        if self.control is not None and not shared:
+            self.control_sum = BackendSum(self.control)
+            self.transport = "nccl" if self.device.type == "cuda" else "gloo"
 
     def _share_memory(self, lanes: int) -> bool:
         """Set up shared memory for all lanes, on all workers or on none."""
@@ -129,8 +198,13 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the worker that writes files and talks to the terminal."""
-        return self.rank == 0
+        """Whether this is the worker of the job that writes files and talks to the terminal."""
+        return self.job_rank == 0
+
+    @property
+    def job_rank(self) -> int:
+        """This worker's rank in the whole job."""
+        return self.members[self.rank]
 
     def barrier(self) -> None:
         """Wait on the host until every worker is here.
@@ -159,14 +233,21 @@ class World:
 
     def peer_error(self, doing: str, error: BaseException) -> SyncError:
         """The backend's error as one that says which worker waited for what."""
-        text = _first_line(error)
+        text = first_line(error)
         lost = any(sign in text for sign in ("onnection", "reset by peer", "remote process", "Broken pipe"))
         reason = "a peer has died" if lost else f"a peer did not answer within {self.timeout:g} s, or failed"
         return SyncError(
-            f"worker {self.rank} of {self.size} stopped while {doing}: {reason}",
+            f"worker {self.job_rank} of {self.job_size} stopped while {doing}{self._peers_text()}: {reason}",
             f"The backend says: {text}",
             "Look at the first worker that failed; a launched job restarts from its last checkpoint.",
         )
+
+    def _peers_text(self) -> str:
+        """Who the peers are, where they are not simply everybody else."""
+        peers = [str(member) for member in self.members if member != self.job_rank]
+        if self.size == self.job_size or not peers:
+            return ""
+        return f" with worker{'s' if len(peers) > 1 else ''} {', '.join(peers)}"
 
     def close(self) -> None:
         """Destroy all process groups of this world. Safe to call twice."""
@@ -199,58 +280,8 @@ class _NamedErrors:
             raise self._world.peer_error(self._doing, error) from error
 
 
-def _initialise(device: torch.device, timeout: float) -> None:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    limit = datetime.timedelta(seconds=timeout)
-    try:
-        dist.init_process_group(
-            backend, timeout=limit, device_id=device if device.type == "cuda" else None, **_own_store(limit)
-        )
-    except (RuntimeError, ValueError, KeyError) as error:
-        place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
-        if "EADDRINUSE" in str(error):
-            raise LaunchError(
-                f"the job cannot meet at {place}: the port is in use",
-                "MASTER_PORT must be free on the host of worker 0; another job may be using it.",
-                "Set another MASTER_PORT, or start with `torchrun --standalone`, which finds a free one.",
-            ) from error
-        raise LaunchError(
-            f"worker {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} cannot join the job at "
-            f"{place}: {_first_line(error)}",
-            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must describe a job whose workers reach each other.",
-            "Start workers with `hybridpar train --workers N`, or with torchrun.",
-        ) from error
-
-
-def _own_store(limit: datetime.timedelta) -> dict[str, Any]:
-    """Arguments that have the workers of this attempt meet apart from those of the attempt before.
-
-    Torch's elastic launcher keeps one store for all attempts, so that restarted workers may read the addresses of dead
-    ones. With several launchers, one per host, their restarts are counted apart and the number names no attempt.
-    """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
-    if attempt is None or os.environ.get("GROUP_WORLD_SIZE") != "1":
-        return {}
-    # Both are documented parts of torch.distributed, which declares no exports.
-    store, rank, size = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
-    apart = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
-    return {"store": apart, "rank": rank, "world_size": size}
-
-
-def _new_group(limit: datetime.timedelta) -> dist.ProcessGroup:
-    """A group of all workers with threads of its own; every worker makes the same groups in the same order."""
-    group = dist.new_group(timeout=limit)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
-
-
 def default_device() -> torch.device:
     """The GPU numbered `LOCAL_RANK` where there are GPUs, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

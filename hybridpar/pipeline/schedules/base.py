@@ -1,0 +1,134 @@
+"""Why: every schedule answers the same request, so that the planner can try them all without knowing one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybridpar.errors import ScheduleError
+from hybridpar.pipeline.actions import Action, Kind, Layout, Schedule
+from hybridpar.pipeline.costs import Costs, Link
+from hybridpar.registry import Registry
+
+
+@dataclass(frozen=True)
+class ScheduleRequest:
+    """What a schedule is wanted for. Only `greedy` looks beyond the first two.
+
+    Attributes:
+        layout: Where stages run and what flows between them.
+        micro_batches: Micro-batches per step.
+        forward_ms: For every stage the time of one forward pass; None where it is not known.
+        backward_ms: For every stage the time of one whole backward pass.
+        input_ms: For every stage the time of the backward half that gives its inputs' gradients. With `weight_ms` it
+            allows split backward passes.
+        weight_ms: For every stage the time of the half that gives its parameters' gradients.
+        saved_bytes: For every stage what the forward pass of one micro-batch leaves for its backward pass.
+        memory_cap: Most bytes that a worker may hold of these; None for no limit.
+        latency_ms: Time from the start of a transfer between workers to its first byte.
+        bytes_per_second: Speed of each worker's link in each direction; None for a link that takes no time.
+    """
+
+    layout: Layout
+    micro_batches: int
+    forward_ms: tuple[float, ...] | None = None
+    backward_ms: tuple[float, ...] | None = None
+    input_ms: tuple[float, ...] | None = None
+    weight_ms: tuple[float, ...] | None = None
+    saved_bytes: tuple[int, ...] | None = None
+    memory_cap: int | None = None
+    latency_ms: float = 0.0
+    bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1:
+            raise ScheduleError(f"{self.micro_batches} micro-batches", "A step has at least one.", "Use 1 or more.")
+        for name in ("forward_ms", "backward_ms", "input_ms", "weight_ms", "saved_bytes"):
+            given = getattr(self, name)
+            if given is not None and (len(given) != self.layout.stages or min(given) < 0):
+                raise ScheduleError(
+                    f"{name} is {given} for {self.layout.stages} stage(s)",
+                    "There is one number per stage, and none is negative.",
+                    "Measure every stage, or leave it out.",
+                )
+        if (self.input_ms is None) != (self.weight_ms is None):
+            raise ScheduleError(
+                "only one half of the backward pass has a time",
+                "input_ms and weight_ms belong together: a pass is split into both or not at all.",
+                "Give both or neither.",
+            )
+        if self.memory_cap is not None and self.saved_bytes is None:
+            raise ScheduleError(
+                f"a memory cap of {self.memory_cap} bytes, but saved_bytes is missing",
+                "What a micro-batch holds must be known to stay under a cap.",
+                "Measure saved_bytes, or leave out the cap.",
+            )
+
+    @property
+    def costs(self) -> Costs:
+        """What is known, for the simulator; a forward pass takes 1 ms and a backward pass twice as long by default."""
+        forward = self.forward_ms or (1.0,) * self.layout.stages
+        return Costs(
+            forward_ms=forward,
+            backward_ms=self.backward_ms or tuple(2 * time for time in forward),
+            input_ms=self.input_ms,
+            weight_ms=self.weight_ms,
+            saved_bytes=self.saved_bytes,
+            link=Link(self.latency_ms, self.bytes_per_second),
+        )
+
+
+Generator = Callable[[ScheduleRequest], Schedule]
+
+#: All schedules by name.
+SCHEDULES: Registry[Generator] = Registry("schedule")
+
+
+def make(name: str, request: ScheduleRequest) -> Schedule:
+    """The schedule of that name for a request.
+
+    Args:
+        name: One of `describe()`.
+        request: The layout, the number of micro-batches, and what was measured.
+
+    Raises:
+        UsageError: No schedule has that name.
+        ScheduleError: The layout or the number of micro-batches does not fit the schedule.
+    """
+    return SCHEDULES.get(name)(request)
+
+
+def describe() -> dict[str, str]:
+    """Every schedule's name with one line about it."""
+    return SCHEDULES.describe()
+
+
+def forwards(stage: int, count: int) -> list[Action]:
+    """The forward passes of micro-batches 0 to count - 1."""
+    return [Action(stage, Kind.FORWARD, index) for index in range(count)]
+
+
+def backwards(stage: int, count: int) -> list[Action]:
+    """The backward passes of micro-batches 0 to count - 1: the order in which one process adds up gradients."""
+    return [Action(stage, Kind.BACKWARD, index) for index in range(count)]
+
+
+def require_one_stage_per_lane(name: str, layout: Layout, instead: str) -> None:
+    """Refuse layouts in which a lane has no stage or several.
+
+    Args:
+        name: The schedule that is asked for.
+        layout: Where stages run.
+        instead: A schedule that does work for lanes with several stages.
+
+    Raises:
+        ScheduleError: Some lane has another number of stages than one.
+    """
+    for lane in range(layout.lanes):
+        stages = [stage for stage in range(layout.stages) if layout.lane_of[stage] == lane]
+        if len(stages) != 1:
+            raise ScheduleError(
+                f"lane {lane} has {len(stages)} stages {stages}, and {name!r} is asked for",
+                f"{name!r} orders one stage per lane.",
+                f"Use `{instead}` for lanes with several stages, or give every lane one stage.",
+            )

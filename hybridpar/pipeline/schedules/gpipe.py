@@ -1,0 +1,31 @@
+"""Why: GPipe is the simplest pipeline, and the baseline that every other schedule is compared with."""
+
+from __future__ import annotations
+
+from hybridpar.pipeline.actions import Schedule
+from hybridpar.pipeline.schedules.base import (
+    SCHEDULES,
+    ScheduleRequest,
+    backwards,
+    forwards,
+    require_one_stage_per_lane,
+)
+
+
+@SCHEDULES.register("gpipe", "all forward passes, then all backward passes; holds every micro-batch")
+def gpipe(request: ScheduleRequest) -> Schedule:
+    """All forward passes of a stage, then all its backward passes: M micro-batches in flight on every stage.
+
+    Huang et al., GPipe, NeurIPS 2019. The paper runs the backward passes in reverse; here they run in ascending order,
+    so that gradients add up as in one process. With equal stages the time is the same.
+
+    Raises:
+        ScheduleError: A lane has no stage or several.
+    """
+    layout, count = request.layout, request.micro_batches
+    require_one_stage_per_lane("gpipe", layout, "looped_bfs")
+    rows = tuple(
+        (*forwards(stage, count), *backwards(stage, count))
+        for stage in sorted(range(layout.stages), key=layout.lane_of.__getitem__)
+    )
+    return Schedule("gpipe", rows, count)

@@ -1,0 +1,145 @@
+"""Why: what runs at the same time on shared cores or a shared link slows down, and a prediction must follow that.
+
+An event loop over jobs whose speed changes while they run. A job is a row of phases; a phase says how long it takes
+when nothing disturbs it, and which part of which resources it uses meanwhile. Where more is used than there is,
+all users of the resource slow down in the same proportion (processor sharing), and a job runs as fast as the most
+crowded of its resources lets it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+#: Loads are sums and differences of floats; so much above the capacity is still not above it.
+_TOLERANCE = 1e-9
+
+
+class Resource:
+    """Something of which there is a limited amount at any time.
+
+    Args:
+        capacity: The amount, in the unit that phases use.
+    """
+
+    __slots__ = ("capacity", "jobs", "load", "share")
+
+    def __init__(self, capacity: float) -> None:
+        self.capacity = capacity
+        self.load = 0.0
+        #: What a user gets of its full speed.
+        self.share = 1.0
+        self.jobs: dict[Job, None] = {}  # a set in order of arrival, so that runs repeat exactly
+
+    def add(self, amount: float) -> bool:
+        """Change the load; true if the share of the users changed with it."""
+        self.load += amount
+        before = self.share
+        crowded = self.load > self.capacity * (1 + _TOLERANCE)
+        self.share = self.capacity / self.load if crowded else 1.0
+        return self.share != before
+
+
+class Phase(NamedTuple):
+    """A part of a job.
+
+    Attributes:
+        ms: How long it takes undisturbed.
+        uses: Resources with the amount that it uses at full speed.
+    """
+
+    ms: float
+    uses: tuple[tuple[Resource, float], ...] = ()
+
+
+class Job:
+    """Phases that run one after the other.
+
+    Args:
+        phases: The phases; those of 0 ms end as they begin.
+        on_phase: Called with the number of each phase when it ends.
+    """
+
+    __slots__ = ("left", "number", "on_phase", "phases", "rate", "since", "version")
+
+    def __init__(self, phases: Sequence[Phase], on_phase: Callable[[int], None]) -> None:
+        self.phases = phases
+        self.on_phase = on_phase
+        self.number = 0
+        self.left = 0.0
+        self.rate = 0.0
+        self.since = 0.0
+        self.version = 0
+
+
+class EventLoop:
+    """Runs jobs in simulated time."""
+
+    def __init__(self) -> None:
+        #: The time, in milliseconds.
+        self.now = 0.0
+        self._pushed = 0
+        self._heap: list[tuple[float, int, int, Job]] = []
+        # Jobs whose current phase takes no time. They do not end inside `start`: a long row of them would nest calls.
+        self._over: deque[Job] = deque()
+
+    def start(self, job: Job) -> None:
+        """Begin a job now."""
+        self._begin(job)
+
+    def run(self) -> None:
+        """Go on until no job is left; what `on_phase` starts is run too."""
+        while True:
+            if self._over:
+                job = self._over.popleft()
+            elif self._heap:
+                time, _, version, job = heapq.heappop(self._heap)
+                if version != job.version:
+                    continue  # its speed has changed since, and it is in the heap again
+                self.now = time
+                self._leave(job)
+            else:
+                return
+            ended = job.number
+            job.number += 1
+            job.on_phase(ended)
+            if job.number < len(job.phases):
+                self._begin(job)
+
+    def _begin(self, job: Job) -> None:
+        phase = job.phases[job.number]
+        if phase.ms <= 0:
+            self._over.append(job)
+            return
+        job.left, job.since, job.rate = phase.ms, self.now, 0.0
+        for resource, amount in phase.uses:
+            changed = resource.add(amount)
+            if changed:
+                self._adjust(resource)
+            resource.jobs[job] = None
+        self._set_rate(job)
+
+    def _leave(self, job: Job) -> None:
+        for resource, amount in job.phases[job.number].uses:
+            del resource.jobs[job]
+            if resource.add(-amount):
+                self._adjust(resource)
+
+    def _adjust(self, resource: Resource) -> None:
+        for job in resource.jobs:
+            self._set_rate(job)
+
+    def _set_rate(self, job: Job) -> None:
+        rate = 1.0
+        for resource, _ in job.phases[job.number].uses:
+            if resource.share < rate:
+                rate = resource.share
+        if rate == job.rate:
+            return
+        job.left = max(0.0, job.left - (self.now - job.since) * job.rate)
+        job.since, job.rate = self.now, rate
+        job.version += 1
+        self._pushed += 1
+        heapq.heappush(self._heap, (self.now + job.left / rate, self._pushed, job.version, job))

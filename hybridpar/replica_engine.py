@@ -1,0 +1,156 @@
+"""Why: plain data parallelism, and one worker alone, need no lanes for computing: the host runs the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.config import TrainConfig
+from hybridpar.lanes import Lanes
+from hybridpar.optim import fill_momentum, load_optimizer_state, optimizer_state
+from hybridpar.pipeline.control import DecidedOutcome, StepOutcome
+from hybridpar.pipeline.replicate import average_buffers
+from hybridpar.pipeline.sync import GradientSync, SyncOptions
+from hybridpar.pipeline.world import World
+
+
+class ReplicaEngine:
+    """Trains a model that every worker holds whole.
+
+    Args:
+        model: The model, on its device.
+        optimizer: Its optimizer.
+        loss: Mean loss of outputs and targets.
+        config: Options.
+        world: The workers, each a replica.
+        lanes: Lanes of this worker.
+    """
+
+    #: A step's outcome is known when `step` returns, unless the decision is left on the device.
+    late: bool
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[[Any, Tensor], Tensor],
+        config: TrainConfig,
+        world: World,
+        lanes: Lanes,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._loss = loss
+        self._config = config
+        self._world = world
+        self._peak_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self.sync = GradientSync(model, world, lanes, sync_options(config), micro_batches=config.micro_batches)
+        self._forward: Callable[..., Any] = torch.compile(model) if config.compile else model
+        # The optimizer can obey a decision that the host has not read; see GradScaler for the same protocol.
+        fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self.late = fused and config.guard and world.device.type == "cuda"
+
+    def step(
+        self,
+        micro_batches: Sequence[tuple[Tensor, Tensor]],
+        samples: int,
+        global_samples: int | None,
+        *,
+        rate_factor: float,
+        stop: bool,
+        save: bool,
+    ) -> StepOutcome:
+        """Train on this worker's share of one global batch. See `hybridpar.trainer.Trainer.step`."""
+        for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
+            group["lr"] = peak * rate_factor
+        self.model.train()
+        self.sync.begin(samples, global_samples=global_samples, stop=stop, save=save)
+        for index, (inputs, targets) in enumerate(micro_batches):
+            self.sync.micro_batch(int(targets.shape[0]), last=index == len(micro_batches) - 1)
+            with self.autocast():
+                loss = self._loss(self._forward(inputs), targets)
+            self.sync.forward_done(loss).backward()  # type: ignore[no-untyped-call]
+        outcome = self.sync.finish()
+        self._commit(outcome)
+        return outcome
+
+    def autocast(self) -> Any:
+        """The context in which the model runs."""
+        return autocast(self._config, self._world.device)
+
+    def _commit(self, outcome: DecidedOutcome) -> None:
+        fill_momentum(self.optimizer)
+        if self.late:
+            obey(self.optimizer, outcome.commit)
+        elif not self._config.guard or outcome.committed:
+            self.optimizer.step()
+        self.sync.end(outcome, decided_on_device=self.late)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[Callable[..., Any]]:
+        """The model in evaluation mode, as something to call."""
+        self.settle_buffers()
+        self.model.eval()
+        try:
+            yield self._forward
+        finally:
+            self.model.train()
+
+    def settle_buffers(self) -> None:
+        """Make the model what it is to be evaluated and saved as; a collective."""
+        if self._config.batch_norm == "local":
+            average_buffers(self.model, self._world)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """State of the optimizer by parameter name."""
+        return optimizer_state(self.optimizer, self.model)
+
+    def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        """Put saved state back by name."""
+        load_optimizer_state(self.optimizer, self.model, dict(saved))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run on the same layout needs beyond model and optimizer."""
+        return self.sync.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, where it fits."""
+        if "order" in state or not state:
+            self.sync.load_state_dict(dict(state))
+
+    def go_on_from(self, step: int) -> None:
+        """Nothing here depends on the number of the step."""
+
+    def bad_parameter(self, outcome: StepOutcome) -> str | None:
+        """Name of the first parameter whose gradient is not finite."""
+        return self.sync.first_bad_parameter()
+
+    def close(self) -> None:
+        """Remove all hooks. The model stays as trained."""
+        self.sync.close()
+
+
+def sync_options(config: TrainConfig) -> SyncOptions:
+    """How gradients are synchronised, from the options of a run."""
+    return SyncOptions(
+        bucket_bytes=config.bucket_bytes,
+        guard=config.guard,
+        clip_norm=config.clip_norm,
+        pool_batch_norm=config.batch_norm == "pooled",
+    )
+
+
+def autocast(config: TrainConfig, device: torch.device) -> Any:
+    """The context in which a model runs."""
+    return nullcontext() if config.amp == "none" else torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def obey(optimizer: torch.optim.Optimizer, commit: Tensor) -> None:
+    """Step a fused optimizer where a 0-d tensor on the device says so, which the host has not read."""
+    optimizer.found_inf = (1.0 - commit).float()  # type: ignore[attr-defined]
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.step()

@@ -1,0 +1,179 @@
+"""Why: a model that is trained as a pipeline answers the same calls as one that every worker holds whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.config import TrainConfig
+from hybridpar.errors import UsageError
+from hybridpar.lanes import Lanes
+from hybridpar.optim import fill_momentum, load_optimizer_state, optimizer_state
+from hybridpar.pipeline.control import StepOutcome
+from hybridpar.pipeline.engine import PipelineEngine
+from hybridpar.pipeline.executor import LateOutcome
+from hybridpar.pipeline.replicate import average_buffers
+from hybridpar.pipeline.world import World
+from hybridpar.replica_engine import autocast, obey, sync_options
+from hybridpar.staging import StagePlan, pipeline_options
+
+OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class StageEngine:
+    """Trains a model whose stages lie on lanes and workers.
+
+    Args:
+        model: The whole model, on its device.
+        plan: Its stages and where they run.
+        optimizer: Called with each stage that this worker trains.
+        loss: Mean loss of outputs and targets.
+        config: Options.
+        world: The workers.
+        lanes: Lanes of this worker.
+    """
+
+    #: A step may still be running when `step` returns.
+    late = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: StagePlan,
+        optimizer: OptimizerFactory,
+        loss: Callable[[Any, Tensor], Tensor],
+        config: TrainConfig,
+        world: World,
+        lanes: Lanes,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self._config = config
+        self._world = world
+        self._factory = optimizer
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.pipeline = PipelineEngine(
+            model,
+            plan.stages,
+            world,
+            lanes,
+            loss,
+            self._make_optimizer,
+            pipeline_options(plan, config, sync_options(config), lanes.device),
+            config.micro_batches,
+        )
+
+    def _make_optimizer(self, stage: nn.Module) -> Callable[[float, Tensor | None], None] | None:
+        if not any(True for _ in stage.parameters()):
+            return None
+        optimizer = self._factory(stage)
+        own = {id(parameter) for parameter in stage.parameters()}
+        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise UsageError(
+                "the optimizer of a stage holds parameters of other stages",
+                "Each stage is stepped on its own, as soon as its gradients are there.",
+                "Let the factory make the optimizer from the module that it is given, not from the whole model.",
+            )
+        self.optimizers.append(optimizer)
+        peaks = [float(group["lr"]) for group in optimizer.param_groups]
+
+        def step(factor: float, commit: Tensor | None) -> None:
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * factor
+            fill_momentum(optimizer)
+            if commit is None:
+                optimizer.step()
+            elif getattr(optimizer, "_step_supports_amp_scaling", False):
+                obey(optimizer, commit)
+            elif bool(commit):  # waits for the device: this optimizer has to be told
+                optimizer.step()
+
+        return step
+
+    def step(
+        self,
+        micro_batches: Sequence[tuple[Tensor, Tensor]],
+        samples: int,
+        global_samples: int | None,
+        *,
+        rate_factor: float,
+        stop: bool,
+        save: bool,
+    ) -> LateOutcome:
+        """Issue a step on this replica's share of one global batch. See `hybridpar.trainer.Trainer.step`."""
+        if global_samples is None:
+            global_samples = self._all_samples(samples)
+        with autocast(self._config, self._world.device):
+            return self.pipeline.step(micro_batches, global_samples, rate_factor=rate_factor, stop=stop, save=save)
+
+    def _all_samples(self, samples: int) -> int:
+        """Samples of all replicas, where only each knows its own."""
+        grid = self.pipeline.grid
+        if grid is None or grid.replicas == 1:
+            return samples
+        return sum(int(str(count)) for count in grid.replica_world.gather(samples))
+
+    @contextmanager
+    def evaluating(self) -> Iterator[Callable[..., Any]]:
+        """The whole model in evaluation mode, on every worker; a collective."""
+        self.settle_buffers()
+        self.model.eval()
+        try:
+            yield self.model
+        finally:
+            self.model.train()
+
+    def settle_buffers(self) -> None:
+        """Make the model whole on every worker; a collective."""
+        self.pipeline.wait()
+        grid = self.pipeline.grid
+        if self._config.batch_norm == "local" and grid is not None:
+            for stage in self.pipeline.stages.values():
+                average_buffers(stage.module, grid.replica_world)
+        self.pipeline.collect()
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """State of all stages' optimizers by parameter name, on rank 0; a collective."""
+        self.pipeline.wait()
+        mine = [optimizer_state(optimizer, self.model) for optimizer in self.optimizers]
+        parts = self.pipeline.gather_on_main(mine)
+        states = [state for part in parts or [mine] for state in part]
+        return {
+            "kind": states[0]["kind"] if states else "none",
+            "groups": [group for state in states for group in state["groups"]],
+            "state": {name: values for state in states for name, values in state["state"].items()},
+        }
+
+    def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        """Put saved state back by name, where this worker trains it."""
+        self.pipeline.wait()
+        for optimizer in self.optimizers:
+            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            names = {name for name, parameter in self.model.named_parameters() if id(parameter) in own}
+            state = {name: values for name, values in saved["state"].items() if name in names}
+            load_optimizer_state(optimizer, self.model, {**saved, "state": state})
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run on the same layout needs beyond model and optimizers."""
+        return {"pipeline": self.pipeline.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, where it fits."""
+        if "pipeline" in state:
+            self.pipeline.load_state_dict(state["pipeline"])
+
+    def go_on_from(self, step: int) -> None:
+        """Number of the last step, on which dropout depends."""
+        self.pipeline.set_steps(step)
+
+    def bad_parameter(self, outcome: StepOutcome) -> str | None:
+        """Name of a parameter of this worker's stages whose gradient was not finite."""
+        return outcome.bad_parameter if isinstance(outcome, LateOutcome) else None
+
+    def close(self) -> None:
+        """Remove all hooks and leave the grid. The model stays as trained."""
+        self.pipeline.close()

@@ -1,0 +1,252 @@
+"""Why: from "4 workers, 2 stages" to stages on lanes, equal on all workers, is one decision in one place.
+
+Rank 0 measures the model and cuts it; the others follow its plan, so that noise cannot make two workers disagree. A
+plan from a file is read by every worker, and all must have read the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hybridpar.config import PipelineConfig, TrainConfig
+from hybridpar.errors import HybridparError, PlanError, UsageError
+from hybridpar.partition.cost import PlacementKind, Problem, Worker
+from hybridpar.partition.planning import partition_model, stages_from_plan
+from hybridpar.partition.profile_cache import cache_directory
+from hybridpar.partition.stage import Stage
+from hybridpar.pipeline.engine import PipelineOptions
+from hybridpar.pipeline.sync import SyncOptions
+from hybridpar.pipeline.world import World
+from hybridpar.plan import Plan, parse_plan, read_plan
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How workers are divided into stages and replicas.
+
+    Attributes:
+        stages: Number of stages.
+        positions: Workers that share the stages of one replica.
+        replicas: Copies of the pipeline.
+        lanes: Compute lanes on each worker.
+        placement: How stages are dealt out to lanes.
+    """
+
+    stages: int
+    positions: int
+    replicas: int
+    lanes: int
+    placement: PlacementKind
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A model cut into stages that have their places.
+
+    Attributes:
+        shape: How workers are divided.
+        plan: The plan, the same on all workers.
+        stages: The stages, over the modules and parameters of this worker's model.
+        lane_of: For every stage its lane, numbered over all workers of a replica.
+        worker_of: For every lane its worker.
+    """
+
+    shape: Shape
+    plan: Plan
+    stages: list[Stage]
+    lane_of: tuple[int, ...]
+    worker_of: tuple[int, ...]
+
+
+def divide_workers(config: PipelineConfig, workers: int) -> Shape:
+    """Divide workers into positions and replicas.
+
+    Args:
+        config: Stages, replicas, placement.
+        workers: Number of workers of the job.
+
+    Raises:
+        UsageError: Stages and replicas do not fit the workers.
+    """
+    stages = config.stages
+    replicas = config.replicas
+    if replicas is None:
+        replicas = workers // stages if workers % stages == 0 else 1
+    if workers % replicas or stages % (workers // replicas):
+        fitting = sorted({count * replicas for count in range(1, stages + 1) if stages % count == 0})
+        raise UsageError(
+            f"--stages {stages} --replicas {replicas} do not fit {workers} worker(s)",
+            "Workers are divided evenly into replicas, and the stages of a replica evenly over its workers.",
+            f"Start {', '.join(map(str, fitting))} workers, or ask for other numbers.",
+        )
+    positions = workers // replicas
+    each = stages // positions
+    placement: PlacementKind = config.placement or ("linear" if each == 1 or positions == 1 else "loop")
+    if placement == "v" and each != 2:
+        raise UsageError(
+            f"--placement v with {stages} stages on {positions} worker(s)",
+            "Up and down again is two stages on every worker.",
+            f"Ask for --stages {2 * positions}, or another placement.",
+        )
+    return Shape(stages, positions, replicas, each if placement == "linear" else 1, placement)
+
+
+def shape_of(config: TrainConfig, workers: int) -> Shape:
+    """How the workers of a run are divided, before the model is known.
+
+    Raises:
+        UsageError: Stages, replicas and workers do not fit each other.
+        PlanError: The plan cannot be read.
+    """
+    if not config.is_staged:
+        return (
+            Shape(1, 1, workers, 1, "linear") if config.replicas in (None, workers) else divide_workers(config, workers)
+        )
+    return divide_workers(config if config.plan is None else _follow(config, read_plan(config.plan)), workers)
+
+
+def make_stage_plan(
+    model: nn.Module,
+    example: torch.Tensor,
+    config: TrainConfig,
+    world: World,
+    *,
+    name: str | None = None,
+    plan: Plan | None = None,
+) -> StagePlan:
+    """Cut a model into stages and place them; a collective.
+
+    Args:
+        model: The whole model, on its device.
+        example: One micro-batch, on the device, in the memory format of the training.
+        config: Options.
+        world: All workers.
+        name: What to call the model in the plan.
+        plan: The plan to follow, instead of what `config.plan` names.
+
+    Raises:
+        UsageError: Stages, replicas and workers do not fit each other.
+        PlanError: The plan cannot be read, is for another model, or differs between workers.
+        PartitionError: The model cannot be cut into so many stages.
+    """
+    given = plan or _read_own_plan(config, world)
+    if given is None:
+        shape = divide_workers(config, world.size)
+        given = _made_by_main(model, example, config, shape, world, name)
+    else:
+        config_of_plan = _follow(config, given)
+        shape = divide_workers(config_of_plan, world.size)
+    stages = stages_from_plan(model, given, (example,))
+    lane_of, worker_of = _places(given, shape)
+    return StagePlan(shape, given, stages, lane_of, worker_of)
+
+
+def _read_own_plan(config: TrainConfig, world: World) -> Plan | None:
+    """The plan that the options name; all workers must have read the same one."""
+    if config.plan is None:
+        return None
+    plan: Plan | None = None
+    problem: HybridparError | None = None
+    try:
+        plan = read_plan(config.plan)
+    except HybridparError as error:
+        problem = error
+    mine = "unreadable" if plan is None else hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
+    everyone = [str(answer) for answer in world.gather(mine)]
+    if problem is not None:
+        raise problem
+    if len(set(everyone)) > 1:
+        table = "\n".join(f"  rank {rank}: {fingerprint}" for rank, fingerprint in enumerate(everyone))
+        raise PlanError(
+            f"the workers have read different plans from {config.plan}:\n{table}",
+            "All workers follow one plan.",
+            "Copy the same file to every host.",
+        )
+    return plan
+
+
+def _made_by_main(
+    model: nn.Module, example: torch.Tensor, config: TrainConfig, shape: Shape, world: World, name: str | None
+) -> Plan:
+    """Measure and cut on rank 0; a problem there is everybody's."""
+    answer: str | HybridparError = ""
+    if world.is_main:
+        try:
+            device = example.device.type
+            problem = Problem(
+                shape.stages,
+                (Worker(device, shape.lanes),) * shape.positions,
+                shape.placement,
+                micro_batches=config.micro_batches,
+                optimizer_copies=1 if config.optimizer == "sgd" else 2,
+            )
+            made = partition_model(
+                model, example, problem, threads=lane_threads(shape, example.device), cache=cache_directory(), name=name
+            )
+            answer = made.plan.to_json()
+        except HybridparError as error:
+            answer = error
+    answer = world.gather(answer)[0]  # type: ignore[assignment]
+    if isinstance(answer, HybridparError):
+        raise answer
+
+    return parse_plan(json.loads(answer))
+
+
+def _follow(config: TrainConfig, plan: Plan) -> PipelineConfig:
+    """The options with what the plan says of stages; a contradiction is an error."""
+    count = len(plan.partition.stages)
+    if config.stages not in (1, count):
+        raise UsageError(
+            f"--stages {config.stages} with a plan of {count} stages",
+            "A plan says how many stages there are.",
+            f"Leave out --stages, or make a plan with `hybridpar plan ... --stages {config.stages}`.",
+        )
+    kind = plan.placement.kind if plan.placement is not None else None
+    return PipelineConfig(stages=count, replicas=config.replicas, placement=config.placement or kind)
+
+
+def _places(plan: Plan, shape: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Lanes of stages and workers of lanes: the plan's own where they fit, else those of the placement."""
+    problem = Problem(shape.stages, (Worker(lanes=shape.lanes),) * shape.positions, shape.placement)
+    lane_of = tuple(problem.lane_of(stage) for stage in range(shape.stages))
+    return lane_of, tuple(worker for worker, _ in problem.lanes)
+
+
+def lane_threads(shape: Shape, device: torch.device) -> int:
+    """Intra-op threads of a lane on a CPU: those of the process, divided."""
+    return max(1, torch.get_num_threads() // shape.lanes) if device.type == "cpu" else 1
+
+
+def pipeline_options(plan: StagePlan, config: TrainConfig, sync: SyncOptions, device: torch.device) -> PipelineOptions:
+    """What the pipeline is told, from a plan and the options of a run."""
+    sections = plan.plan.partition.stages
+    bad = [stage for stage in config.recompute if not 0 <= stage < len(sections)]
+    if bad:
+        raise UsageError(
+            f"--recompute {bad[0]}", f"Stages are numbered from 0 to {len(sections) - 1}.", "Name such stages."
+        )
+    return PipelineOptions(
+        plan.lane_of,
+        plan.worker_of,
+        schedule=config.schedule or "greedy",
+        recompute=config.recompute,
+        compile=config.compile,
+        threads=lane_threads(plan.shape, device),
+        seed=config.seed,
+        forward_ms=_times([stage.forward_ms for stage in sections]),
+        backward_ms=_times([stage.backward_ms for stage in sections]),
+        sync=sync,
+        sync_lanes=config.sync_lanes,
+    )
+
+
+def _times(values: Sequence[float | None]) -> tuple[float, ...] | None:
+    known = [value for value in values if value is not None]
+    return tuple(known) if len(known) == len(values) else None
