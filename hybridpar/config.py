@@ -69,11 +69,16 @@ class SyncConfig:
     """Gradients are sent in buckets of about this many MiB."""
     guard: bool = True
     """Whether a step in which any gradient is not finite is skipped, on all workers."""
-    batch_norm: Literal["pooled", "local"] = "pooled"
-    """`pooled`: running statistics of the whole batch over workers and micro-batches; `local`: stock behaviour,
-    averaged over workers at checkpoints."""
+    batch_norm: Literal["pooled", "local", "sync"] = "pooled"
+    """`pooled`: running statistics of the whole batch over replicas and micro-batches; `sync`: also normalise over the
+    replicas; `local`: stock behaviour, averaged over replicas at checkpoints."""
     timeout: float = 120.0
     """Seconds after which a worker that does not answer is an error."""
+
+    @property
+    def sum_groups(self) -> int:
+        """Groups on which replicas add: one per sync lane, and one for BatchNorm where it needs one."""
+        return self.sync_lanes + (1 if self.batch_norm == "sync" else 0)
 
     @property
     def bucket_bytes(self) -> int:

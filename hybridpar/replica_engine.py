@@ -140,7 +140,8 @@ def sync_options(config: TrainConfig) -> SyncOptions:
         bucket_bytes=config.bucket_bytes,
         guard=config.guard,
         clip_norm=config.clip_norm,
-        pool_batch_norm=config.batch_norm == "pooled",
+        pool_batch_norm=config.batch_norm != "local",
+        sync_batch_norm=config.batch_norm == "sync",
     )
 
 

@@ -63,7 +63,7 @@ def run_training(config: TrainConfig, model_name: str) -> int:
     """
     config.check()
     rule = SaveRule.parse(config.checkpoint_every)
-    world = World.join(lanes=config.sync_lanes, timeout=config.timeout)
+    world = World.join(lanes=config.sum_groups, timeout=config.timeout)
     try:
         tune_worker(config, world)
         data = _load_data(config, world)

@@ -145,7 +145,7 @@ class Trainer:
     ) -> None:
         self.config = config or TrainConfig()
         self._owns_world = world is None
-        self.world = world or World.join(lanes=self.config.sync_lanes, timeout=self.config.timeout)
+        self.world = world or World.join(lanes=self.config.sum_groups, timeout=self.config.timeout)
         self._owns_lanes = lanes is None
         self.lanes = lanes or Lanes(self.world.device)
         self.model = model.to(self.world.device)

@@ -5,8 +5,8 @@ Stock BatchNorm updates its running statistics once per forward call. With M mic
 and squared sums of the batch are pooled over micro-batches and replicas and committed once per step: one step on R
 workers with M micro-batches leaves the statistics of the whole batch, as one step on one worker would.
 
-What cannot be pooled is the normalisation: each micro-batch is normalised by its own moments. Training with M
-micro-batches of b is the same function as data parallelism over M replicas with b samples each.
+What is not pooled, unless asked for (`group`), is the normalisation: each micro-batch is normalised by its own moments.
+Training with M micro-batches of b is the same function as data parallelism over M replicas with b samples each.
 
 A module gets another class with the same parameters, buffers and names, so `state_dict`, pickling and `isinstance` go
 on working; `release` gives it its class back.
@@ -23,6 +23,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hybridpar.pipeline.collective import SumGroup
+from hybridpar.pipeline.sync_batchnorm import normalise_over_replicas
+
 
 class BatchNormPool:
     """Pools the statistics of all BatchNorm layers of a model over one step.
@@ -33,9 +36,12 @@ class BatchNormPool:
 
     Args:
         model: The model; layers that track running statistics and use the stock forward are taken over.
+        group: Adds over the replicas: layers also *normalise* over them, see `hybridpar.pipeline.sync_batchnorm`.
+            None leaves the normalisation to each micro-batch.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, group: SumGroup | None = None) -> None:
+        self.group = group
         self.layers: list[Any] = [layer for layer in model.modules() if _can_pool(layer)]
         self._starts: list[int] = []
         channels = 0
@@ -185,7 +191,15 @@ class _PooledForward:
             result: Tensor = super().forward(input)  # type: ignore[misc]
             return result
         self._check_input_dim(input)
-        if scratch.pool._paused:
+        group, paused = scratch.pool.group, scratch.pool._paused
+        if group is not None:
+            output, mean, variance = normalise_over_replicas(input, self.weight, self.bias, self.eps, group)
+            if not paused:
+                scratch.enter(input.numel() // input.shape[1])
+                scratch.mean.copy_(mean)
+                scratch.variance.copy_(variance)
+            return output
+        if paused:
             return functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
         scratch.enter(input.numel() // input.shape[1])
         # The kernel keeps its running statistics for an eval-mode backward that never comes here. `.data` gives them

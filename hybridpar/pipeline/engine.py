@@ -129,7 +129,9 @@ class PipelineEngine:
                 f"Start {self.positions} workers, or a multiple of that.",
             )
         replicate(model, world, agree=(options, micro_batches, [_state_names(stage) for stage in stages]))
-        self.grid = Grid(world, self.positions, sorted(pairs), lanes=options.sync_lanes) if world.size > 1 else None
+        self.grid = (
+            Grid(world, self.positions, sorted(pairs), lanes=self._sum_groups(layout)) if world.size > 1 else None
+        )
         self.position = self.grid.position if self.grid is not None else 0
         self.replica = self.grid.replica if self.grid is not None else 0
         self.replicas = self.grid.replicas if self.grid is not None else 1
@@ -150,7 +152,10 @@ class PipelineEngine:
             lane: lanes.open(f"compute {lane}", threads=options.threads)
             for lane in sorted({layout.lane_of[index] for index in mine})
         }
-        sync_lanes: SyncLanes = open_sync_lanes(replicas, lanes) if replicas.size > 1 else []
+        synced = options.sync.sync_batch_norm and replicas.size > 1
+        # Lanes run beside each other, so each adds its BatchNorm moments on a group of its own.
+        norms = dict(zip(compute, replicas.lane_sums[options.sync_lanes :], strict=False)) if synced else {}
+        sync_lanes: SyncLanes = open_sync_lanes(replicas, lanes, len(norms)) if replicas.size > 1 else []
         mailbox = Mailbox()
         keys = RandomKeys(options.seed, lanes.device, self.replica * self.micro_batches)
         self.stages: dict[int, LocalStage] = {}
@@ -174,6 +179,7 @@ class PipelineEngine:
                 options.sync,
                 self.micro_batches,
                 optimizer(_module(stage)),
+                norms.get(layout.lane_of[index]),
             )
             run.attach(local.after_forward, local.quiet)
             self.stages[index] = local
@@ -304,6 +310,11 @@ class PipelineEngine:
         if self.grid is not None:
             self.grid.close()
             self.grid = None
+
+    def _sum_groups(self, layout: Layout) -> int:
+        """Groups that every worker adds on over its replicas."""
+        most = max(layout.worker_of.count(worker) for worker in range(layout.workers))
+        return self.options.sync_lanes + (most if self.options.sync.sync_batch_norm else 0)
 
     # ---------------------------------------------------------------- programs
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.pipeline.batchnorm import BatchNormPool
+from hybridpar.pipeline.collective import SumGroup
 from hybridpar.pipeline.local import LocalGradients
 from hybridpar.pipeline.reducer import Flight, SyncLanes
 from hybridpar.pipeline.rollback import BufferRollback
@@ -40,6 +41,7 @@ class LocalStage:
         micro_batches: Micro-batches per step.
         step_optimizer: Takes the rate factor and, where the decision is on the device, the commit flag; None where
             nothing is trained here.
+        norm_group: Adds over the replicas for BatchNorm layers that normalise over them; of the stage's lane.
 
     Attributes:
         batch_norm: What pools the statistics of the stage's BatchNorm layers, where that is asked for.
@@ -57,6 +59,7 @@ class LocalStage:
         options: SyncOptions,
         micro_batches: int,
         step_optimizer: OptimizerStep | None,
+        norm_group: SumGroup | None = None,
     ) -> None:
         self.run = run
         self.lane = lane
@@ -79,7 +82,7 @@ class LocalStage:
         else:
             self.gradients = LocalGradients(parameters, lanes.device, self.measured)
         pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
-        self.batch_norm = BatchNormPool(module) if pooled else None
+        self.batch_norm = BatchNormPool(module, norm_group) if pooled else None
         spared = self.batch_norm.layers if self.batch_norm is not None else ()
         self._rollback = BufferRollback(module, spared) if options.guard else None
         self._used: list[bool] = []

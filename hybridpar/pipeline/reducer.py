@@ -49,9 +49,16 @@ class Flight:
 SyncLanes = Sequence[tuple[Lane, SumGroup]]
 
 
-def open_sync_lanes(world: World, lanes: Lanes) -> SyncLanes:
-    """One lane for each of the world's groups that add gradients."""
-    return [(lanes.open(f"sync-{index}", priority=-1), group) for index, group in enumerate(world.lane_sums)]
+def open_sync_lanes(world: World, lanes: Lanes, spared: int = 0) -> SyncLanes:
+    """One lane for each of the world's groups that add gradients.
+
+    Args:
+        world: The workers.
+        lanes: Where to open the lanes.
+        spared: Groups that are left for other uses; the last ones.
+    """
+    groups = world.lane_sums[: len(world.lane_sums) - spared]
+    return [(lanes.open(f"sync-{index}", priority=-1), group) for index, group in enumerate(groups)]
 
 
 class GradientReducer:

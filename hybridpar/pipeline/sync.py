@@ -33,7 +33,7 @@ from hybridpar.pipeline.control import (
     forward_report,
 )
 from hybridpar.pipeline.local import LocalGradients
-from hybridpar.pipeline.reducer import GradientReducer
+from hybridpar.pipeline.reducer import GradientReducer, open_sync_lanes
 from hybridpar.pipeline.replicate import replicate
 from hybridpar.pipeline.rollback import BufferRollback
 from hybridpar.pipeline.world import World
@@ -48,12 +48,15 @@ class SyncOptions:
         guard: Roll a step back on all workers when any gradient is not finite.
         clip_norm: Scale the gradient down to this global norm.
         pool_batch_norm: Pool BatchNorm's running statistics over micro-batches and workers.
+        sync_batch_norm: Also normalise by the moments over the replicas. The last of the world's groups that add is
+            taken for it.
     """
 
     bucket_bytes: int = 8 << 20
     guard: bool = True
     clip_norm: float | None = None
     pool_batch_norm: bool = True
+    sync_batch_norm: bool = False
 
 
 @dataclass
@@ -100,14 +103,29 @@ class GradientSync:
         self._lanes = lanes
         self._control = ControlLane(world, lanes)
         parameters = dict(model.named_parameters())
+        synced = self.options.sync_batch_norm and world.size > 1
+        if synced and len(world.lane_sums) < 2:
+            raise SyncError(
+                "no group is left for BatchNorm over replicas",
+                "It adds on a group of its own, beside those of the gradients.",
+                "Make the world with one more: World.join(lanes=2).",
+            )
+        norms = world.lane_sums[-1] if synced else None
         self.reducer: GradientReducer | LocalGradients = (
-            GradientReducer(parameters, world, lanes, self.options.bucket_bytes, self._measure)
+            GradientReducer(
+                parameters,
+                world,
+                lanes,
+                self.options.bucket_bytes,
+                self._measure,
+                open_sync_lanes(world, lanes, spared=int(synced)),
+            )
             if world.size > 1
             else LocalGradients(parameters, world.device, self._measure)
         )
         replicate(model, world, agree=(self.options, micro_batches))
         pooled = self.options.pool_batch_norm and (world.size > 1 or micro_batches > 1)
-        self.batch_norm = BatchNormPool(model) if pooled else None
+        self.batch_norm = BatchNormPool(model, norms) if pooled else None
         spared = self.batch_norm.layers if self.batch_norm is not None else ()
         self._rollback = BufferRollback(model, spared) if self.options.guard else None
         self._step: _Step | None = None

@@ -97,7 +97,7 @@ def train_oracle(
 ) -> dict[str, Tensor]:
     """One process: each rank's micro-batches are accumulated apart, the sums are added in rank order."""
     config = make_config(**options)
-    accumulate = config.accumulate
+    accumulate = config.micro_batches
     model = Net(**net)
     model.load_state_dict(initial)
     from hybridpar.optim import build_optimizer
@@ -177,9 +177,9 @@ def initial_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 CASES = {
     "plain": ({}, {}),
-    "accumulate": ({}, {"accumulate": 4}),
+    "micro_batches": ({}, {"micro_batches": 4}),
     "frozen": ({"frozen": True}, {}),
-    "unused": ({"unused": True}, {"accumulate": 2}),
+    "unused": ({"unused": True}, {"micro_batches": 2}),
     "shared": ({"shared": True}, {}),
     "one bucket": ({}, {"bucket_mb": 100.0}),
     "a bucket per tensor": ({}, {"bucket_mb": 1e-6}),
@@ -201,20 +201,20 @@ def test_two_workers_equal_one_process_bit_for_bit(case: str, transport: str) ->
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_clipping_is_by_the_global_norm(accumulate: int) -> None:
-    options = {"clip_norm": 0.05, "accumulate": accumulate}
+    options = {"clip_norm": 0.05, "micro_batches": accumulate}
     states = run_ranks(train_replica, 2, {}, options, [8, 8], 3)
     assert_matches(states, train_oracle(initial_of(states[0]), {}, options, [8, 8], 3), exact=False)
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
 def test_uneven_shares_weigh_by_their_samples(shared_memory: bool) -> None:
-    options = {"accumulate": 2}
+    options = {"micro_batches": 2}
     states = run_ranks(train_replica, 3, {"shared": True}, options, [9, 4, 6], 3, shared_memory=shared_memory)
     oracle = train_oracle(initial_of(states[0]), {"shared": True}, options, [9, 4, 6], 3)
     assert_matches(states, oracle, exact=False)
 
 
-@pytest.mark.parametrize("case", ["accumulate", "unused", "shared"])
+@pytest.mark.parametrize("case", ["micro_batches", "unused", "shared"])
 def test_every_access_is_ordered_across_lanes(case: str) -> None:
     net, options = CASES[case]
     states = run_ranks(train_replica, 2, net, options, [8, 8], 3, True)
@@ -380,9 +380,9 @@ def settle_order(world: World) -> tuple[list[str], list[str]]:
     torch.manual_seed(world.rank)
     net = Net()
     with Trainer(net, config=make_config(), world=world) as trainer:
-        before = list(trainer.sync.state_dict()["order"])
+        before = list(trainer.engine.sync.state_dict()["order"])
         trainer.step(make_data(8))
-        return before, trainer.sync.state_dict()["order"]
+        return before, trainer.engine.sync.state_dict()["order"]
 
 
 def test_buckets_follow_the_order_observed_in_the_first_step() -> None:
