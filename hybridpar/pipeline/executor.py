@@ -8,134 +8,27 @@ step: it issues the next one while this one runs, one step ahead at most.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridpar.lanes import Event, Lane, Lanes
-from hybridpar.pipeline.actions import RECEIVES, SENDS, Action, Kind
+from hybridpar.errors import TrainingError
+from hybridpar.lanes import Lane, Lanes
+from hybridpar.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
-from hybridpar.pipeline.control import StepOutcome, all_reduce_bytes, decide
+from hybridpar.pipeline.control import all_reduce_bytes, decide
 from hybridpar.pipeline.local_stage import LocalStage
 from hybridpar.pipeline.program import Program
-from hybridpar.pipeline.recorder import Queue, SpanRecorder, StepSpans
-from hybridpar.pipeline.reducer import Flight
+from hybridpar.pipeline.recorder import Queue, SpanRecorder
 from hybridpar.pipeline.stage_run import Mailbox
+from hybridpar.pipeline.step import LateOutcome, MicroBatch, StepRequest, StepState
 from hybridpar.pipeline.transport import ReceiveEnd, SendEnd
 from hybridpar.pipeline.world import World
 
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """One micro-batch on this worker.
-
-    Attributes:
-        inputs: The model's inputs by name.
-        target: What the loss compares the output with.
-        samples: How many there are.
-    """
-
-    inputs: Mapping[str, Tensor]
-    target: Any
-    samples: int
-
-
-@dataclass(frozen=True)
-class StepRequest:
-    """What a step is to do.
-
-    Attributes:
-        micro_batches: This replica's share.
-        global_samples: Samples of all replicas.
-        rate_factor: What the optimizers' peak learning rates are multiplied with.
-        stop: This worker wants training to end after this step.
-        save: This worker wants a checkpoint after this step.
-    """
-
-    micro_batches: Sequence[MicroBatch]
-    global_samples: int
-    rate_factor: float = 1.0
-    stop: bool = False
-    save: bool = False
-
-
-@dataclass
-class _Step:
-    """What is known about a step that was issued."""
-
-    number: int
-    request: StepRequest
-    facts: list[BorderFacts]
-    flights: dict[int, Flight | None]
-    spans: SpanRecorder
-    events: dict[Action, Event] = field(default_factory=dict)
-    reports: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-    reported: dict[int, Event] = field(default_factory=dict)
-    shared: dict[int, Event] = field(default_factory=dict)
-    values: Tensor | None = None
-    host_values: Tensor | None = None
-    decided: Event | None = None
-    ends: list[Event] = field(default_factory=list)
-    bad: list[str] = field(default_factory=list)
-    bytes_sent: int = 0
-
-
-class LateOutcome(StepOutcome):
-    """The outcome of a step that may still be running. Reading it waits."""
-
-    def __init__(self, step: _Step, world: World) -> None:
-        self._step = step
-        self._world = world
-        self._values: list[float] | None = None
-        self._spans: StepSpans | None = None
-
-    def wait(self) -> None:
-        """Wait until this worker has finished the step.
-
-        Raises:
-            SyncError: A worker died or did not answer in time.
-        """
-        with self._world.named_errors("finishing a step"):
-            for event in self._step.ends:
-                event.synchronize()
-
-    @property
-    def spans(self) -> StepSpans:
-        """When everything on this worker really ran."""
-        if self._spans is None:
-            self.wait()
-            self._spans = self._step.spans.collect()
-        return self._spans
-
-    @property
-    def bytes_sent(self) -> int:  # type: ignore[override]
-        """Bytes this worker sent, gradients and activations."""
-        self.wait()
-        return self._step.bytes_sent + sum(flight.sent for flight in self._step.flights.values() if flight is not None)
-
-    @property
-    def exposed_sync_ms(self) -> float:  # type: ignore[override]
-        """Time for which this worker had nothing left to do but to wait for its gradients."""
-        return self.spans.exposed_sync_ms
-
-    @property
-    def bad_parameter(self) -> str | None:
-        """A parameter of this worker's stages whose gradient was not finite."""
-        self.wait()
-        return self._step.bad[0] if self._step.bad else None
-
-    def _value(self, index: int) -> float:
-        if self._values is None:
-            assert self._step.decided is not None
-            with self._world.named_errors("agreeing on the step"):
-                self._step.decided.synchronize()
-            assert self._step.host_values is not None
-            self._values = self._step.host_values.tolist()
-        return self._values[index]
+__all__ = ["Executor", "LateOutcome", "MicroBatch", "StepRequest"]
 
 
 class Executor:
@@ -208,7 +101,7 @@ class Executor:
         program = self.program = self._program(request, facts[0])
         self.steps += 1
         flights = {index: stage.new_flight() for index, stage in self.stages.items()}
-        step = _Step(self.steps, request, facts, flights, SpanRecorder(self._lanes.device))
+        step = StepState(self.steps, request, facts, flights, SpanRecorder(self._lanes.device))
         given = self._lanes.caller.record()
         for index, stage in self.stages.items():
             stage.lane.wait(given)
@@ -259,12 +152,13 @@ class Executor:
 
     # ----------------------------------------------------------------- issuing
 
-    def _issue(self, step: _Step, program: Program, action: Action, last: Mapping[Action, int]) -> None:
+    def _issue(self, step: StepState, program: Program, action: Action, last: Mapping[Action, int]) -> None:
         kind, index = action.kind, action.index
         assert index is not None
         if kind is Kind.SYNC:
             stage, flight = self.stages[action.stage], step.flights[action.stage]
-            assert stage.reducer is not None and flight is not None
+            assert stage.reducer is not None
+            assert flight is not None
             queue = ("sync", self._position, index % self._sync_lanes)
             step.events[action] = stage.reducer.issue(index, flight, partial(step.spans.timed, queue, action))
             return
@@ -273,13 +167,36 @@ class Executor:
         for need in program.needs[action]:
             if program.layout.home(need.stage) == self._position and program.queue_of(need) != mine:
                 lane.wait(step.events[need])
+        if action.kind in COMPUTE:
+            work = self._with_memory_named(step, action, work)
         if action in last:
             self._issue_last(step, mine, action, work)
         else:
             lane.submit(step.spans.timed(mine, action, work))
         step.events[action] = lane.record()
 
-    def _issue_last(self, step: _Step, queue: Queue, action: Action, work: Callable[[], None]) -> None:
+    def _with_memory_named(self, step: StepState, action: Action, work: Callable[[], None]) -> Callable[[], None]:
+        """Work whose lack of memory is told as what the user can change."""
+
+        def whole() -> None:
+            try:
+                work()
+            except RuntimeError as error:
+                if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+                    raise
+                run = self.stages[action.stage].run
+                assert action.index is not None
+                expected = step.facts[action.index].saved_bytes[action.stage]
+                raise TrainingError(
+                    f"stage {action.stage} ran out of memory on {self._lanes.device} in {action}, with "
+                    f"{run.in_flight} micro-batch(es) in flight",
+                    f"Each was expected to keep {expected / 1e6:.1f} MB of activations for its backward pass.",
+                    f"Use more --micro-batches, --schedule 1f1b, or --recompute {action.stage}.",
+                ) from error
+
+        return whole
+
+    def _issue_last(self, step: StepState, queue: Queue, action: Action, work: Callable[[], None]) -> None:
         """The last backward pass of a stage: its gradients leave on the way, and its reports after it."""
         stage, flight = self.stages[action.stage], step.flights[action.stage]
         lane = stage.lane
@@ -298,7 +215,7 @@ class Executor:
         lane.submit(report)
         step.reported[action.stage] = lane.record()
 
-    def _work(self, step: _Step, action: Action) -> tuple[Lane, Callable[[], None]]:
+    def _work(self, step: StepState, action: Action) -> tuple[Lane, Callable[[], None]]:
         index, peer = action.index, action.peer
         assert index is not None
         if action.kind in SENDS or action.kind in RECEIVES:
@@ -316,7 +233,7 @@ class Executor:
             return stage.lane, lambda: run.backward_input(index, keep)
         return stage.lane, lambda: run.backward_weight(index, keep)
 
-    def _transfer(self, step: _Step, action: Action, index: int, peer: int) -> tuple[Lane, Callable[[], None]]:
+    def _transfer(self, step: StepState, action: Action, index: int, peer: int) -> tuple[Lane, Callable[[], None]]:
         assert self.program is not None
         other = self.program.layout.home(peer)
         forward = action.kind in (Kind.SEND_FORWARD, Kind.RECEIVE_FORWARD)
@@ -357,7 +274,7 @@ class Executor:
 
     # ---------------------------------------------------------------- deciding
 
-    def _decide(self, step: _Step) -> None:
+    def _decide(self, step: StepState) -> None:
         """All workers learn what all workers computed, and draw the same conclusion."""
         control, world, request = self._control, self._world, step.request
         for index, event in step.reported.items():
@@ -394,7 +311,7 @@ class Executor:
         step.decided = control.record()
         step.bytes_sent += all_reduce_bytes(40, world.size)
 
-    def _share(self, step: _Step, index: int) -> None:
+    def _share(self, step: StepState, index: int) -> None:
         """Sum a stage's message over its replicas."""
         group, control = self._replicas.control_sum, self._control
         if group is None:
@@ -410,8 +327,8 @@ class Executor:
         control.submit(add)
         step.shared[index] = control.record()
 
-    def _apply(self, step: _Step, index: int) -> None:
-        """The optimizer step of a stage, or its roll-back; after its own sums, and after the decision if that counts."""
+    def _apply(self, step: StepState, index: int) -> None:
+        """The optimizer step of a stage, or its roll-back, after its own sums; and after the decision if that counts."""
         stage, factor = self.stages[index], step.request.rate_factor
         for action, event in step.events.items():
             if action.kind is Kind.SYNC and action.stage == index:

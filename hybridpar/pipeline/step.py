@@ -1,0 +1,126 @@
+"""Why: a step is asked for, runs on many lanes at once, and is looked at later; each of these has its record here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from hybridpar.lanes import Event
+from hybridpar.pipeline.actions import Action
+from hybridpar.pipeline.borders import BorderFacts
+from hybridpar.pipeline.control import StepOutcome
+from hybridpar.pipeline.recorder import SpanRecorder, StepSpans
+from hybridpar.pipeline.reducer import Flight
+from hybridpar.pipeline.world import World
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One micro-batch on this worker.
+
+    Attributes:
+        inputs: The model's inputs by name.
+        target: What the loss compares the output with.
+        samples: How many there are.
+    """
+
+    inputs: Mapping[str, Tensor]
+    target: Any
+    samples: int
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What a step is to do.
+
+    Attributes:
+        micro_batches: This replica's share.
+        global_samples: Samples of all replicas.
+        rate_factor: What the optimizers' peak learning rates are multiplied with.
+        stop: This worker wants training to end after this step.
+        save: This worker wants a checkpoint after this step.
+    """
+
+    micro_batches: Sequence[MicroBatch]
+    global_samples: int
+    rate_factor: float = 1.0
+    stop: bool = False
+    save: bool = False
+
+
+@dataclass
+class StepState:
+    """What is known about a step that was issued; filled in by the host and by the lanes."""
+
+    number: int
+    request: StepRequest
+    facts: list[BorderFacts]
+    flights: dict[int, Flight | None]
+    spans: SpanRecorder
+    events: dict[Action, Event] = field(default_factory=dict)
+    reports: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    reported: dict[int, Event] = field(default_factory=dict)
+    shared: dict[int, Event] = field(default_factory=dict)
+    values: Tensor | None = None
+    host_values: Tensor | None = None
+    decided: Event | None = None
+    ends: list[Event] = field(default_factory=list)
+    bad: list[str] = field(default_factory=list)
+    bytes_sent: int = 0
+
+
+class LateOutcome(StepOutcome):
+    """The outcome of a step that may still be running. Reading it waits."""
+
+    def __init__(self, step: StepState, world: World) -> None:
+        self._step = step
+        self._world = world
+        self._values: list[float] | None = None
+        self._spans: StepSpans | None = None
+
+    def wait(self) -> None:
+        """Wait until this worker has finished the step.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+        """
+        with self._world.named_errors("finishing a step"):
+            for event in self._step.ends:
+                event.synchronize()
+
+    @property
+    def spans(self) -> StepSpans:
+        """When everything on this worker really ran."""
+        if self._spans is None:
+            self.wait()
+            self._spans = self._step.spans.collect()
+        return self._spans
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        """Bytes this worker sent, gradients and activations."""
+        self.wait()
+        return self._step.bytes_sent + sum(flight.sent for flight in self._step.flights.values() if flight is not None)
+
+    @property
+    def exposed_sync_ms(self) -> float:  # type: ignore[override]
+        """Time for which this worker had nothing left to do but to wait for its gradients."""
+        return self.spans.exposed_sync_ms
+
+    @property
+    def bad_parameter(self) -> str | None:
+        """A parameter of this worker's stages whose gradient was not finite."""
+        self.wait()
+        return self._step.bad[0] if self._step.bad else None
+
+    def _value(self, index: int) -> float:
+        if self._values is None:
+            assert self._step.decided is not None
+            with self._world.named_errors("agreeing on the step"):
+                self._step.decided.synchronize()
+            assert self._step.host_values is not None
+            self._values = self._step.host_values.tolist()
+        return self._values[index]
