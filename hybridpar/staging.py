@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,13 +19,17 @@ from torch import nn
 from hybridpar.config import PipelineConfig, TrainConfig
 from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.partition.cost import PlacementKind, Problem, Worker
+from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.planning import partition_model, stages_from_plan
 from hybridpar.partition.profile_cache import cache_directory
 from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.engine import PipelineOptions
+from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, BackwardCost, may_split, measure_backward
 from hybridpar.pipeline.sync import SyncOptions
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan, parse_plan, read_plan
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class StagePlan:
         stages: The stages, over the modules and parameters of this worker's model.
         lane_of: For every stage its lane, numbered over all workers of a replica.
         worker_of: For every lane its worker.
+        backward: What the halves of the stages' backward passes cost; None where nobody asked.
     """
 
     shape: Shape
@@ -62,6 +69,7 @@ class StagePlan:
     stages: list[Stage]
     lane_of: tuple[int, ...]
     worker_of: tuple[int, ...]
+    backward: tuple[BackwardCost, ...] | None = None
 
 
 def divide_workers(config: PipelineConfig, workers: int) -> Shape:
@@ -144,7 +152,35 @@ def make_stage_plan(
         shape = divide_workers(config_of_plan, world.size)
     stages = stages_from_plan(model, given, (example,))
     lane_of, worker_of = _places(given, shape)
-    return StagePlan(shape, given, stages, lane_of, worker_of)
+    backward = _measure_halves(stages, example, world) if config.schedule == "zero_bubble" else None
+    return StagePlan(shape, given, stages, lane_of, worker_of, backward)
+
+
+def _measure_halves(stages: list[Stage], example: torch.Tensor, world: World) -> tuple[BackwardCost, ...]:
+    """Whether splitting backward passes pays, as rank 0 finds it."""
+    mine: tuple[BackwardCost, ...] | None = None
+    if world.is_main:
+        for stage in stages:
+            stage.train()
+        inputs = {stages[0].model_inputs[0]: example}
+        mine = tuple(measure_backward(stages, inputs, None, _any_loss))
+    costs = world.gather(mine)[0]
+    assert isinstance(costs, tuple)
+    if world.is_main and not may_split(costs):
+        worst = max(range(len(costs)), key=lambda index: costs[index].ratio)
+        _log.warning(
+            "zero_bubble keeps backward passes whole: in halves that of stage %d costs %.2f times as much, and more "
+            "than %.2f times is not worth it",
+            worst,
+            costs[worst].ratio,
+            MOST_SPLIT_COST,
+        )
+    return costs
+
+
+def _any_loss(output: Any, target: Any) -> torch.Tensor:
+    """Something to go backward from, for any kind of output."""
+    return torch.stack([leaf.float().square().mean() for _, leaf in tensor_leaves(output)]).sum()
 
 
 def _read_own_plan(config: TrainConfig, world: World) -> Plan | None:
@@ -242,6 +278,9 @@ def pipeline_options(plan: StagePlan, config: TrainConfig, sync: SyncOptions, de
         seed=config.seed,
         forward_ms=_times([stage.forward_ms for stage in sections]),
         backward_ms=_times([stage.backward_ms for stage in sections]),
+        input_ms=tuple(cost.input_ms for cost in plan.backward) if plan.backward is not None else None,
+        weight_ms=tuple(cost.weight_ms for cost in plan.backward) if plan.backward is not None else None,
+        split_backward=plan.backward is not None and may_split(plan.backward),
         sync=sync,
         sync_lanes=config.sync_lanes,
     )

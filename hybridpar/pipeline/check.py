@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from hybridpar.errors import ScheduleError
 from hybridpar.pipeline.actions import COMPUTE, RECEIVES, Action, Kind, Layout, Schedule
-from hybridpar.pipeline.held import most_held
+from hybridpar.pipeline.held import Held, first_over, most_held
 from hybridpar.pipeline.picture import draw_schedule, run_lanes
 from hybridpar.pipeline.program import Program, dependencies, lower, require_own_lanes
 from hybridpar.pipeline.queues import QueueRun
@@ -64,19 +64,8 @@ def check(
         raise _failure(schedule, layout, what, action, reason, "Let one of these actions come earlier.")
     check_program(lower(schedule, layout))
     held = most_held(schedule, layout, saved_bytes)
-    for stage, most in enumerate(held.in_flight):
-        if in_flight_cap is not None and most > in_flight_cap:
-            what = f"stage {stage} holds {most} micro-batches at one time, and the cap is {in_flight_cap}"
-            cell = _nth_held(schedule, stage, in_flight_cap + 1)
-            reason = "A micro-batch is held from its forward to its backward pass."
-            raise _failure(schedule, layout, what, cell, reason, "Let backward passes come earlier.")
-    for worker, size in enumerate(held.worker_bytes):
-        if memory_cap is not None and size > memory_cap:
-            raise ScheduleError(
-                f"worker {worker} holds {size} bytes at one time, and the cap is {memory_cap}",
-                f"Its stages hold at most {held.in_flight} micro-batches.\n{draw_schedule(schedule, layout)}",
-                "Use `greedy`, which keeps a cap, or smaller micro-batches.",
-            )
+    _require_in_flight(schedule, layout, held, in_flight_cap)
+    _require_memory(schedule, layout, held, saved_bytes, memory_cap)
     return Proof(held.in_flight, held.stage_bytes, held.worker_bytes, run.slots)
 
 
@@ -187,15 +176,29 @@ def _queue_name(program: Program, action: Action) -> str:
     return f"lane {other}" if kind == "compute" else f"worker {worker}'s sync lane {other}"
 
 
-def _nth_held(schedule: Schedule, stage: int, number: int) -> Action:
-    """The forward pass with which a stage first holds so many micro-batches."""
-    held = 0
-    for action in next(row for row in schedule.rows if any(one.stage == stage for one in row)):
-        if action.stage == stage and action.kind is not Kind.BACKWARD_INPUT:
-            held += 1 if action.kind is Kind.FORWARD else -1
-            if held == number:
-                return action
-    raise AssertionError("the peak was found in this row")
+def _require_in_flight(schedule: Schedule, layout: Layout, held: Held, cap: int | None) -> None:
+    for stage, most in enumerate(held.in_flight):
+        if cap is not None and most > cap:
+            sizes = [int(one == stage) for one in range(layout.stages)]
+            cell = first_over(schedule.rows[layout.lane_of[stage]], sizes, cap)
+            what = f"stage {stage} holds {most} micro-batches at one time, and the cap is {cap}"
+            reason = "A micro-batch is held from its forward to its backward pass."
+            raise _failure(schedule, layout, what, cell, reason, "Let backward passes come earlier.")
+
+
+def _require_memory(
+    schedule: Schedule, layout: Layout, held: Held, saved_bytes: Sequence[int] | None, cap: int | None
+) -> None:
+    for worker, size in enumerate(held.worker_bytes):
+        if cap is not None and saved_bytes is not None and size > cap:
+            own = [lane for lane in range(layout.lanes) if layout.worker_of[lane] == worker]
+            fullest = max(own, key=held.lane_bytes.__getitem__)
+            # The other lanes may hold all that they ever hold at this time.
+            left = cap - (size - held.lane_bytes[fullest])
+            cell = first_over(schedule.rows[fullest], saved_bytes, left)
+            what = f"worker {worker} holds {size} bytes at one time, and the cap is {cap}"
+            reason = f"Its lanes hold {[held.lane_bytes[lane] for lane in own]} bytes at most."
+            raise _failure(schedule, layout, what, cell, reason, "Use `greedy`, which keeps a cap.")
 
 
 def _failure(

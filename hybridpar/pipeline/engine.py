@@ -28,6 +28,7 @@ from hybridpar.pipeline.random_keys import RandomKeys, key_random_operations
 from hybridpar.pipeline.reducer import SyncLanes, open_sync_lanes
 from hybridpar.pipeline.replicate import replicate
 from hybridpar.pipeline.schedules import ScheduleRequest, make
+from hybridpar.pipeline.split_cost import keep_whole
 from hybridpar.pipeline.stage_run import Mailbox, StageModule, StageRun, check_stages, consumers_of
 from hybridpar.pipeline.sync import SyncOptions
 from hybridpar.pipeline.world import World
@@ -51,6 +52,7 @@ class PipelineOptions:
         backward_ms: The same for the backward pass.
         input_ms: The same for the half of it that gives the gradients of inputs; None where it is not to be split.
         weight_ms: The same for the half that gives the gradients of parameters.
+        split_backward: Whether backward passes may be split; where not, schedules that split keep them whole.
         latency_ms: Of a transfer between workers.
         bytes_per_second: Of a transfer between workers; None where transfers take no time.
         memory_cap: Most bytes of activations that a worker may keep; None for no limit.
@@ -67,6 +69,7 @@ class PipelineOptions:
     backward_ms: tuple[float, ...] | None = None
     input_ms: tuple[float, ...] | None = None
     weight_ms: tuple[float, ...] | None = None
+    split_backward: bool = True
     latency_ms: float = 0.0
     bytes_per_second: float | None = None
     memory_cap: int | None = None
@@ -342,7 +345,15 @@ class PipelineEngine:
             bytes_per_second=options.bytes_per_second,
         )
         schedule = make(options.schedule, request)
-        return lower(schedule, layout, [buckets.get(index, 0) for index in range(layout.stages)])
+        if not options.split_backward:
+            schedule = keep_whole(schedule)
+        return lower(
+            schedule,
+            layout,
+            [buckets.get(index, 0) for index in range(layout.stages)],
+            forward_ms=options.forward_ms,
+            backward_ms=options.backward_ms,
+        )
 
     def _forward(self, stage: StageModule, mine: bool) -> Callable[..., Any]:
         module: Any = _module(stage)

@@ -328,7 +328,7 @@ class Executor:
         step.shared[index] = control.record()
 
     def _apply(self, step: StepState, index: int) -> None:
-        """The optimizer step of a stage, or its roll-back, after its own sums; and after the decision if that counts."""
+        """Step the optimizer of a stage, or roll it back: after its sums, and after the decision where that counts."""
         stage, factor = self.stages[index], step.request.rate_factor
         for action, event in step.events.items():
             if action.kind is Kind.SYNC and action.stage == index:

@@ -131,7 +131,14 @@ def _backward_kinds(schedule: Schedule) -> dict[tuple[int, int | None], Kind]:
     }
 
 
-def lower(schedule: Schedule, layout: Layout, buckets: Sequence[int] = ()) -> Program:
+def lower(
+    schedule: Schedule,
+    layout: Layout,
+    buckets: Sequence[int] = (),
+    *,
+    forward_ms: Sequence[float] | None = None,
+    backward_ms: Sequence[float] | None = None,
+) -> Program:
     """The actions of all workers.
 
     Sends are issued as soon as there is something to send, receives as soon as the other end sends; `SYNC` follows
@@ -141,6 +148,9 @@ def lower(schedule: Schedule, layout: Layout, buckets: Sequence[int] = ()) -> Pr
         schedule: The order of computation.
         layout: Where stages run.
         buckets: For every stage the number of its gradient buckets.
+        forward_ms: For every stage the time of a forward pass. Transfers of a pair of workers are made in the order in
+            which they would be ready; without times a backward pass counts as two forward passes.
+        backward_ms: For every stage the time of a whole backward pass. Both must be the same on all workers.
 
     Raises:
         ScheduleError: A pass stands on a lane that does not have its stage, or the lanes wait for each other in a
@@ -158,6 +168,12 @@ def lower(schedule: Schedule, layout: Layout, buckets: Sequence[int] = ()) -> Pr
     place = [0] * len(schedule.rows)
     clock = [0.0] * len(schedule.rows)
     ready: list[tuple[float, int, int]] = []
+
+    def took(action: Action) -> float:
+        if action.kind is Kind.FORWARD:
+            return forward_ms[action.stage] if forward_ms is not None else 1.0
+        whole = backward_ms[action.stage] if backward_ms is not None else 2.0
+        return whole if action.kind is Kind.BACKWARD else whole / 2
 
     def offer(lane: int) -> None:
         """Queue the next action of a lane if everything it needs is there."""
@@ -189,7 +205,7 @@ def lower(schedule: Schedule, layout: Layout, buckets: Sequence[int] = ()) -> Pr
             continue  # offered twice
         action = schedule.rows[lane][number]
         place[lane] += 1
-        clock[lane] = start + (1.0 if action.kind is not Kind.BACKWARD else 2.0)
+        clock[lane] = start + took(action)
         finish(action, clock[lane])
         offer(lane)
     stuck = [row[place[lane]] for lane, row in enumerate(schedule.rows) if place[lane] < len(row)]

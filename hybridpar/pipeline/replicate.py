@@ -49,7 +49,7 @@ def replicate(model: nn.Module, world: World, agree: object = None) -> None:
                 continue
             # Dense memory travels as it lies, whatever its format; anything else through a copy.
             message = flat_view(tensor.data) if is_dense(tensor) else tensor.data.contiguous()
-            dist.broadcast(message, src=0, group=world.control)
+            dist.broadcast(message, group_src=0, group=world.control)
             if not is_dense(tensor):
                 tensor.data.copy_(message)
 

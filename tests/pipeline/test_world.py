@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridpar.errors import LaunchError, SyncError
+from hybridpar.errors import LaunchError, SyncError, UsageError
 from hybridpar.pipeline.world import World
 from tests.ranks import run_ranks
 
@@ -107,3 +107,50 @@ def test_a_job_nobody_answers_for_is_a_launch_error(monkeypatch):
         World.join(timeout=1)
     assert "worker 1 of 2 cannot join the job at 127.0.0.1:1" in caught.value.what
     assert not dist.is_initialized()
+
+
+def divide(world):
+    party = world.split([[2, 0], [1]], lanes=1)
+    try:
+        tensor = torch.tensor([float(world.rank + 1)])
+        for group in party.lane_sums:
+            group.all_reduce(tensor)
+        try:
+            party.split([[0, 1, 2]])
+            further = ""
+        except UsageError as error:
+            further = str(error)
+        return {
+            "place": (party.rank, party.size, party.members, party.job_rank, party.job_size, party.is_main),
+            "sum": tensor.item(),
+            "gathered": party.gather(world.rank),
+            "transport": party.transport,
+            "error": party.peer_error("testing", RuntimeError("Timed out")).what,
+            "further": further,
+        }
+    finally:
+        party.close()
+        party.close()
+        # The world that was divided goes on working.
+        assert world.gather(world.rank) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("shared_memory", "transport"), [(True, "shared memory"), (False, "gloo")])
+def test_a_world_divides_into_parties(shared_memory, transport):
+    first, second, third = run_ranks(divide, 3, shared_memory=shared_memory)
+    assert first["place"] == (0, 2, (0, 2), 0, 3, True)
+    assert second["place"] == (0, 1, (1,), 1, 3, False)
+    assert third["place"] == (1, 2, (0, 2), 2, 3, False)
+    assert [answer["sum"] for answer in (first, second, third)] == [4.0, 2.0, 4.0]
+    assert [answer["gathered"] for answer in (first, second, third)] == [[0, 2], [1], [0, 2]]
+    assert [answer["transport"] for answer in (first, second, third)] == [transport, "none", transport]
+    assert "worker 2 of 3 stopped while testing with worker 0: a peer did not answer" in third["error"]
+    assert "worker 1 of 3 stopped while testing: " in second["error"]
+    assert "workers [0, 2] of 3 cannot be divided further" in first["further"]
+
+
+@pytest.mark.parametrize("parties", [[[0, 1]], [[0, 1, 2], [2]], [[0], [1], [3]], []])
+def test_every_worker_is_in_one_party(parties):
+    with pytest.raises(UsageError) as caught:
+        World(rank=1, size=3).split(parties)
+    assert "3 workers cannot be divided into" in caught.value.what
