@@ -100,6 +100,9 @@ class ReplicaEngine:
         finally:
             self.model.train()
 
+    def wait(self) -> None:
+        """Steps are done when `step` returns, as far as the host can tell."""
+
     def settle_buffers(self) -> None:
         """Make the model what it is to be evaluated and saved as; a collective."""
         if self._config.batch_norm == "local":

@@ -117,6 +117,10 @@ class StageEngine:
             return samples
         return sum(int(str(count)) for count in grid.replica_world.gather(samples))
 
+    def wait(self) -> None:
+        """Wait until every step that was issued is done."""
+        self.pipeline.wait()
+
     @contextmanager
     def evaluating(self) -> Iterator[Callable[..., Any]]:
         """The whole model in evaluation mode, on every worker; a collective."""

@@ -280,6 +280,17 @@ class Trainer:
                     "Make the optimizer from the model that the factory is given.",
                 )
 
+    def wait(self) -> None:
+        """Wait until the steps that were asked for are done, before the model is looked at or changed by others.
+
+        Only a pipeline runs behind: there, `step` returns while the step may still run, and `evaluate`, `save` and
+        `load` wait by themselves.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+        """
+        self.engine.wait()
+
     # -------------------------------------------------------------- evaluation
 
     def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
@@ -363,6 +374,7 @@ class Trainer:
                 "Names, shapes and dtypes of all parameters and buffers must be equal.",
                 "Name the model and the number of classes that the checkpoint was made with.",
             )
+        self.engine.wait()
         self.model.load_state_dict(data.model)
         self.engine.load_optimizer_state(data.training["optimizer"])
         self.engine.go_on_from(data.step)
