@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -65,6 +66,18 @@ class Family(ABC):
     def is_issuer(self) -> bool:
         """Whether this is the thread that issues."""
         return threading.get_ident() == self._issuer
+
+    @contextmanager
+    def on_behalf(self) -> Iterator[None]:
+        """Inside, this thread issues for the one that issues, which waits for it meanwhile.
+
+        That is what autograd's own thread does on a GPU: hooks run on it while the backward pass is waited for.
+        """
+        issuer, self._issuer = self._issuer, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._issuer = issuer
 
     def check_issue(self) -> None:
         """Refuse what must not be issued from here or now.

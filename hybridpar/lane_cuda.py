@@ -66,10 +66,14 @@ class CudaLane(Lane):
         family: What the lane belongs to.
         name: What messages call it.
         stream: Its own stream; None stands for the stream that is current at each call (`caller`).
+        device: Where the stream is; None for the device of the family.
     """
 
-    def __init__(self, family: Family, name: str, stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self, family: Family, name: str, stream: torch.cuda.Stream | None, device: torch.device | None = None
+    ) -> None:
         super().__init__(family, name)
+        self.device = device or family.device
         self._own = stream
         self._held: list[torch.Tensor] | None = None  # by the work that is running
         self._marks: deque[CudaEvent] = deque()  # of the work that is running, those still to come
@@ -89,6 +93,10 @@ class CudaLane(Lane):
         """See `Lane.drain`. CUDA cannot stop waiting for a stream."""
         self._stream().synchronize()
         self._kept.clear()
+
+    def forgive(self) -> None:
+        """Go on after a failure, see `Lanes.forgive`."""
+        self._failure = None
 
     def _stream(self) -> torch.cuda.Stream:
         if self._own is not None:

@@ -70,29 +70,47 @@ class Lanes(Family):
         if check is not None:
             check.attach(self._settle)
 
-    def open(self, name: str, *, priority: int = 0, threads: int = 1) -> Lane:
+    def open(self, name: str, *, priority: int = 0, threads: int = 1, device: torch.device | str | None = None) -> Lane:
         """A new lane.
 
         Args:
             name: What messages call it; unique in the family.
             priority: On CUDA the stream's priority, lower runs first; without meaning on a CPU.
             threads: On a CPU how many intra-op threads its work may use; without meaning on CUDA.
+            device: Another GPU than that of the family. Lanes of several GPUs wait for each other's events as those
+                of one do; it is for the work to move tensors.
 
         Raises:
-            LaneError: The name is taken, or the family is closed.
+            LaneError: The name is taken, the family is closed, or the device is of another kind.
         """
         self.check_issue()
+        place = self.device if device is None else torch.device(device)
+        if place.type != self.device.type:
+            raise LaneError(
+                f"lane {name!r} was asked for on {place}", f"This family has lanes on {self.device.type} devices only."
+            )
         if name in self._lanes:
             raise LaneError(f"lane {name!r} is open already", "Messages tell lanes apart by their names.")
         lane: Lane
         if self.device.type == "cuda":
-            lane = CudaLane(self, name, open_stream(self.device, priority))
+            lane = CudaLane(self, name, open_stream(place, priority), place)
         else:
             worker = Worker(name, threads)
             self._workers.append(worker)
             lane = CpuLane(self, name, worker, self._checker)
         self._lanes[name] = lane
         return lane
+
+    def others(self) -> list[Lane]:
+        """All lanes but `caller`, in the order in which they were opened."""
+        return [lane for lane in self._lanes.values() if lane is not self.caller]
+
+    def forgive(self) -> None:
+        """Let CUDA lanes that a failure has stopped go on: what failed was captured, and nothing of it has run."""
+        self.check_issue()
+        for lane in self._lanes.values():
+            if isinstance(lane, CudaLane):
+                lane.forgive()
 
     def event(self) -> Event:
         """An event that is not recorded yet, for `Lane.record`. Waiting for it before that is an error."""

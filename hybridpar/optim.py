@@ -64,6 +64,31 @@ def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
+class Rates:
+    """Sets the learning rates of an optimizer's groups to fractions of what they were at first, their peaks.
+
+    Args:
+        optimizer: The optimizer.
+        device: Keep the rates there, as tensors that a captured step reads when it is replayed; None keeps numbers.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device | None = None) -> None:
+        self._groups = optimizer.param_groups
+        self._peaks = [float(group["lr"]) for group in self._groups]
+        self._on_device = device is not None
+        if device is not None:
+            for group, peak in zip(self._groups, self._peaks, strict=True):
+                group["lr"] = torch.tensor(peak, dtype=torch.float32, device=device)  # what fused kernels read
+
+    def set(self, factor: float) -> None:
+        """Set all rates to a fraction of their peaks; on a device, in the order of the current stream."""
+        for group, peak in zip(self._groups, self._peaks, strict=True):
+            if self._on_device:
+                group["lr"].fill_(peak * factor)
+            else:
+                group["lr"] = peak * factor
+
+
 def rate_factor(step: int, total: int, steps_per_epoch: int, config: OptimizerConfig) -> float:
     """Learning rate of a step as a fraction of the peak rate.
 

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from hybridpar.config import TrainConfig
 from hybridpar.lanes import Lanes
-from hybridpar.optim import fill_momentum, load_optimizer_state, optimizer_state
+from hybridpar.optim import Rates, fill_momentum, load_optimizer_state, optimizer_state
+from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.pipeline.control import DecidedOutcome, StepOutcome
+from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
 from hybridpar.pipeline.replicate import average_buffers
 from hybridpar.pipeline.sync import GradientSync, SyncOptions
 from hybridpar.pipeline.world import World
@@ -47,12 +49,20 @@ class ReplicaEngine:
         self._loss = loss
         self._config = config
         self._world = world
-        self._peak_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        self._lanes = lanes
+        if config.cuda_graph:
+            check_capturable(world.device, world, [optimizer], compiled=config.compile)
+        self._rates = Rates(optimizer, world.device if config.cuda_graph else None)
         self.sync = GradientSync(model, world, lanes, sync_options(config), micro_batches=config.micro_batches)
         self._forward: Callable[..., Any] = torch.compile(model) if config.compile else model
         # The optimizer can obey a decision that the host has not read; see GradScaler for the same protocol.
         fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        self.late = fused and config.guard and world.device.type == "cuda"
+        self._obeys = fused and config.guard and (world.device.type == "cuda" or config.cuda_graph)
+        self.late = self._obeys or config.cuda_graph
+        self._graph: StepGraph[DecidedOutcome] | None = None
+        if config.cuda_graph:
+            warm_ups = WARM_UPS if world.size == 1 else WARM_UPS_WITH_PEERS
+            self._graph = StepGraph(self, lanes, [optimizer], list(model.parameters()), warm_ups)
 
     def step(
         self,
@@ -65,18 +75,49 @@ class ReplicaEngine:
         save: bool,
     ) -> StepOutcome:
         """Train on this worker's share of one global batch. See `hybridpar.trainer.Trainer.step`."""
-        for group, peak in zip(self.optimizer.param_groups, self._peak_rates, strict=True):
-            group["lr"] = peak * rate_factor
+        if global_samples is None and self._world.size == 1:
+            global_samples = samples
         self.model.train()
+        if self._graph is not None:
+            issued = self._graph.step(
+                micro_batches, samples, global_samples, rate_factor=rate_factor, stop=stop, save=save
+            )
+            if issued is not None:
+                return DecidedOutcome.of(issued.values.clone(), 0.0, issued.bytes_sent, self._lanes)
+        self.set_rates(rate_factor)
         self.sync.begin(samples, global_samples=global_samples, stop=stop, save=save)
+        self._run(micro_batches)
+        outcome = self.sync.finish()
+        self._commit(outcome)
+        return outcome
+
+    def issue(
+        self, micro_batches: Sequence[tuple[Tensor, Tensor]], samples: int, global_samples: int, wishes: Tensor
+    ) -> DecidedOutcome:
+        """See `hybridpar.pipeline.cuda_graph.Captured`."""
+        self.sync.begin(samples, global_samples=global_samples, wishes=wishes)
+        self._run(micro_batches)
+        outcome = self.sync.finish(copy=False)
+        self._commit(outcome)
+        return outcome
+
+    def set_rates(self, factor: float) -> None:
+        """See `hybridpar.pipeline.cuda_graph.Captured`."""
+        self._rates.set(factor)
+
+    def settle(self) -> None:
+        """See `hybridpar.pipeline.cuda_graph.Captured`."""
+        self._lanes.caller.synchronize()
+
+    def give_up(self) -> None:
+        """See `hybridpar.pipeline.cuda_graph.Captured`: the next step begins by forgetting this one."""
+
+    def _run(self, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         for index, (inputs, targets) in enumerate(micro_batches):
             self.sync.micro_batch(int(targets.shape[0]), last=index == len(micro_batches) - 1)
             with self.autocast():
                 loss = self._loss(self._forward(inputs), targets)
             self.sync.forward_done(loss).backward()  # type: ignore[no-untyped-call]
-        outcome = self.sync.finish()
-        self._commit(outcome)
-        return outcome
 
     def autocast(self) -> Any:
         """The context in which the model runs."""
@@ -84,11 +125,12 @@ class ReplicaEngine:
 
     def _commit(self, outcome: DecidedOutcome) -> None:
         fill_momentum(self.optimizer)
-        if self.late:
+        if self._obeys:
             obey(self.optimizer, outcome.commit)
         elif not self._config.guard or outcome.committed:
             self.optimizer.step()
-        self.sync.end(outcome, decided_on_device=self.late)
+        # Without the guard every step counts, which the host knows by itself.
+        self.sync.end(outcome, decided_on_device=self._obeys or not self._config.guard)
 
     @contextmanager
     def evaluating(self) -> Iterator[Callable[..., Any]]:
@@ -114,6 +156,8 @@ class ReplicaEngine:
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
         """Put saved state back by name."""
+        if self._graph is not None:
+            self._graph.forget()
         load_optimizer_state(self.optimizer, self.model, dict(saved))
 
     def state_dict(self) -> dict[str, Any]:

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
-from hybridpar.optim import fill_momentum, load_optimizer_state, optimizer_state
+from hybridpar.optim import Rates, fill_momentum, load_optimizer_state, optimizer_state
+from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.pipeline.control import StepOutcome
+from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
 from hybridpar.pipeline.engine import PipelineEngine
-from hybridpar.pipeline.executor import LateOutcome
+from hybridpar.pipeline.executor import LateOutcome, StepState
 from hybridpar.pipeline.replicate import average_buffers
 from hybridpar.pipeline.world import World
 from hybridpar.replica_engine import autocast, obey, sync_options
@@ -56,6 +58,8 @@ class StageEngine:
         self._world = world
         self._factory = optimizer
         self.optimizers: list[torch.optim.Optimizer] = []
+        self._rates: list[Rates] = []
+        self._graph: StepGraph[StepState] | None = None
         self.pipeline = PipelineEngine(
             model,
             plan.stages,
@@ -66,8 +70,28 @@ class StageEngine:
             pipeline_options(plan, config, sync_options(config), lanes.device),
             config.micro_batches,
         )
+        if config.cuda_graph:
+            self._graph = self._make_graph(lanes)
 
-    def _make_optimizer(self, stage: nn.Module) -> Callable[[float, Tensor | None], None] | None:
+    def _make_graph(self, lanes: Lanes) -> StepGraph[StepState]:
+        try:
+            check_capturable(
+                self._world.device,
+                self._world,
+                self.optimizers,
+                positions=self.pipeline.positions,
+                devices=self.plan.devices,
+                random_stages=list(self.pipeline.random_stages),
+                compiled=self._config.compile,
+            )
+        except BaseException:
+            self.pipeline.close()
+            raise
+        parameters = [one for stage in self.pipeline.stages.values() for one in stage.module.parameters()]
+        warm_ups = WARM_UPS if self._world.size == 1 else WARM_UPS_WITH_PEERS
+        return StepGraph(self, lanes, self.optimizers, parameters, warm_ups)
+
+    def _make_optimizer(self, stage: nn.Module) -> Callable[[float | None, Tensor | None], None] | None:
         if not any(True for _ in stage.parameters()):
             return None
         optimizer = self._factory(stage)
@@ -79,11 +103,12 @@ class StageEngine:
                 "Let the factory make the optimizer from the module that it is given, not from the whole model.",
             )
         self.optimizers.append(optimizer)
-        peaks = [float(group["lr"]) for group in optimizer.param_groups]
+        rates = Rates(optimizer, self._world.device if self._config.cuda_graph else None)
+        self._rates.append(rates)
 
-        def step(factor: float, commit: Tensor | None) -> None:
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * factor
+        def step(factor: float | None, commit: Tensor | None) -> None:
+            if factor is not None:
+                rates.set(factor)
             fill_momentum(optimizer)
             if commit is None:
                 optimizer.step()
@@ -107,8 +132,34 @@ class StageEngine:
         """Issue a step on this replica's share of one global batch. See `hybridpar.trainer.Trainer.step`."""
         if global_samples is None:
             global_samples = self._all_samples(samples)
+        if self._graph is not None:
+            issued = self._graph.step(
+                micro_batches, samples, global_samples, rate_factor=rate_factor, stop=stop, save=save
+            )
+            if issued is not None:
+                return self.pipeline.adopt(issued)
         with autocast(self._config, self._world.device):
             return self.pipeline.step(micro_batches, global_samples, rate_factor=rate_factor, stop=stop, save=save)
+
+    def issue(
+        self, micro_batches: Sequence[tuple[Tensor, Tensor]], samples: int, global_samples: int, wishes: Tensor
+    ) -> StepState:
+        """See `hybridpar.pipeline.cuda_graph.Captured`."""
+        with autocast(self._config, self._world.device):
+            return self.pipeline.issue(micro_batches, global_samples, wishes)
+
+    def set_rates(self, factor: float) -> None:
+        """See `hybridpar.pipeline.cuda_graph.Captured`."""
+        for rates in self._rates:
+            rates.set(factor)
+
+    def settle(self) -> None:
+        """See `hybridpar.pipeline.cuda_graph.Captured`."""
+        self.pipeline.wait()
+
+    def give_up(self) -> None:
+        """See `hybridpar.pipeline.cuda_graph.Captured`."""
+        self.pipeline.give_up()
 
     def _all_samples(self, samples: int) -> int:
         """Samples of all replicas, where only each knows its own."""
@@ -127,7 +178,7 @@ class StageEngine:
         self.settle_buffers()
         self.model.eval()
         try:
-            yield self.model
+            yield self.pipeline.evaluate if self.plan.devices else self.model
         finally:
             self.model.train()
 
@@ -155,6 +206,8 @@ class StageEngine:
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
         """Put saved state back by name, where this worker trains it."""
         self.pipeline.wait()
+        if self._graph is not None:
+            self._graph.forget()
         for optimizer in self.optimizers:
             own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             names = {name for name, parameter in self.model.named_parameters() if id(parameter) in own}

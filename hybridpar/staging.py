@@ -61,6 +61,7 @@ class StagePlan:
         stages: The stages, over the modules and parameters of this worker's model.
         lane_of: For every stage its lane, numbered over all workers of a replica.
         worker_of: For every lane its worker.
+        devices: For every lane its device, where one worker drives several.
         backward: What the halves of the stages' backward passes cost; None where nobody asked.
     """
 
@@ -69,6 +70,7 @@ class StagePlan:
     stages: list[Stage]
     lane_of: tuple[int, ...]
     worker_of: tuple[int, ...]
+    devices: tuple[str, ...] = ()
     backward: tuple[BackwardCost, ...] | None = None
 
 
@@ -153,7 +155,13 @@ def make_stage_plan(
     stages = stages_from_plan(model, given, (example,))
     lane_of, worker_of = _places(given, shape)
     backward = _measure_halves(stages, example, world) if config.schedule == "zero_bubble" else None
-    return StagePlan(shape, given, stages, lane_of, worker_of, backward)
+    return StagePlan(shape, given, stages, lane_of, worker_of, _devices(example.device, shape, world), backward)
+
+
+def _devices(device: torch.device, shape: Shape, world: World) -> tuple[str, ...]:
+    """All GPUs of the machine where one worker has lanes for them and is alone."""
+    count = torch.cuda.device_count() if device.type == "cuda" and world.size == 1 else 1
+    return tuple(f"cuda:{lane * count // shape.lanes}" for lane in range(shape.lanes)) if count > 1 else ()
 
 
 def _measure_halves(stages: list[Stage], example: torch.Tensor, world: World) -> tuple[BackwardCost, ...]:
@@ -271,6 +279,7 @@ def pipeline_options(plan: StagePlan, config: TrainConfig, sync: SyncOptions, de
     return PipelineOptions(
         plan.lane_of,
         plan.worker_of,
+        devices=plan.devices,
         schedule=config.schedule or "greedy",
         recompute=config.recompute,
         compile=config.compile,
@@ -283,6 +292,7 @@ def pipeline_options(plan: StagePlan, config: TrainConfig, sync: SyncOptions, de
         split_backward=plan.backward is not None and may_split(plan.backward),
         sync=sync,
         sync_lanes=config.sync_lanes,
+        capture=config.cuda_graph,
     )
 
 

@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.pipeline.collective import SumGroup
+from hybridpar.pipeline.constants import Constants
 from hybridpar.pipeline.sync_batchnorm import normalise_over_replicas
 
 
@@ -53,6 +54,7 @@ class BatchNormPool:
         device = self.layers[0].running_mean.device if self.layers else torch.device("cpu")
         self._mean = torch.zeros(channels, device=device)
         self._variance = torch.zeros(channels, device=device)
+        self._constants = Constants(device)
         self._counts = [0] * len(self.layers)
         self._widths = [layer.num_features for layer in self.layers]
         numbers = torch.arange(len(self.layers))
@@ -72,7 +74,7 @@ class BatchNormPool:
         """Add the moments of the micro-batch whose forward pass has just ended to the sums of the step."""
         if not self.layers:
             return
-        counts = torch.tensor(self._counts, dtype=torch.float64).to(self.sums.device)
+        counts = self._constants.of(*self._counts)
         values = counts[self._layer_of_channel]
         mean, variance = self._mean.double(), self._variance.double()
         # The kernel's running variance is unbiased: (n - 1) v is the sum of squared deviations.
@@ -119,10 +121,9 @@ class BatchNormPool:
     def _factors(self) -> Tensor:
         """Each channel's exponential factor: the layer's momentum, or one over the steps seen so far."""
         if all(layer.momentum is not None for layer in self.layers):
-            factors = [float(layer.momentum) for layer in self.layers]
-            return torch.tensor(factors, dtype=torch.float64, device=self._mean.device)[self._layer_of_channel]
+            return self._constants.of(*(float(layer.momentum) for layer in self.layers))[self._layer_of_channel]
         each = [
-            torch.as_tensor(layer.momentum, dtype=torch.float64, device=self._mean.device)
+            self._constants.of(float(layer.momentum))[0]
             if layer.momentum is not None
             else 1.0 / layer.num_batches_tracked.clamp(min=1).double()
             for layer in self.layers

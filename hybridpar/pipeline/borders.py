@@ -50,14 +50,20 @@ class BorderTable:
         stages: All stages of the model, in order.
         forwards: What to call for each of them.
         measured: Stages whose saved bytes are wanted; the others are run without autograd.
+        recomputed: Those of them that keep only what enters them.
     """
 
     def __init__(
-        self, stages: Sequence[StageModule], forwards: Sequence[Callable[..., Any]], measured: Sequence[int] = ()
+        self,
+        stages: Sequence[StageModule],
+        forwards: Sequence[Callable[..., Any]],
+        measured: Sequence[int] = (),
+        recomputed: Sequence[int] = (),
     ) -> None:
         self._stages = stages
         self._forwards = forwards
-        self._measured = set(measured)
+        self._recomputed = set(recomputed)
+        self._measured = set(measured) - self._recomputed
         #: Facts of the first micro-batch.
         self.first: BorderFacts | None = None
         self._known: dict[tuple[Any, ...], BorderFacts] = {}
@@ -66,6 +72,10 @@ class BorderTable:
     def names(self, source: int, target: int) -> list[str]:
         """What a stage uses of an earlier one, in the order in which it travels."""
         return self._consumers[source].get(target, [])
+
+    def knows(self, inputs: Mapping[str, Tensor]) -> bool:
+        """Whether `at` can answer for a micro-batch without running the stages."""
+        return _key_of(inputs) in self._known
 
     def at(self, inputs: Mapping[str, Tensor]) -> BorderFacts:
         """The facts for a micro-batch.
@@ -76,7 +86,7 @@ class BorderTable:
         Raises:
             UsageError: A stage refuses the inputs.
         """
-        key = tuple((name, tuple(tensor.shape), tensor.dtype, tensor.stride()) for name, tensor in inputs.items())
+        key = _key_of(inputs)
         if key not in self._known:
             self._known[key] = self._run(inputs)
             self.first = self.first or self._known[key]
@@ -100,7 +110,12 @@ class BorderTable:
             for stage, forward in zip(self._stages, self._forwards, strict=True):
                 module: nn.Module = stage  # type: ignore[assignment]
                 rollback = BufferRollback(module)
-                leaves = [values[border.name].detach().requires_grad_(border.requires_grad) for border in stage.inputs]
+                home = next(module.parameters(), next(module.buffers(), next(iter(inputs.values())))).device
+                received = [values[border.name].detach().to(home) for border in stage.inputs]
+                leaves = [
+                    tensor.requires_grad_(border.requires_grad)
+                    for tensor, border in zip(received, stage.inputs, strict=True)
+                ]
                 try:
                     result, saved = _call(forward, leaves, module, measure=stage.index in self._measured)
                 except (RuntimeError, ValueError, TypeError) as error:
@@ -112,6 +127,9 @@ class BorderTable:
                     ) from error
                 finally:
                     rollback.restore()
+                if stage.index in self._recomputed:
+                    storages = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage() for leaf in leaves}
+                    saved = sum(storage.nbytes() for storage in storages.values())
                 facts.saved_bytes.append(saved)
                 if stage is self._stages[-1]:
                     break
@@ -121,6 +139,10 @@ class BorderTable:
                     if border.requires_grad:
                         facts.gradients.add(border.name)
         return facts
+
+
+def _key_of(inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    return tuple((name, tuple(tensor.shape), tensor.dtype, tensor.stride()) for name, tensor in inputs.items())
 
 
 def _call(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hybridpar.pipeline.recorder import StepSpans
+from hybridpar.pipeline.spans import StepSpans
 from hybridpar.pipeline.world import World
 
 #: Common moments that the clocks of hosts are compared at; the median of the differences counts.

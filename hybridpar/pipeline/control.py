@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Event, Lane, Lanes
+from hybridpar.pipeline.constants import Constants
 from hybridpar.pipeline.world import World
 
 # Layout of a forward report; BatchNorm sums follow.
@@ -96,11 +97,14 @@ class DecidedOutcome(StepOutcome):
     @classmethod
     def of(cls, values: Tensor, exposed_sync_ms: float, bytes_sent: int, lanes: Lanes) -> DecidedOutcome:
         """Start the copy to the host."""
-        if values.device.type == "cpu":
-            return cls(values, exposed_sync_ms, bytes_sent, values)
-        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        copy.copy_(values, non_blocking=True)
-        return cls(values, exposed_sync_ms, bytes_sent, copy, lanes.caller.record())
+        copy = start_copy(values)
+        copied = None if values.device.type == "cpu" else lanes.caller.record()
+        return cls(values, exposed_sync_ms, bytes_sent, copy, copied)
+
+    @classmethod
+    def bare(cls, values: Tensor, bytes_sent: int) -> DecidedOutcome:
+        """What nobody on the host is going to read."""
+        return cls(values, 0.0, bytes_sent, values)
 
     @property
     def commit(self) -> Tensor:
@@ -113,6 +117,14 @@ class DecidedOutcome(StepOutcome):
                 self._copied.synchronize()
             self._host = self._copy.tolist()
         return self._host[index]
+
+
+def start_copy(values: Tensor) -> Tensor:
+    """A copy on the host, which is there when the current stream is; on a CPU the values themselves."""
+    if values.device.type == "cpu":
+        return values
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return copy.copy_(values, non_blocking=True)
 
 
 @dataclass
@@ -180,7 +192,15 @@ def all_reduce_bytes(payload: int, workers: int) -> int:
 
 
 def forward_report(
-    loss: Tensor, samples: int, *, stop: bool, save: bool, layout: int, batch_norm: Tensor | None
+    loss: Tensor,
+    samples: int,
+    *,
+    stop: bool = False,
+    save: bool = False,
+    layout: int,
+    batch_norm: Tensor | None,
+    wishes: Tensor | None = None,
+    constants: Constants | None = None,
 ) -> Tensor:
     """The message that leaves after the last forward pass.
 
@@ -191,11 +211,14 @@ def forward_report(
         save: This worker wants a checkpoint.
         layout: Fingerprint of the buckets, 16 bits.
         batch_norm: Sums of the BatchNorm layers.
+        wishes: `stop` and `save` as a float64 tensor where the loss is, in place of what the host says.
+        constants: Where numbers that were copied to the device before are found.
     """
-    facts = torch.tensor([0.0, samples, stop, save, layout, layout * layout], dtype=torch.float64)
-    head = facts.to(loss.device)
-    head[_LOSS] = loss
-    return head if batch_norm is None else torch.cat((head, batch_norm))
+    known = constants or Constants(loss.device)
+    if wishes is None:
+        wishes = known.of(float(stop), float(save))
+    head = (loss.double().reshape(1), known.of(samples), wishes, known.of(layout, layout * layout))
+    return torch.cat(head if batch_norm is None else (*head, batch_norm))
 
 
 def check_layout(report: Tensor, workers: int) -> None:
@@ -218,9 +241,9 @@ def check_layout(report: Tensor, workers: int) -> None:
         )
 
 
-def backward_report(squares: Tensor, used: Sequence[bool]) -> Tensor:
+def backward_report(squares: Tensor, used: Sequence[bool], constants: Constants | None = None) -> Tensor:
     """The message that follows the last bucket: this worker's sums of squares, then who used which parameter."""
-    return torch.cat((squares.sum().reshape(1), torch.tensor(used, dtype=torch.float64).to(squares.device)))
+    return torch.cat((squares.sum().reshape(1), (constants or Constants(squares.device)).of(*used)))
 
 
 def decide(report: Tensor, squares: Tensor, *, guard: bool, measured: bool) -> Tensor:

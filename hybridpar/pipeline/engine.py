@@ -20,7 +20,7 @@ from hybridpar.lanes import Lane, Lanes
 from hybridpar.pipeline.actions import Layout
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
 from hybridpar.pipeline.buckets import flat_view, is_dense
-from hybridpar.pipeline.executor import Executor, LateOutcome, MicroBatch, StepRequest
+from hybridpar.pipeline.executor import Executor, LateOutcome, MicroBatch, StepRequest, StepState
 from hybridpar.pipeline.grid import Grid
 from hybridpar.pipeline.local_stage import LocalStage, OptimizerStep
 from hybridpar.pipeline.program import Program, lower
@@ -43,6 +43,7 @@ class PipelineOptions:
     Attributes:
         lane_of: For every stage its lane, numbered over all workers of a replica.
         worker_of: For every lane its worker.
+        devices: For every lane its device, where one worker drives several; empty for the device of the worker.
         schedule: Name of the schedule.
         recompute: Stages whose activations are computed again in the backward pass.
         compile: Compile every stage with torch.compile.
@@ -56,10 +57,12 @@ class PipelineOptions:
         latency_ms: Of a transfer between workers.
         bytes_per_second: Of a transfer between workers; None where transfers take no time.
         memory_cap: Most bytes of activations that a worker may keep; None for no limit.
+        capture: Steps are to be captured, so the host must not decide on them.
     """
 
     lane_of: tuple[int, ...]
     worker_of: tuple[int, ...]
+    devices: tuple[str, ...] = ()
     schedule: str = "1f1b"
     recompute: tuple[int, ...] = ()
     compile: bool = False
@@ -75,6 +78,7 @@ class PipelineOptions:
     memory_cap: int | None = None
     sync: SyncOptions = field(default_factory=SyncOptions)
     sync_lanes: int = 2
+    capture: bool = False
 
 
 class PipelineEngine:
@@ -117,6 +121,8 @@ class PipelineEngine:
         self._lanes = lanes
         self._all_stages = list(stages)
         self._input_names = tuple(stages[0].model_inputs)
+        #: Number of random operations of every stage that has any.
+        self.random_stages: dict[int, int] = {}
         layout = self._layout(())
         self.positions = layout.workers
         pairs = {
@@ -130,6 +136,12 @@ class PipelineEngine:
                 f"{len(stages)} stages are placed on {self.positions} workers, and the job has {world.size}",
                 "Workers are stages' workers times replicas.",
                 f"Start {self.positions} workers, or a multiple of that.",
+            )
+        if options.devices and (world.size > 1 or len(options.devices) != layout.lanes):
+            raise ScheduleError(
+                f"devices {', '.join(options.devices)} for {layout.lanes} lane(s) of {world.size} worker(s)",
+                "One worker alone may drive several devices, each lane one; gradients meet between workers of one.",
+                "Start a worker per device.",
             )
         replicate(model, world, agree=(options, micro_batches, [_state_names(stage) for stage in stages]))
         self.grid = (
@@ -149,10 +161,15 @@ class PipelineEngine:
         mine = [index for index in range(layout.stages) if layout.home(index) == self.position]
         alone = World(device=self.world.device, timeout=self.world.timeout)
         replicas = self.grid.replica_world if self.grid is not None else alone
+        self._move_stages(layout)
         forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
-        self.borders = BorderTable(self._all_stages, forwards, mine)
+        self.borders = BorderTable(self._all_stages, forwards, mine, options.recompute)
         compute: dict[int, Lane] = {
-            lane: lanes.open(f"compute {lane}", threads=options.threads)
+            lane: lanes.open(
+                f"compute {lane}",
+                threads=options.threads,
+                device=options.devices[lane] if options.devices else None,
+            )
             for lane in sorted({layout.lane_of[index] for index in mine})
         }
         synced = options.sync.sync_batch_norm and replicas.size > 1
@@ -185,8 +202,10 @@ class PipelineEngine:
                 norms.get(layout.lane_of[index]),
             )
             run.attach(local.after_forward, local.quiet)
+            if options.devices:
+                run.move_to(local.lane.device)
             self.stages[index] = local
-        on_device = options.sync.guard and lanes.device.type == "cuda"
+        on_device = options.sync.guard and (lanes.device.type == "cuda" or options.capture)
         self._executor = Executor(
             self.stages,
             self.borders,
@@ -229,6 +248,25 @@ class PipelineEngine:
         """
         batches = [MicroBatch(self._named(inputs), targets, int(targets.shape[0])) for inputs, targets in micro_batches]
         return self._executor.step(StepRequest(batches, global_samples, rate_factor, stop, save))
+
+    def issue(self, micro_batches: Sequence[tuple[Any, Any]], global_samples: int, wishes: Tensor) -> StepState:
+        """Issue the work of a step that is to be captured, or is a rehearsal of that. `adopt` counts it.
+
+        Args:
+            micro_batches: See `step`.
+            global_samples: See `step`.
+            wishes: `stop` and `save` of `step`, float64, on the device.
+        """
+        batches = [MicroBatch(self._named(inputs), targets, int(targets.shape[0])) for inputs, targets in micro_batches]
+        return self._executor.issue(StepRequest(batches, global_samples, None, wishes=wishes))
+
+    def adopt(self, step: StepState) -> LateOutcome:
+        """Count a step whose work the current stream does as a whole; see `issue`."""
+        return self._executor.adopt(step)
+
+    def give_up(self) -> None:
+        """Forget what a step that was issued in vain has left."""
+        self._executor.give_up()
 
     def wait(self) -> None:
         """Wait until every step that was issued is done.
@@ -314,6 +352,33 @@ class PipelineEngine:
             self.grid.close()
             self.grid = None
 
+    @torch.no_grad()
+    def _move_stages(self, layout: Layout) -> None:
+        """Bring every stage to its lane's device, in place, so that the model holds the same tensors still."""
+        for stage in self._all_stages if self.options.devices else ():
+            device = torch.device(self.options.devices[layout.lane_of[stage.index]])
+            module = _module(stage)
+            for tensor in [*module.parameters(), *module.buffers()]:
+                tensor.data = tensor.data.to(device)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Any) -> Any:
+        """The model's output in evaluation mode, stage by stage, each on its device; `collect` comes before."""
+        values = self._named(inputs)
+        result: Any = None
+        for stage in self._all_stages:
+            module = _module(stage)
+            home = next(module.parameters(), next(module.buffers(), next(iter(values.values())))).device
+            module.eval()
+            try:
+                result = module(*(values[border.name].to(home) for border in stage.inputs))
+                values.update(
+                    zip((border.name for border in stage.outputs), result, strict=True) if stage.outputs else ()
+                )
+            finally:
+                module.train()
+        return result
+
     def _sum_groups(self, layout: Layout) -> int:
         """Groups that every worker adds on over its replicas."""
         most = max(layout.worker_of.count(worker) for worker in range(layout.workers))
@@ -358,8 +423,9 @@ class PipelineEngine:
     def _forward(self, stage: StageModule, mine: bool) -> Callable[..., Any]:
         module: Any = _module(stage)
         module.train()
-        if key_random_operations(module.graph, module):
+        if count := key_random_operations(module.graph, module):
             module.recompile()
+            self.random_stages[stage.index] = count
         return torch.compile(module) if self.options.compile and mine else module
 
     def _named(self, inputs: Any) -> dict[str, Tensor]:

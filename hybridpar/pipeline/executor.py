@@ -9,17 +9,17 @@ step: it issues the next one while this one runs, one step ahead at most.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybridpar.errors import TrainingError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
-from hybridpar.pipeline.control import all_reduce_bytes, decide
+from hybridpar.pipeline.control import all_reduce_bytes, decide, start_copy
 from hybridpar.pipeline.local_stage import LocalStage
 from hybridpar.pipeline.program import Program
 from hybridpar.pipeline.recorder import Queue, SpanRecorder
@@ -28,7 +28,7 @@ from hybridpar.pipeline.step import LateOutcome, MicroBatch, StepRequest, StepSt
 from hybridpar.pipeline.transport import ReceiveEnd, SendEnd
 from hybridpar.pipeline.world import World
 
-__all__ = ["Executor", "LateOutcome", "MicroBatch", "StepRequest"]
+__all__ = ["Executor", "LateOutcome", "MicroBatch", "StepRequest", "StepState"]
 
 
 class Executor:
@@ -96,12 +96,19 @@ class Executor:
         """
         while len(self._running) > 1:
             self._running.pop(0).wait()
+        return self._outcome(self.issue(request))
+
+    def issue(self, request: StepRequest) -> StepState:
+        """Issue the work of a step, without counting it as done."""
         self._settle()
+        if not all(self.borders.knows(batch.inputs) for batch in request.micro_batches):
+            self.wait()  # the example run uses the buffers that the step before still writes to
         facts = [self.borders.at(batch.inputs) for batch in request.micro_batches]
         program = self.program = self._program(request, facts[0])
-        self.steps += 1
         flights = {index: stage.new_flight() for index, stage in self.stages.items()}
-        step = StepState(self.steps, request, facts, flights, SpanRecorder(self._lanes.device))
+        # What is captured runs many times, so it has no times of its own.
+        spans = SpanRecorder(self._lanes.device, enabled=None if request.wishes is None else False)
+        step = StepState(self.steps + 1, request, facts, flights, spans)
         given = self._lanes.caller.record()
         for index, stage in self.stages.items():
             stage.lane.wait(given)
@@ -115,6 +122,27 @@ class Executor:
                 self._apply(step, action.stage)
             else:
                 self._issue(step, program, action, last)
+        return step
+
+    def adopt(self, step: StepState) -> LateOutcome:
+        """Count a step whose work the caller's stream does as a whole, and start to copy its values to the host.
+
+        Args:
+            step: What `issue` returned, for a request with `wishes`; its values may be overwritten after this.
+        """
+        assert step.values is not None
+        while len(self._running) > 1:
+            self._running.pop(0).wait()
+        values = start_copy(step.values.clone())
+        end = self._lanes.caller.record()
+        return self._outcome(replace(step, number=self.steps + 1, host_values=values, decided=end, ends=[end]))
+
+    def give_up(self) -> None:
+        """Forget what a step that was issued in vain has left between the stages."""
+        self._mailbox.clear()
+
+    def _outcome(self, step: StepState) -> LateOutcome:
+        self.steps = step.number
         outcome = LateOutcome(step, self._world)
         self._running.append(outcome)
         return outcome
@@ -184,11 +212,12 @@ class Executor:
             except RuntimeError as error:
                 if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
                     raise
-                run = self.stages[action.stage].run
+                stage = self.stages[action.stage]
+                run = stage.run
                 assert action.index is not None
                 expected = step.facts[action.index].saved_bytes[action.stage]
                 raise TrainingError(
-                    f"stage {action.stage} ran out of memory on {self._lanes.device} in {action}, with "
+                    f"stage {action.stage} ran out of memory on {stage.lane.device} in {action}, with "
                     f"{run.in_flight} micro-batch(es) in flight",
                     f"Each was expected to keep {expected / 1e6:.1f} MB of activations for its backward pass.",
                     f"Use more --micro-batches, --schedule 1f1b, or --recompute {action.stage}.",
@@ -209,6 +238,8 @@ class Executor:
 
         def report() -> None:
             step.reports[action.stage] = stage.finish_backward()
+            # Taken here: where nobody waits for the decision, the next step may begin before that is made.
+            step.losses[action.stage] = stage.run.loss_sum
 
         marks = stage.reducer.marks(flight) if stage.reducer is not None and flight is not None else []
         lane.submit(step.spans.timed(queue, action, whole), marks=marks)
@@ -289,23 +320,28 @@ class Executor:
 
         def agree() -> None:
             message = torch.zeros(5, dtype=torch.float64, device=self._lanes.device)
-            message[2], message[3] = float(request.stop), float(request.save)
-            for index, stage in self.stages.items():
+            if request.wishes is None:
+                message[2], message[3] = float(request.stop), float(request.save)
+            else:
+                control.keep(request.wishes)
+                message[2:4] = request.wishes
+            for index in self.stages:
                 flight, (squares, _) = step.flights[index], step.reports[index]
-                loss = stage.run.loss_sum
+                loss = step.losses[index]
                 control.keep(squares, *(() if loss is None else (loss,)))
-                message[4] += squares
+                message[4] += squares.to(message.device, non_blocking=True)
                 if flight is not None:
                     control.keep(flight.squares)
                     message[4] += flight.squares.sum()
                 if loss is not None:
-                    message[0] += loss
+                    message[0] += loss.to(message.device, non_blocking=True)
                     message[1] += counts
             if world.control_sum is not None:
                 with world.named_errors("agreeing on the step"):
                     world.control_sum.all_reduce(message)
             step.values = decide(message[:4], message[4], guard=guard, measured=measured)
-            step.host_values = step.values.cpu() if step.values.device.type == "cpu" else _to_host(step.values)
+            if request.wishes is None:
+                step.host_values = start_copy(step.values)
 
         control.submit(agree)
         step.decided = control.record()
@@ -342,6 +378,9 @@ class Executor:
         def apply() -> None:
             message = step.reports[index][1]
             values = step.values if stage.measured else None
+            if values is not None:
+                stage.lane.keep(values)
+                values = values.to(stage.lane.device, non_blocking=True)
             kept = [tensor for tensor in (message, values) if tensor is not None]
             flight = step.flights[index]
             stage.lane.keep(*kept, *(flight.flats if flight is not None else ()))
@@ -357,9 +396,3 @@ class Executor:
 
 def _call(function: Callable[..., None], *args: Any) -> Callable[[], None]:
     return lambda: function(*args)
-
-
-def _to_host(values: Tensor) -> Tensor:
-    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    copy.copy_(values, non_blocking=True)
-    return copy

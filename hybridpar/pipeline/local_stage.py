@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.pipeline.batchnorm import BatchNormPool
 from hybridpar.pipeline.collective import SumGroup
+from hybridpar.pipeline.constants import Constants
 from hybridpar.pipeline.local import LocalGradients
 from hybridpar.pipeline.reducer import Flight, SyncLanes
 from hybridpar.pipeline.rollback import BufferRollback
@@ -25,7 +26,7 @@ from hybridpar.pipeline.stage_run import StageRun
 from hybridpar.pipeline.sync import SyncOptions
 from hybridpar.pipeline.world import World
 
-OptimizerStep = Callable[[float, Tensor | None], None]
+OptimizerStep = Callable[[float | None, Tensor | None], None]
 
 
 class LocalStage:
@@ -39,8 +40,8 @@ class LocalStage:
         sync_lanes: Lanes that all stages of the worker share; unused where there is one replica.
         options: How gradients are synchronised.
         micro_batches: Micro-batches per step.
-        step_optimizer: Takes the rate factor and, where the decision is on the device, the commit flag; None where
-            nothing is trained here.
+        step_optimizer: Takes the rate factor (None where the rates have been set) and, where the decision is on the
+            device, the commit flag; None where nothing is trained here.
         norm_group: Adds over the replicas for BatchNorm layers that normalise over them; of the stage's lane.
 
     Attributes:
@@ -67,7 +68,7 @@ class LocalStage:
         self.module = module
         self._options = options
         self._replicas = replicas
-        self._device = lanes.device
+        self._device = lane.device
         self._step_optimizer = step_optimizer
         self.guarded = options.guard
         self.measured = options.guard or options.clip_norm is not None
@@ -80,12 +81,13 @@ class LocalStage:
             )
             self.gradients = self.reducer
         else:
-            self.gradients = LocalGradients(parameters, lanes.device, self.measured)
+            self.gradients = LocalGradients(parameters, lane.device, self.measured)
         pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
         self.batch_norm = BatchNormPool(module, norm_group) if pooled else None
         spared = self.batch_norm.layers if self.batch_norm is not None else ()
         self._rollback = BufferRollback(module, spared) if options.guard else None
         self._used: list[bool] = []
+        self._constants = Constants(lane.device)
 
     # ---------------------------------------------------------------- the host
 
@@ -127,7 +129,7 @@ class LocalStage:
         """
         if self.reducer is None:
             return self.gradients.wait()[0].sum(), None
-        parts = [torch.tensor(self._used, dtype=torch.float64).to(self._device)]
+        parts = [self._constants.of(*self._used)]
         if self.batch_norm is not None:
             parts.append(self.batch_norm.sums)
         return torch.zeros((), dtype=torch.float64, device=self._device), torch.cat(parts)
@@ -137,14 +139,16 @@ class LocalStage:
         if self.reducer is not None:
             self._used = self.reducer.flush()
 
-    def apply(self, values: Tensor | None, message: Tensor | None, factor: float, *, on_device: bool) -> str | None:
+    def apply(
+        self, values: Tensor | None, message: Tensor | None, factor: float | None, *, on_device: bool
+    ) -> str | None:
         """Commit the step or roll it back.
 
         Args:
             values: Loss, samples, stop, save, commit (1 or 0) and squared norm, as all workers know them; None where
                 every step counts and nobody needs the norm.
             message: The summed message to the replicas.
-            factor: Of the learning rate.
+            factor: Of the learning rate; None where the rates have been set.
             on_device: Do not read the decision on the host.
 
         Returns:
@@ -166,7 +170,7 @@ class LocalStage:
             if self.batch_norm is not None and sums is not None:
                 self.batch_norm.commit(sums, where=commit)
             return None
-        if values is None or bool(values[4]):
+        if values is None or not self.guarded or bool(values[4]):
             if self._step_optimizer is not None:
                 self._step_optimizer(factor, None)
             if self.batch_norm is not None and sums is not None:
@@ -192,11 +196,15 @@ class LocalStage:
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Inside, forward passes leave no trace in buffers: the activations of one that counted are computed again."""
-        module_buffers = [] if self.batch_norm is not None else list(self.module.buffers())
-        saved = [buffer.clone() for buffer in module_buffers]
+        pooled = self.batch_norm.layers if self.batch_norm is not None else ()
+        ignored = {id(buffer) for layer in pooled for buffer in layer.buffers()}
+        # Autograd has saved the running statistics of stock layers, which it does not read in training; through
+        # `.data` their version stays as it was.
+        buffers = [buffer.data for buffer in self.module.buffers() if id(buffer) not in ignored]
+        saved = [buffer.clone() for buffer in buffers]
         with self.batch_norm.paused() if self.batch_norm is not None else _nothing():
             yield
-        for buffer, before in zip(module_buffers, saved, strict=True):
+        for buffer, before in zip(buffers, saved, strict=True):
             buffer.copy_(before)
 
     def close(self) -> None:

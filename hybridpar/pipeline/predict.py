@@ -19,14 +19,13 @@ from hybridpar.pipeline.actions import RECEIVES, Action, Kind
 from hybridpar.pipeline.costs import BucketCost, Costs, Link
 from hybridpar.pipeline.machine import Machine
 from hybridpar.pipeline.program import Program, lower
-from hybridpar.pipeline.spans import Span
+from hybridpar.pipeline.spans import Span, StepSpans
 
 if TYPE_CHECKING:
     from hybridpar.pipeline.engine import PipelineEngine
-    from hybridpar.pipeline.recorder import StepSpans
 
 #: One step as all workers ran it: by rank, origins on one clock. Rank = position * replicas + replica.
-StepOfAll = Mapping[int, "StepSpans"]
+StepOfAll = Mapping[int, StepSpans]
 
 
 @dataclass(frozen=True)

@@ -90,12 +90,14 @@ def key_random_operations(graph: fx.Graph, modules: nn.Module) -> int:
     """
     count = 0
     for node in list(graph.nodes):
-        if _is_random(node, modules):
+        if not _is_random(node, modules):
+            continue
+        count += 1
+        if node.prev.target is not enter_random:  # else the stage has been in a pipeline before
             with graph.inserting_before(node):
                 graph.call_function(enter_random, (node.name,))
             with graph.inserting_after(node):
                 graph.call_function(leave_random)
-            count += 1
     return count
 
 

@@ -7,63 +7,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
-from hybridpar.pipeline.actions import COMPUTE, Action
+from hybridpar.pipeline.actions import Action
 from hybridpar.pipeline.spans import Span
+from hybridpar.pipeline.spans import StepSpans as StepSpans
 
 #: One name for it, so that tests can put a stand-in here.
 cuda: Any = torch.cuda
 
 #: Kind of queue, worker, and which one of that kind.
 Queue = tuple[str, int, int]
-
-
-@dataclass(frozen=True)
-class StepSpans:
-    """What one worker did in a step.
-
-    Attributes:
-        origin: The clock at the start of the step, in seconds; comparable between the processes of a host.
-        spans: Every action by start, in milliseconds since `origin`.
-    """
-
-    origin: float
-    spans: tuple[Span, ...]
-
-    @cached_property
-    def step_ms(self) -> float:
-        """From the first action's start to the last one's end."""
-        return max((span.end_ms for span in self.spans), default=0.0)
-
-    @cached_property
-    def compute_end_ms(self) -> float:
-        """When the last forward or backward pass ended."""
-        return max((span.end_ms for span in self.spans if span.action.kind in COMPUTE), default=0.0)
-
-    @property
-    def bubble(self) -> float:
-        """Part of the time until `compute_end_ms` in which this worker's lanes did not compute."""
-        compute = [span for span in self.spans if span.action.kind in COMPUTE]
-        lanes = len({span.lane for span in compute})
-        if not compute or self.compute_end_ms == 0:
-            return 0.0
-        return max(0.0, 1 - sum(span.duration_ms for span in compute) / (lanes * self.compute_end_ms))
-
-    @property
-    def sync_ms(self) -> float:
-        """Time of all sums of gradients."""
-        return sum(span.duration_ms for span in self.spans if span.queue == "sync")
-
-    @property
-    def exposed_sync_ms(self) -> float:
-        """How long the last sum of gradients outlasted the last computation."""
-        last = max((span.end_ms for span in self.spans if span.queue == "sync"), default=0.0)
-        return max(0.0, last - self.compute_end_ms)
 
 
 class SpanRecorder:

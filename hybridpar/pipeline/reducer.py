@@ -221,7 +221,8 @@ class GradientReducer:
         """A bucket is full, and all before it have left."""
         self._refuse_sparse(bucket)
         flight.flats.append(bucket.collect())
-        self._send(bucket, flight, self._lanes.caller.record())
+        with self._lanes.on_behalf():
+            self._send(bucket, flight, self._lanes.caller.record())
 
     def _refuse_sparse(self, bucket: Bucket) -> None:
         if any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in bucket.slots):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from hybridpar.pipeline.actions import Action
+from hybridpar.pipeline.actions import COMPUTE, RECEIVES, Action
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +33,65 @@ class Span:
     def duration_ms(self) -> float:
         """Time from start to end."""
         return self.end_ms - self.start_ms
+
+
+@dataclass(frozen=True)
+class StepSpans:
+    """What one worker did in a step.
+
+    Attributes:
+        origin: The clock at the start of the step, in seconds; comparable between the processes of a host.
+        spans: Every action by start, in milliseconds since `origin`.
+    """
+
+    origin: float
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def step_ms(self) -> float:
+        """From the first action's start to the last one's end."""
+        return max((span.end_ms for span in self.spans), default=0.0)
+
+    @cached_property
+    def compute_end_ms(self) -> float:
+        """When the last forward or backward pass ended."""
+        return max((span.end_ms for span in self.spans if span.action.kind in COMPUTE), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """Part of the time until `compute_end_ms` in which this worker's lanes did not compute."""
+        compute = [span for span in self.spans if span.action.kind in COMPUTE]
+        lanes = len({span.lane for span in compute})
+        if not compute or self.compute_end_ms == 0:
+            return 0.0
+        return max(0.0, 1 - sum(span.duration_ms for span in compute) / (lanes * self.compute_end_ms))
+
+    @property
+    def sync_ms(self) -> float:
+        """Time of all sums of gradients."""
+        return sum(span.duration_ms for span in self.spans if span.queue == "sync")
+
+    @property
+    def exposed_sync_ms(self) -> float:
+        """How long the last sum of gradients outlasted the last computation."""
+        last = max((span.end_ms for span in self.spans if span.queue == "sync"), default=0.0)
+        return max(0.0, last - self.compute_end_ms)
+
+    def waiting_since(self, moment: float) -> StepSpans:
+        """The same step without the time that receives waited before a moment, such as the end of the step before.
+
+        A step is issued while the one before still runs, and its receives begin to wait at once; that is no part of it.
+
+        Args:
+            moment: In seconds on the clock of `origin`.
+        """
+        earliest = 1e3 * (moment - self.origin)
+        cut = [
+            replace(span, start_ms=min(max(span.start_ms, earliest), span.end_ms))
+            if span.action.kind in RECEIVES
+            else span
+            for span in self.spans
+        ]
+        zero = min((span.start_ms for span in cut), default=0.0)
+        moved = [replace(span, start_ms=span.start_ms - zero, end_ms=span.end_ms - zero) for span in cut]
+        return StepSpans(self.origin + zero / 1e3, tuple(sorted(moved, key=lambda span: (span.start_ms, span.end_ms))))

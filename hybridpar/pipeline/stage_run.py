@@ -120,12 +120,17 @@ class StageRun:
         self._after_forward: Callable[[], None] = lambda: None
         self._quiet: Callable[[], Any] = _nothing
         self._flights: dict[int, _Flight] = {}
+        self._device: torch.device | None = None
         self._step = 0
         #: Sum of the scaled losses of the step so far, float64; None before the first.
         self.loss_sum: Tensor | None = None
         #: Micro-batches whose activations are kept now, and the most there ever were.
         self.in_flight = 0
         self.peak_in_flight = 0
+
+    def move_to(self, device: torch.device) -> None:
+        """Bring what comes from other devices to that of the stage's lane."""
+        self._device = device
 
     def attach(self, after_forward: Callable[[], None], quiet: Callable[[], Any]) -> None:
         """Say what belongs to every forward pass.
@@ -160,10 +165,11 @@ class StageRun:
         for border in self.stage.inputs:
             given = inputs.get(border.name)
             value = self._mailbox.values.pop((border.name, index, self.index)) if given is None else given
-            leaf = value.detach()
+            keep(value)
+            leaf = self._here(value.detach())
             leaves[border.name] = leaf.requires_grad_() if border.requires_grad else leaf
         keep(*leaves.values())
-        flight = self._flights[index] = _Flight(leaves, share=share, target=target)
+        flight = self._flights[index] = _Flight(leaves, share=share, target=self._here(target))
         self.in_flight += 1
         self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
         with torch.set_grad_enabled(not self._recompute):
@@ -248,6 +254,7 @@ class StageRun:
                 gradient = self._mailbox.gradients.pop((name, index, consumer), None)
                 if gradient is not None:
                     keep(gradient)
+                    gradient = self._here(gradient)
                     known = gradients.get(name)
                     gradients[name] = gradient if known is None else known + gradient
         return [
@@ -255,6 +262,12 @@ class StageRun:
             for name, output in flight.outputs.items()
             if output.requires_grad and name in gradients
         ]
+
+    def _here(self, value: Any) -> Any:
+        """A tensor on the device of the stage's lane."""
+        if self._device is None or not isinstance(value, Tensor) or value.device == self._device:
+            return value
+        return value.to(self._device, non_blocking=True)
 
     def _hand_back(self, flight: _Flight, index: int) -> None:
         for name, leaf in flight.leaves.items():

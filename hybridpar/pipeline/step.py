@@ -39,16 +39,19 @@ class StepRequest:
     Attributes:
         micro_batches: This replica's share.
         global_samples: Samples of all replicas.
-        rate_factor: What the optimizers' peak learning rates are multiplied with.
+        rate_factor: What the optimizers' peak learning rates are multiplied with; None where their rates have been set.
         stop: This worker wants training to end after this step.
         save: This worker wants a checkpoint after this step.
+        wishes: `stop` and `save` as a float64 tensor on the device, in place of what the host says. The step is then to
+            be captured: the host is told nothing of it but what `Executor.adopt` starts to copy.
     """
 
     micro_batches: Sequence[MicroBatch]
     global_samples: int
-    rate_factor: float = 1.0
+    rate_factor: float | None = 1.0
     stop: bool = False
     save: bool = False
+    wishes: Tensor | None = None
 
 
 @dataclass
@@ -62,6 +65,7 @@ class StepState:
     spans: SpanRecorder
     events: dict[Action, Event] = field(default_factory=dict)
     reports: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    losses: dict[int, Tensor | None] = field(default_factory=dict)
     reported: dict[int, Event] = field(default_factory=dict)
     shared: dict[int, Event] = field(default_factory=dict)
     values: Tensor | None = None

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.batchnorm import BatchNormPool
+from hybridpar.pipeline.constants import Constants
 from hybridpar.pipeline.control import (
     HEAD,
     ControlLane,
@@ -68,6 +69,7 @@ class _Step:
     save: bool
     loss: Tensor
     global_samples: int | None
+    wishes: Tensor | None = None
     counts: Pending | None = None
     report: Pending | None = None
     micro_samples: int = 0
@@ -102,6 +104,7 @@ class GradientSync:
         self._measure = self.options.guard or self.options.clip_norm is not None
         self._lanes = lanes
         self._control = ControlLane(world, lanes)
+        self._constants = Constants(world.device)
         parameters = dict(model.named_parameters())
         synced = self.options.sync_batch_norm and world.size > 1
         if synced and len(world.lane_sums) < 2:
@@ -131,7 +134,15 @@ class GradientSync:
         self._step: _Step | None = None
         self._batch_norm_sums: Tensor | None = None
 
-    def begin(self, samples: int, *, global_samples: int | None = None, stop: bool = False, save: bool = False) -> None:
+    def begin(
+        self,
+        samples: int,
+        *,
+        global_samples: int | None = None,
+        stop: bool = False,
+        save: bool = False,
+        wishes: Tensor | None = None,
+    ) -> None:
         """Start a step; gradients of the step before are forgotten.
 
         Args:
@@ -140,6 +151,7 @@ class GradientSync:
                 the first forward pass.
             stop: This worker wants training to end after this step.
             save: This worker wants a checkpoint after this step.
+            wishes: `stop` and `save` as a float64 tensor on the device, in place of what the host says.
         """
         self.reducer.open()
         if self.batch_norm is not None:
@@ -147,7 +159,7 @@ class GradientSync:
         if self._rollback is not None:
             self._rollback.keep()
         loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        step = _Step(samples, stop, save, loss, global_samples if self.world.size > 1 else samples)
+        step = _Step(samples, stop, save, loss, global_samples if self.world.size > 1 else samples, wishes)
         if step.global_samples is None:
             mine = torch.tensor([float(samples)], dtype=torch.float64, device=self.world.device)
             step.counts = self._send(step, mine, "exchanging sample counts")
@@ -183,17 +195,27 @@ class GradientSync:
         if step.last:
             sums = self.batch_norm.sums if self.batch_norm is not None else None
             message = forward_report(
-                step.loss, step.samples, stop=step.stop, save=step.save, layout=self.reducer.layout, batch_norm=sums
+                step.loss,
+                step.samples,
+                stop=step.stop,
+                save=step.save,
+                layout=self.reducer.layout,
+                batch_norm=sums,
+                wishes=step.wishes,
+                constants=self._constants,
             )
             step.report = self._send(step, message, "exchanging forward reports")
             self.reducer.release(step.report)
         return scaled
 
-    def finish(self) -> DecidedOutcome:
+    def finish(self, *, copy: bool = True) -> DecidedOutcome:
         """Wait until all buckets are reduced, and agree on what becomes of the step.
 
         On return every parameter used on any worker has the reduced, clipped gradient in `.grad`; a parameter used
         nowhere has None.
+
+        Args:
+            copy: Start to copy the values to the host. Without that the outcome is for `end` alone.
 
         Raises:
             SyncError: A worker died, did not answer in time, or cut other buckets than this one.
@@ -204,7 +226,7 @@ class GradientSync:
         used = self.reducer.flush()
         started = time.perf_counter()
         squares, sent = self.reducer.wait()
-        votes = self._send(step, backward_report(squares, used), "agreeing on the step").wait()
+        votes = self._send(step, backward_report(squares, used, self._constants), "agreeing on the step").wait()
         report = step.report.wait()
         self._batch_norm_sums = report[HEAD:]
         if self.options.clip_norm is not None:
@@ -212,7 +234,8 @@ class GradientSync:
         self.reducer.keep_used(votes[1:], used)
         values = decide(report, votes[0], guard=self.options.guard, measured=self._measure)
         exposed = (time.perf_counter() - started) * 1e3
-        return DecidedOutcome.of(values, exposed, sent + step.message_bytes, self._lanes)
+        sent += step.message_bytes
+        return DecidedOutcome.of(values, exposed, sent, self._lanes) if copy else DecidedOutcome.bare(values, sent)
 
     def end(self, outcome: DecidedOutcome, *, decided_on_device: bool = False) -> None:
         """Commit or roll back what the forward passes left: BatchNorm's running statistics, and other buffers.

@@ -1,0 +1,305 @@
+"""Why: where kernels are small a GPU waits for the host that launches them; a graph launches a whole step at once.
+
+A `StepGraph` runs steps of one shape a few times, captures one over all lanes, and from then on replays it. What differs
+between steps is read from memory that is filled before: images and targets, learning rates, the wishes to stop or save.
+What the host may know is copied out of it afterwards. Steps of other shapes, such as the last of an epoch, are left to
+whoever asks, and so is everything if the capture fails; results are the same either way.
+
+The rules of a capture (CUDA C++ Programming Guide, "Creating a Graph Using Stream Capture"; PyTorch's notes on CUDA
+graphs): it begins on a stream that is not the default one; every lane joins it by waiting for an event of that stream,
+and is joined to it again before the end; the host reads nothing; memory comes from a pool of the graph's own.
+Gradients are made anew in every step, so those of a captured step lie in that pool. The default generator of a GPU is
+registered with every graph, so that random operations draw new numbers in each replay.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.lanes import Lanes
+
+_log = logging.getLogger(__name__)
+
+#: One name for it, so that tests can put a stand-in here.
+cuda: Any = torch.cuda
+
+#: Steps before the capture. Libraries choose their kernels and make their workspaces in the first ones, and buckets are
+#: cut anew after the first; where workers exchange gradients, PyTorch asks for 11.
+WARM_UPS, WARM_UPS_WITH_PEERS = 3, 11
+
+MicroBatches = Sequence[tuple[Tensor, Tensor]]
+_Issued = TypeVar("_Issued")
+_Issued_co = TypeVar("_Issued_co", covariant=True)
+
+
+class Captured(Protocol[_Issued_co]):
+    """What a `StepGraph` needs of an engine."""
+
+    def issue(self, micro_batches: MicroBatches, samples: int, global_samples: int, wishes: Tensor) -> _Issued_co:
+        """Issue everything that a step does on the device, reading nothing of it.
+
+        Args:
+            micro_batches: Inputs and targets.
+            samples: Samples of this worker.
+            global_samples: Samples of all workers.
+            wishes: Whether this worker wants to stop and to save, two float64 numbers on the device.
+        """
+
+    def set_rates(self, factor: float) -> None:
+        """Set the learning rates, on the device and in the order of the current stream."""
+
+    def settle(self) -> None:
+        """Let the host wait until everything that was issued is done."""
+
+    def give_up(self) -> None:
+        """Forget what a step that was issued in vain has left."""
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What is equal in all steps that one graph can stand for."""
+
+    tensors: tuple[Any, ...]
+    samples: int
+    global_samples: int
+
+    @classmethod
+    def of(cls, micro_batches: MicroBatches, samples: int, global_samples: int) -> _Shape:
+        facts = ((tuple(one.shape), one.stride(), one.dtype) for pair in micro_batches for one in pair)
+        return cls(tuple(facts), samples, global_samples)
+
+
+class StepGraph(Generic[_Issued]):
+    """Runs a training step as one CUDA graph.
+
+    Args:
+        engine: What issues steps.
+        lanes: All lanes that it issues to.
+        optimizers: What steps the parameters.
+        parameters: All parameters that are trained here.
+        warm_ups: Steps before the capture.
+
+    Attributes:
+        reason: Why no step is captured any more; None as long as that is not so.
+    """
+
+    def __init__(
+        self,
+        engine: Captured[_Issued],
+        lanes: Lanes,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parameters: Sequence[nn.Parameter],
+        warm_ups: int = WARM_UPS,
+    ) -> None:
+        self._engine = engine
+        self._lanes = lanes
+        self._optimizers = optimizers
+        self._parameters = parameters
+        self._warm_ups = warm_ups
+        self._stream = cuda.Stream(lanes.device)
+        self._wishes = torch.zeros(2, dtype=torch.float64, device=lanes.device)
+        self._wished = (False, False)
+        self._shape: _Shape | None = None
+        self._trainable: tuple[bool, ...] = ()
+        self._static: list[tuple[Tensor, Tensor]] = []
+        self._left = warm_ups
+        self._graph: Any = None
+        self._issued: _Issued | None = None
+        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self._away = False
+        self.reason: str | None = None
+
+    @property
+    def captured(self) -> bool:
+        """Whether there is a graph to replay."""
+        return self._graph is not None
+
+    def step(
+        self,
+        micro_batches: MicroBatches,
+        samples: int,
+        global_samples: int | None,
+        *,
+        rate_factor: float,
+        stop: bool,
+        save: bool,
+    ) -> _Issued | None:
+        """Run a step.
+
+        Args:
+            micro_batches: Inputs and targets on the device.
+            samples: Samples of this worker.
+            global_samples: Samples of all workers.
+            rate_factor: What peak learning rates are multiplied with.
+            stop: This worker wants to stop.
+            save: This worker wants a checkpoint.
+
+        Returns:
+            What the engine's `issue` returned for the work that has been launched on the current stream; the next step
+            overwrites its tensors. None where the step is to be run without a graph: nothing of it was done.
+        """
+        if global_samples is None:
+            self._stop_trying("the samples of the other workers are not known; give batches with `global_samples`")
+        if self.reason is not None or global_samples is None:
+            return None
+        shape = _Shape.of(micro_batches, samples, global_samples)
+        trainable = tuple(parameter.requires_grad for parameter in self._parameters)
+        # The largest step is the usual one. All workers see the same sizes, so all begin anew in the same step.
+        if self._shape is None or trainable != self._trainable or global_samples > self._shape.global_samples:
+            self._begin(shape, trainable, micro_batches)
+        if shape != self._shape:
+            self._away = True
+            return None
+        if self._graph is None and self._left == 0 and not self._capture():
+            return None
+        self._fill(micro_batches, rate_factor, (stop, save))
+        if self._graph is None:
+            return self._warm_up()
+        self._graph.replay()
+        return self._issued
+
+    def forget(self) -> None:
+        """Begin anew: tensors that were captured, as those of an optimizer, have been replaced by others."""
+        if self._graph is not None:
+            cuda.synchronize(self._lanes.device)
+        self._graph, self._issued, self._gradients = None, None, []
+        self._shape, self._static, self._left = None, [], self._warm_ups
+
+    # ------------------------------------------------------------- every step
+
+    def _begin(self, shape: _Shape, trainable: tuple[bool, ...], micro_batches: MicroBatches) -> None:
+        self.forget()
+        self._shape, self._trainable = shape, trainable
+        self._static = [(torch.empty_like(inputs), torch.empty_like(targets)) for inputs, targets in micro_batches]
+
+    def _fill(self, micro_batches: MicroBatches, rate_factor: float, wished: tuple[bool, bool]) -> None:
+        """Put what is new in this step where the captured step reads it."""
+        if self._away:
+            self._return()
+        for static, given in zip(self._static, micro_batches, strict=True):
+            for target, source in zip(static, given, strict=True):
+                target.copy_(source, non_blocking=True)
+        self._engine.set_rates(rate_factor)
+        if wished != self._wished:
+            for index, wish in enumerate(wished):
+                self._wishes[index].fill_(float(wish))
+            self._wished = wished
+
+    def _return(self) -> None:
+        """After steps that ran without the graph: they may still be reading, and have left gradients of their own."""
+        self._join()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._away = False
+
+    def _issue(self) -> _Issued:
+        """Issue the step on all lanes, from the current stream and back to it."""
+        assert self._shape is not None
+        start = self._lanes.caller.record()
+        for lane in self._lanes.others():
+            lane.wait(start)
+        issued = self._engine.issue(self._static, self._shape.samples, self._shape.global_samples, self._wishes)
+        self._join()
+        return issued
+
+    def _join(self) -> None:
+        for lane in self._lanes.others():
+            self._lanes.caller.wait(lane.record())
+
+    # ---------------------------------------------------- until there is a graph
+
+    def _warm_up(self) -> _Issued:
+        """Run the step on the streams on which it is going to be captured."""
+        self._left -= 1
+        current = cuda.current_stream(self._lanes.device)
+        self._stream.wait_stream(current)
+        with cuda.stream(self._stream), self._rehearsal(last=self._left == 0):
+            issued = self._issue()
+        current.wait_stream(self._stream)
+        return issued
+
+    @contextmanager
+    def _rehearsal(self, *, last: bool) -> Iterator[None]:
+        """In the last step before the capture, look for what would break it: whatever makes the host wait."""
+        if not last:
+            yield
+            return
+        before = cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            cuda.set_sync_debug_mode("warn")
+            try:
+                yield
+            finally:
+                cuda.set_sync_debug_mode(before)
+        waits = [one for one in caught if "synchronizing CUDA operation" in str(one.message)]
+        for one in caught:
+            if one not in waits and "Synchronization debug mode" not in str(one.message):
+                warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+        if waits:
+            self._stop_trying(f"the host waits for the device in {waits[0].filename}, line {waits[0].lineno}")
+
+    def _capture(self) -> bool:
+        """Capture the step, which does not run it. False where that fails: the step can then be issued as usual."""
+        self._engine.settle()
+        cuda.synchronize(self._lanes.device)
+        graph, collecting = cuda.CUDAGraph(), gc.isenabled()
+        # Objects that own events or pinned memory must not be finalised by chance while streams are captured.
+        gc.collect()
+        gc.disable()
+        cuda.empty_cache()
+        try:
+            with cuda.stream(self._stream), _capturable(self._optimizers):
+                graph.capture_begin(capture_error_mode="thread_local")  # other threads pin memory for loaders
+                try:
+                    self._issued = self._issue()
+                finally:
+                    graph.capture_end()
+        except Exception as error:
+            self._issued = None
+            self._lanes.forgive()
+            self._engine.give_up()
+            self._stop_trying(_text_of(error))
+            return False
+        finally:
+            if collecting:
+                gc.enable()
+        self._graph = graph
+        self._gradients = [(one, one.grad) for one in self._parameters if one.grad is not None]
+        self._away = False
+        return True
+
+    def _stop_trying(self, reason: str) -> None:
+        if self.reason is None:
+            self.reason = reason
+            _log.warning("no CUDA graph of the training step: %s; training goes on without", reason)
+
+
+@contextmanager
+def _capturable(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+    """Inside, Adam and AdamW let themselves be captured. Fused, they compute the same with and without the mark."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups if "capturable" in group]
+    before = [group["capturable"] for group in groups]
+    for group in groups:
+        group["capturable"] = True
+    try:
+        yield
+    finally:
+        for group, value in zip(groups, before, strict=True):
+            group["capturable"] = value
+
+
+def _text_of(error: BaseException) -> str:
+    """What came first: ending a capture that has failed is an error of its own."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return str(error).partition("\n")[0] or type(error).__name__
