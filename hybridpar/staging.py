@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -30,6 +30,8 @@ from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan, parse_plan, read_plan
 
 _log = logging.getLogger(__name__)
+
+_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -285,8 +287,9 @@ def pipeline_options(plan: StagePlan, config: TrainConfig, sync: SyncOptions, de
         compile=config.compile,
         threads=lane_threads(plan.shape, device),
         seed=config.seed,
-        forward_ms=_times([stage.forward_ms for stage in sections]),
-        backward_ms=_times([stage.backward_ms for stage in sections]),
+        forward_ms=_known([stage.forward_ms for stage in sections]),
+        backward_ms=_known([stage.backward_ms for stage in sections]),
+        saved_bytes=_known([stage.saved_bytes for stage in sections]),
         input_ms=tuple(cost.input_ms for cost in plan.backward) if plan.backward is not None else None,
         weight_ms=tuple(cost.weight_ms for cost in plan.backward) if plan.backward is not None else None,
         split_backward=plan.backward is not None and may_split(plan.backward),
@@ -296,6 +299,7 @@ def pipeline_options(plan: StagePlan, config: TrainConfig, sync: SyncOptions, de
     )
 
 
-def _times(values: Sequence[float | None]) -> tuple[float, ...] | None:
+def _known(values: Sequence[_Number | None]) -> tuple[_Number, ...] | None:
+    """The values where all of them are known."""
     known = [value for value in values if value is not None]
     return tuple(known) if len(known) == len(values) else None

@@ -8,14 +8,15 @@ The run leaves no trace: buffers and generators are put back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from hybridpar.errors import UsageError
+from hybridpar.errors import ScheduleError, UsageError
 from hybridpar.pipeline.actions import Edge
 from hybridpar.pipeline.rollback import BufferRollback
 from hybridpar.pipeline.stage_run import StageModule, consumers_of
@@ -28,7 +29,8 @@ class BorderFacts:
 
     Attributes:
         parts: Every tensor that crosses a border, by name.
-        gradients: Names of those that a gradient comes back for.
+        gradients: Names of those that a gradient comes back for. One that later stages use only without a gradient, or
+            for an output that the loss ignores, is not among them.
         saved_bytes: For every stage the bytes that its forward pass keeps for its backward pass; distinct storages,
             without parameters, buffers.
     """
@@ -49,8 +51,9 @@ class BorderTable:
     Args:
         stages: All stages of the model, in order.
         forwards: What to call for each of them.
-        measured: Stages whose saved bytes are wanted; the others are run without autograd.
+        measured: Stages whose saved bytes are wanted.
         recomputed: Those of them that keep only what enters them.
+        loss: What the last stage's result goes through.
     """
 
     def __init__(
@@ -59,36 +62,49 @@ class BorderTable:
         forwards: Sequence[Callable[..., Any]],
         measured: Sequence[int] = (),
         recomputed: Sequence[int] = (),
+        loss: Callable[[Any, Any], Tensor] | None = None,
     ) -> None:
         self._stages = stages
         self._forwards = forwards
+        self._loss = loss
         self._recomputed = set(recomputed)
         self._measured = set(measured) - self._recomputed
         #: Facts of the first micro-batch.
         self.first: BorderFacts | None = None
         self._known: dict[tuple[Any, ...], BorderFacts] = {}
+        self._trainable: tuple[bool, ...] = ()
         self._consumers = [consumers_of(stages, index) for index in range(len(stages))]
 
     def names(self, source: int, target: int) -> list[str]:
         """What a stage uses of an earlier one, in the order in which it travels."""
         return self._consumers[source].get(target, [])
 
+    def follow_trainable(self) -> None:
+        """Forget all facts where parameters were frozen or thawed since they were found."""
+        modules: list[Any] = list(self._stages)
+        trainable = tuple(parameter.requires_grad for module in modules for parameter in module.parameters())
+        if trainable != self._trainable:
+            self._trainable = trainable
+            self._known.clear()
+
     def knows(self, inputs: Mapping[str, Tensor]) -> bool:
         """Whether `at` can answer for a micro-batch without running the stages."""
         return _key_of(inputs) in self._known
 
-    def at(self, inputs: Mapping[str, Tensor]) -> BorderFacts:
+    def at(self, inputs: Mapping[str, Tensor], target: Any = None) -> BorderFacts:
         """The facts for a micro-batch.
 
         Args:
             inputs: The model's inputs by name, on the device.
+            target: What the loss compares the output with.
 
         Raises:
             UsageError: A stage refuses the inputs.
+            ScheduleError: A border needs a gradient that it did not need when the model was cut.
         """
         key = _key_of(inputs)
         if key not in self._known:
-            self._known[key] = self._run(inputs)
+            self._known[key] = self._run(inputs, target)
             self.first = self.first or self._known[key]
         return self._known[key]
 
@@ -102,8 +118,10 @@ class BorderTable:
                 edges.append(Edge(source, target, sum(sizes.values()), back))
         return tuple(edges)
 
-    def _run(self, inputs: Mapping[str, Tensor]) -> BorderFacts:
+    def _run(self, inputs: Mapping[str, Tensor], target: Any) -> BorderFacts:
         facts = BorderFacts()
+        reached: list[dict[str, set[str]]] = []
+        used: set[str] = set()
         values: dict[str, Tensor] = dict(inputs)
         device = next(iter(inputs.values())).device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -131,14 +149,47 @@ class BorderTable:
                     storages = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage() for leaf in leaves}
                     saved = sum(storage.nbytes() for storage in storages.values())
                 facts.saved_bytes.append(saved)
+                named = dict(zip((border.name for border in stage.inputs), leaves, strict=True))
                 if stage is self._stages[-1]:
+                    result = result if self._loss is None else self._loss(result, target)
+                    used = _leaves_behind(tree_leaves(result), named)
                     break
+                reached.append({})
                 for border, tensor in zip(stage.outputs, result, strict=True):
-                    values[border.name] = tensor
+                    _require_known_gradient(stage.index, border, tensor)
+                    reached[-1][border.name] = _leaves_behind([tensor], named)
+                    values[border.name] = tensor.detach()
                     facts.parts[border.name] = MessagePart.of(tensor)
-                    if border.requires_grad:
-                        facts.gradients.add(border.name)
+        for outputs in reversed(reached):
+            used = used.union(*(leaves for name, leaves in outputs.items() if name in used))
+        facts.gradients = used & facts.parts.keys()
         return facts
+
+
+def _leaves_behind(tensors: Iterable[Any], leaves: Mapping[str, Tensor]) -> set[str]:
+    """Names of the leaves that a backward pass from some tensors would come to."""
+    roots = [tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad]
+    found = {name for name, leaf in leaves.items() if any(root is leaf for root in roots)}
+    names = {id(leaf): name for name, leaf in leaves.items()}
+    waiting: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if (name := names.get(id(getattr(node, "variable", None)))) is not None:
+            found.add(name)
+        after = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= after
+        waiting += after
+    return found
+
+
+def _require_known_gradient(stage: int, border: Any, tensor: Tensor) -> None:
+    if tensor.requires_grad and not border.requires_grad:
+        raise ScheduleError(
+            f"{border.name!r}, which leaves stage {stage}, needs a gradient now, and did not when the model was cut",
+            "Whether gradients flow back over a border is found out when the model is cut.",
+            "Thaw all parameters that are to be trained at any time before that; they may be frozen after it.",
+        )
 
 
 def _key_of(inputs: Mapping[str, Tensor]) -> tuple[Any, ...]:
@@ -150,7 +201,7 @@ def _call(
 ) -> tuple[Any, int]:
     """The result of a stage, and the bytes it would keep for its backward pass."""
     if not measure:
-        with torch.no_grad():
+        with torch.enable_grad():
             return forward(*leaves), 0
     own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
     sizes: dict[int, int] = {}

@@ -30,10 +30,12 @@ class Recording:
     Attributes:
         steps: For every step, by number, what every worker did, by rank. Origins are seconds on the clock of rank 0.
         clocks: Number of clocks that the workers read; where there are several, they were aligned.
+        ahead: How far this worker's clock is ahead of rank 0's, in seconds.
     """
 
     steps: Mapping[int, Mapping[int, StepSpans]]
     clocks: int = 1
+    ahead: float = 0.0
 
 
 def clock_identity() -> str:
@@ -79,7 +81,7 @@ def gather_spans(
         }
         for step in common
     }
-    return Recording(steps, len(set(clocks)))
+    return Recording(steps, len(set(clocks)), ahead_of_main[world.rank])
 
 
 def _ahead_of_main(world: World, clocks: list[str], clock: Callable[[], float]) -> list[float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,12 +16,13 @@ from torch import Tensor, nn
 
 from hybridpar.errors import ScheduleError
 from hybridpar.lanes import Lane, Lanes
-from hybridpar.pipeline.actions import Layout
+from hybridpar.pipeline.actions import Edge, Layout
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
 from hybridpar.pipeline.buckets import flat_view, is_dense
 from hybridpar.pipeline.executor import Executor, LateOutcome, MicroBatch, StepRequest, StepState
 from hybridpar.pipeline.grid import Grid
 from hybridpar.pipeline.local_stage import LocalStage, OptimizerStep
+from hybridpar.pipeline.options import PipelineOptions as PipelineOptions
 from hybridpar.pipeline.program import Program, lower
 from hybridpar.pipeline.random_keys import RandomKeys, key_random_operations
 from hybridpar.pipeline.reducer import SyncLanes, open_sync_lanes
@@ -30,55 +30,9 @@ from hybridpar.pipeline.replicate import replicate
 from hybridpar.pipeline.schedules import ScheduleRequest, make
 from hybridpar.pipeline.split_cost import keep_whole
 from hybridpar.pipeline.stage_run import Mailbox, StageModule, StageRun, check_stages, consumers_of
-from hybridpar.pipeline.sync import SyncOptions
 from hybridpar.pipeline.world import World
 
 Loss = Callable[[Any, Any], Tensor]
-
-
-@dataclass(frozen=True)
-class PipelineOptions:
-    """How a model is trained as a pipeline.
-
-    Attributes:
-        lane_of: For every stage its lane, numbered over all workers of a replica.
-        worker_of: For every lane its worker.
-        devices: For every lane its device, where one worker drives several; empty for the device of the worker.
-        schedule: Name of the schedule.
-        recompute: Stages whose activations are computed again in the backward pass.
-        compile: Compile every stage with torch.compile.
-        threads: Intra-op threads of every lane on a CPU.
-        seed: Of the random operations inside the model.
-        forward_ms: For every stage the time of a forward pass, as measured; for schedules that look at it.
-        backward_ms: The same for the backward pass.
-        input_ms: The same for the half of it that gives the gradients of inputs; None where it is not to be split.
-        weight_ms: The same for the half that gives the gradients of parameters.
-        split_backward: Whether backward passes may be split; where not, schedules that split keep them whole.
-        latency_ms: Of a transfer between workers.
-        bytes_per_second: Of a transfer between workers; None where transfers take no time.
-        memory_cap: Most bytes of activations that a worker may keep; None for no limit.
-        capture: Steps are to be captured, so the host must not decide on them.
-    """
-
-    lane_of: tuple[int, ...]
-    worker_of: tuple[int, ...]
-    devices: tuple[str, ...] = ()
-    schedule: str = "1f1b"
-    recompute: tuple[int, ...] = ()
-    compile: bool = False
-    threads: int = 1
-    seed: int = 0
-    forward_ms: tuple[float, ...] | None = None
-    backward_ms: tuple[float, ...] | None = None
-    input_ms: tuple[float, ...] | None = None
-    weight_ms: tuple[float, ...] | None = None
-    split_backward: bool = True
-    latency_ms: float = 0.0
-    bytes_per_second: float | None = None
-    memory_cap: int | None = None
-    sync: SyncOptions = field(default_factory=SyncOptions)
-    sync_lanes: int = 2
-    capture: bool = False
 
 
 class PipelineEngine:
@@ -137,13 +91,15 @@ class PipelineEngine:
                 "Workers are stages' workers times replicas.",
                 f"Start {self.positions} workers, or a multiple of that.",
             )
+        # Before anything is exchanged: a schedule that cannot be is refused alike on all workers.
+        make(options.schedule, self._request(self._layout(_plain_edges(stages)), micro_batches))
         if options.devices and (world.size > 1 or len(options.devices) != layout.lanes):
             raise ScheduleError(
                 f"devices {', '.join(options.devices)} for {layout.lanes} lane(s) of {world.size} worker(s)",
                 "One worker alone may drive several devices, each lane one; gradients meet between workers of one.",
                 "Start a worker per device.",
             )
-        replicate(model, world, agree=(options, micro_batches, [_state_names(stage) for stage in stages]))
+        replicate(model, world, agree=(options, micro_batches, [_names(stage) for stage in stages]))
         self.grid = (
             Grid(world, self.positions, sorted(pairs), lanes=self._sum_groups(layout)) if world.size > 1 else None
         )
@@ -163,7 +119,7 @@ class PipelineEngine:
         replicas = self.grid.replica_world if self.grid is not None else alone
         self._move_stages(layout)
         forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
-        self.borders = BorderTable(self._all_stages, forwards, mine, options.recompute)
+        self.borders = BorderTable(self._all_stages, forwards, mine, options.recompute, loss)
         compute: dict[int, Lane] = {
             lane: lanes.open(
                 f"compute {lane}",
@@ -177,7 +133,7 @@ class PipelineEngine:
         norms = dict(zip(compute, replicas.lane_sums[options.sync_lanes :], strict=False)) if synced else {}
         sync_lanes: SyncLanes = open_sync_lanes(replicas, lanes, len(norms)) if replicas.size > 1 else []
         mailbox = Mailbox()
-        keys = RandomKeys(options.seed, lanes.device, self.replica * self.micro_batches)
+        keys = RandomKeys(options.seed, lanes.device, self.replica * self.micro_batches, options.compile)
         self.stages: dict[int, LocalStage] = {}
         for index in mine:
             stage = self._all_stages[index]
@@ -399,17 +355,7 @@ class PipelineEngine:
     def _make_program(self, micro_batches: int, facts: BorderFacts, buckets: Mapping[int, int]) -> Program:
         options = self.options
         layout = self._layout(self.borders.edges(facts))
-        request = ScheduleRequest(
-            layout,
-            micro_batches,
-            forward_ms=options.forward_ms,
-            backward_ms=options.backward_ms,
-            input_ms=options.input_ms,
-            weight_ms=options.weight_ms,
-            latency_ms=options.latency_ms,
-            bytes_per_second=options.bytes_per_second,
-        )
-        schedule = make(options.schedule, request)
+        schedule = make(options.schedule, self._request(layout, micro_batches))
         if not options.split_backward:
             schedule = keep_whole(schedule)
         return lower(
@@ -418,6 +364,21 @@ class PipelineEngine:
             [buckets.get(index, 0) for index in range(layout.stages)],
             forward_ms=options.forward_ms,
             backward_ms=options.backward_ms,
+        )
+
+    def _request(self, layout: Layout, micro_batches: int) -> ScheduleRequest:
+        options = self.options
+        return ScheduleRequest(
+            layout,
+            micro_batches,
+            forward_ms=options.forward_ms,
+            backward_ms=options.backward_ms,
+            input_ms=options.input_ms if options.split_backward else None,
+            weight_ms=options.weight_ms if options.split_backward else None,
+            saved_bytes=options.saved_bytes,
+            memory_cap=options.memory_cap,
+            latency_ms=options.latency_ms,
+            bytes_per_second=options.bytes_per_second,
         )
 
     def _forward(self, stage: StageModule, mine: bool) -> Callable[..., Any]:
@@ -438,8 +399,10 @@ def _module(stage: StageModule) -> nn.Module:
     return module
 
 
-def _state_names(stage: StageModule) -> list[str]:
-    return list(_module(stage).state_dict())
+def _names(stage: StageModule) -> tuple[list[str], list[str], list[str]]:
+    """Of all that a stage holds, takes and returns."""
+    inputs, outputs = ([border.name for border in side] for side in (stage.inputs, stage.outputs))
+    return list(_module(stage).state_dict()), inputs, outputs
 
 
 def _both_ways(source: int, target: int) -> Iterator[tuple[int, int]]:
@@ -457,3 +420,10 @@ def whole_model(engine: PipelineEngine) -> Iterator[nn.Module]:
         yield engine.model
     finally:
         engine.model.train()
+
+
+def _plain_edges(stages: Sequence[StageModule]) -> tuple[Edge, ...]:
+    """What flows between stages, before its size is known."""
+    return tuple(
+        Edge(index, target, 0, 1) for index in range(len(stages)) for target in sorted(consumers_of(stages, index))
+    )

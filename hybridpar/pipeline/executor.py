@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from hybridpar.errors import TrainingError
-from hybridpar.lanes import Lane, Lanes
+from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
+from hybridpar.pipeline.constants import Constants
 from hybridpar.pipeline.control import all_reduce_bytes, decide, start_copy
 from hybridpar.pipeline.local_stage import LocalStage
 from hybridpar.pipeline.program import Program
@@ -78,11 +79,13 @@ class Executor:
         self._receivers = {
             peer: (end, lanes.open(f"receive from {peer}", priority=-1)) for peer, end in receivers.items()
         }
+        self._constants = Constants(lanes.device)  # of the control lane
         self._control = lanes.open("control", priority=-1)
         self._sync_lanes = sync_lanes
         self._on_device = on_device
         self._programs: dict[tuple[Any, ...], Program] = {}
         self._running: list[LateOutcome] = []
+        self._ends: list[Event] = []  # of the step before
         self.steps = 0
         #: The program of the last step.
         self.program: Program | None = None
@@ -101,9 +104,10 @@ class Executor:
     def issue(self, request: StepRequest) -> StepState:
         """Issue the work of a step, without counting it as done."""
         self._settle()
+        self.borders.follow_trainable()
         if not all(self.borders.knows(batch.inputs) for batch in request.micro_batches):
             self.wait()  # the example run uses the buffers that the step before still writes to
-        facts = [self.borders.at(batch.inputs) for batch in request.micro_batches]
+        facts = [self.borders.at(batch.inputs, batch.target) for batch in request.micro_batches]
         program = self.program = self._program(request, facts[0])
         flights = {index: stage.new_flight() for index, stage in self.stages.items()}
         # What is captured runs many times, so it has no times of its own.
@@ -114,6 +118,10 @@ class Executor:
             stage.lane.wait(given)
             stage.lane.submit(_call(stage.start, step.number, flights[index]))
         self._control.wait(given)
+        # Where nothing flows back, those before may be a step ahead, and what has arrived has no step in its address.
+        for _, lane in self._receivers.values():
+            for event in self._ends:
+                lane.wait(event)
         last = {program.needs[Action(index, Kind.STEP)][0]: index for index in self.stages}
         for action in program.workers[self._position]:
             if action.kind is Kind.STEP:
@@ -122,6 +130,7 @@ class Executor:
                 self._apply(step, action.stage)
             else:
                 self._issue(step, program, action, last)
+        self._ends = step.ends
         return step
 
     def adopt(self, step: StepState) -> LateOutcome:
@@ -173,7 +182,7 @@ class Executor:
 
     def _program(self, request: StepRequest, facts: BorderFacts) -> Program:
         buckets = {index: stage.buckets for index, stage in self.stages.items()}
-        key = (len(request.micro_batches), tuple(buckets.items()))
+        key = (len(request.micro_batches), tuple(buckets.items()), frozenset(facts.gradients))
         if key not in self._programs:
             self._programs[key] = self._make_program(len(request.micro_batches), facts, buckets)
         return self._programs[key]
@@ -320,11 +329,11 @@ class Executor:
 
         def agree() -> None:
             message = torch.zeros(5, dtype=torch.float64, device=self._lanes.device)
-            if request.wishes is None:
-                message[2], message[3] = float(request.stop), float(request.save)
-            else:
-                control.keep(request.wishes)
-                message[2:4] = request.wishes
+            wishes = request.wishes
+            if wishes is None:
+                wishes = self._constants.of(request.stop, request.save)
+            control.keep(wishes)
+            message[2:4] = wishes
             for index in self.stages:
                 flight, (squares, _) = step.flights[index], step.reports[index]
                 loss = step.losses[index]

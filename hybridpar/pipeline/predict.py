@@ -102,6 +102,7 @@ def predicted_costs(
     replicas: int = 1,
     sync_lanes: int = 1,
     commit: bool = True,
+    cores: float | None = None,
 ) -> Costs:
     """Costs for `simulate`, from a profile and from steps that ran.
 
@@ -114,6 +115,7 @@ def predicted_costs(
         replicas: Number of replicas.
         sync_lanes: Sums that a worker runs at one time.
         commit: Whether optimizers wait until all workers have agreed on the step.
+        cores: Of a worker, in units of what one pass of the profile had; see `Costs`.
 
     Raises:
         ScheduleError: There is neither a profile nor a step.
@@ -128,6 +130,7 @@ def predicted_costs(
         step_ms=observed.all_compute_ms(Kind.STEP, stages),
         saved_bytes=tuple(one.saved_bytes for one in facts),
         link=fit_link(observed.transfers()),
+        cores=cores,
         buckets=tuple(
             tuple(
                 BucketCost(size, observed.ready(Action(stage, Kind.SYNC, bucket)))

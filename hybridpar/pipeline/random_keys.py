@@ -4,6 +4,9 @@ All threads of a process draw from torch's one generator, so masks would depend 
 forward pass that is run again for its activations would draw others. Here every random operation of a stage is keyed
 by the seed, the step, the micro-batch and the operation's own name in the model's graph: the masks are the same for
 any number of stages, lanes and workers, any schedule, and any recomputation.
+
+On a CPU such an operation draws from a generator of its own, because the host may draw from torch's one at the same
+time, for instance to augment the next batch, and neither must change what the other gets.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _lock = threading.Lock()
 _local = threading.local()
@@ -60,21 +65,24 @@ class RandomKeys:
         seed: Equal on all workers.
         device: Whose generator is seeded.
         first: Number of the replica's first micro-batch among those of all replicas.
+        compiled: Stages are compiled. Such code draws from torch's one generator, so the host should not meanwhile.
     """
 
     seed: int
     device: torch.device
     first: int = 0
+    compiled: bool = False
 
     @contextmanager
     def of(self, step: int, micro_batch: int) -> Iterator[None]:
         """Inside, random operations of stages on this thread belong to a micro-batch of a step."""
-        _local.key = (self.device, f"{self.seed}:{step}:{self.first + micro_batch}")
+        own = self.device.type == "cpu" and not self.compiled
+        _local.key = (self.device, f"{self.seed}:{step}:{self.first + micro_batch}", own)
+        _local.leave = None
         try:
             yield
         finally:
-            if getattr(_local, "state", None) is not None:
-                leave_random()  # the operation failed
+            leave_random()  # where the operation failed
             _local.key = None
 
 
@@ -106,30 +114,53 @@ def enter_random(name: str) -> None:
     key = getattr(_local, "key", None)
     if key is None:
         return
-    device, text = key
+    device, text, own = key
     seed = zlib.crc32(f"{text}:{name}".encode())
-    if device.type == "cuda":
+    if own:
+        mode = _OwnGenerator(seed)
+        mode.__enter__()
+        _local.leave = partial(mode.__exit__, None, None, None)
+    elif device.type == "cuda":
         # One thread issues everything to a GPU, and its generator is advanced at the time of issue.
-        _local.state = torch.cuda.get_rng_state(device)
+        _local.leave = partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
         torch.cuda.default_generators[device.index].manual_seed(seed)
-        return
-    _lock.acquire()  # the CPU's generator is shared by all lanes
-    _local.state = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)
+    else:
+        _lock.acquire()
+        _local.leave = partial(_put_back, torch.get_rng_state())
+        torch.default_generator.manual_seed(seed)
 
 
 def leave_random() -> None:
-    """Give the generator its own state back."""
-    key = getattr(_local, "key", None)
-    if key is None:
-        return
-    if key[0].type == "cuda":
-        torch.cuda.set_rng_state(_local.state, key[0])
-        _local.state = None
-        return
-    torch.set_rng_state(_local.state)
-    _local.state = None
+    """End what `enter_random` began, if it did."""
+    leave = getattr(_local, "leave", None)
+    if leave is not None:
+        _local.leave = None
+        leave()
+
+
+def _put_back(state: Tensor) -> None:
+    torch.set_rng_state(state)
     _lock.release()
+
+
+class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Random operators of this thread draw from a generator of their own."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if any(argument.name == "generator" for argument in func._schema.arguments):
+            return func(*args, **{**kwargs, "generator": self._generator})
+        # This operator knows no generator but torch's one, such as `rand_like`.
+        seed = int(torch.randint(1 << 62, (), generator=self._generator))
+        with _lock, torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            return func(*args, **kwargs)
 
 
 def _is_random(node: fx.Node, modules: nn.Module) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from hybridpar.pipeline.actions import COMPUTE, RECEIVES, Action
 
@@ -33,6 +35,22 @@ class Span:
     def duration_ms(self) -> float:
         """Time from start to end."""
         return self.end_ms - self.start_ms
+
+
+class Computed(NamedTuple):
+    """How long a worker computed in a step; what remains of its spans where only the bubble is wanted.
+
+    Attributes:
+        begin: When it began with anything but to wait for others, in seconds on the clock of the step.
+        end: When its last forward or backward pass ended, likewise.
+        busy_ms: Time of all passes, over its lanes.
+        lanes: Number of its compute lanes.
+    """
+
+    begin: float
+    end: float
+    busy_ms: float
+    lanes: int
 
 
 @dataclass(frozen=True)
@@ -67,6 +85,18 @@ class StepSpans:
         return max(0.0, 1 - sum(span.duration_ms for span in compute) / (lanes * self.compute_end_ms))
 
     @property
+    def computed(self) -> Computed:
+        """What `joint_bubble` needs of this worker."""
+        compute = [span for span in self.spans if span.action.kind in COMPUTE]
+        first = min((span.start_ms for span in self.spans if span.action.kind not in RECEIVES), default=0.0)
+        return Computed(
+            self.origin + first / 1e3,
+            self.origin + self.compute_end_ms / 1e3,
+            sum(span.duration_ms for span in compute),
+            len({span.lane for span in compute}),
+        )
+
+    @property
     def sync_ms(self) -> float:
         """Time of all sums of gradients."""
         return sum(span.duration_ms for span in self.spans if span.queue == "sync")
@@ -95,3 +125,20 @@ class StepSpans:
         zero = min((span.start_ms for span in cut), default=0.0)
         moved = [replace(span, start_ms=span.start_ms - zero, end_ms=span.end_ms - zero) for span in cut]
         return StepSpans(self.origin + zero / 1e3, tuple(sorted(moved, key=lambda span: (span.start_ms, span.end_ms))))
+
+
+def joint_bubble(workers: Iterable[Computed]) -> float:
+    """Part of the lanes' time, from the first action of any worker to the last pass of any, in which none computed.
+
+    The bubble of a step as the literature has it: (p - 1) / (m + p - 1) for p equal stages and m micro-batches (GPipe,
+    Huang et al. 2019, section 2.3).
+
+    Args:
+        workers: All workers of one replica in one step, on one clock.
+    """
+    parts = [one for one in workers if one.lanes]
+    if not parts:
+        return 0.0
+    length = 1e3 * (max(one.end for one in parts) - min(one.begin for one in parts))
+    lanes = sum(one.lanes for one in parts)
+    return min(1.0, max(0.0, 1 - sum(one.busy_ms for one in parts) / (lanes * length))) if length > 0 else 0.0

@@ -1,0 +1,54 @@
+"""Why: how a model is trained as a pipeline is plain data that all workers must agree on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hybridpar.pipeline.sync import SyncOptions
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """How a model is trained as a pipeline.
+
+    Attributes:
+        lane_of: For every stage its lane, numbered over all workers of a replica.
+        worker_of: For every lane its worker.
+        devices: For every lane its device, where one worker drives several; empty for the device of the worker.
+        schedule: Name of the schedule.
+        recompute: Stages whose activations are computed again in the backward pass.
+        compile: Compile every stage with torch.compile.
+        threads: Intra-op threads of every lane on a CPU.
+        seed: Of the random operations inside the model.
+        forward_ms: For every stage the time of a forward pass, as measured; for schedules that look at it.
+        backward_ms: The same for the backward pass.
+        input_ms: The same for the half of it that gives the gradients of inputs; None where it is not to be split.
+        weight_ms: The same for the half that gives the gradients of parameters.
+        split_backward: Whether backward passes may be split; where not, schedules that split keep them whole.
+        latency_ms: Of a transfer between workers.
+        bytes_per_second: Of a transfer between workers; None where transfers take no time.
+        saved_bytes: For every stage the activations that a micro-batch keeps for its backward pass.
+        memory_cap: Most bytes of activations that a worker may keep; None for no limit. Only `greedy` obeys it.
+        capture: Steps are to be captured, so the host must not decide on them.
+    """
+
+    lane_of: tuple[int, ...]
+    worker_of: tuple[int, ...]
+    devices: tuple[str, ...] = ()
+    schedule: str = "1f1b"
+    recompute: tuple[int, ...] = ()
+    compile: bool = False
+    threads: int = 1
+    seed: int = 0
+    forward_ms: tuple[float, ...] | None = None
+    backward_ms: tuple[float, ...] | None = None
+    input_ms: tuple[float, ...] | None = None
+    weight_ms: tuple[float, ...] | None = None
+    split_backward: bool = True
+    latency_ms: float = 0.0
+    bytes_per_second: float | None = None
+    saved_bytes: tuple[int, ...] | None = None
+    memory_cap: int | None = None
+    sync: SyncOptions = field(default_factory=SyncOptions)
+    sync_lanes: int = 2
+    capture: bool = False
