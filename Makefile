@@ -9,10 +9,12 @@ READY := $(VENV)/.ready
 DEMO_DIR := runs/demo
 DEMO_ARGS := resnet18 --data digits --run-dir $(DEMO_DIR) --overwrite
 PYTEST_ARGS ?=
+DATA_ROOT ?= data
+THESIS_ARGS ?=
 BENCHMARKS := $(wildcard benchmarks/*/main.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench gpu-check images clean partition-sweep
+.PHONY: help venv demo test lint bench bench-thesis gpu-check images clean partition-sweep
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do \
@@ -43,6 +45,9 @@ bench: $(READY) ## Repeat the committed benchmarks; as root, for links of a give
 	@test -n "$(BENCHMARKS)" || echo "no benchmark has been committed yet"
 	@set -e; for file in $(BENCHMARKS); do \
 		module=$$(echo "$${file%.py}" | tr / .); echo "== $$module"; $(BIN)/python -m "$$module"; done
+
+bench-thesis: $(READY) ## ResNets on CIFAR and Caltech-101 against all peers; DATA_ROOT=DIR, GPUs, hours
+	$(BIN)/python -m benchmarks.thesis --data-root '$(DATA_ROOT)' $(THESIS_ARGS)
 
 gpu-check: $(READY) ## Test, compare with the CPU, and time on this machine's GPU
 	$(BIN)/python scripts/gpu_check.py

@@ -17,7 +17,8 @@ import tyro
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, LaunchError, SyncError
-from hybridpar.partition.command import PlanConfig, run_plan, run_show
+from hybridpar.partition.command import PlanConfig, run_plan
+from hybridpar.show import run_show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +41,12 @@ class Doctor:
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """Print the table of a plan file."""
+    """Print a plan, a timeline or a schedule, and draw it."""
 
-    plan: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="PLAN")]
-    """A plan written by `hybridpar plan` or by a training run."""
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+    """A plan of `hybridpar plan` or of a run, a trace of `hybridpar train --timeline`, or a schedule as CSV."""
+    draw: Path | None = None
+    """Draw it into this .svg, .png or .pdf file; of a plan, the schedule with its predicted times."""
 
 
 Command = Annotated[
@@ -81,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(command, PlanConfig):
             return run_plan(command)
         if isinstance(command, Show):
-            return run_show(command.plan)
+            return run_show(command.file, command.draw)
         return _train(command, arguments)
     except HybridparError as error:
         return _fail(error, debug)

@@ -105,6 +105,8 @@ class PipelineConfig:
     """Take the stages from this plan instead of measuring and cutting the model."""
     recompute: tuple[int, ...] = ()
     """Stages that keep only their inputs and compute their activations again in the backward pass."""
+    cuda_graph: bool = False
+    """Capture the training step as one CUDA graph and replay it; for small kernels on a GPU."""
     timeline: Path | None = None
     """Write what really ran, beside what was predicted, as a trace for Perfetto or chrome://tracing."""
 
@@ -190,5 +192,11 @@ class TrainConfig(PipelineConfig, SyncConfig, OptimizerConfig, DataConfig):
         for option, value, holds, rule in rules:
             if not holds:
                 raise UsageError(f"{option} is {value}", f"It must be {rule}.")
+        if self.cuda_graph and self.timeline is not None:
+            raise UsageError(
+                "--cuda-graph with --timeline",
+                "A graph runs as a whole, so the actions inside it have no times of their own.",
+                "Leave out one of them.",
+            )
         if self.nesterov and self.momentum == 0:
             raise UsageError("--nesterov with --momentum 0", "Nesterov's method needs momentum.", "Set --momentum 0.9.")

@@ -59,10 +59,11 @@ class ReplicaEngine:
         fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._obeys = fused and config.guard and (world.device.type == "cuda" or config.cuda_graph)
         self.late = self._obeys or config.cuda_graph
-        self._graph: StepGraph[DecidedOutcome] | None = None
+        #: Replays steps, where that was asked for.
+        self.graph: StepGraph[DecidedOutcome] | None = None
         if config.cuda_graph:
             warm_ups = WARM_UPS if world.size == 1 else WARM_UPS_WITH_PEERS
-            self._graph = StepGraph(self, lanes, [optimizer], list(model.parameters()), warm_ups)
+            self.graph = StepGraph(self, lanes, [optimizer], list(model.parameters()), warm_ups)
 
     def step(
         self,
@@ -78,8 +79,8 @@ class ReplicaEngine:
         if global_samples is None and self._world.size == 1:
             global_samples = samples
         self.model.train()
-        if self._graph is not None:
-            issued = self._graph.step(
+        if self.graph is not None:
+            issued = self.graph.step(
                 micro_batches, samples, global_samples, rate_factor=rate_factor, stop=stop, save=save
             )
             if issued is not None:
@@ -156,8 +157,8 @@ class ReplicaEngine:
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
         """Put saved state back by name."""
-        if self._graph is not None:
-            self._graph.forget()
+        if self.graph is not None:
+            self.graph.forget()
         load_optimizer_state(self.optimizer, self.model, dict(saved))
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 
@@ -35,15 +35,22 @@ from hybridpar.observe import (
     write_summary,
 )
 from hybridpar.observe.files import replace_file
+from hybridpar.pipeline.executor import LateOutcome
+from hybridpar.pipeline.spans import StepSpans
 from hybridpar.pipeline.world import World
-from hybridpar.plan import Measured, ModelInfo, Pipeline, Sync, trivial_plan
+from hybridpar.plan import ModelInfo, Plan
 from hybridpar.process import describe as describe_process
-from hybridpar.rundir import RunPlace, claim_place, find_place
+from hybridpar.run_plan import plan_of_run
+from hybridpar.run_timeline import StageWatch, check_timeline
+from hybridpar.rundir import claim_place, find_place
 from hybridpar.save_rule import SaveRule
+from hybridpar.stage_engine import StageEngine
 from hybridpar.staging import shape_of
-from hybridpar.timings import RunningMean, Timings
+from hybridpar.timings import RunningMean, StepClock, StepTimes, Timings, combine
 from hybridpar.trainer import StepResult, Trainer
 from hybridpar.worker import device_name, tune_worker
+
+_T = TypeVar("_T")
 
 #: Options that decide which samples a step sees; a resumed run must not change them.
 _POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size", "synthetic_samples")
@@ -85,8 +92,9 @@ class Run:
         self.model_name = model_name
         self.world = world
         self.rule = rule
+        self._agree(lambda: check_timeline(config, world.device.type))
         # Rank = position * replicas + replica: the workers of one replica are given the same samples.
-        replicas = shape_of(config, world.size).replicas
+        replicas = self.replicas = shape_of(config, world.size).replicas
         self.batches = TrainBatches(
             data,
             seed=config.seed,
@@ -131,8 +139,10 @@ class Run:
         self.resumed_from = self._resume()
         # Only now is it sure that the run can start; what stood in its directory before may go.
         self.place = self._agree(lambda: claim_place(self.place, config, model_name, {"torch": torch.__version__}))
-        self.info = self._describe(data)
+        self.plan, self.info = self._describe(data)
+        self.watch = StageWatch(self.trainer, config, self.plan, self.total, self.place.directory / "plan.json")
         self.timings = Timings()
+        self.clock = StepClock()
         self._last_save = time.monotonic()
         self._sound = True
         self._stopping = False
@@ -140,9 +150,9 @@ class Run:
 
     # ------------------------------------------------------------------- start
 
-    def _agree(self, decide: Callable[[], RunPlace]) -> RunPlace:
-        """Rank 0 decides where the run is kept; a problem there is everybody's problem."""
-        answer: RunPlace | HybridparError | None = None
+    def _agree(self, decide: Callable[[], _T]) -> _T:
+        """Rank 0 decides on what is about files; a problem there is everybody's problem."""
+        answer: _T | HybridparError | None = None
         if self.world.is_main:
             try:
                 answer = decide()
@@ -151,8 +161,7 @@ class Run:
         answer = self.world.gather(answer)[0]  # type: ignore[assignment]
         if isinstance(answer, HybridparError):
             raise answer
-        assert isinstance(answer, RunPlace)
-        return answer
+        return answer  # type: ignore[return-value]
 
     def _resume(self) -> int | None:
         if self.place.checkpoint is None:
@@ -178,16 +187,24 @@ class Run:
         self.best = (extra["best_accuracy"], extra["best_step"]) if extra["best_step"] is not None else None
         return self.trainer.steps_done
 
-    def _describe(self, data: ImageData) -> RunInfo:
+    def _describe(self, data: ImageData) -> tuple[Plan, RunInfo]:
         device = device_name(self.world.device)
         notes = [describe_process()] if os.environ.get(TUNED_VARIABLE) == "1" else []
         if self.place.restarted:
             since = f"step {self.resumed_from}" if self.resumed_from else "the start"
             notes.append(f"a worker died; all workers were restarted and go on from {since}")
         parameters = parameter_count(self.trainer.model)
+        model = ModelInfo(
+            name=self.model_name,
+            fingerprint=self.trainer.fingerprint,
+            parameters=parameters,
+            input=data.sample_shape,
+        )
+        plan = plan_of_run(self.trainer, self.config, model, device)
         if self.world.is_main:
-            self._write_plan(parameters, data, device)
-        return RunInfo(
+            replace_file(self.place.directory / "plan.json", [plan.to_json().encode()])
+        assert plan.pipeline is not None
+        return plan, RunInfo(
             model=self.model_name,
             data=self.config.data,
             workers=self.world.size,
@@ -199,35 +216,11 @@ class Run:
             batch_size=self.config.batch_size,
             run_dir=self.place.directory,
             notes=tuple(notes),
+            stages=len(plan.partition.stages),
+            replicas=self.replicas,
+            micro_batches=plan.pipeline.micro_batches,
+            schedule=plan.pipeline.schedule,
         )
-
-    def _write_plan(self, parameters: int, data: ImageData, device: str) -> None:
-        config = self.config
-        plan = trivial_plan(
-            ModelInfo(
-                name=self.model_name,
-                fingerprint=self.trainer.fingerprint,
-                parameters=parameters,
-                input=data.sample_shape,
-            ),
-            replicas=self.world.size,
-            device=self.world.device.type,
-            pipeline=Pipeline(micro_batches=config.micro_batches),
-            sync=Sync(
-                lanes=config.sync_lanes,
-                bucket_bytes=config.bucket_bytes,
-                batch_norm=config.batch_norm,
-            ),
-            measured=Measured(
-                device=device,
-                threads=torch.get_num_threads(),
-                dtype="bfloat16" if config.amp == "bf16" else "float32",
-                memory_format="channels_last" if config.channels_last else "contiguous",
-                seed=config.seed,
-                versions={"torch": torch.__version__},
-            ),
-        )
-        replace_file(self.place.directory / "plan.json", [plan.to_json().encode()])
 
     # -------------------------------------------------------------------- loop
 
@@ -258,8 +251,10 @@ class Run:
                 # Without the guard a bad step reaches the weights.
                 self._sound = self.config.guard or math.isfinite(result.loss)
                 losses.add(result.loss, result.outcome.samples)
-                record = self._record(result, epoch, data_ms)
+                record, spans = self._record(result, epoch, data_ms)
                 progress.step(record)
+                with self.clock.away():
+                    self.watch.take(result.step, spans, progress.message)
                 if writer is not None:
                     writer.write_step(record)
                 if result.skipped:
@@ -270,8 +265,9 @@ class Run:
                     self._save(progress)
             if self._stopping:
                 self._save(progress)
-                return True
-            evaluation = self.trainer.evaluate(self.test)
+                break
+            with self.clock.away():
+                evaluation = self.trainer.evaluate(self.test)
             if self.position[1] >= self.batches.steps_per_epoch:  # --steps may end within an epoch
                 self.position = (epoch + 1, 0)
             step = self.trainer.steps_done
@@ -287,7 +283,9 @@ class Run:
             last = epoch == self.epochs - 1
             if self.rule.epoch or (self.rule != SaveRule() and (last or improved)):
                 self._save(progress)
-        return False
+        with self.clock.away():
+            self.watch.finish(progress.message)
+        return self._stopping
 
     def _steps(self, epoch: int, first: int, stop: StopRequest) -> Iterator[tuple[StepResult, float]]:
         """The steps of an epoch, with the time each waited for its data.
@@ -316,24 +314,29 @@ class Run:
         if held is not None:
             yield held
 
-    def _record(self, result: StepResult, epoch: int, data_ms: float) -> StepRecord:
-        self.timings.compute_ms.append(result.compute_ms)
-        self.timings.exposed_sync_ms.append(result.outcome.exposed_sync_ms)
-        self.timings.data_ms.append(data_ms)
-        return StepRecord(
+    def _record(self, result: StepResult, epoch: int, data_ms: float) -> tuple[StepRecord, StepSpans]:
+        """A step in figures, and what ran in it."""
+        spans, exposed = _spans(result), result.outcome.exposed_sync_ms
+        if spans.spans:
+            times, spans = self.clock.divide(spans, data_ms)
+        else:
+            times = StepTimes(result.host_ms - exposed, exposed, data_ms)
+        self.timings.add(times, result.outcome.bytes_sent, spans)
+        record = StepRecord(
             step=result.step,
             epoch=epoch,
             loss=result.loss,
             lr=result.lr,
             samples=result.outcome.samples,
-            step_ms=result.step_ms + data_ms,
-            compute_ms=result.compute_ms,
-            exposed_sync_ms=result.outcome.exposed_sync_ms,
-            data_ms=data_ms,
+            step_ms=times.step_ms,
+            compute_ms=times.compute_ms,
+            exposed_sync_ms=times.exposed_sync_ms,
+            data_ms=times.data_ms,
             bytes_sent=result.outcome.bytes_sent,
             skipped=result.skipped,
             grad_norm=result.grad_norm,
         )
+        return record, spans
 
     def _save(self, progress: Progress) -> None:
         step = self.trainer.steps_done
@@ -350,7 +353,8 @@ class Run:
             "best_step": self.best[1] if self.best else None,
             "options": {option: getattr(self.config, option) for option in _POSITION_OPTIONS},
         }
-        self.trainer.save(self.place.checkpoints, extra)
+        with self.clock.away():
+            self.trainer.save(self.place.checkpoints, extra)
         self._saved = self._progress_made()
         if self.world.is_main:
             prune_checkpoints(self.place.checkpoints, self.config.keep, self.best[1] if self.best else None)
@@ -363,7 +367,9 @@ class Run:
     # --------------------------------------------------------------------- end
 
     def _finish(self, stopped: bool) -> None:
-        medians = self.world.gather(self.timings.medians() if self.timings.compute_ms else None)
+        engine = self.trainer.engine
+        peak = engine.pipeline.peak_saved_bytes if isinstance(engine, StageEngine) else 0
+        answers = self.world.gather((self.timings.share(self.watch.ahead), peak))
         if not self.world.is_main:
             return
         ended: Literal["finished", "interrupted"] = "interrupted" if stopped else "finished"
@@ -371,17 +377,33 @@ class Run:
         summary = summarize(
             self.info, table, seed=self.config.seed, ended=ended, resumed_from=self.resumed_from, versions=_versions()
         )
-        measured = [entry for entry in medians if isinstance(entry, dict)]
-        if measured and self.resumed_from is None:  # else the figures of all workers cover a part of the run only
-            for key in ("compute_ms", "exposed_sync_ms", "data_ms"):
-                summary[key] = round(sum(entry[key] for entry in measured) / len(measured), 3)
+        shares, peaks = zip(*answers, strict=True)
+        measured = combine(shares, self.replicas)
+        sent = measured.pop("bytes_sent", None)
+        if self.resumed_from is None:  # else the figures of all workers cover a part of the run only
+            summary |= measured | ({} if sent is None else {"bytes_sent_per_step": round(sent)})
+        else:
+            summary |= {key: measured[key] for key in ("bubble", "overlap") if key in measured}
+        if isinstance(engine, StageEngine):
+            summary["peak_saved_bytes"] = max(peaks)
+        if self.watch.forecast is not None:
+            summary["predicted_step_ms"] = round(self.watch.forecast.simulation.step_ms, 3)
         files = [write_summary(self.place.directory, summary)]
         if (picture := draw_loss(self.place.directory, self.info)) is not None:
             files.append(picture)
         files.append(self.place.checkpoints)
+        if self.config.timeline is not None and self.watch.problem is None and self.config.timeline.exists():
+            files.append(self.config.timeline)
         print_report(summary, files)
+        if self.watch.problem is not None:
+            print(f"warning: {self.watch.problem}")
         if stopped:
             print(f"stopped after step {self.trainer.steps_done}; the same command with --resume goes on from there")
+
+
+def _spans(result: StepResult) -> StepSpans:
+    """What this worker did in a step, where that is recorded."""
+    return result.outcome.spans if isinstance(result.outcome, LateOutcome) else StepSpans(0.0, ())
 
 
 def _example(data: ImageData, config: TrainConfig, replicas: int) -> torch.Tensor:

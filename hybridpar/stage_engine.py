@@ -59,7 +59,8 @@ class StageEngine:
         self._factory = optimizer
         self.optimizers: list[torch.optim.Optimizer] = []
         self._rates: list[Rates] = []
-        self._graph: StepGraph[StepState] | None = None
+        #: Replays steps, where that was asked for.
+        self.graph: StepGraph[StepState] | None = None
         self.pipeline = PipelineEngine(
             model,
             plan.stages,
@@ -71,7 +72,7 @@ class StageEngine:
             config.micro_batches,
         )
         if config.cuda_graph:
-            self._graph = self._make_graph(lanes)
+            self.graph = self._make_graph(lanes)
 
     def _make_graph(self, lanes: Lanes) -> StepGraph[StepState]:
         try:
@@ -132,8 +133,8 @@ class StageEngine:
         """Issue a step on this replica's share of one global batch. See `hybridpar.trainer.Trainer.step`."""
         if global_samples is None:
             global_samples = self._all_samples(samples)
-        if self._graph is not None:
-            issued = self._graph.step(
+        if self.graph is not None:
+            issued = self.graph.step(
                 micro_batches, samples, global_samples, rate_factor=rate_factor, stop=stop, save=save
             )
             if issued is not None:
@@ -206,8 +207,8 @@ class StageEngine:
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
         """Put saved state back by name, where this worker trains it."""
         self.pipeline.wait()
-        if self._graph is not None:
-            self._graph.forget()
+        if self.graph is not None:
+            self.graph.forget()
         for optimizer in self.optimizers:
             own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             names = {name for name, parameter in self.model.named_parameters() if id(parameter) in own}

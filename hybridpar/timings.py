@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridpar.pipeline.recorder import StepSpans
+from hybridpar.pipeline.spans import Computed, StepSpans, joint_bubble
 
 
 @dataclass(frozen=True)
@@ -58,83 +58,123 @@ class StepClock:
         finally:
             self._away.append((start, self._clock()))
 
-    def divide(self, spans: StepSpans, host_data_ms: float) -> StepTimes:
+    def divide(self, spans: StepSpans, host_data_ms: float) -> tuple[StepTimes, StepSpans]:
         """The times of the next step.
 
         Args:
             spans: What this worker did in it.
             host_data_ms: For the first step, which no other precedes: how long the host waited for its data.
+
+        Returns:
+            The times, and the step without what its receives waited while the step before still ran.
         """
-        start, end = spans.origin, spans.origin + spans.step_ms / 1e3
         if self._end is None:
-            data = host_data_ms / 1e3
+            begun, data = spans.origin, host_data_ms / 1e3
         else:
-            data = max(0.0, start - self._end)
-            for left, back in self._away:
-                data -= max(0.0, min(back, start) - max(left, self._end))
-            start = max(start, self._end)  # on other lanes it may have begun before the last one ended
-        self._away = [(left, back) for left, back in self._away if back > end]
-        self._end = max(end, start)
-        busy = 1e3 * (self._end - start)
+            spans = spans.waiting_since(self._end)
+            begun = max(spans.origin, self._end)  # on other lanes it may have begun before the last one ended
+            away = sum(max(0.0, min(back, begun) - max(left, self._end)) for left, back in self._away)
+            data = max(0.0, begun - self._end - away)
+        self._end = max(spans.origin + spans.step_ms / 1e3, begun)
+        self._away = [(left, back) for left, back in self._away if back > self._end]
+        busy = 1e3 * (self._end - begun)
         exposed = min(spans.exposed_sync_ms, busy)
-        return StepTimes(busy - exposed, exposed, max(0.0, 1e3 * data))
+        return StepTimes(busy - exposed, exposed, 1e3 * data), spans
+
+
+#: Figures that are told as medians over the steps.
+MEDIANS = ("compute_ms", "exposed_sync_ms", "data_ms", "bytes_sent")
 
 
 @dataclass
 class Timings:
-    """This worker's own share of the figures that the summary averages over the workers, one value per step."""
+    """This worker's own share of the figures that the summary takes over the workers, one value per step."""
 
     compute_ms: list[float] = field(default_factory=list)
     exposed_sync_ms: list[float] = field(default_factory=list)
     data_ms: list[float] = field(default_factory=list)
+    bytes_sent: list[float] = field(default_factory=list)
     sync_ms: list[float] = field(default_factory=list)
-    bubble: list[float] = field(default_factory=list)
+    computed: list[Computed] = field(default_factory=list)
 
-    def add(self, times: StepTimes, spans: StepSpans | None = None) -> None:
-        """Take a step into account; with what ran in it where that was recorded."""
+    def add(self, times: StepTimes, bytes_sent: int, spans: StepSpans) -> None:
+        """Take a step into account.
+
+        Args:
+            times: Its times.
+            bytes_sent: What this worker sent.
+            spans: What ran in it; empty where that was not recorded.
+        """
         self.compute_ms.append(times.compute_ms)
         self.exposed_sync_ms.append(times.exposed_sync_ms)
         self.data_ms.append(times.data_ms)
-        if spans is not None and spans.spans:
+        self.bytes_sent.append(bytes_sent)
+        if spans.spans:
             self.sync_ms.append(spans.sync_ms)
-            self.bubble.append(spans.bubble)
+            self.computed.append(spans.computed)
 
-    def figures(self, warmup: int = 3) -> dict[str, float]:
-        """What this worker tells the others; without the first steps where there are others."""
-        known = {key: values[warmup:] or values for key, values in vars(self).items() if values}
-        medians = {key: statistics.median(known[key]) for key in PARTS if key in known}
-        if "bubble" not in known:
-            return medians
-        return medians | {
-            "bubble": statistics.mean(known["bubble"]),
-            "sync_total_ms": sum(known["sync_ms"]),
-            "exposed_total_ms": sum(known["exposed_sync_ms"]),
+    def share(self, ahead: float = 0.0, warmup: int = 3) -> Share:
+        """What this worker tells the others; without the first steps where there are others.
+
+        Args:
+            ahead: How far this worker's clock is ahead of the one that all are to use, in seconds.
+            warmup: Number of first steps.
+        """
+        medians = {
+            key: statistics.median(values[warmup:] or values) for key in MEDIANS if (values := getattr(self, key))
         }
+        sync = self.sync_ms[warmup:] or self.sync_ms
+        exposed = (self.exposed_sync_ms[warmup:] or self.exposed_sync_ms) if sync else []
+        moved = [
+            one._replace(begin=one.begin - ahead, end=one.end - ahead)
+            for one in self.computed[warmup:] or self.computed
+        ]
+        return Share(medians, sum(sync), sum(exposed), moved)
 
 
-#: Parts of a step that are told as medians.
-PARTS = ("compute_ms", "exposed_sync_ms", "data_ms")
+@dataclass(frozen=True)
+class Share:
+    """One worker's figures.
+
+    Attributes:
+        medians: By the names of `MEDIANS`; empty where it did no step.
+        sync_ms: Time of all its sums of gradients.
+        exposed_ms: What of it outlasted computation.
+        computed: Per step, on one clock for all workers.
+    """
+
+    medians: dict[str, float]
+    sync_ms: float
+    exposed_ms: float
+    computed: list[Computed]
 
 
-def combine(figures: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """The figures of a run from those of its workers: means, and the overlap over all of them.
+def combine(shares: Sequence[Share], replicas: int) -> dict[str, Any]:
+    """The figures of a run from those of its workers.
 
     Args:
-        figures: What `Timings.figures` gave on every worker that did a step.
+        shares: Of all workers, by rank. Rank = position * replicas + replica.
+        replicas: Number of replicas.
 
     Returns:
-        Means of `PARTS` in milliseconds; `bubble`, the mean fraction; and `overlap`, the part of all sums of gradients
-        that lay beside computation. Only what was measured.
+        Means over the workers of the medians; `bubble`, the mean over steps and replicas; and `overlap`, the part of
+        all sums of gradients that did not outlast computation. Only what was measured.
     """
-    known = {key for one in figures for key in one}
-    result = {
-        key: round(statistics.mean(one[key] for one in figures), 3) for key in PARTS if figures and key in known
-    }
-    if "bubble" in known:
-        result["bubble"] = round(statistics.mean(one["bubble"] for one in figures if "bubble" in one), 4)
-    total = sum(one.get("sync_total_ms", 0.0) for one in figures)
+    result: dict[str, Any] = {}
+    for key in MEDIANS:
+        known = [one.medians[key] for one in shares if key in one.medians]
+        if known:
+            result[key] = round(statistics.mean(known), 3)
+    bubbles = [
+        joint_bubble(step)
+        for replica in range(replicas)
+        for step in zip(*(one.computed for one in shares[replica::replicas]), strict=False)
+    ]
+    if bubbles:
+        result["bubble"] = round(statistics.mean(bubbles), 4)
+    total = sum(one.sync_ms for one in shares)
     if total > 0:
-        result["overlap"] = round(max(0.0, 1 - sum(one.get("exposed_total_ms", 0.0) for one in figures) / total), 4)
+        result["overlap"] = round(max(0.0, 1 - sum(one.exposed_ms for one in shares) / total), 4)
     return result
 
 

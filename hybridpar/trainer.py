@@ -31,13 +31,14 @@ from hybridpar.evaluation import evaluate
 from hybridpar.lanes import Lanes
 from hybridpar.models import model_fingerprint
 from hybridpar.optim import build_optimizer, rate_factor
+from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.pipeline.control import StepOutcome
 from hybridpar.pipeline.executor import LateOutcome
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan
 from hybridpar.replica_engine import ReplicaEngine, autocast
 from hybridpar.stage_engine import StageEngine
-from hybridpar.staging import make_stage_plan
+from hybridpar.staging import make_stage_plan, shape_of
 
 LossFunction = Callable[[Any, Tensor], Tensor]
 
@@ -174,6 +175,9 @@ class Trainer:
             self._peak_rate = float(made.param_groups[0]["lr"])
             return made
 
+        if self.config.cuda_graph:  # before the model is measured and cut; the engines look at the rest
+            positions = shape_of(self.config, self.world.size).positions
+            check_capturable(self.world.device, self.world, (), positions=positions, compiled=self.config.compile)
         if plan is None and not self.config.is_staged:
             whole = make(self.model)
             self._require_own_parameters(whole)

@@ -4,8 +4,9 @@
 
 1. runs the tests marked `gpu`;
 2. trains the same model on the same batches on the CPU and on one GPU, option by option, and compares them;
-3. runs `hybridpar train` on all GPUs and looks at the accuracy;
-4. times `Trainer` against a plain PyTorch loop on one GPU, in interleaved rounds.
+3. compares ways to run a pipeline (`scripts/gpu_pipeline.py`): stages on streams, CUDA graphs, NCCL;
+4. runs `hybridpar train` on all GPUs and looks at the accuracy;
+5. times `Trainer` against a plain PyTorch loop on one GPU, in interleaved rounds.
 
 Results are added to `benchmarks/gpu/results/checks.csv` and `steps.csv`. Exit codes: 0 everything passed; 1 something
 did not; 3 there is no GPU, so nothing was checked.
@@ -38,6 +39,7 @@ from hybridpar.models import build_model  # noqa: E402
 from hybridpar.optim import build_optimizer  # noqa: E402
 from hybridpar.pipeline.world import World  # noqa: E402
 from hybridpar.worker import device_name  # noqa: E402
+from scripts.gpu_pipeline import run_checks  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "gpu" / "results"
 NO_GPU = 3
@@ -226,6 +228,9 @@ def main() -> int:
     checks = [run_tests()]
     for name, config in EQUAL.items():
         checks += compare(name, config, devices)
+    checks += [
+        Check(f"pipeline, {one.name}", one.value, one.limit, one.verdict != "FAILED") for one in run_checks(devices[1])
+    ]
     checks.append(run_command(["resnet18", "--data", "synthetic", "--stem", "cifar", "--epochs", "3"]))
     for check in checks:
         print(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.value} (limit {check.limit})")

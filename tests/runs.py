@@ -114,7 +114,10 @@ def check_run(run_dir: Path, *, ended: str = "finished", steps: int | None = Non
     facts = json.loads((run_dir / "run.json").read_text())
     assert plan.model.name == facts["model"] == summary["model"]
     assert plan.placement is not None
-    assert plan.placement.replicas == summary["workers"]
+    assert plan.placement.replicas == summary["replicas"]
+    assert len(plan.partition.stages) == summary["stages"]
+    if summary["stages"] == 1:
+        assert summary["replicas"] == summary["workers"]
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list(run_dir.glob("**/events.out.tfevents.*"))
     return summary

@@ -34,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "config": {"errors"},
     "models": {"errors"},
     "plan": {"errors"},
-    "observe": {"errors"},
+    "observe": {"errors", "pipeline"},
     "launch": {"errors", "process"},
     "lanes": {"errors"},
     "data": {"config", "errors", "registry"},
@@ -51,7 +51,8 @@ ROOMS: dict[str, set[str]] = {
         *("checkpoint", "cluster", "config", "data", "errors", "launch", "models", "observe", "pipeline", "plan"),
         *("process", "rundir", "trainer"),
     },
-    "cli": {"cluster", "config", "doctor", "errors", "launch", "partition", "run"},
+    "show": {"errors", "observe", "partition", "pipeline", "plan"},
+    "cli": {"cluster", "config", "doctor", "errors", "launch", "partition", "run", "show"},
     "__main__": {"cli"},
     "__init__": {"config", "errors", "partition", "plan", "trainer"},
 }
@@ -61,7 +62,7 @@ SHARED_ROOMS = {
     **dict.fromkeys(("lane_base", "lane_check", "lane_cpu", "lane_cuda", "lane_ops"), "lanes"),
     "probe_worker": "probe",
     "checkup": "doctor",
-    **dict.fromkeys(("save_rule", "timings", "worker"), "run"),
+    **dict.fromkeys(("run_plan", "run_timeline", "save_rule", "timings", "worker"), "run"),
     **dict.fromkeys(("evaluation", "replica_engine", "stage_engine", "staging"), "trainer"),
 }
 

@@ -10,6 +10,9 @@ from hybridpar.observe.progress import PlainProgress, Progress, open_progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.observe.report import print_report
 from hybridpar.observe.summary import summarize, summary_schema, validate_summary, write_summary
+from hybridpar.observe.timeline import Timeline, TimelineRow
+from hybridpar.observe.timeline_file import read_timeline, write_timeline
+from hybridpar.observe.timeline_text import print_timeline
 
 __all__ = [
     "EpochRecord",
@@ -19,12 +22,17 @@ __all__ = [
     "Progress",
     "RunInfo",
     "StepRecord",
+    "Timeline",
+    "TimelineRow",
     "draw_loss",
     "open_progress",
     "print_report",
+    "print_timeline",
     "read_metrics",
+    "read_timeline",
     "summarize",
     "summary_schema",
     "validate_summary",
     "write_summary",
+    "write_timeline",
 ]

@@ -84,3 +84,11 @@ class RunInfo:
     """Directory that holds what the run leaves behind."""
     notes: tuple[str, ...] = ()
     """Lines to show at the start as they are."""
+    stages: int = 1
+    """Stages that the model is cut into."""
+    replicas: int = 1
+    """Copies of the model, or of the whole pipeline."""
+    micro_batches: int = 1
+    """Micro-batches per replica and step."""
+    schedule: str = "accumulate"
+    """Name of the pipeline schedule; `accumulate` without stages."""

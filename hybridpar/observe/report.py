@@ -65,11 +65,45 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         for key, name in _PARTS:
             if summary[key] is not None:
                 rows.append(("", f"{summary[key]:9.2f} ms  {100 * summary[key] / step_ms:3.0f}%  {name}", ""))
+    rows += _pipeline_rows(summary)
     if summary["bytes_sent_per_step"] is not None:
         rows.append(("sent", f"{format_bytes(summary['bytes_sent_per_step'])} per worker and step", ""))
     if summary["skipped_steps"]:
         rows.append(("skipped", f"{_count(summary['skipped_steps'], 'step')} with non-finite gradients", "yellow"))
     return rows
+
+
+def _pipeline_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What only a run with stages has to tell."""
+    if summary["stages"] == 1:
+        return []
+    rows = []
+    predicted, busy = summary["predicted_step_ms"], _busy_ms(summary)
+    if predicted is not None and busy:
+        beside = f"{predicted:9.2f} ms  measured {busy:.2f} ms, {100 * (busy / predicted - 1):+.0f}%, both without data"
+        rows.append(("predicted", beside, ""))
+    replicas = f" x {summary['replicas']} replicas" if summary["replicas"] > 1 else ""
+    parts = [
+        f"{_count(summary['stages'], 'stage')}{replicas}",
+        f"{summary['micro_batches']} micro-batch{'' if summary['micro_batches'] == 1 else 'es'}",
+        summary["schedule"],
+    ]
+    rows.append(("pipeline", ", ".join(parts), ""))
+    parts = []
+    if summary["bubble"] is not None:
+        parts.append(f"bubble {100 * summary['bubble']:.0f}%")
+    if summary["overlap"] is not None:
+        parts.append(f"{100 * summary['overlap']:.0f}% of sums hidden")
+    if summary["peak_saved_bytes"]:
+        parts.append(f"{format_bytes(summary['peak_saved_bytes'])} kept for backward")
+    if parts:
+        rows.append(("", ", ".join(parts), ""))
+    return rows
+
+
+def _busy_ms(summary: Mapping[str, Any]) -> float:
+    """A step without waiting for data, which is not predicted either."""
+    return sum(summary[key] or 0.0 for key in ("compute_ms", "exposed_sync_ms"))
 
 
 def _count(number: int, noun: str) -> str:

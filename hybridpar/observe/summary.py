@@ -88,6 +88,15 @@ def summarize(
         "compute_ms": _median(steps["compute_ms"][steady]),
         "exposed_sync_ms": _median(steps["exposed_sync_ms"][steady]),
         "data_ms": _median(steps["data_ms"][steady]),
+        "stages": info.stages,
+        "replicas": info.replicas,
+        "micro_batches": info.micro_batches,
+        "schedule": info.schedule,
+        # What metrics.jsonl does not hold; for the run to fill in.
+        "bubble": None,
+        "overlap": None,
+        "peak_saved_bytes": None,
+        "predicted_step_ms": None,
         "versions": _installed_versions() | dict(versions or {}),
     }
 

@@ -1,4 +1,4 @@
-"""Why: `hybridpar plan` and `hybridpar show`, behind one dataclass that imports nothing heavy."""
+"""Why: `hybridpar plan`, behind one dataclass that imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -112,19 +112,6 @@ def run_plan(config: PlanConfig) -> int:
     if config.draw is not None:
         draw_partition(result.graph, result.plan, config.draw)
         console.print(f"picture written to {config.draw}")
-    return 0
-
-
-def run_show(path: Path) -> int:
-    """Print the table of a plan file; returns the exit code.
-
-    Raises:
-        PlanError: The file is not a plan that can be read.
-    """
-    from hybridpar.partition.table import print_partition
-    from hybridpar.plan import read_plan
-
-    print_partition(read_plan(path))
     return 0
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -197,7 +196,12 @@ class Executor:
             assert stage.reducer is not None
             assert flight is not None
             queue = ("sync", self._position, index % self._sync_lanes)
-            step.events[action] = stage.reducer.issue(index, flight, partial(step.spans.timed, queue, action))
+            place = f"adding gradients of stage {action.stage} over its replicas"
+
+            def timed(work: Callable[[], None]) -> Callable[[], None]:
+                return step.spans.timed(queue, action, self._named(place, work))
+
+            step.events[action] = stage.reducer.issue(index, flight, timed)
             return
         lane, work = self._work(step, action)
         mine = program.queue_of(action)
@@ -211,6 +215,15 @@ class Executor:
         else:
             lane.submit(step.spans.timed(mine, action, work))
         step.events[action] = lane.record()
+
+    def _named(self, doing: str, work: Callable[[], None]) -> Callable[[], None]:
+        """Work whose failure by the fault of another worker is told as that."""
+
+        def whole() -> None:
+            with self._replicas.named_errors(doing):
+                work()
+
+        return whole
 
     def _with_memory_named(self, step: StepState, action: Action, work: Callable[[], None]) -> Callable[[], None]:
         """Work whose lack of memory is told as what the user can change."""

@@ -118,7 +118,7 @@ def enter_random(name: str) -> None:
     seed = zlib.crc32(f"{text}:{name}".encode())
     if own:
         mode = _OwnGenerator(seed)
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]
         _local.leave = partial(mode.__exit__, None, None, None)
     elif device.type == "cuda":
         # One thread issues everything to a GPU, and its generator is advanced at the time of issue.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,13 +78,19 @@ class StepState:
 
 
 class LateOutcome(StepOutcome):
-    """The outcome of a step that may still be running. Reading it waits."""
+    """The outcome of a step that may still be running. Reading it waits.
+
+    Once the step is over it holds numbers only, so keeping the outcomes of a whole run keeps no batch alive.
+    """
 
     def __init__(self, step: StepState, world: World) -> None:
-        self._step = step
+        self._step: StepState | None = step
         self._world = world
+        self._recorder = step.spans
+        self._bad = step.bad
         self._values: list[float] | None = None
         self._spans: StepSpans | None = None
+        self._bytes_sent = 0
 
     def wait(self) -> None:
         """Wait until this worker has finished the step.
@@ -91,23 +98,28 @@ class LateOutcome(StepOutcome):
         Raises:
             SyncError: A worker died or did not answer in time.
         """
-        with self._world.named_errors("finishing a step"):
-            for event in self._step.ends:
-                event.synchronize()
+        if self._step is None:
+            return
+        for event in self._step.ends:
+            self._wait_for(event, "finishing a step")
+        self._read_values(self._step)
+        flights = [flight for flight in self._step.flights.values() if flight is not None]
+        self._bytes_sent = self._step.bytes_sent + sum(flight.sent for flight in flights)
+        self._step = None
 
     @property
     def spans(self) -> StepSpans:
         """When everything on this worker really ran."""
         if self._spans is None:
             self.wait()
-            self._spans = self._step.spans.collect()
+            self._spans = self._recorder.collect()
         return self._spans
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
         """Bytes this worker sent, gradients and activations."""
         self.wait()
-        return self._step.bytes_sent + sum(flight.sent for flight in self._step.flights.values() if flight is not None)
+        return self._bytes_sent
 
     @property
     def exposed_sync_ms(self) -> float:  # type: ignore[override]
@@ -118,13 +130,24 @@ class LateOutcome(StepOutcome):
     def bad_parameter(self) -> str | None:
         """A parameter of this worker's stages whose gradient was not finite."""
         self.wait()
-        return self._step.bad[0] if self._step.bad else None
+        return self._bad[0] if self._bad else None
+
+    def _read_values(self, step: StepState) -> list[float]:
+        if self._values is None:
+            assert step.decided is not None
+            self._wait_for(step.decided, "agreeing on the step")
+            assert step.host_values is not None
+            self._values = step.host_values.tolist()
+        return self._values
+
+    def _wait_for(self, event: Event, doing: str) -> None:
+        """Wait. Work on a CPU has named its errors itself, and one of the model's own is nobody else's fault."""
+        with self._world.named_errors(doing) if event.family.device.type == "cuda" else nullcontext():
+            event.synchronize()
 
     def _value(self, index: int) -> float:
         if self._values is None:
-            assert self._step.decided is not None
-            with self._world.named_errors("agreeing on the step"):
-                self._step.decided.synchronize()
-            assert self._step.host_values is not None
-            self._values = self._step.host_values.tolist()
+            assert self._step is not None
+            self._read_values(self._step)
+        assert self._values is not None
         return self._values[index]

@@ -31,6 +31,14 @@ SUMMARY = {
     "exposed_sync_ms": 7.5,
     "data_ms": 1.2,
     "versions": {},
+    "stages": 1,
+    "replicas": 2,
+    "micro_batches": 1,
+    "schedule": "accumulate",
+    "bubble": None,
+    "overlap": None,
+    "peak_saved_bytes": None,
+    "predicted_step_ms": None,
 }
 
 GOLDEN = """
@@ -60,6 +68,28 @@ def printed(summary, width=80, terminal=True, files=()):
 def test_the_table_to_the_letter(terminal):
     files = [Path("runs/a/summary.json"), Path("runs/a/loss.png")]
     assert printed(SUMMARY, terminal=terminal, files=files) == GOLDEN
+
+
+def test_a_pipeline_shows_predicted_beside_measured():
+    pipeline = {
+        "stages": 4,
+        "micro_batches": 8,
+        "schedule": "greedy",
+        "bubble": 0.273,
+        "overlap": 0.914,
+        "peak_saved_bytes": 87_600_000,
+        "predicted_step_ms": 30.0,
+    }
+    assert printed(SUMMARY | pipeline).splitlines()[10:13] == [
+        "predicted          30.00 ms  measured 37.50 ms, +25%, both without data",
+        "pipeline       4 stages x 2 replicas, 8 micro-batches, greedy",
+        "               bubble 27%, 91% of sums hidden, 87.6 MB kept for backward",
+    ]
+    alone = {"replicas": 1, "micro_batches": 1, "overlap": None, "predicted_step_ms": None, "compute_ms": None}
+    assert printed(SUMMARY | pipeline | alone).splitlines()[9:11] == [
+        "pipeline       4 stages, 1 micro-batch, greedy",
+        "               bubble 27%, 87.6 MB kept for backward",
+    ]
 
 
 def test_what_was_not_measured_has_no_row():

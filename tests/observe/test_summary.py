@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -72,14 +73,30 @@ def test_a_whole_run_in_numbers(whole):
         "compute_ms": 10.0,
         "exposed_sync_ms": 3.0,
         "data_ms": 1.0,
+        "stages": 1,
+        "replicas": 1,
+        "micro_batches": 1,
+        "schedule": "accumulate",
+        "bubble": None,
+        "overlap": None,
+        "peak_saved_bytes": None,
+        "predicted_step_ms": None,
     }
+
+
+def test_what_the_run_is_told_of_its_pipeline(info, record):
+    pipeline = replace(info, stages=2, replicas=3, micro_batches=4, schedule="1f1b")
+    summary = summarize(pipeline, record([20.0] * 5), seed=7, ended="finished")
+    SCHEMA.validate(summary)
+    assert [summary[key] for key in ("stages", "replicas", "micro_batches", "schedule")] == [2, 3, 4, "1f1b"]
 
 
 def test_the_promised_keys_are_required():
     promised = (
         "model data workers epochs steps test_accuracy train_seconds step_ms_median images_per_second "
         "bytes_sent_per_step compute_ms exposed_sync_ms data_ms device versions seed batch_size best_test_accuracy "
-        "skipped_steps resumed_from exit"
+        "skipped_steps resumed_from exit stages replicas micro_batches schedule bubble overlap peak_saved_bytes "
+        "predicted_step_ms"
     )
     assert set(promised.split()) == set(summary_schema()["required"])
 

@@ -17,7 +17,6 @@ from hybridpar.partition.command import (
     parse_shape,
     parse_workers,
     run_plan,
-    run_show,
 )
 from hybridpar.partition.cost import Link, Problem, Worker
 from hybridpar.partition.draw import draw_partition
@@ -26,6 +25,7 @@ from hybridpar.partition.planning import PartitionedModel, partition_model, stag
 from hybridpar.partition.run import run_stages
 from hybridpar.partition.table import print_partition
 from hybridpar.plan import read_plan
+from hybridpar.show import run_show
 from tests.partition.nets import IMAGES, Residual, Shapes
 
 ROOT = Path(__file__).resolve().parents[2]

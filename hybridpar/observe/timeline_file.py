@@ -1,0 +1,269 @@
+"""Why: a timeline is kept in the one format that viewers of traces read, and comes back from it whole.
+
+The file is JSON in the Trace Event Format, for ui.perfetto.dev and chrome://tracing: a process per worker, beside it
+one for its prediction, a thread per queue, arrows from sends to receives. Where a thread is needed that no worker has,
+`steps`, it shows from when to when a worker was busy with a step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hybridpar.errors import ScheduleError, UsageError
+from hybridpar.observe.files import replace_file
+from hybridpar.observe.timeline import (
+    Timeline,
+    TimelineRow,
+    describe_action,
+    describe_queue,
+    joined_at,
+    send_of,
+)
+from hybridpar.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, parse_action
+from hybridpar.pipeline.spans import Span, StepSpans
+
+#: What `otherData` calls the writer; tells our traces from those of others.
+WRITER = "hybridpar timeline 1"
+
+# Thread ids are unique in the whole file: Perfetto takes them for ids of the operating system.
+_THREADS = 1000
+
+
+def write_timeline(path: Path, timeline: Timeline) -> None:
+    """Write a timeline as a trace, as a whole or not at all.
+
+    Raises:
+        RunDirectoryError: The file cannot be written.
+    """
+    replace_file(path, [json.dumps(trace_of(timeline), separators=(",", ":"), allow_nan=False).encode(), b"\n"])
+
+
+def read_timeline(path: Path) -> Timeline:
+    """Read what `write_timeline` wrote.
+
+    Raises:
+        UsageError: The file cannot be read, or was written by something else.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the trace {path}: {error}", fix="Name a file that --timeline wrote.") from error
+    return timeline_of(data, str(path))
+
+
+def trace_of(timeline: Timeline) -> dict[str, Any]:
+    """A timeline as the object that is written as JSON. Times in it are microseconds since the first event."""
+    zero = min((row.spans.origin for row in timeline.rows), default=0.0)
+    events: list[dict[str, Any]] = []
+    known: dict[tuple[int, str, int], int] = {}
+    for row in timeline.rows:
+        for key in [("steps", 0), *row.queues()]:
+            process = _process(row)
+            known.setdefault((process, *key), 0)
+    for number, (process, queue, lane) in enumerate(sorted(known, key=_thread_order)):
+        known[process, queue, lane] = process * _THREADS + number
+    events += _names(timeline, known)
+    busy: dict[int, float] = {}
+    for step in timeline.steps:
+        for predicted in (False, True):
+            rows = timeline.at(step, predicted=predicted)
+            joined = joined_at(rows, timeline.replicas)
+            for row in rows:
+                events.append(_step_event(row, known, zero, busy.get(_process(row), 0.0)))
+                busy[_process(row)] = row.end - zero
+                events += _events_of(row, known, zero, joined)
+            events += _arrows(rows, known, zero, joined, timeline.replicas)
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {**timeline.facts, "writer": WRITER, "replicas": timeline.replicas},
+    }
+
+
+def timeline_of(data: Any, source: str = "the trace") -> Timeline:
+    """A timeline from the object that `trace_of` made.
+
+    Raises:
+        UsageError: It was made by something else.
+    """
+    other = data.get("otherData") if isinstance(data, dict) else None
+    if not isinstance(other, dict) or other.get("writer") != WRITER:
+        raise UsageError(
+            f"{source} is not a trace of hybridpar",
+            f"Its otherData.writer must be {WRITER!r}.",
+            "Name a file that `hybridpar train --timeline FILE` wrote; others can be opened in ui.perfetto.dev.",
+        )
+    facts = dict(other)
+    del facts["writer"]
+    replicas = facts.pop("replicas")
+    spans: dict[tuple[int, int, bool], list[Span]] = {}
+    origins: dict[tuple[int, int, bool], float] = {}
+    try:
+        for event in data["traceEvents"]:
+            if event["ph"] != "X":
+                continue
+            args = event["args"]
+            key = (args["worker"], args["step"], args["predicted"])
+            if event["cat"] == "steps":
+                origins[key] = args["origin_us"] / 1e6
+                continue
+            start = event["ts"] / 1e3
+            spans.setdefault(key, []).append(
+                Span(
+                    args["worker"] // replicas,
+                    event["cat"],
+                    args["lane"],
+                    parse_action(args["action"]),
+                    start,
+                    start + event["dur"] / 1e3,
+                )
+            )
+    except (KeyError, TypeError, ZeroDivisionError, ScheduleError) as error:
+        raise UsageError(
+            f"{source} is damaged: {type(error).__name__} {error}", fix="Write it again with --timeline."
+        ) from error
+    rows = []
+    for key, origin in origins.items():
+        moved = tuple(_moved(span, -origin * 1e3) for span in spans.get(key, ()))
+        rows.append(TimelineRow(key[0], key[1], StepSpans(origin, moved), key[2]))
+    return Timeline(tuple(rows), replicas, facts)
+
+
+def _moved(span: Span, by_ms: float) -> Span:
+    return Span(span.worker, span.queue, span.lane, span.action, span.start_ms + by_ms, span.end_ms + by_ms)
+
+
+def _process(row: TimelineRow) -> int:
+    return 2 * row.worker + (1 if row.predicted else 2)
+
+
+def _thread_order(key: tuple[int, str, int]) -> tuple[int, int, int]:
+    process, queue, lane = key
+    return process, ("steps", "compute", "sync", "send", "receive").index(queue), lane
+
+
+def _names(timeline: Timeline, threads: Mapping[tuple[int, str, int], int]) -> Iterator[dict[str, Any]]:
+    """Names and order of processes and threads."""
+    for process in sorted({key[0] for key in threads}):
+        worker, predicted = (process - 1) // 2, process % 2 == 1
+        name = f"predicted worker {worker}" if predicted else f"worker {worker}"
+        yield _meta("process_name", process, 0, name=name)
+        yield _meta("process_sort_index", process, 0, sort_index=process)
+    for (process, queue, lane), thread in threads.items():
+        worker = (process - 1) // 2
+        name = "steps" if queue == "steps" else describe_queue(queue, lane, timeline.replicas, worker)
+        yield _meta("thread_name", process, thread, name=name)
+        yield _meta("thread_sort_index", process, thread, sort_index=thread)
+
+
+def _meta(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "ts": 0, "args": args}
+
+
+def _shared_args(row: TimelineRow) -> dict[str, Any]:
+    return {"step": row.step, "worker": row.worker, "predicted": row.predicted}
+
+
+def _step_event(
+    row: TimelineRow, threads: Mapping[tuple[int, str, int], int], zero: float, free: float
+) -> dict[str, Any]:
+    """The whole step, from where the one before has ended: on other lanes it may have begun before."""
+    start = max(row.spans.origin - zero, min(free, row.end - zero))
+    begin = _microseconds(start)
+    return {
+        "ph": "X",
+        "name": f"step {row.step}",
+        "cat": "steps",
+        "pid": _process(row),
+        "tid": threads[_process(row), "steps", 0],
+        "ts": begin,
+        "dur": round(_microseconds(row.end - zero) - begin, 3),
+        "args": {
+            **_shared_args(row),
+            "origin_us": _microseconds(row.spans.origin - zero),
+            "exposed_sync_ms": round(row.spans.exposed_sync_ms, 3),
+        },
+    }
+
+
+def _events_of(
+    row: TimelineRow,
+    threads: Mapping[tuple[int, str, int], int],
+    zero: float,
+    joined: Mapping[tuple[int, Action], float],
+) -> Iterator[dict[str, Any]]:
+    process, shared = _process(row), _shared_args(row)
+    for span in row.spans.spans:
+        start = row.spans.origin + span.start_ms / 1e3
+        args = {**shared, "action": str(span.action), "lane": span.lane, **_parts(span.action)}
+        waited = joined.get((row.worker, span.action), start) - start
+        if waited > 1e-6:
+            args["waited_ms"] = round(min(waited * 1e3, span.duration_ms), 3)
+        begin = _microseconds(start - zero)
+        yield {
+            "ph": "X",
+            "name": describe_action(span.action),
+            "cat": span.queue,
+            "pid": process,
+            "tid": threads[process, span.queue, span.lane],
+            "ts": begin,
+            # From rounded ends: what follows directly must not overlap.
+            "dur": round(_microseconds(row.spans.origin + span.end_ms / 1e3 - zero) - begin, 3),
+            "args": args,
+        }
+
+
+def _parts(action: Action) -> dict[str, int]:
+    """What an action is about, in the words of the trace."""
+    parts = {"stage": action.stage}
+    if action.kind is Kind.SYNC:
+        parts["bucket"] = action.index or 0
+    elif action.kind in COMPUTE or action.kind in SENDS or action.kind in RECEIVES:
+        parts["micro_batch"] = action.index or 0
+    if action.peer is not None:
+        parts["peer_stage"] = action.peer
+    return parts
+
+
+def _arrows(
+    rows: list[TimelineRow],
+    threads: Mapping[tuple[int, str, int], int],
+    zero: float,
+    joined: Mapping[tuple[int, Action], float],
+    replicas: int,
+) -> Iterator[dict[str, Any]]:
+    """From the start of every send to its receive."""
+    sends = {
+        (row.worker, span.action): (row, span) for row in rows for span in row.spans.spans if span.action.kind in SENDS
+    }
+    for row in rows:
+        for span in row.spans.spans:
+            if span.action.kind not in RECEIVES:
+                continue
+            send = send_of(span.action)
+            peer = span.lane * replicas + row.worker % replicas
+            if (peer, send) not in sends:
+                continue
+            other, sent = sends[peer, send]
+            name = f"{'predicted ' if row.predicted else ''}{row.step} {peer} {send}"
+            begin = other.spans.origin + sent.start_ms / 1e3
+            end = min(max(joined[row.worker, span.action], begin), row.spans.origin + span.end_ms / 1e3)
+            for phase, place, queue, when in (("s", other, sent, begin), ("f", row, span, end)):
+                process = _process(place)
+                yield {
+                    "ph": phase,
+                    "name": "transfer",
+                    "cat": "transfer",
+                    "id": name,
+                    "pid": process,
+                    "tid": threads[process, queue.queue, queue.lane],
+                    "ts": _microseconds(when - zero),
+                    **({"bp": "e"} if phase == "f" else {}),
+                }
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

@@ -1,0 +1,238 @@
+"""Why: streams, graphs and NCCL can only be wrong on a GPU, so what the pipeline makes of them is compared there.
+
+    python scripts/gpu_pipeline.py                 # also a part of `make gpu-check`
+    python scripts/gpu_pipeline.py --device cpu    # the same comparisons on lanes of a CPU; the rest is skipped
+
+Every check trains one small model twice on the same batches, in two ways that must give the same, and compares losses
+and by how much all weights moved. A check that fails or cannot run says so, and the next one follows. Exit codes: 0
+nothing failed, 1 something did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+ROOT = Path(__file__).parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from hybridpar import TrainConfig, Trainer  # noqa: E402
+from hybridpar.errors import HybridparError  # noqa: E402
+from hybridpar.pipeline.collective import BackendSum  # noqa: E402
+from hybridpar.pipeline.world import World  # noqa: E402
+
+#: More than the steps before a capture, so that some are replayed.
+STEPS, SAMPLES = 8, 16
+
+#: Largest relative differences. The kernels are the same, but some add in an order of their own; bf16 rounds more.
+LIMITS = {"none": (1e-4, 1e-3), "bf16": (2e-2, 1e-1)}
+
+
+class SkippedCheck(Exception):
+    """This machine or this version of PyTorch has not what the check is about."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What became of a check: its value, the limit, and `ok`, `FAILED` or `skipped`."""
+
+    name: str
+    value: float | str
+    limit: float | str
+    verdict: str
+
+
+class Net(nn.Module):
+    """Eight layers with BatchNorm, a skip connection and, on request, dropout."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        self.left = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        self.right = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16))
+        self.dropout = nn.Dropout(dropout)
+        self.deep = nn.Sequential(nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of images."""
+        x = self.stem(x)
+        x = torch.relu(x + self.right(self.left(x)))
+        logits: Tensor = self.head(self.deep(self.dropout(x)).mean((2, 3)))
+        return logits
+
+
+def train(
+    device: torch.device, config: TrainConfig, dropout: float = 0.0, *, uneven: bool = False
+) -> tuple[Tensor, Tensor, str]:
+    """Train `Net`.
+
+    Returns:
+        Loss of each step, and by how much the state moved, both float64 on the CPU; and what became of the CUDA graph.
+    """
+    torch.manual_seed(0)
+    model = Net(dropout)
+    before = _state(model)
+    generator = torch.Generator().manual_seed(1)
+    example = torch.zeros(SAMPLES // config.micro_batches, 3, 16, 16)
+    with Trainer(model, config=config, world=World(device=device), example=example) as trainer:
+        losses = []
+        for number in range(STEPS):
+            count = SAMPLES - 4 if uneven and number == STEPS - 2 else SAMPLES
+            images = torch.randn(count, 3, 16, 16, generator=generator)
+            labels = torch.randint(0, 10, (count,), generator=generator)
+            losses.append(trainer.step((images, labels)).outcome)
+        values = torch.tensor([outcome.loss for outcome in losses], dtype=torch.float64)
+        graph = trainer.engine.graph
+        said = "no graph" if graph is None else graph.reason or ("captured" if graph.captured else "not captured")
+    return values, _state(model) - before, said
+
+
+def _state(model: nn.Module) -> Tensor:
+    tensors = [tensor for tensor in model.state_dict().values() if tensor.is_floating_point()]
+    return torch.cat([tensor.detach().cpu().double().flatten() for tensor in tensors])
+
+
+@contextmanager
+def strict_streams() -> Iterator[None]:
+    """Inside, a gradient that is added on another stream than it was made for is an error, where PyTorch can tell."""
+    turn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*AccumulateGrad.*")
+        if turn is not None:
+            turn(True)
+        try:
+            yield
+        finally:
+            if turn is not None:
+                turn(False)
+
+
+BASE = TrainConfig(lr=0.01, micro_batches=4)
+PLAIN: dict[str, object] = {}
+
+
+def same(
+    device: torch.device,
+    one: dict[str, object],
+    other: dict[str, object],
+    *,
+    amp: str = "none",
+    dropout: float = 0.0,
+    uneven: bool = False,
+) -> tuple[float, float, bool]:
+    """Train in two ways and compare; value, limit and whether it holds, of whichever is the nearer to its limit."""
+    configs = [dataclasses.replace(BASE, amp=amp, **changes) for changes in (one, other)]  # type: ignore[arg-type]
+    if any(config.cuda_graph for config in configs):
+        if device.type != "cuda":
+            raise SkippedCheck("needs a GPU")
+        if configs[1].stages > 1 and torch.cuda.device_count() > 1:
+            raise SkippedCheck("with several GPUs every stage has its own: set CUDA_VISIBLE_DEVICES=0")
+    with strict_streams():
+        (losses, moved, _), (losses_there, moved_there, said) = (
+            train(device, config, dropout, uneven=uneven) for config in configs
+        )
+    if configs[1].cuda_graph and said != "captured":
+        raise HybridparError(f"no step was captured: {said}")
+    loss_limit, update_limit = LIMITS[amp]
+    loss = float(((losses_there - losses) / losses).abs().max())
+    update = float((moved_there - moved).norm() / moved.norm())
+    passed = loss <= loss_limit and update <= update_limit
+    return (loss, loss_limit, passed) if loss / loss_limit > update / update_limit else (update, update_limit, passed)
+
+
+def sum_over_one(device: torch.device) -> tuple[float, float, bool]:
+    """NCCL with one worker: a sum as it is, and captured on a stream beside the first."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        raise SkippedCheck("needs a GPU and NCCL")
+    if dist.is_initialized():
+        raise SkippedCheck("there is a process group already")
+    torch.cuda.set_device(device)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
+    try:
+        made = dist.new_group([0])
+        assert isinstance(made, dist.ProcessGroup)
+        group, tensor, graph = BackendSum(made), torch.ones(1024, device=device), torch.cuda.CUDAGraph()
+        beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        for _ in range(11):
+            group.all_reduce(tensor)
+        torch.cuda.synchronize(device)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            tensor.add_(1)
+            beside.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(beside):
+                group.all_reduce(tensor)
+            torch.cuda.current_stream(device).wait_stream(beside)
+        for _ in range(3):
+            graph.replay()
+        difference = float((tensor - 4).abs().max())
+        del graph
+        return difference, 0.0, difference == 0.0
+    finally:
+        dist.destroy_process_group()
+
+
+def all_checks(device: torch.device) -> dict[str, Callable[[], tuple[float, float, bool]]]:
+    """The checks by name."""
+    checks: dict[str, Callable[[], tuple[float, float, bool]]] = {}
+
+    def add(name: str, one: dict[str, object], other: dict[str, object], **options: object) -> None:
+        checks[name] = lambda: same(device, one, other, **options)  # type: ignore[arg-type]
+
+    for stages in (2, 4):
+        for schedule in ("1f1b", "gpipe", "zero_bubble", "greedy"):
+            add(f"{stages} stages, {schedule}", PLAIN, {"stages": stages, "schedule": schedule})
+    two: dict[str, object] = {"stages": 2, "schedule": "1f1b"}
+    four: dict[str, object] = {"stages": 4, "schedule": "1f1b"}
+    add("dropout, 2 and 4 stages", two, four, dropout=0.3)
+    add("dropout and recomputation", two, {**two, "recompute": (0, 1)}, dropout=0.3)
+    add("recomputation", PLAIN, {**two, "recompute": (0, 1)})
+    add("bf16", PLAIN, two, amp="bf16")
+    add("clipping", {"clip_norm": 0.5}, {**two, "clip_norm": 0.5})
+    for name, way in {"plain step": PLAIN, "2 stages": two, "4 stages": four}.items():
+        add(f"CUDA graph, {name}", way, {**way, "cuda_graph": True})
+        add(f"CUDA graph, {name}, a smaller step between", way, {**way, "cuda_graph": True}, uneven=True)
+    add("CUDA graph, bf16", two, {**two, "cuda_graph": True}, amp="bf16")
+    adamw: dict[str, object] = {**two, "optimizer": "adamw", "lr": 1e-3, "clip_norm": 0.5}
+    add("CUDA graph, AdamW, clipping", adamw, {**adamw, "cuda_graph": True})
+    checks["NCCL, one worker"] = lambda: sum_over_one(device)
+    return checks
+
+
+def run_checks(device: torch.device) -> Iterator[Result]:
+    """Run all checks, printing each."""
+    torch.backends.cudnn.allow_tf32 = False
+    for name, check in all_checks(device).items():
+        try:
+            value, limit, passed = check()
+            result = Result(name, value, limit, "ok" if passed else "FAILED")
+        except SkippedCheck as reason:
+            result = Result(name, str(reason), "", "skipped")
+        except Exception as error:  # one that fails must not hide the others
+            result = Result(name, f"{type(error).__name__}: {error}".replace("\n", " ")[:300], "", "FAILED")
+        print(f"{result.verdict:8}{name}: {result.value} (limit {result.limit})", flush=True)
+        yield result
+
+
+def main() -> int:
+    """See the module header."""
+    parser = argparse.ArgumentParser(description="Compare ways to train one model that must give the same.")
+    parser.add_argument("--device", default="cuda:0", help="device to train on, such as cuda:0 or cpu")
+    device = torch.device(parser.parse_args().device)
+    results = list(run_checks(device))
+    return 1 if any(result.verdict == "FAILED" for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

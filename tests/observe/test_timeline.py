@@ -1,0 +1,228 @@
+"""Why: a trace is read by other people's viewers, and by ourselves; both must find in it what really ran."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from hybridpar.errors import RunDirectoryError, UsageError
+from hybridpar.observe.timeline import (
+    Timeline,
+    TimelineRow,
+    add_prediction,
+    begin_of,
+    describe_action,
+    describe_queue,
+    joined_at,
+    length_ms,
+)
+from hybridpar.observe.timeline_file import read_timeline, timeline_of, trace_of, write_timeline
+from hybridpar.pipeline.actions import parse_action
+from hybridpar.pipeline.spans import Span, StepSpans
+from tests.observe.timelines import a_step, a_timeline
+from tests.runs import small_disk
+
+TIMELINES = {
+    "replicas": a_timeline(),
+    "one step, one replica": a_timeline(replicas=1, steps=(1,)),
+    "nothing predicted": a_timeline(predicted=False),
+    "lanes of one worker": a_timeline(replicas=1, workers=1),
+    "four stages": a_timeline(stages=4, workers=2),
+}
+
+
+def check_events(data):
+    """What the Trace Event Format asks for, as far as viewers rely on it; returns complete events by thread."""
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+    assert data["displayTimeUnit"] in ("ms", "ns")
+    threads, names, flows = {}, {}, {}
+    for event in data["traceEvents"]:
+        assert event["ph"] in ("M", "X", "s", "f")
+        assert all(isinstance(event[key], int) for key in ("pid", "tid"))
+        assert isinstance(event["name"], str)
+        assert math.isfinite(event["ts"])
+        assert event["ts"] >= 0
+        thread = event["pid"], event["tid"]
+        if event["ph"] == "M":
+            names.setdefault(event["name"], {})[thread] = event["args"]
+        elif event["ph"] == "X":
+            assert event["dur"] >= 0
+            assert isinstance(event["cat"], str)
+            threads.setdefault(thread, []).append((event["ts"], event["ts"] + event["dur"], event))
+        else:
+            flows.setdefault(event["id"], {})[event["ph"]] = event
+    assert len({tid for _, tid in threads}) == len(threads), "thread ids are unique in the file"
+    for thread, events in threads.items():
+        assert thread in names["thread_name"]
+        assert (thread[0], 0) in names["process_name"]
+        events.sort(key=lambda event: event[:2])
+        for (_, end, one), (start, _, other) in itertools.pairwise(events):
+            assert start >= end - 2e-3, f"{one['name']} overlaps {other['name']}"  # rounded to nanoseconds
+    for both in flows.values():
+        assert both["s"]["ts"] <= both["f"]["ts"] + 2e-3
+        assert both["f"]["bp"] == "e"
+        for phase, kind in (("s", "send"), ("f", "receive")):
+            place = both[phase]["pid"], both[phase]["tid"]
+            around = [e for a, b, e in threads[place] if a - 2e-3 <= both[phase]["ts"] <= b + 2e-3]
+            assert any(event["cat"] == kind for event in around), "an arrow begins and ends in a box"
+    return threads, names, flows
+
+
+@pytest.mark.parametrize("name", TIMELINES)
+def test_a_trace_is_one_by_the_book(name):
+    check_events(trace_of(TIMELINES[name]))
+
+
+@pytest.mark.parametrize("name", TIMELINES)
+def test_a_timeline_comes_back_whole(name, tmp_path):
+    was = TIMELINES[name]
+    write_timeline(tmp_path / "trace.json", was)
+    now = read_timeline(tmp_path / "trace.json")
+    assert (now.replicas, now.facts) == (was.replicas, was.facts)
+    assert now.steps == was.steps
+    zero = min(row.spans.origin for row in was.rows)
+    for step in was.steps:
+        for predicted in (True, False):
+            pairs = list(zip(was.at(step, predicted=predicted), now.at(step, predicted=predicted), strict=True))
+            for before, after in pairs:
+                assert after.worker == before.worker
+                assert after.spans.origin == pytest.approx(before.spans.origin - zero, abs=1e-8)
+                found = sorted(after.spans.spans, key=str)
+                for one, other in zip(sorted(before.spans.spans, key=str), found, strict=False):
+                    assert (one.worker, one.queue, one.lane, one.action) == (
+                        other.worker,
+                        other.queue,
+                        other.lane,
+                        other.action,
+                    )
+                    assert (other.start_ms, other.end_ms) == pytest.approx((one.start_ms, one.end_ms), abs=1e-5)
+                assert len(found) == len(before.spans.spans)
+
+
+def test_everybody_has_a_process_and_every_queue_a_thread():
+    data = trace_of(a_timeline())
+    _, names, flows = check_events(data)
+    processes = [args["name"] for args in names["process_name"].values()]
+    # Rank = position * replicas + replica; one replica is predicted.
+    assert sorted(processes) == ["predicted worker 0", "predicted worker 2", *(f"worker {rank}" for rank in range(4))]
+    of_worker_3 = {args["name"] for (pid, _), args in names["thread_name"].items() if pid == 8}
+    assert of_worker_3 == {
+        *("steps", "compute lane 1", "send to worker 1", "receive from worker 1", "sync lane 0", "sync lane 1")
+    }
+    transfers = 2 * 4  # forward and backward, of four micro-batches
+    assert len(flows) == 3 * transfers * (2 + 1), "in each of three steps, of both replicas and of the prediction"
+
+
+def test_events_say_what_they_are():
+    events = [event for event in trace_of(a_timeline())["traceEvents"] if event["ph"] == "X"]
+    found = {event["name"]: event for event in events if not event["args"]["predicted"]}
+    assert {"F3 stage 1", "B0 stage 0", "send F2 to stage 1", "receive B2 from stage 1", "optimizer stage 0"} <= set(
+        found
+    )
+    assert found["F3 stage 1"]["args"] == {
+        **{"step": 6, "worker": 3, "predicted": False},
+        **{"action": "1F3", "lane": 1, "stage": 1, "micro_batch": 3},
+    }
+    assert found["sync bucket 1 stage 0"]["args"]["bucket"] == 1
+    assert found["receive B2 from stage 1"]["args"]["peer_stage"] == 1
+    # The second replica is half a millisecond late for the sums, and the first waits for it.
+    waited = {event["args"]["waited_ms"] for event in events if "waited_ms" in event["args"] and event["cat"] == "sync"}
+    assert waited == {0.5}
+
+
+def test_a_prediction_begins_with_its_step_and_never_overlaps_the_next():
+    predicted = a_step(2.0)  # longer than the steps, which begin every 100 ms
+    assert predicted.step_ms > 100
+    steps = {step: {0: StepSpans(0.1 * step, a_step().timeline)} for step in (1, 2, 3)}
+    rows = [row for row in add_prediction(steps, predicted.timeline, 1) if row.predicted]
+    begins = {step: min(row.spans.origin for row in rows if row.step == step) for step in (1, 2, 3)}
+    length = predicted.step_ms / 1e3
+    assert begins == pytest.approx({1: 0.1, 2: 0.1 + length, 3: 0.1 + 2 * length})
+
+
+def test_steps_that_overlap_on_other_lanes_are_shown_one_after_the_other():
+    one = StepSpans(0.0, (Span(0, "compute", 0, parse_action("0F0"), 0, 10),))
+    other = StepSpans(0.008, (Span(0, "compute", 1, parse_action("1F0"), 0, 10),))
+    timeline = Timeline((TimelineRow(0, 1, one), TimelineRow(0, 2, other)))
+    threads, _, _ = check_events(trace_of(timeline))
+    shown = [event[:2] for events in threads.values() for event in events if event[2]["cat"] == "steps"]
+    assert shown == [(0.0, 10_000.0), (10_000.0, 18_000.0)]
+    again = timeline_of(trace_of(timeline)).at(2, predicted=False)[0].spans
+    assert again.origin == pytest.approx(0.008)
+
+
+def test_the_typical_step_has_the_median_length():
+    rows = []
+    for step, length in ((4, 30), (5, 90), (6, 40)):
+        rows.append(TimelineRow(0, step, StepSpans(step, (Span(0, "compute", 0, parse_action("0F0"), 0, length),))))
+    assert Timeline(tuple(rows)).typical_step() == 6
+    assert Timeline(tuple(rows[:2])).typical_step() == 5
+
+
+def test_a_step_begins_where_somebody_does_not_wait():
+    waiting = StepSpans(0.0, (Span(1, "receive", 0, parse_action("1RECV_F0"), 0, 50),))
+    working = StepSpans(0.04, (Span(0, "compute", 0, parse_action("0F0"), 0, 8),))
+    rows = [
+        TimelineRow(0, 1, working),
+        TimelineRow(1, 1, replace(waiting, spans=(*waiting.spans, Span(1, "compute", 1, parse_action("1F0"), 50, 60)))),
+    ]
+    assert begin_of(rows) == pytest.approx(0.04)
+    assert length_ms(rows) == pytest.approx(20)
+    assert joined_at(rows, 1)[1, parse_action("1RECV_F0")] == 0.0, "a send that nobody recorded changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1F3", "F3 stage 1"),
+        ("0W2", "W2 stage 0"),
+        ("0SEND_F1>3", "send F1 to stage 3"),
+        ("1RECV_B0", "receive B0 from stage 2"),
+        ("2SYNC5", "sync bucket 5 stage 2"),
+        ("2STEP", "optimizer stage 2"),
+    ],
+)
+def test_actions_in_words(text, said):
+    assert describe_action(parse_action(text)) == said
+
+
+def test_queues_in_words():
+    assert describe_queue("send", 1, replicas=2, worker=1) == "send to worker 3"
+    assert describe_queue("receive", 0) == "receive from worker 0"
+    assert describe_queue("sync", 1) == "sync lane 1"
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"traceEvents": []}', '{"traceEvents": [], "otherData": {"writer": "another"}}']
+)
+def test_traces_of_others_are_refused(tmp_path, text):
+    path = tmp_path / "trace.json"
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        read_timeline(path)
+    assert str(path) in caught.value.what
+    assert "--timeline" in caught.value.fix
+
+
+@pytest.mark.parametrize("key", ["args", "ts", "cat"])
+def test_a_damaged_trace_is_refused(key):
+    data = trace_of(a_timeline(replicas=1, steps=(1,)))
+    del next(event for event in data["traceEvents"] if event["ph"] == "X" and event["cat"] == "compute")[key]
+    with pytest.raises(UsageError, match="damaged"):
+        timeline_of(data)
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path):
+    with small_disk(tmp_path / "disk", kilobytes=16) as disk:
+        (disk / "trace.json").write_text("what was there")
+        with pytest.raises(RunDirectoryError, match="No space left"):
+            write_timeline(disk / "trace.json", a_timeline())
+        assert (disk / "trace.json").read_text() == "what was there"
+        assert [path.name for path in disk.iterdir()] == ["trace.json"]

@@ -1,0 +1,149 @@
+"""Why: a timeline is for people; what they see must fit their screen and be what ran."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from hybridpar.errors import UsageError
+from hybridpar.observe.timeline import Timeline, TimelineRow
+from hybridpar.observe.timeline_picture import draw_timeline
+from hybridpar.observe.timeline_text import print_timeline
+from hybridpar.pipeline.actions import parse_action
+from hybridpar.pipeline.spans import Span, StepSpans
+from tests.observe.timelines import a_timeline
+
+TINY = Timeline(
+    (
+        TimelineRow(
+            0,
+            7,
+            StepSpans(
+                0.0,
+                (
+                    Span(0, "compute", 0, parse_action("0F0"), 0, 10),
+                    Span(0, "compute", 0, parse_action("0B0"), 20, 40),
+                    Span(0, "sync", 0, parse_action("0SYNC0"), 30, 50),
+                    Span(0, "compute", 0, parse_action("0STEP"), 50, 55),
+                ),
+            ),
+        ),
+    )
+)
+
+GOLDEN = """\
+step 7
+
+                    step ms  forward  backward    idle  sums  exposed
+worker 0  measured     55.0     10.0      20.0  25.0 %  20.0     10.0
+
+55.0 ms, bubble 25 %
+                   0                                                     55.0 ms
+worker 0 computes  F0---------...........B0====================...........oooooo
+         sync 0                                     ssssssssssssssssssssss
+
+F-- forward   B== backward   s gradient sums   o optimizer   . idle
+"""
+
+
+def printed(timeline, width=80):
+    console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True)
+    print_timeline(timeline, console)
+    return "\n".join(line.rstrip() for line in console.export_text().split("\n"))
+
+
+def test_the_text_to_the_letter():
+    assert printed(TINY) == GOLDEN
+
+
+@pytest.mark.parametrize("width", [80, 120, 60])
+def test_the_text_fits_the_screen(width):
+    text = printed(a_timeline(stages=4, workers=2), width)
+    assert max(len(line) for line in text.splitlines()) <= min(width, 80)
+
+
+def test_the_text_has_predicted_above_measured_and_every_lane():
+    text = printed(a_timeline())
+    assert text.index("predicted:") < text.index("measured:  step 5, the one of median length")
+    assert text.splitlines()[0] == "resnet18, 2 stages x 2 replicas, 4 micro-batches, 1f1b, steps 4 to 6"
+    assert [len(re.findall(f"^worker {rank} computes", text, re.MULTILINE)) for rank in range(4)] == [2, 1, 2, 1]
+    strips = [line for line in text.splitlines() if re.match("^worker . computes", line)]
+    for line in strips:
+        assert (line.count("F"), line.count("B")) == (4, 4)
+        assert line.rstrip(".").endswith("o")
+
+
+def test_boxes_of_several_stages_name_the_stage():
+    text = printed(a_timeline(stages=2, workers=1, replicas=1))
+    assert "lane 0" in text
+    looped = Timeline(
+        (
+            TimelineRow(
+                0,
+                1,
+                StepSpans(
+                    0.0,
+                    (
+                        Span(0, "compute", 0, parse_action("0F0"), 0, 10),
+                        Span(0, "compute", 0, parse_action("2F0"), 10, 20),
+                    ),
+                ),
+            ),
+        )
+    )
+    assert "0F0-" in printed(looped)
+    assert "2F0-" in printed(looped)
+
+
+# ----------------------------------------------------------------------------------------------------------- pictures
+
+
+@pytest.mark.parametrize("ending", ["svg", "png", "pdf"])
+def test_pictures_have_the_format_of_their_name(tmp_path, ending):
+    path = tmp_path / f"a.{ending}"
+    draw_timeline(a_timeline(), path)
+    starts = {"svg": b"<?xml", "png": b"\x89PNG", "pdf": b"%PDF"}
+    assert path.read_bytes().startswith(starts[ending])
+
+
+def texts(path):
+    """What is written in an SVG picture: matplotlib keeps it in comments beside the outlines."""
+    return re.findall(r"<!-- (.*?) -->", path.read_text())
+
+
+def test_a_picture_says_who_what_and_how_long(tmp_path):
+    draw_timeline(a_timeline(), tmp_path / "a.svg")
+    said = texts(tmp_path / "a.svg")
+    assert [text for text in said if text.startswith("worker")] == [
+        *("worker 0", "worker 2", "worker 0", "worker 1", "worker 2", "worker 3")
+    ]
+    assert sum(text.startswith("predicted:") for text in said) == 1
+    assert sum(text.startswith("measured:") for text in said) == 1
+    assert {"forward", "backward", "transfer", "gradient sum", "bubble", "exposed sums", "optimizer"} <= set(said)
+    # Numbers of four micro-batches, forward and backward, on two predicted and four measured lanes.
+    assert [said.count(str(number)) for number in range(1, 4)] == [12] * 3
+
+
+def test_the_same_timeline_gives_the_same_file(tmp_path):
+    for name in ("a.svg", "b.svg"):
+        draw_timeline(a_timeline(), tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_what_was_not_predicted_has_no_panel(tmp_path):
+    draw_timeline(TINY, tmp_path / "a.svg", unit="slots")
+    said = texts(tmp_path / "a.svg")
+    assert not any("predicted" in text for text in said)
+    assert "slots" in said
+    assert any(text.startswith("step 55.0 slots,  bubble 25 %,  10.0 slots of gradient sums exposed") for text in said)
+
+
+def test_a_picture_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"\.svg"):
+        draw_timeline(TINY, tmp_path / "a.jpeg2000")
+    with pytest.raises(UsageError, match="cannot draw into"):
+        draw_timeline(TINY, tmp_path / "nowhere" / "a.svg")
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,53 @@
+"""Why: tests of all views of a timeline want the same few timelines, made without training anything."""
+
+from __future__ import annotations
+
+from hybridpar.observe.timeline import Timeline, add_prediction
+from hybridpar.pipeline.actions import Edge, place_stages
+from hybridpar.pipeline.costs import BucketCost, Costs, Link
+from hybridpar.pipeline.program import lower
+from hybridpar.pipeline.schedules import ScheduleRequest, make
+from hybridpar.pipeline.simulate import Simulation, simulate
+from hybridpar.pipeline.spans import StepSpans
+
+FACTS = {"model": "resnet18", "stages": 2, "micro_batches": 4, "schedule": "1f1b", "clocks": "one for all workers"}
+
+
+def a_step(factor: float = 1.0, *, stages: int = 2, micro_batches: int = 4, workers: int = 2) -> Simulation:
+    """A simulated step with transfers, two buckets per stage, and an agreement before the optimizers."""
+    edges = [Edge(stage, stage + 1, 1_000_000, 1_000_000) for stage in range(stages - 1)]
+    layout = place_stages(stages, stages, workers=workers, edges=edges)
+    program = lower(make("1f1b", ScheduleRequest(layout, micro_batches)), layout, [2] * stages)
+    costs = Costs(
+        (10.0 * factor,) * stages,
+        (20.0 * factor,) * stages,
+        step_ms=(2.0,) * stages,
+        link=Link(0.1, 1e9),
+        buckets=((BucketCost(8 << 20, 0.5), BucketCost(4 << 20)),) * stages,
+        replicas=2,
+        sync_link=Link(0.2, 1e9),
+        sync_lanes=2,
+        commit=True,
+        control_ms=0.5,
+    )
+    return simulate(program, costs)
+
+
+def a_timeline(
+    *, replicas: int = 2, steps: tuple[int, ...] = (4, 5, 6), predicted: bool = True, stages: int = 2, workers: int = 2
+) -> Timeline:
+    """Steps that took a fifth longer than predicted; the second replica is half a millisecond behind."""
+    ran = a_step(1.2, stages=stages, workers=workers)
+    recorded = {
+        step: {
+            position * replicas + replica: StepSpans(
+                3600.0 + 0.5 * step + 5e-4 * replica, tuple(s for s in ran.timeline if s.worker == position)
+            )
+            for position in range(workers)
+            for replica in range(replicas)
+        }
+        for step in steps
+    }
+    spans = a_step(stages=stages, workers=workers).timeline if predicted else ()
+    facts = {**FACTS, "stages": stages} | ({"prediction": "a simulation"} if predicted else {})
+    return Timeline(add_prediction(recorded, spans, replicas), replicas, facts)

@@ -1,0 +1,462 @@
+"""A step that is captured and replayed is the step that the host would have issued."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hybridpar import TrainConfig, Trainer
+from hybridpar.errors import UsageError
+from hybridpar.lanes import Lanes
+from hybridpar.pipeline import sync as sync_module
+from hybridpar.pipeline.capture_rules import check_capturable
+from hybridpar.pipeline.cuda_graph import StepGraph
+from hybridpar.pipeline.world import World
+from tests.pipeline.tape import StandInCuda, StreamLanes, Tape, stand_in
+from tests.small_nets import SmallNet
+
+SAMPLES = 8
+#: Rates that float32 holds exactly, as those of a run without graphs are Python's own numbers.
+PLAIN = TrainConfig(lr=0.125, lr_schedule="step", step_epochs=(), warmup_epochs=4.0, micro_batches=2)
+GRAPH = replace(PLAIN, cuda_graph=True)
+STEPS = 7
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> StandInCuda:
+    return stand_in(monkeypatch)
+
+
+def batches(samples: list[int]) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(count, 3, 8, 8, generator=generator), torch.randint(0, 10, (count,), generator=generator))
+        for count in samples
+    ]
+
+
+class Run:
+    """A trainer on streams of the stand-in, or on a CPU's own lanes."""
+
+    def __init__(self, config: TrainConfig, cuda: StandInCuda | None = None, **changes: Any) -> None:
+        torch.manual_seed(0)
+        self.model: nn.Module = SmallNet()
+        lanes = StreamLanes() if cuda is not None else None
+        config = replace(config, **changes)
+        self.trainer = Trainer(
+            self.model,
+            config=config,
+            total_steps=100,
+            world=World(),
+            lanes=lanes,
+            example=torch.zeros(SAMPLES // config.micro_batches, 3, 8, 8),
+        )
+        self.seen: list[tuple[Any, ...]] = []
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.trainer.close()
+
+    @property
+    def graph(self) -> StepGraph[Any]:
+        graph = self.trainer.engine.graph
+        assert graph is not None
+        return graph
+
+    def step(self, batch: tuple[Tensor, Tensor], **wishes: bool) -> Any:
+        result = self.trainer.step(batch, **wishes)
+        outcome = result.outcome
+        self.seen.append((outcome.loss, outcome.samples, outcome.committed, outcome.grad_norm, outcome.stop))
+        return result
+
+    def state(self) -> dict[str, Tensor]:
+        optimizer = self.trainer.engine.optimizer_state()["state"]
+        extra = {f"{name} {key}": one for name, values in optimizer.items() for key, one in values.items()}
+        return {**{name: one.clone() for name, one in self.model.state_dict().items()}, **extra}
+
+
+def assert_same(run: Run, other: Run) -> None:
+    assert run.seen == other.seen
+    state, expected = run.state(), other.state()
+    assert state.keys() == expected.keys()
+    for name, tensor in state.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+WAYS = {
+    "one worker": {},
+    "without micro-batches": {"micro_batches": 1},
+    "clipping": {"clip_norm": 0.5},
+    "no guard": {"guard": False},
+    "clipping without guard": {"guard": False, "clip_norm": 0.5},
+    "adamw": {"optimizer": "adamw", "lr": 2**-10},
+    "bf16": {"amp": "bf16"},
+    "local statistics": {"batch_norm": "local"},
+    "2 stages": {"stages": 2, "schedule": "1f1b"},
+    "3 stages, split backward": {"stages": 3, "schedule": "zero_bubble", "micro_batches": 4},
+    "2 stages, gpipe, recompute": {"stages": 2, "schedule": "gpipe", "recompute": (0,)},
+    "2 stages, adamw, clipping": {"stages": 2, "optimizer": "adamw", "lr": 2**-10, "clip_norm": 0.5},
+    "2 stages, no guard": {"stages": 2, "guard": False},
+}
+
+
+class TestReplay:
+    @pytest.mark.parametrize("changes", WAYS.values(), ids=WAYS.keys())
+    def test_is_the_step_that_the_host_would_have_issued(self, cuda: StandInCuda, changes: dict[str, Any]) -> None:
+        with Run(PLAIN, **changes) as plain, Run(GRAPH, cuda, **changes) as graphed:
+            for batch in batches([SAMPLES] * STEPS):
+                assert type(plain.step(batch).outcome) is type(graphed.step(batch).outcome)
+            assert graphed.graph.reason is None
+            assert sum(line.startswith("replay") for line in cuda.log) == STEPS - 3
+            assert_same(graphed, plain)
+
+    @pytest.mark.parametrize("stages", [1, 2])
+    def test_a_bad_step_is_rolled_back_without_the_host(self, cuda: StandInCuda, stages: int) -> None:
+        given = batches([SAMPLES] * STEPS)
+        given[5][0][0, 0, 0, 0] = torch.nan
+        with Run(PLAIN, stages=stages) as plain, Run(GRAPH, cuda, stages=stages) as graphed:
+            for batch in given:
+                plain.step(batch)
+                graphed.step(batch)
+            assert [committed for _, _, committed, _, _ in graphed.seen] == [True] * 5 + [False, True]
+            assert graphed.seen[5][1:3] == plain.seen[5][1:3]
+            del plain.seen[5], graphed.seen[5]  # nan is not equal to itself
+            assert_same(graphed, plain)
+
+    @pytest.mark.parametrize("stages", [1, 2])
+    def test_an_outcome_stays_what_it_was(self, cuda: StandInCuda, stages: int) -> None:
+        with Run(GRAPH, cuda, stages=stages) as run:
+            results = [run.trainer.step(batch) for batch in batches([SAMPLES] * STEPS)]
+            losses = [result.loss for result in results]
+        assert len(set(losses)) == STEPS
+        with Run(PLAIN, stages=stages) as plain:
+            assert losses == [plain.trainer.step(batch).loss for batch in batches([SAMPLES] * STEPS)]
+
+    @pytest.mark.parametrize("stages", [1, 2])
+    def test_wishes_are_read_in_every_step(self, cuda: StandInCuda, stages: int) -> None:
+        with Run(GRAPH, cuda, stages=stages) as run:
+            given = batches([SAMPLES] * STEPS)
+            for batch in given[:4]:
+                run.step(batch)
+            answers = [
+                (outcome.stop, outcome.save)
+                for wishes in ({}, {"stop": True}, {"save": True}, {})
+                if (outcome := run.step(given[4], **wishes).outcome)
+            ]
+        assert answers == [(False, False), (True, False), (False, True), (False, False)]
+
+
+class TestSequence:
+    @pytest.mark.parametrize("stages", [1, 2])
+    def test_warm_ups_then_a_capture_then_replays(self, cuda: StandInCuda, stages: int) -> None:
+        with Run(GRAPH, cuda, stages=stages) as run:
+            for batch in batches([SAMPLES] * 5):
+                run.step(batch)
+        side = cuda.log[0].split(" waits")[0]
+        warm_up = [f"{side} waits for default", f"default waits for {side}"]
+        rehearsal = [warm_up[0], "sync debug mode warn", "sync debug mode 0", warm_up[1]]
+        lanes = 0 if stages == 1 else 3  # two stages and control
+        assert cuda.log == [
+            *warm_up,
+            *warm_up,
+            *rehearsal,
+            "synchronize",
+            "capture, thread_local",
+            f"captured {lanes} other streams",
+            "replay on default",
+            "replay on default",
+        ]
+
+    @pytest.mark.parametrize("stages", [1, 2])
+    def test_a_step_of_another_shape_is_issued_and_the_graph_stays(self, cuda: StandInCuda, stages: int) -> None:
+        sizes = [SAMPLES] * 5 + [SAMPLES - 2] + [SAMPLES] * 2 + [SAMPLES - 2]
+        with Run(PLAIN, stages=stages) as plain, Run(GRAPH, cuda, stages=stages) as graphed:
+            for batch in batches(sizes):
+                plain.step(batch)
+                graphed.step(batch)
+            assert cuda.log.count("capture, thread_local") == 1
+            assert sum(line.startswith("replay") for line in cuda.log) == 4
+            assert_same(graphed, plain)
+
+    def test_gradients_are_those_of_the_last_step_also_after_another_shape(self, cuda: StandInCuda) -> None:
+        sizes = [SAMPLES] * 5 + [SAMPLES - 2] + [SAMPLES]
+        with Run(PLAIN) as plain, Run(GRAPH, cuda) as graphed:
+            for batch in batches(sizes):
+                plain.step(batch)
+                graphed.step(batch)
+                for one, other in zip(plain.model.parameters(), graphed.model.parameters(), strict=True):
+                    assert one.grad is not None
+                    assert other.grad is not None
+                    assert torch.equal(one.grad, other.grad)
+
+    def test_the_usual_step_is_the_largest(self, cuda: StandInCuda) -> None:
+        with Run(GRAPH, cuda) as run:
+            for batch in batches([SAMPLES - 2] + [SAMPLES] * 5):
+                run.step(batch)
+            assert sum(line.startswith("replay") for line in cuda.log) == 2
+
+    @pytest.mark.parametrize("stages", [1, 2])
+    def test_frozen_parameters_and_loaded_state_begin_anew(self, cuda: StandInCuda, stages: int) -> None:
+        with Run(PLAIN, stages=stages) as plain, Run(GRAPH, cuda, stages=stages) as graphed:
+            for number, batch in enumerate(batches([SAMPLES] * 14)):
+                for run in (plain, graphed):
+                    if number == 5:
+                        engine = run.trainer.engine
+                        engine.load_optimizer_state(copy.deepcopy(engine.optimizer_state()))
+                    if number == 9:
+                        next(run.model.parameters()).requires_grad_(False)
+                    run.step(batch)
+            assert cuda.log.count("capture, thread_local") == 3
+            assert_same(graphed, plain)
+
+    def test_the_mark_of_adam_is_set_for_the_capture_alone(self, cuda: StandInCuda) -> None:
+        marks: list[tuple[bool, bool]] = []
+        with Run(GRAPH, cuda, optimizer="adamw") as run:
+            optimizer = run.trainer.optimizer
+            note: Callable[..., None] = lambda *_: marks.append(  # noqa: E731
+                (cuda.is_current_stream_capturing(), optimizer.param_groups[0]["capturable"])
+            )
+            optimizer.register_step_pre_hook(note)
+            for batch in batches([SAMPLES] * 5):
+                run.step(batch)
+        assert marks == [(False, False)] * 3 + [(True, True)]
+        assert not optimizer.param_groups[0]["capturable"]
+
+
+class TestFailure:
+    @pytest.mark.parametrize("stages", [1, 2])
+    def test_training_goes_on_without(
+        self, cuda: StandInCuda, stages: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def refuse(tape: Tape, **_: Any) -> None:
+            begin(tape, **_)
+            cuda.problems.append("a made-up reason")
+
+        begin = Tape.capture_begin
+        monkeypatch.setattr(Tape, "capture_begin", refuse)
+        with Run(PLAIN, stages=stages) as plain, Run(GRAPH, cuda, stages=stages) as graphed:
+            for batch in batches([SAMPLES] * STEPS):
+                plain.step(batch)
+                graphed.step(batch)
+            assert_same(graphed, plain)
+            assert not graphed.graph.captured
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+        assert "a made-up reason" in caplog.text
+
+    @pytest.mark.parametrize("stages", [1, 2])
+    def test_an_error_in_the_middle_is_told_and_stops_no_lane(
+        self, cuda: StandInCuda, stages: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def meddle(layer: nn.Module, args: Any, output: Tensor) -> None:
+            if cuda.is_current_stream_capturing():
+                raise RuntimeError("the middle of a forward pass")
+
+        with Run(PLAIN, stages=stages) as plain, Run(GRAPH, cuda, stages=stages) as graphed:
+            graphed.model.body[3].register_forward_hook(meddle)  # type: ignore[index, union-attr]
+            for batch in batches([SAMPLES] * STEPS):
+                plain.step(batch)
+                graphed.step(batch)
+            assert_same(graphed, plain)
+        assert len(caplog.records) == 1
+        assert "the middle of a forward pass" in caplog.text
+
+    def test_a_host_that_waits_is_found_before_the_capture(
+        self, cuda: StandInCuda, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def read(layer: nn.Module, args: Any, output: Tensor) -> None:
+            if cuda.sync_debug_mode:
+                warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+                warnings.warn("something else", stacklevel=1)
+
+        with Run(PLAIN) as plain, Run(GRAPH, cuda) as graphed:
+            graphed.model.body[3].register_forward_hook(read)  # type: ignore[index, union-attr]
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for batch in batches([SAMPLES] * STEPS):
+                    plain.step(batch)
+                    graphed.step(batch)
+            assert_same(graphed, plain)
+        assert [str(one.message) for one in caught] == ["something else"] * 2
+        assert "capture, thread_local" not in cuda.log
+        assert "test_cuda_graph.py" in caplog.text
+
+    def test_unknown_shares_of_other_workers(self, cuda: StandInCuda, caplog: pytest.LogCaptureFixture) -> None:
+        engine: Any = SimpleNamespace()
+        graph: StepGraph[Any] = StepGraph(engine, StreamLanes(), [], [])
+        for _ in range(2):
+            assert graph.step(batches([2]), 2, None, rate_factor=1.0, stop=False, save=False) is None
+        assert "global_samples" in caplog.text
+        assert len(caplog.records) == 1
+
+
+class TestStandIn:
+    """The rules that the tests above rely on."""
+
+    @pytest.mark.parametrize(
+        ("fork", "join", "problem"),
+        [(False, False, "takes no part"), (True, False, "is not joined"), (True, True, None)],
+    )
+    def test_a_lane_that_was_not_forked_or_joined_is_an_error(
+        self, cuda: StandInCuda, fork: bool, join: bool, problem: str | None
+    ) -> None:
+        graph = cuda.CUDAGraph()
+        with StreamLanes() as lanes, cuda.stream(cuda.Stream()):
+            lane = lanes.open("a")
+            graph.capture_begin(capture_error_mode="thread_local")
+            if fork:
+                lane.wait(lanes.caller.record())
+            lane.submit(lambda: None)
+            if join:
+                lanes.caller.wait(lane.record())
+            with pytest.raises(RuntimeError, match=problem) if problem else nullcontext():
+                graph.capture_end()
+
+    def test_a_capture_runs_nothing_and_a_replay_does(self, cuda: StandInCuda) -> None:
+        given, total = torch.ones(3), torch.zeros(3)
+        graph = cuda.CUDAGraph()
+        with cuda.stream(cuda.Stream()):
+            graph.capture_begin(capture_error_mode="thread_local")
+            doubled = given * 2
+            total.add_(doubled)
+            graph.capture_end()
+        assert total.tolist() == [0, 0, 0]
+        given.fill_(3)
+        graph.replay()
+        graph.replay()
+        assert total.tolist() == [12, 12, 12]
+        assert doubled.tolist() == [6, 6, 6]
+
+    @pytest.mark.parametrize("forbidden", [lambda one: one.sum().item(), lambda one: one + torch.tensor([1.0])])
+    def test_a_host_that_reads_or_copies_is_an_error(self, cuda: StandInCuda, forbidden: Any) -> None:
+        graph = cuda.CUDAGraph()
+        with cuda.stream(cuda.Stream()):
+            graph.capture_begin(capture_error_mode="thread_local")
+            with pytest.raises(RuntimeError, match="not permitted"):
+                forbidden(torch.ones(3))
+            with pytest.raises(RuntimeError, match="invalidated"):
+                graph.capture_end()
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+CUDA, ONE = torch.device("cuda", 0), World()
+
+
+def sgd(**changes: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1, **{"fused": True, **changes})
+
+
+class TestRefusals:
+    def test_what_can_be_captured_is_not_refused(self) -> None:
+        check_capturable(CUDA, ONE, [sgd()], compiled=True)
+
+    @pytest.mark.parametrize(
+        ("device", "optimizer", "facts", "said"),
+        [
+            (torch.device("cpu"), sgd(), {}, ["device 'cpu'", "Leave out --cuda-graph"]),
+            (CUDA, sgd(), {"positions": 2}, ["2 workers", "--replicas"]),
+            (CUDA, sgd(), {"devices": ["cuda:0", "cuda:1"]}, ["cuda:0, cuda:1", "CUDA_VISIBLE_DEVICES"]),
+            (CUDA, sgd(fused=False), {}, ["SGD, not fused", "fused=True"]),
+            (CUDA, sgd(), {"random_stages": [1]}, ["stage 1", "masks of one step", "--stages"]),
+        ],
+        ids=["device", "positions", "devices", "optimizer", "random"],
+    )
+    def test_one_error_says_what_why_and_what_to_do(
+        self, device: torch.device, optimizer: Any, facts: dict[str, Any], said: list[str]
+    ) -> None:
+        with pytest.raises(UsageError) as caught:
+            check_capturable(device, ONE, [optimizer], **facts)
+        for part in said:
+            assert part in str(caught.value)
+
+    def test_another_backend_than_nccl(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        two = World(0, 2, CUDA)
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:gloo")
+        with pytest.raises(UsageError, match="2 workers over 'cpu:gloo,cuda:gloo'"):
+            check_capturable(CUDA, two, [sgd()])
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+        check_capturable(CUDA, two, [sgd()])
+
+    def test_a_compiler_that_makes_graphs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torch._inductor.config.triton.cudagraphs", True)
+        with pytest.raises(UsageError, match="graphs of its own"):
+            check_capturable(CUDA, ONE, [sgd()], compiled=True)
+        check_capturable(CUDA, ONE, [sgd()])
+
+    def test_a_timeline(self) -> None:
+        with pytest.raises(UsageError, match="--timeline"):
+            TrainConfig(cuda_graph=True, timeline="trace.json").check()  # type: ignore[arg-type]
+
+    def test_the_trainer_refuses_before_it_cuts_the_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hybridpar.trainer.make_stage_plan", lambda *_, **__: pytest.fail("cut"))
+        with Lanes("cpu") as lanes, pytest.raises(UsageError, match="device 'cpu'"):
+            Trainer(SmallNet(), config=replace(GRAPH, stages=2), world=World(), lanes=lanes, example=torch.zeros(1))
+
+    def test_dropout_in_a_stage_is_found(self, cuda: StandInCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+        given: list[Any] = []
+        monkeypatch.setattr("hybridpar.stage_engine.check_capturable", lambda *_, **facts: given.append(facts))
+        config = replace(GRAPH, stages=2)
+        with (
+            StreamLanes() as lanes,
+            Trainer(
+                SmallNet(dropout=0.5), config=config, world=World(), lanes=lanes, example=torch.zeros(4, 3, 8, 8)
+            ) as trainer,
+        ):
+            stages = trainer.engine.pipeline.stages  # type: ignore[union-attr]
+            owner = [number for number, stage in stages.items() if "dropout" in dict(stage.module.named_children())]
+        assert given[0]["random_stages"] == owner != []
+
+
+# ------------------------------------------------------------------------------ copies
+
+
+class Copies(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts numbers that the host hands to torch as tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function.__name__.startswith("lift_fresh")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def copies() -> Iterator[Copies]:
+    with Copies() as mode:
+        yield mode
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_steady_steps_copy_nothing_to_the_device(cuda: StandInCuda, copies: Copies, stages: int) -> None:
+    given = batches([SAMPLES] * 4)
+    with Run(PLAIN, cuda, stages=stages) as run:
+        for batch in given[:2]:
+            run.step(batch)
+        assert copies.count > 0
+        copies.count = 0
+        for batch in given[2:]:
+            run.step(batch)
+        assert copies.count == 0
+
+
+def test_the_reports_of_a_replica_copy_nothing_either(copies: Copies) -> None:
+    known = sync_module.Constants(torch.device("cpu"))
+    for _ in range(2):
+        sync_module.forward_report(torch.ones(()), 4, layout=3, batch_norm=None, constants=known)
+        sync_module.backward_report(torch.ones(2), [True, False], known)
+    assert copies.count == 4  # samples, wishes, layout, used
