@@ -1,0 +1,89 @@
+"""Why: predictions, hidden time and memory are no ratios of two methods, so their rows say value, rule and verdict."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from benchmarks.rig.rows import commit, device
+from benchmarks.rig.table import wide_console
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One number that was measured, and what was promised of it.
+
+    Attributes:
+        setting: Model, input and batch, in words.
+        link: The link between workers.
+        what: What the number is.
+        value: The number; the median where there are several repetitions.
+        low: The lowest of them.
+        high: The highest.
+        at_most: What was promised that it is at most; None where nothing was.
+        at_least: What was promised that it is at least.
+        extra: What else there is to say.
+    """
+
+    setting: str
+    link: str
+    what: str
+    value: float
+    low: float
+    high: float
+    at_most: float | None = None
+    at_least: float | None = None
+    extra: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """`met`, `missed`, or nothing where nothing was promised."""
+        if self.at_most is None and self.at_least is None:
+            return ""
+        above = self.at_most is None or self.value <= self.at_most
+        below = self.at_least is None or self.value >= self.at_least
+        return "met" if above and below else "missed"
+
+
+def write_checks(checks: Sequence[Check], output: str | None) -> None:
+    """Print checks, and add them to a table where one is named."""
+    table = Table(title="pipeline", title_justify="left")
+    for column in ("setting", "link", "what", "value [lowest, highest]", "promised", "verdict", "extra"):
+        table.add_column(column)
+    for check in checks:
+        at_most = "" if check.at_most is None else f"<= {check.at_most:g}"
+        at_least = "" if check.at_least is None else f">= {check.at_least:g}"
+        table.add_row(
+            check.setting,
+            check.link,
+            check.what,
+            f"{check.value:.4g} [{check.low:.4g}, {check.high:.4g}]",
+            at_most or at_least,
+            check.verdict,
+            check.extra,
+        )
+    wide_console().print(table)
+    if output is None:
+        return
+    path = Path(output)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    names = [field.name for field in fields(Check)]
+    header = ["date", "commit", *names, "verdict", "device", "torch", "python"]
+    new = not path.exists()
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if new:
+            writer.writerow(header)
+        for check in checks:
+            values = [getattr(check, name) for name in names]
+            cells = ["" if value is None else f"{value:.6g}" if isinstance(value, float) else value for value in values]
+            where = [check.verdict, device(), torch.__version__, platform.python_version()]
+            writer.writerow([date, commit(), *cells, *where])

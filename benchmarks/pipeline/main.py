@@ -1,0 +1,137 @@
+"""Why: each claim about the pipeline is one table, taken apart from the others on a quiet machine.
+
+python -m benchmarks.pipeline.main                    # all tables, as root for the shaped links
+python -m benchmarks.pipeline.main --table A          # one of them
+python -m benchmarks.pipeline.main --quick            # small, and nothing is written: does it run?
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from benchmarks.rig.launch import launch
+from benchmarks.rig.network import LOOPBACK, Network
+from hybridpar.errors import HybridparError
+
+RESULTS = Path(__file__).parent / "results"
+_TOLD = "PIPELINE_BENCH"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Measure the pipeline."""
+
+    table: Literal["A", "B", "C", "D", "E", "F", "all"] = "all"
+    """A against torch's pipelining, B against DDP, C two lanes, D predictions, E hidden sync, F memory."""
+    quick: bool = False
+    """Small settings, busy rounds kept, nothing written."""
+    rounds: int = 20
+    """Rounds to keep."""
+    keep_busy: bool = False
+    """Keep rounds in which others used the machine; rows then say `loaded`."""
+    models: tuple[str, ...] = ()
+    """Only these models, where a table has several."""
+    output: Path = RESULTS
+    """Folder of the tables to add rows to."""
+
+
+def main(options: Options) -> int:
+    """Start the ranks of every table that is asked for."""
+    for name, start in TABLES.items():
+        if options.table in (name, "all"):
+            start(options)
+    return 0
+
+
+def run(module: str, network: Network, options: Options, file: str, **more: Any) -> None:
+    """Start `benchmarks.pipeline.MODULE.measure` in every rank of a network."""
+    told = {
+        "quick": options.quick,
+        "rounds": options.rounds,
+        "keep_busy": options.keep_busy or options.quick,
+        "output": None if options.quick else str((options.output / file).resolve()),
+        **more,
+    }
+    environment = {_TOLD: json.dumps({"module": module, "told": told})}
+    launch(["-m", "benchmarks.pipeline.main"], network, timeout=1800, environment=environment)
+
+
+def _against_torch(options: Options) -> None:
+    with Network(2, LOOPBACK) as network:
+        run("against_torch", network, options, "torch.csv", models=list(options.models))
+
+
+def _against_ddp(options: Options) -> None:
+    from benchmarks.pipeline.against_ddp import LINKS
+
+    for rate in LINKS[:1] if options.quick else LINKS:
+        with Network(2, rate) as network:
+            run("against_ddp", network, options, "ddp.csv")
+
+
+def _two_lanes(options: Options) -> None:
+    with Network(1, LOOPBACK) as network:
+        run("two_lanes", network, options, "lanes.csv")
+
+
+def _prediction(options: Options) -> None:
+    from benchmarks.pipeline.prediction import LINKS, summarise
+
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder) / "notes"
+        for rate in LINKS[-1:] if options.quick else LINKS:
+            with Network(2, rate) as network:
+                run("prediction", network, options, "prediction.csv", notes=str(notes))
+        summarise(notes, None if options.quick else str(options.output / "prediction.csv"))
+
+
+def _hidden_sync(options: Options) -> None:
+    from benchmarks.pipeline.hidden_sync import RATE
+
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder) / "notes"
+        for micro_batches in (2,) if options.quick else (4, 2):
+            with Network(4, RATE) as network:
+                more = {"micro_batches": micro_batches, "notes": str(notes), "matched": False}
+                run("hidden_sync", network, options, "hidden_sync.csv", **more)
+        rate = f"{json.loads(notes.read_text())['mbit']}mbit"
+        with Network(4, rate) as network:
+            more = {"micro_batches": 2, "notes": str(notes), "matched": True}
+            run("hidden_sync", network, options, "hidden_sync.csv", **more)
+
+
+def _memory(options: Options) -> None:
+    with Network(1, LOOPBACK) as network:
+        run("memory", network, options, "memory.csv")
+
+
+TABLES: dict[str, Callable[[Options], None]] = {
+    "A": _against_torch,
+    "B": _against_ddp,
+    "C": _two_lanes,
+    "D": _prediction,
+    "E": _hidden_sync,
+    "F": _memory,
+}
+
+
+if __name__ == "__main__":
+    try:
+        if _TOLD in os.environ:
+            told = json.loads(os.environ[_TOLD])
+            importlib.import_module(f"benchmarks.pipeline.{told['module']}").measure(**told["told"])
+            sys.exit(0)
+        sys.exit(main(tyro.cli(Options)))
+    except HybridparError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
