@@ -139,6 +139,46 @@ class Views(nn.Module):
         return self.last(y)
 
 
+class SeenChange(nn.Module):
+    """Changes a view in place where both an earlier reader and the output use what it is a view of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.early, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.first(x) + 1
+        before = y * 1.0
+        y[:, :3].add_(2)
+        return self.last(x.tanh()), self.early(before), y
+
+
+class ChangesInput(nn.Module):
+    """Changes a view of its input in place, and uses the input again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 0].mul_(2)
+        return self.last(x)
+
+
+class ChangesInEvaluation(nn.Module):
+    """Changes a view in place, and only in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if not self.training:
+            y[:, :3].mul_(2)
+        return self.last(y)
+
+
 class Dropping(nn.Module):
     """Random numbers on two branches: their order must not depend on the cut."""
 
@@ -231,6 +271,7 @@ CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "ordered": (lambda: Containers(ordered=True), ROWS),
     "shared": (Shared, ROWS),
     "views": (Views, ROWS),
+    "seen change": (SeenChange, ROWS),
     "dropping": (Dropping, ROWS),
     "modes": (Modes, ROWS),
     "buffers": (Buffers, ROWS),
