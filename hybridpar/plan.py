@@ -10,7 +10,9 @@ plan made for another model is refused. `version` is raised only together with a
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -189,13 +191,24 @@ class Plan(_Section):
             PlanError: The file cannot be written.
         """
         target = Path(path)
-        aside = target.with_name(target.name + ".tmp")
+        # A device or a pipe is written to, and a link is followed: a file renamed over them would take their place.
+        if target.is_file() or not target.exists():
+            target = Path(os.path.realpath(target))
+            aside = target.with_name(target.name + ".tmp")
+        else:
+            aside = target
         try:
             aside.write_text(self.to_json(), encoding="utf-8")
-            aside.replace(target)
+            if aside != target:
+                aside.replace(target)
         except OSError as error:
+            if aside != target:
+                with contextlib.suppress(OSError):
+                    aside.unlink()
             raise PlanError(
-                f"cannot write the plan to {target}: {error.strerror}", fix="Name a directory that exists."
+                f"cannot write the plan to {path}: {error.strerror}",
+                "A plan is a file in a directory that exists, with room for some kilobytes.",
+                "Name another place.",
             ) from error
 
     def check_model(self, fingerprint: str, name: str = "this model", shapes: Mapping[str, Any] | None = None) -> None:

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from hybridpar.errors import PartitionError, nearest
+from hybridpar.errors import PartitionError, UsageError, nearest
 from hybridpar.partition.cost import IntervalCosts, Matrix, Problem, require_units
 from hybridpar.partition.exact import (
     DOWN_SETS,
@@ -100,7 +100,7 @@ def balance_graph(
     identity = tuple(range(len(graph)))
     if strategy != "balanced":
         if strategy not in STRATEGIES:
-            raise PartitionError(
+            raise UsageError(
                 f"unknown strategy {strategy!r}", nearest(strategy, ["balanced", *STRATEGIES]), "Use balanced."
             )
         return _describe(
@@ -109,12 +109,10 @@ def balance_graph(
     costs = IntervalCosts(graph)
     cuts = _cut_order(costs, problem)
     best = _describe(graph, problem, identity, cuts, strategy, costs)
-    if not certify or problem.stages == 1:
+    if not certify or not _equal_lanes(problem):
         return best
     speed = problem.worker(0).lane_speed
     loads = [unit.ms / speed for unit in graph.units]
-    if not _equal_lanes(problem) or sum(loads) <= 0:
-        return best
     known, _ = least_maximum([costs.compute / speed] * problem.stages)
     found = _search_all_cuts(loads, graph.edges(), problem.stages, known, down_sets, seconds)
     if found is None:
@@ -272,7 +270,7 @@ def _too_little_memory(
         factor = least_group_maximum(Sharing(scaled, workers, [np.inf] * len(limits)), nothing).value
     finite = [limit for limit in limits if np.isfinite(limit)]
     least = ", ".join(sorted({f"{_megabytes_up(limit * factor)} MB" for limit in finite}))
-    given = ", ".join(sorted({f"{limit / 1e6:,.1f} MB" for limit in finite}))
+    given = ", ".join(sorted({f"{limit / 1e6:,.6g} MB" for limit in finite}))
     return PartitionError(
         f"{problem.stages} stages do not fit into {given} per device",
         "A stage holds its parameters, gradients and optimizer state, and activations of its micro-batches in flight "

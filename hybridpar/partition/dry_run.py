@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hybridpar.partition.nest import as_inputs
 from hybridpar.partition.run import StageRunner
 from hybridpar.partition.stage import Stage
 from hybridpar.partition.state import untouched
@@ -35,7 +36,11 @@ class StageTimes:
 
 
 def dry_run_stages(
-    stages: Sequence[Stage], inputs: Sequence[torch.Tensor], *, passes: int = 5, own_time: bool = False
+    stages: Sequence[Stage],
+    inputs: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    passes: int = 5,
+    own_time: bool = False,
 ) -> list[StageTimes]:
     """Measure stages one after another on one device, without any communication.
 
@@ -45,7 +50,7 @@ def dry_run_stages(
         passes: Passes over all stages; the minimum counts.
         own_time: As for `Clock`.
     """
-    return dry_run_partitions([stages], inputs, passes=passes, own_time=own_time)[0]
+    return dry_run_partitions([stages], as_inputs(inputs), passes=passes, own_time=own_time)[0]
 
 
 def dry_run_partitions(

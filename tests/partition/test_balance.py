@@ -128,8 +128,7 @@ def test_certificate_is_the_best_of_all_convex_cuts(graph: UnitGraph, stages: in
             for unit, stage in zip(graph.units, assignment, strict=True):
                 loads[stage] += unit.ms
             best = min(best, max(loads))
-    if stages > 1 and graph.total_ms > 0:
-        assert found.certificate == "exact"
+    assert found.certificate == "exact"
     assert found.lower_bound_ms <= best * (1 + 1e-9)
     assert found.largest == pytest.approx(best, rel=2e-4)
     assert found.gap_to_optimum >= -1e-9
@@ -209,7 +208,8 @@ def test_too_many_stages_is_one_error_that_says_what_works() -> None:
         {"stages": 3, "workers": (Worker(), Worker())},
         {"stages": 2, "in_flight": "2f2b"},
         {"stages": 2, "in_flight": 0},
-        {"stages": 1, "workers": (Worker(speed=0.0),)},
+        {"stages": 2, "micro_batches": 0},
+        {"stages": 2, "optimizer_copies": -1},
     ],
 )
 def test_contradictory_requests_are_refused(wrong: dict[str, object]) -> None:
@@ -217,8 +217,29 @@ def test_contradictory_requests_are_refused(wrong: dict[str, object]) -> None:
         Problem(**wrong)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        (Worker, {"lanes": 0}),
+        (Worker, {"speed": 0.0}),
+        (Worker, {"speed": float("inf")}),
+        (Worker, {"memory": 0}),
+        (Worker, {"co_run": 0.0}),
+        (Worker, {"co_run": float("nan")}),
+        (Link, {"bytes_per_second": 0.0}),
+        (Link, {"bytes_per_second": -1.0}),
+        (Link, {"latency_ms": -1.0}),
+        (Link, {"latency_ms": float("nan")}),
+    ],
+)
+def test_impossible_devices_and_links_are_refused(kind: type, wrong: dict[str, float]) -> None:
+    with pytest.raises(UsageError) as caught:
+        kind(**wrong)
+    assert str(*wrong.values()) in caught.value.what
+
+
 def test_unknown_strategy_names_the_near_one() -> None:
-    with pytest.raises(PartitionError, match="flops"):
+    with pytest.raises(UsageError, match="flops"):
         balance_graph(chain(1, 1), Problem(2), strategy="flop")
 
 
@@ -227,6 +248,7 @@ def test_graphs_that_cost_nothing_are_cut_too() -> None:
     assert sorted(set(found.stage_of)) == [0, 1, 2]
     assert found.balance == 1.0
     assert found.gap_to_optimum == 0.0
+    assert found.certificate == "exact"
 
 
 def test_certificate_improves_the_cut_of_the_models_order() -> None:
