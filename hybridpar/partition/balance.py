@@ -139,12 +139,13 @@ def _search_all_cuts(
     low = trivial_bound(loads, stages)
     if known <= low * (1 + TOLERANCE):
         return Optimum(low, tuple(range(len(loads))), 0), True
-    optimum = exact_optimum(loads, edges, stages, known, down_sets=down_sets, seconds=seconds * 0.75)
+    # Together less than `seconds`: the cut of the order that is found takes time as well.
+    optimum = exact_optimum(loads, edges, stages, known, down_sets=down_sets, seconds=seconds * 0.65)
     if optimum is not None:
         return optimum, True
     chains, links = fused_chains(loads, edges, sum(loads) / stages / 10)
     heavier = [sum(loads[unit] for unit in chain) for chain in chains]
-    merged = exact_optimum(heavier, links, stages, known * 1.5, down_sets=down_sets, seconds=seconds * 0.25)
+    merged = exact_optimum(heavier, links, stages, known * 1.5, down_sets=down_sets, seconds=seconds * 0.2)
     if merged is None:
         return None
     order = tuple(unit for chain in merged.order for unit in chains[chain])

@@ -124,6 +124,11 @@ def test_profiles_are_kept_by_everything_they_depend_on(tmp_path: Path, monkeypa
     assert load_profile(profile_key(units, [example], 2, 5), tmp_path) is None
     assert load_profile(profile_key(units, [example.double()], 1, 5), tmp_path) is None
     assert load_profile(profile_key(units, [torch.randn(3, 3, 8, 8)], 1, 5), tmp_path) is None
+    last = example.contiguous(memory_format=torch.channels_last)
+    assert load_profile(profile_key(units, [last], 1, 5), tmp_path) is None
+    with monkeypatch.context() as other:
+        other.setattr(torch, "__version__", "9.9")
+        assert load_profile(profile_key(units, [example], 1, 5), tmp_path) is None
     monkeypatch.setenv("MALLOC_ARENA_MAX", "7")
     assert load_profile(profile_key(units, [example], 1, 5), tmp_path) is None, "another allocator, other times"
 

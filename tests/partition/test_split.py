@@ -23,10 +23,13 @@ from hybridpar.partition.units import ModelUnits, find_units
 from tests.partition.nets import (
     CASES,
     IMAGES,
+    Boxed,
     ChangesInEvaluation,
     ChangesInput,
+    Rebound,
     Residual,
     SeenChange,
+    Shapes,
     Shared,
     Views,
 )
@@ -109,6 +112,24 @@ def test_what_reads_before_a_change_that_the_output_shows_stays_with_it() -> Non
     home = {node.name: index for index, nodes in enumerate(units.nodes) for node in nodes}
     assert home["add"] == home["mul"] == home["getitem"] == home["add_"]
     assert home["early"] != home["add"]
+
+
+def test_only_the_result_of_a_change_lives_on_so_it_may_be_cut_off() -> None:
+    assert [unit.name for unit in units_of(Rebound(), torch.randn(5, 6)).graph.units] == ["first", "mul_", "last"]
+
+
+def test_what_cannot_be_sent_stays_with_its_users() -> None:
+    units = units_of(Boxed(), torch.randn(5, 6))
+    home = {node.name: index for index, nodes in enumerate(units.nodes) for node in nodes}
+    assert home["boxing"] == home["unboxing"]
+    assert home["item"] == home["mul"]
+    assert home["first"] != home["boxing"]
+
+
+def test_a_check_stays_with_what_it_looks_at() -> None:
+    units = units_of(Shapes(), torch.randn(*IMAGES))
+    home = {node.name: index for index, nodes in enumerate(units.nodes) for node in nodes}
+    assert home["_assert"] == home["first"]
 
 
 def test_an_input_changed_through_a_view_is_refused() -> None:
