@@ -224,10 +224,15 @@ class Plan(_Section):
         """
         if fingerprint == self.model.fingerprint:
             return
-        differs = f"plan: {self.model.name}, {self.model.parameters:,} parameters"
-        here = ", ".join(f"{key} {value}" for key, value in (shapes or {}).items())
+        facts = {"parameters": f"{self.model.parameters:,}"}
+        if self.measured is not None:
+            facts["dtype"] = self.measured.dtype
+        there, here = (
+            ", ".join(f"{key} {value}" for key, value in {**known, "fingerprint": digest}.items())
+            for known, digest in ((facts, self.model.fingerprint), (shapes or {}, fingerprint))
+        )
         raise PlanError(
-            f"the plan was made for another model ({differs}; here: {name}{', ' + here if here else ''})",
+            f"the plan was made for another model (plan: {self.model.name}, {there}; here: {name}, {here})",
             "A plan names the units of one traced model; names, shapes and dtypes of all parameters must be the same.",
             "Make a new plan for this model with `hybridpar plan`.",
         )
@@ -247,9 +252,10 @@ def read_plan(path: str | Path) -> Plan:
         raise PlanError(f"cannot read the plan {source}: {reason}", fix="Name a plan written by hybridpar.") from error
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
+        found = f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
         raise PlanError(
-            f"{source} is not a whole plan: {error.msg} at line {error.lineno}",
+            f"{source} is not a whole plan: {found}",
             "A plan is one JSON object.",
             "Write it again with `hybridpar plan`.",
         ) from error

@@ -220,8 +220,8 @@ def test_a_plan_is_for_one_model(capsys):
     FULL.check_model(MODEL.fingerprint)
     with pytest.raises(PlanError) as caught:
         FULL.check_model("f" * 16, "resnet34", {"parameters": "21,797,672"})
-    assert "resnet18, 11,689,512 parameters" in caught.value.what
-    assert "here: resnet34, parameters 21,797,672" in caught.value.what
+    assert "plan: resnet18, parameters 11,689,512" in caught.value.what
+    assert f"here: resnet34, parameters 21,797,672, fingerprint {'f' * 16}" in caught.value.what
     assert caught.value.fix
 
 

@@ -254,7 +254,10 @@ def stages_from_plan(
     Raises:
         PlanError: The plan is for another model, or names other units than the model has.
     """
-    plan.check_model(model_fingerprint(model), type(model).__name__, {"parameters": f"{parameter_count(model):,}"})
+    facts = {"parameters": f"{parameter_count(model):,}"}
+    if (parameter := next(model.parameters(), None)) is not None:
+        facts["dtype"] = str(parameter.dtype).removeprefix("torch.")
+    plan.check_model(model_fingerprint(model), type(model).__name__, facts)
     given = as_inputs(inputs) if inputs is not None else (_example(model, plan),)
     units = find_units(trace_model(model, given), given)
     if len(plan.partition.stages) == 1 and not plan.partition.stages[0].units:

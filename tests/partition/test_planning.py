@@ -91,8 +91,11 @@ def test_placement_names_workers_and_lanes() -> None:
 
 
 def test_a_plan_for_another_model_says_what_differs(made: PartitionedModel) -> None:
-    with pytest.raises(PlanError, match="another model"):
+    with pytest.raises(PlanError, match="another model") as caught:
         stages_from_plan(Shapes(), made.plan)
+    assert f"parameters {made.plan.model.parameters:,}" in caught.value.what
+    with pytest.raises(PlanError, match=r"dtype float32.*dtype float64") as caught:
+        stages_from_plan(Residual().double(), made.plan)
 
 
 def test_a_plan_with_other_units_says_which(made: PartitionedModel) -> None:

@@ -155,7 +155,9 @@ def test_dry_run_leaves_the_stages_as_they_were() -> None:
     for stage in stages:
         stage.eval()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    times = dry_run_stages(stages, [example], passes=2)
+    with pytest.raises(UsageError, match="0 passes"):
+        dry_run_stages(stages, example, passes=0)
+    times = dry_run_stages(stages, example, passes=2)
     assert len(times) == 2
     assert all(item.ms > 0 for item in times)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
