@@ -59,6 +59,6 @@ clean: ## Remove what was built; runs/ and data/ stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './runs/*' -not -path './data/*' -prune -exec rm -rf {} +
 
-partition-sweep: $(READY) ## Check random cuts of 28 models against the whole; an hour
+partition-sweep: $(READY) ## Check random cuts of 29 models against the whole; an hour
 	$(BIN)/python -m benchmarks.partition.sweep
 	$(BIN)/python -m pytest -m sweep

@@ -17,7 +17,8 @@ import tyro
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, LaunchError, SyncError
-from hybridpar.partition.command import PlanConfig, run_plan
+from hybridpar.partition.command import run_plan
+from hybridpar.partition.request import PlanConfig
 from hybridpar.show import run_show
 
 
@@ -58,16 +59,19 @@ Command = Annotated[
 ]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, program: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
         arguments: What follows the program's name; default: `sys.argv`.
+        program: What Python must run to come here again with the same arguments, for a process that starts itself
+            anew with other settings; default: `-m hybridpar` with the arguments.
 
     Returns:
         The exit code.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    program = ["-m", "hybridpar", *arguments] if program is None else program
     command = tyro.cli(
         Command,
         args=arguments,
@@ -82,10 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return run_doctor(command.fresh, command.json)
         if isinstance(command, PlanConfig):
-            return run_plan(command)
+            return _plan(command, program)
         if isinstance(command, Show):
             return run_show(command.file, command.draw)
-        return _train(command, arguments)
+        return _train(command, arguments, program)
     except HybridparError as error:
         return _fail(error, debug)
     except KeyboardInterrupt:
@@ -97,7 +101,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, debug=True)
 
 
-def _train(command: Train, arguments: Sequence[str]) -> int:
+def _plan(command: PlanConfig, program: Sequence[str]) -> int:
+    from hybridpar.launch import restart_with_environment
+
+    if command.wants_tuned_process:
+        restart_with_environment(program)
+    return run_plan(command)
+
+
+def _train(command: Train, arguments: Sequence[str], program: Sequence[str]) -> int:
     from hybridpar.launch import follow_launcher, in_job, launch_workers, restart_with_environment
 
     command.check()
@@ -109,7 +121,7 @@ def _train(command: Train, arguments: Sequence[str]) -> int:
         if workers > 1:
             return launch_workers(arguments, workers, tune=tune)
         if tune:
-            restart_with_environment(arguments)
+            restart_with_environment(program)
     follow_launcher()
     from hybridpar.run import run_training
 

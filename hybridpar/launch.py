@@ -102,15 +102,19 @@ def launch_workers(arguments: Sequence[str], workers: int, *, tune: bool, restar
         return report_verdict(verdict) if verdict.exists() else 0
 
 
-def restart_with_environment(arguments: Sequence[str]) -> None:
-    """Replace this process by itself with a tuned environment; returns only where that was already done."""
+def restart_with_environment(program: Sequence[str]) -> None:
+    """Replace this process by itself with a tuned environment; returns only where that was already done.
+
+    Args:
+        program: What the interpreter is to run: `-m` and a module, or a script, and then the arguments.
+    """
     if os.environ.get(TUNED_VARIABLE) == "1":
         return
     os.environ.update(worker_environment(1, available_cores()))
     os.environ[TUNED_VARIABLE] = "1"
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "hybridpar", *arguments])
+    os.execv(sys.executable, [sys.executable, *program])
 
 
 def follow_launcher() -> None:

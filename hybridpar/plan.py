@@ -10,7 +10,9 @@ plan made for another model is refused. `version` is raised only together with a
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -189,13 +191,24 @@ class Plan(_Section):
             PlanError: The file cannot be written.
         """
         target = Path(path)
-        aside = target.with_name(target.name + ".tmp")
+        # A device or a pipe is written to, and a link is followed: a file renamed over them would take their place.
+        if target.is_file() or not target.exists():
+            target = Path(os.path.realpath(target))
+            aside = target.with_name(target.name + ".tmp")
+        else:
+            aside = target
         try:
             aside.write_text(self.to_json(), encoding="utf-8")
-            aside.replace(target)
+            if aside != target:
+                aside.replace(target)
         except OSError as error:
+            if aside != target:
+                with contextlib.suppress(OSError):
+                    aside.unlink()
             raise PlanError(
-                f"cannot write the plan to {target}: {error.strerror}", fix="Name a directory that exists."
+                f"cannot write the plan to {path}: {error.strerror}",
+                "A plan is a file in a directory that exists, with room for some kilobytes.",
+                "Name another place.",
             ) from error
 
     def check_model(self, fingerprint: str, name: str = "this model", shapes: Mapping[str, Any] | None = None) -> None:
@@ -211,10 +224,15 @@ class Plan(_Section):
         """
         if fingerprint == self.model.fingerprint:
             return
-        differs = f"plan: {self.model.name}, {self.model.parameters:,} parameters"
-        here = ", ".join(f"{key} {value}" for key, value in (shapes or {}).items())
+        facts = {"parameters": f"{self.model.parameters:,}"}
+        if self.measured is not None:
+            facts["dtype"] = self.measured.dtype
+        there, here = (
+            ", ".join(f"{key} {value}" for key, value in {**known, "fingerprint": digest}.items())
+            for known, digest in ((facts, self.model.fingerprint), (shapes or {}, fingerprint))
+        )
         raise PlanError(
-            f"the plan was made for another model ({differs}; here: {name}{', ' + here if here else ''})",
+            f"the plan was made for another model (plan: {self.model.name}, {there}; here: {name}, {here})",
             "A plan names the units of one traced model; names, shapes and dtypes of all parameters must be the same.",
             "Make a new plan for this model with `hybridpar plan`.",
         )
@@ -234,9 +252,10 @@ def read_plan(path: str | Path) -> Plan:
         raise PlanError(f"cannot read the plan {source}: {reason}", fix="Name a plan written by hybridpar.") from error
     try:
         data = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
+        found = f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
         raise PlanError(
-            f"{source} is not a whole plan: {error.msg} at line {error.lineno}",
+            f"{source} is not a whole plan: {found}",
             "A plan is one JSON object.",
             "Write it again with `hybridpar plan`.",
         ) from error

@@ -179,21 +179,29 @@ def describe(environment: Mapping[str, str] | None = None) -> str:
         environment: The worker's whole environment; default: `os.environ`, for a worker that speaks of itself.
     """
     present = os.environ if environment is None else environment
-    other = _other_allocator(present)
-    if other:
-        allocator = f"allocator {other} from LD_PRELOAD"
-    elif all(present.get(name) == value for name, (value, _) in _ALLOCATOR.items()):
-        allocator = "allocator keeps freed memory"
-    elif any(name in present for name in _ALLOCATOR) or "glibc.malloc." in present.get("GLIBC_TUNABLES", ""):
-        allocator = "allocator as set in the environment"
-    else:
-        allocator = "allocator with the system's defaults"
     threads = next((present[name] for name in _THREADS if name in present), None)
     if threads is None:
         share = "torch's default number of threads"
     else:
         share = f"{threads} thread{'' if threads == '1' else 's'} per worker"
-    return f"{allocator}, {share}; off with --no-tune-process"
+    return f"{describe_allocator(present)}, {share}; off with --no-tune-process"
+
+
+def describe_allocator(environment: Mapping[str, str] | None = None) -> str:
+    """What a process with this environment allocates memory with. Times measured under another do not compare.
+
+    Args:
+        environment: As for `describe`.
+    """
+    present = os.environ if environment is None else environment
+    other = _other_allocator(present)
+    if other:
+        return f"allocator {other} from LD_PRELOAD"
+    if all(present.get(name) == value for name, (value, _) in _ALLOCATOR.items()):
+        return "allocator keeps freed memory"
+    if any(name in present for name in _ALLOCATOR) or "glibc.malloc." in present.get("GLIBC_TUNABLES", ""):
+        return "allocator as set in the environment"
+    return "allocator with the system's defaults"
 
 
 def _other_allocator(environment: Mapping[str, str]) -> str | None:

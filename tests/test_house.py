@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "launch": {"errors", "process"},
     "lanes": {"errors"},
     "data": {"config", "errors", "registry"},
-    "partition": {"config", "errors", "models", "plan", "registry"},
+    "partition": {"config", "errors", "models", "plan", "process", "registry"},
     "cluster": {"process"},
     "probe": {"cluster", "errors", "process"},
     "pipeline": {"errors", "lanes", "registry"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -196,14 +197,31 @@ def test_a_plan_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     with pytest.raises(PlanError, match="No space left"):
         trivial_plan(MODEL).save(tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == FULL
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"], "nothing half-written is left behind"
+
+
+def test_a_plan_goes_where_a_link_points_and_into_what_is_no_file(tmp_path):
+    (tmp_path / "real.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("real.json")
+    FULL.save(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert read_plan(tmp_path / "real.json") == FULL
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    FULL.save(tmp_path / "pipe")
+    assert os.read(reader, 1 << 16).decode() == FULL.to_json()
+    os.close(reader)
+    assert (tmp_path / "pipe").is_fifo()
+    with pytest.raises(PlanError, match="No space left"):
+        FULL.save("/dev/full")
 
 
 def test_a_plan_is_for_one_model(capsys):
     FULL.check_model(MODEL.fingerprint)
     with pytest.raises(PlanError) as caught:
         FULL.check_model("f" * 16, "resnet34", {"parameters": "21,797,672"})
-    assert "resnet18, 11,689,512 parameters" in caught.value.what
-    assert "here: resnet34, parameters 21,797,672" in caught.value.what
+    assert "plan: resnet18, parameters 11,689,512" in caught.value.what
+    assert f"here: resnet34, parameters 21,797,672, fingerprint {'f' * 16}" in caught.value.what
     assert caught.value.fix
 
 

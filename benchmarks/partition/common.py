@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import subprocess
+from pathlib import Path
 
 import torch
 
@@ -21,4 +23,12 @@ def setting() -> dict[str, object]:
         "load": f"{os.getloadavg()[0]:.1f}",
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "commit": commit(),
     }
+
+
+def commit() -> str:
+    """The commit that is checked out, with a + where files differ from it; empty outside of a repository."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip()

@@ -56,36 +56,40 @@ def check_model(name: str, seeds: int) -> dict[str, object]:
     }
 
 
+def read_rows(path: Path) -> dict[str, dict[str, object]]:
+    """The lines of a table that is there, by model."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {row["model"]: dict(row) for row in csv.DictReader(file)}
+
+
+def write_rows(path: Path, rows: dict[str, dict[str, object]]) -> None:
+    """Write all lines, in the order of the sweep; a line from before a column was there leaves it empty."""
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        writer.writeheader()
+        writer.writerows(rows[name] for name in SWEEP if name in rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=list(SWEEP))
+    parser.add_argument("models", nargs="*", default=list(SWEEP), help="lines of other models stay as they are")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "sweep.csv")
-    parser.add_argument("--resume", action="store_true", help="keep the lines that are there, do the other models")
+    parser.add_argument("--resume", action="store_true", help="leave out the models that have a line")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    rows = read_rows(options.output)
     failed = 0
-    done: list[dict[str, object]] = []
-    if options.resume and options.output.exists():
-        with options.output.open(newline="") as file:
-            done = list(csv.DictReader(file))  # type: ignore[arg-type]
-    with options.output.open("w", newline="") as file:
-        writer: csv.DictWriter[str] | None = None
-        if done:
-            writer = csv.DictWriter(file, list(done[0]))
-            writer.writeheader()
-            writer.writerows(done)
-        for name in options.models:
-            if any(row["model"] == name for row in done):
-                continue
-            row = check_model(name, options.seeds)
-            if writer is None:
-                writer = csv.DictWriter(file, list(row))
-                writer.writeheader()
-            writer.writerow(row)
-            file.flush()
-            failed += row["equal"] != row["cuts"]
-            print(f"{name}: {row['equal']} of {row['cuts']} equal, {row['seconds']} s", flush=True)
+    for name in options.models:
+        if options.resume and name in rows:
+            continue
+        row = rows[name] = check_model(name, options.seeds)
+        write_rows(options.output, rows)  # after every model, because the whole sweep takes an hour
+        failed += row["equal"] != row["cuts"]
+        print(f"{name}: {row['equal']} of {row['cuts']} equal, {row['seconds']} s", flush=True)
     return 1 if failed else 0
 
 

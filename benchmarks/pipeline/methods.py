@@ -110,11 +110,11 @@ class _Alias(torch.autograd.Function):
     """The same memory under another tensor, which is no view."""
 
     @staticmethod
-    def forward(context: Any, tensor: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(context: Any, tensor: Tensor) -> Tensor:
         return tensor.data
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(context: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 

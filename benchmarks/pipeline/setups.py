@@ -120,13 +120,13 @@ def placement_of(plan: Plan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(lanes.index(place) for place in places), tuple(worker for worker, _ in lanes)
 
 
-def optimizer_step(stage: nn.Module) -> Callable[[float, Tensor | None], None] | None:
+def optimizer_step(stage: nn.Module) -> Callable[[float | None, Tensor | None], None] | None:
     """The optimizer of one stage, as the engine wants it."""
     if not any(True for _ in stage.parameters()):
         return None
     optimizer = optimizer_of(stage)
 
-    def step(factor: float, commit: Tensor | None) -> None:
+    def step(factor: float | None, commit: Tensor | None) -> None:
         optimizer.step()
 
     return step

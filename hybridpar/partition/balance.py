@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from hybridpar.errors import PartitionError, nearest
+from hybridpar.errors import PartitionError, UsageError, nearest
 from hybridpar.partition.cost import IntervalCosts, Matrix, Problem, require_units
 from hybridpar.partition.exact import (
     DOWN_SETS,
@@ -100,7 +100,7 @@ def balance_graph(
     identity = tuple(range(len(graph)))
     if strategy != "balanced":
         if strategy not in STRATEGIES:
-            raise PartitionError(
+            raise UsageError(
                 f"unknown strategy {strategy!r}", nearest(strategy, ["balanced", *STRATEGIES]), "Use balanced."
             )
         return _describe(
@@ -109,12 +109,10 @@ def balance_graph(
     costs = IntervalCosts(graph)
     cuts = _cut_order(costs, problem)
     best = _describe(graph, problem, identity, cuts, strategy, costs)
-    if not certify or problem.stages == 1:
+    if not certify or not _equal_lanes(problem):
         return best
     speed = problem.worker(0).lane_speed
     loads = [unit.ms / speed for unit in graph.units]
-    if not _equal_lanes(problem) or sum(loads) <= 0:
-        return best
     known, _ = least_maximum([costs.compute / speed] * problem.stages)
     found = _search_all_cuts(loads, graph.edges(), problem.stages, known, down_sets, seconds)
     if found is None:
@@ -141,12 +139,13 @@ def _search_all_cuts(
     low = trivial_bound(loads, stages)
     if known <= low * (1 + TOLERANCE):
         return Optimum(low, tuple(range(len(loads))), 0), True
-    optimum = exact_optimum(loads, edges, stages, known, down_sets=down_sets, seconds=seconds * 0.75)
+    # Together less than `seconds`: the cut of the order that is found takes time as well.
+    optimum = exact_optimum(loads, edges, stages, known, down_sets=down_sets, seconds=seconds * 0.65)
     if optimum is not None:
         return optimum, True
     chains, links = fused_chains(loads, edges, sum(loads) / stages / 10)
     heavier = [sum(loads[unit] for unit in chain) for chain in chains]
-    merged = exact_optimum(heavier, links, stages, known * 1.5, down_sets=down_sets, seconds=seconds * 0.25)
+    merged = exact_optimum(heavier, links, stages, known * 1.5, down_sets=down_sets, seconds=seconds * 0.2)
     if merged is None:
         return None
     order = tuple(unit for chain in merged.order for unit in chains[chain])
@@ -272,7 +271,7 @@ def _too_little_memory(
         factor = least_group_maximum(Sharing(scaled, workers, [np.inf] * len(limits)), nothing).value
     finite = [limit for limit in limits if np.isfinite(limit)]
     least = ", ".join(sorted({f"{_megabytes_up(limit * factor)} MB" for limit in finite}))
-    given = ", ".join(sorted({f"{limit / 1e6:,.1f} MB" for limit in finite}))
+    given = ", ".join(sorted({f"{limit / 1e6:,.6g} MB" for limit in finite}))
     return PartitionError(
         f"{problem.stages} stages do not fit into {given} per device",
         "A stage holds its parameters, gradients and optimizer state, and activations of its micro-batches in flight "

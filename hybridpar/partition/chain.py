@@ -67,7 +67,7 @@ def _watch(model: nn.Module, example: torch.Tensor) -> tuple[list[tuple[str, Any
     handles = []
     for name, module in model.named_modules():
         # A ModuleList is never called, so its items are the outermost calls.
-        if name:
+        if name and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
             handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave(name))]
     try:
         return calls, model(example)

@@ -6,6 +6,7 @@ in one go by two-dimensional prefix sums, so that the algorithms only look numbe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,6 +41,19 @@ class Worker:
     memory: int | None = None
     co_run: float | None = None
 
+    def __post_init__(self) -> None:
+        rules: list[tuple[str, float | None, bool, str]] = [
+            ("lanes", self.lanes, self.lanes >= 1, "1 or more"),
+            ("speed", self.speed, 0 < self.speed < math.inf, "above 0 and finite"),
+            ("memory", self.memory, self.memory is None or self.memory >= 1, "1 byte or more, or None for no cap"),
+            ("co_run", self.co_run, self.co_run is None or 0 < self.co_run < math.inf, "above 0 and finite, or None"),
+        ]
+        for name, value, holds, rule in rules:
+            if not holds:
+                raise UsageError(
+                    f"a worker with {name} {value}", f"It must be {rule}.", "Correct --devices, --memory or --co-run."
+                )
+
     @property
     def lane_speed(self) -> float:
         """Speed of one lane while all are busy."""
@@ -59,6 +73,16 @@ class Link:
 
     bytes_per_second: float | None = None
     latency_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_second is not None and not self.bytes_per_second > 0:
+            raise UsageError(
+                f"a link of {self.bytes_per_second} bytes per second",
+                "Bandwidth is above 0; None is a link that costs nothing.",
+                "Use Link(1.25e9) for 10 Gbit/s.",
+            )
+        if not 0 <= self.latency_ms < math.inf:
+            raise UsageError(f"a latency of {self.latency_ms} ms", "It is 0 or more.", "Use Link(1.25e9, 0.1).")
 
     @property
     def is_free(self) -> bool:
@@ -115,8 +139,16 @@ class Problem:
             }[self.placement]
             want = 2 * lanes if self.placement == "v" else lanes
             raise UsageError(f"{stages} stages on {lanes} lanes", rule, f"Ask for --stages {want}, or other devices.")
-        if any(worker.speed <= 0 or worker.lanes < 1 or (worker.co_run or 1) <= 0 for worker in self.workers):
-            raise UsageError("a worker without speed or lanes", "Speeds are above 0, lanes from 1.", "Correct it.")
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise UsageError(
+                f"{self.micro_batches} micro-batches", "A step has at least one.", "Use --micro-batches 8."
+            )
+        if self.optimizer_copies < 0:
+            raise UsageError(
+                f"{self.optimizer_copies} optimizer copies",
+                "An optimizer keeps no tensor per parameter, or some.",
+                "Use --optimizer-copies 1 for momentum, 2 for Adam.",
+            )
 
     @cached_property
     def lanes(self) -> tuple[tuple[int, int], ...]:

@@ -17,6 +17,7 @@ from hybridpar.plan import Plan
 
 _ROW = 3.0  # height of a row, in units of the height of a block
 _MOST_LABELS = 5
+_UPRIGHT = 12  # characters that fit into the height of a block
 
 
 def draw_partition(graph: UnitGraph, plan: Plan, path: str | Path) -> None:
@@ -102,7 +103,8 @@ def _draw_rows(axes: Any, layout: Layout, graph: UnitGraph, plan: Plan) -> None:
     _draw_cuts(axes, layout, longest, len(stages))
     mean = sum(stage.ms or 0 for stage in stages) / len(stages)
     top, bottom = 2.2, _base(len(stages) - 1) - 0.9
-    for place, name, style in ((mean, "mean", ":"), (plan.partition.lower_bound_ms, "lower bound", "--")):
+    bound = "optimum" if plan.partition.certificate == "exact" else "lower bound"
+    for place, name, style in ((mean, "mean", ":"), (plan.partition.lower_bound_ms, bound, "--")):
         if place:
             axes.plot(
                 [place, place],
@@ -113,7 +115,7 @@ def _draw_rows(axes: Any, layout: Layout, graph: UnitGraph, plan: Plan) -> None:
                 zorder=0,
                 label=f"{name} {place:,.1f} ms",
             )
-    axes.legend(loc="lower right", fontsize=8, frameon=False, ncols=2)
+    axes.legend(loc="lower right", fontsize=8, framealpha=1, edgecolor="none", ncols=2)
     axes.set_xlim(-0.01 * longest, 1.02 * longest)
     axes.set_ylim(bottom, top)
     axes.set_yticks(
@@ -137,11 +139,11 @@ def _write_label(axes: Any, block: Block, longest: float) -> None:
     if share < 0.009 or not block.label:
         return
     flat = share > 0.0075 * len(block.label)
-    short = block.label.rpartition(".")[2]  # upright there is room for the last part of the path
+    upright = block.label if len(block.label) <= _UPRIGHT else block.label.removesuffix(" ...").rpartition(".")[2]
     axes.text(
         block.center,
         _base(block.stage) + 0.5,
-        block.label if flat else short[:14],
+        block.label if flat else upright[:_UPRIGHT],
         rotation=0 if flat else 90,
         fontsize=8 if flat else 6.5,
         ha="center",

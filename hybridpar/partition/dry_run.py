@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hybridpar.errors import UsageError
+from hybridpar.partition.nest import as_inputs
 from hybridpar.partition.run import StageRunner
 from hybridpar.partition.stage import Stage
 from hybridpar.partition.state import untouched
@@ -35,7 +37,11 @@ class StageTimes:
 
 
 def dry_run_stages(
-    stages: Sequence[Stage], inputs: Sequence[torch.Tensor], *, passes: int = 5, own_time: bool = False
+    stages: Sequence[Stage],
+    inputs: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    passes: int = 5,
+    own_time: bool = False,
 ) -> list[StageTimes]:
     """Measure stages one after another on one device, without any communication.
 
@@ -44,14 +50,19 @@ def dry_run_stages(
         inputs: One micro-batch.
         passes: Passes over all stages; the minimum counts.
         own_time: As for `Clock`.
+
+    Raises:
+        UsageError: There is no pass, or the inputs are no micro-batch.
     """
-    return dry_run_partitions([stages], inputs, passes=passes, own_time=own_time)[0]
+    return dry_run_partitions([stages], as_inputs(inputs), passes=passes, own_time=own_time)[0]
 
 
 def dry_run_partitions(
     partitions: Sequence[Sequence[Stage]], inputs: Sequence[torch.Tensor], *, passes: int = 5, own_time: bool = False
 ) -> list[list[StageTimes]]:
     """Measure several partitions of one model in turns, so that whatever else the machine does hits all of them."""
+    if passes < 1:
+        raise UsageError(f"{passes} passes", "What is measured runs at least once.", "Use passes=5.")
     clock = Clock(inputs[0].device, own_time=own_time)
     everything = [stage for stages in partitions for stage in stages]
     together = nn.ModuleList(everything)

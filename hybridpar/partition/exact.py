@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 TOLERANCE = 1e-4
 DOWN_SETS = 200_000
 SECONDS = 2.0
+#: How many down-sets are extended between two looks at the clock.
+_CHECK_EVERY = 64
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,9 @@ class _Lattice:
             ready: dict[int, list[int]] = {}
             sources, units, destinations = [], [], []
             for place, (members, available) in enumerate(current.items()):
+                # Not only between layers: the next one may have thousands of times as many down-sets.
+                if size + len(number) > limit or (place % _CHECK_EVERY == 0 and time.perf_counter() > deadline):
+                    return None
                 for unit in available:
                     grown = members | 1 << unit
                     if grown not in number:
@@ -167,7 +172,7 @@ class _Lattice:
                     units.append(unit)
                     destinations.append(number[grown])
             size += len(number)
-            if size > limit or time.perf_counter() > deadline:
+            if size > limit:
                 return None
             sort = np.argsort(destinations, kind="stable")
             targets = np.asarray(destinations)[sort]

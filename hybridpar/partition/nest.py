@@ -8,11 +8,13 @@ inside one stage.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
+
+from hybridpar.errors import UsageError
 
 Path = tuple[Any, ...]
 
@@ -27,6 +29,29 @@ def tensor_leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Ten
     elif isinstance(value, (tuple, list)):
         for index, item in enumerate(value):
             yield from tensor_leaves(item, (*path, index))
+
+
+def as_inputs(inputs: torch.Tensor | Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """One micro-batch as the tuple of a model's inputs; a single tensor is a single input.
+
+    Raises:
+        UsageError: There is none, something is no tensor, or the first dimension holds no samples.
+    """
+    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    wrong = next((item for item in given if not isinstance(item, torch.Tensor)), None)
+    if wrong is not None or not given:
+        raise UsageError(
+            "no inputs were given" if not given else f"an input is a {type(wrong).__name__}",
+            "Every input is a tensor; what else `forward` takes has a default.",
+            "Give one example tensor for each input.",
+        )
+    if given[0].dim() == 0 or given[0].shape[0] == 0:
+        raise UsageError(
+            f"the first input has the shape {tuple(given[0].shape)}",
+            "Its first dimension is the micro-batch, which has at least one sample.",
+            "Give an example with samples, as torch.randn(4, 3, 224, 224).",
+        )
+    return given
 
 
 def can_cross(value: Any) -> bool:

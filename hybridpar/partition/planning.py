@@ -19,6 +19,7 @@ from hybridpar.partition.balance import Balance, balance_graph
 from hybridpar.partition.co_run import measure_co_run
 from hybridpar.partition.cost import Problem
 from hybridpar.partition.graph import UnitGraph
+from hybridpar.partition.nest import as_inputs
 from hybridpar.partition.profile import Progress, UnitTimes, measure_units
 from hybridpar.partition.profile_cache import (
     device_name,
@@ -92,11 +93,13 @@ def partition_model(
         PartitionError: No partition meets the request.
         UsageError: The model refuses the inputs.
     """
-    given = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+    given = as_inputs(inputs)
     problem = Problem(stages) if isinstance(stages, int) else stages
     say = announce or (lambda line: None)
     say("tracing")
     units = find_units(trace_model(model, given), given)
+    # Units, bytes and strategy do not depend on times: what cannot be met is refused before the long part.
+    balance_graph(units.graph, problem, strategy=strategy, certify=False)
     if measure:
         times = _measured(units, given, passes, threads or torch.get_num_threads(), cache, progress, say)
         problem = _with_co_run(model, given, problem, say)
@@ -234,7 +237,11 @@ def saved_bytes(graph: UnitGraph, stage_of: Sequence[int]) -> list[int]:
 
 
 def stages_from_plan(
-    model: nn.Module, plan: Plan, inputs: Sequence[torch.Tensor] | None = None, *, relay: bool = False
+    model: nn.Module,
+    plan: Plan,
+    inputs: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    *,
+    relay: bool = False,
 ) -> list[Stage]:
     """The stages that a plan describes.
 
@@ -247,8 +254,11 @@ def stages_from_plan(
     Raises:
         PlanError: The plan is for another model, or names other units than the model has.
     """
-    plan.check_model(model_fingerprint(model), type(model).__name__, {"parameters": f"{parameter_count(model):,}"})
-    given = tuple(inputs) if inputs is not None else (_example(model, plan),)
+    facts = {"parameters": f"{parameter_count(model):,}"}
+    if (parameter := next(model.parameters(), None)) is not None:
+        facts["dtype"] = str(parameter.dtype).removeprefix("torch.")
+    plan.check_model(model_fingerprint(model), type(model).__name__, facts)
+    given = as_inputs(inputs) if inputs is not None else (_example(model, plan),)
     units = find_units(trace_model(model, given), given)
     if len(plan.partition.stages) == 1 and not plan.partition.stages[0].units:
         return split_model(units, [0] * len(units.graph), relay=relay)

@@ -72,8 +72,10 @@ def measure_units(
         progress: Told after every pass.
 
     Raises:
-        UsageError: `passes` is too small.
+        UsageError: `passes` or `threads` is too small, or the model's training step fails.
     """
+    if threads is not None and threads < 1:
+        raise UsageError(f"{threads} threads", "Work needs at least one.", "Use --threads 1 or more.")
     if passes < 2:
         raise UsageError(
             f"{passes} pass(es) cannot tell the noise",
@@ -89,7 +91,7 @@ def measure_units(
         for parameter in units.model.parameters():
             # Gradients exist in all micro-batches but the first, so accumulating into them is the normal case.
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        whole_step_ms(units.model, inputs, clock)
+        _first_step(units, inputs, clock)
         runner.step(clock)
         for done in range(passes):
             rows.append(runner.step(clock))
@@ -100,10 +102,22 @@ def measure_units(
     return _summarise(torch.tensor(rows, dtype=torch.float64), min(steps))
 
 
+def _first_step(units: ModelUnits, inputs: Sequence[torch.Tensor], clock: Clock) -> None:
+    """Warm up; whatever the model's own step raises, it raises here."""
+    try:
+        whole_step_ms(units.model, inputs, clock)
+    except Exception as error:
+        raise UsageError(
+            f"a training step of {type(units.model).__name__} fails: {type(error).__name__}: {error}",
+            "Units are measured in whole forward and backward passes of the model as it is.",
+            "Mend the model, or plan without running it: --no-measure.",
+        ) from error
+
+
 @contextmanager
 def _threads(count: int | None) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    torch.set_num_threads(before if count is None else count)
     try:
         yield
     finally:
@@ -116,7 +130,8 @@ def _summarise(rows: torch.Tensor, step_ms: float) -> UnitTimes:
     total = float(best.sum())
     halves = (rows[0::2].amin(dim=0) - rows[1::2].amin(dim=0)).abs()
     spread = rows.amax(dim=0) - best
-    calibration = step_ms / total
+    calibration = step_ms / total if total > 0 else 1.0
+    total = total or 1.0  # a clock may be too coarse to see anything at all
     return UnitTimes(
         tuple((best[:, 0] * calibration).tolist()),
         tuple((best[:, 1] * calibration).tolist()),

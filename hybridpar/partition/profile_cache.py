@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,14 +22,19 @@ import torch
 from hybridpar.models import model_fingerprint
 from hybridpar.partition.profile import UnitTimes
 from hybridpar.partition.units import ModelUnits
+from hybridpar.process import describe_allocator
 
 
 def cache_directory() -> Path:
     """Where profiles are kept: profiles/ in HYBRIDPAR_CACHE, else in hybridpar/ of XDG_CACHE_HOME or ~/.cache."""
     if own := os.environ.get("HYBRIDPAR_CACHE"):
         return Path(own) / "profiles"
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "hybridpar" / "profiles"
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "hybridpar" / "profiles"
+    try:
+        return Path.home() / ".cache" / "hybridpar" / "profiles"
+    except RuntimeError:  # a user without an entry in the password file and without HOME
+        return Path(tempfile.gettempdir()) / f"hybridpar-{os.getuid()}" / "profiles"
 
 
 def device_name(device: torch.device) -> str:
@@ -60,6 +66,7 @@ def profile_key(units: ModelUnits, inputs: Sequence[torch.Tensor], threads: int,
         ),
         "device": device_name(inputs[0].device),
         "threads": threads,
+        "allocator": describe_allocator(),
         "passes": passes,
         "torch": str(torch.__version__),
         "units": [unit.name for unit in units.graph.units],

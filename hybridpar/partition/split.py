@@ -21,7 +21,7 @@ from hybridpar.errors import PartitionError
 from hybridpar.partition.example import NodeFacts
 from hybridpar.partition.nest import Path, rebuild
 from hybridpar.partition.stage import BorderTensor, Stage, StageGraph
-from hybridpar.partition.units import GraphFacts, ModelUnits, resolve_attribute
+from hybridpar.partition.units import GraphFacts, ModelUnits, aliases_under_change, resolve_attribute
 
 
 def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = False) -> list[Stage]:
@@ -185,9 +185,11 @@ class _StageBuilder:
             return False
         place = self.facts.place
         received = [other for other in self.values if other.op != "get_attr" and self.home.get(other, -1) != self.index]
+        # Other stages read a value before it is changed, or they would be this one; the output reads it afterwards.
+        read = [item for item in returns if any(self.home.get(user, self.index) != self.index for user in item.users)]
         # A value that only exists because of the change is meant to show it.
         return any(
-            self.facts.facts[other].storages & touched and place[other] < place[node] for other in (*received, *returns)
+            self.facts.facts[other].storages & touched and place[other] < place[node] for other in (*received, *read)
         )
 
     def _parts(self, node: fx.Node) -> list[fx.Node]:
@@ -233,6 +235,13 @@ def _place_eval_nodes(units: ModelUnits, home: Mapping[fx.Node, int]) -> dict[fx
                 f"{node.name} runs in stage {min(fixed)} in training, but evaluation needs it in stage {stages[node]}",
                 "The graphs of training and evaluation use the model's modules in different orders.",
                 "Ask for fewer stages.",
+            )
+    for group in aliases_under_change(units.evaluate):
+        if len({stages[node] for node in group}) > 1:
+            raise PartitionError(
+                f"in evaluation {group[0].name} changes in place what several stages use",
+                "What sees a change in place stays in one stage; training's graph has no such change.",
+                "Ask for fewer stages, or work on a copy there.",
             )
     return stages
 

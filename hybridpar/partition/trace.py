@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 
 from hybridpar.errors import TraceError, UsageError
 from hybridpar.partition.chain import module_order_graph
@@ -80,7 +81,9 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
 
     Raises:
         TraceError: No rung of the ladder can trace the model. The message names the module and the operation.
+        UsageError: The model refuses the inputs.
     """
+    _require_plain(model)
     flags = [(module, module.training) for module in model.modules()]
     try:
         model.train()
@@ -101,6 +104,25 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
         tuple(sorted({*trained.leaves, *evaluated.leaves})),
         trained.method,
     )
+
+
+def _require_plain(model: nn.Module) -> None:
+    """Refuse what wraps a model and hides it, and what has no shapes yet."""
+    inner = getattr(model, "_orig_mod", None)  # torch.compile
+    if isinstance(inner, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        kind = "compiled" if isinstance(inner, nn.Module) else "scripted"
+        raise TraceError(
+            f"{type(model).__name__} is a {kind} model",
+            "Its operations are hidden inside; a graph is made from the model as it was written.",
+            f"Give the model before it was {kind}; its stages can be compiled.",
+        )
+    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        raise TraceError(
+            f"{lazy} has no shape yet",
+            "Lazy parameters get their shape when the model first runs.",
+            "Run the model once on an example, then partition it.",
+        )
 
 
 def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor]) -> TracedModel:
@@ -135,7 +157,10 @@ def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor]) -> TracedM
         if failed is None or failed in whole:
             break
         whole = whole | {failed}
-    ordered = module_order_graph(model, inputs) if inputs else None
+    try:
+        ordered = module_order_graph(model, inputs) if inputs else None
+    except Exception as error:  # the model does not run at all, whether traced or not
+        raise _refused(model, inputs, error) from error
     if ordered is not None:
         return TracedModel(model, ordered, method="module order")
     raise _explain(model, *first_error) from first_error[0]
@@ -188,6 +213,17 @@ def _explain(model: nn.Module, error: Exception, module: str) -> TraceError:
         f"The operation depends on data that is known only when the model runs ({type(error).__name__}: {error}).",
         "Trace the part that is a fixed graph (for a detector, its backbone), or move the operation into a sub-module "
         "of its own: a sub-module that cannot be traced is kept whole.",
+    )
+
+
+def _refused(model: nn.Module, inputs: Sequence[torch.Tensor], error: Exception) -> UsageError:
+    frame = _user_frame(error)
+    line = f', line {frame.lineno} of {frame.filename}: "{_source(frame)}"' if frame else ""
+    shapes = ", ".join(str(tuple(item.shape)) for item in inputs)
+    return UsageError(
+        f"{type(model).__name__} refuses its input of shape {shapes}{line}",
+        f"{type(error).__name__}: {error}",
+        "Give inputs that the model runs on by itself, or mend the model.",
     )
 
 

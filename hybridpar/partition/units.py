@@ -180,7 +180,7 @@ def _pinned(traced: TracedModel, facts: GraphFacts) -> list[list[fx.Node]]:
     return [
         *_unpackers(facts),
         *_users_of_state(traced, facts),
-        *_aliases_under_change(facts),
+        *aliases_under_change(facts),
         *_checks(facts),
     ]
 
@@ -222,8 +222,12 @@ def _compute_users(facts: GraphFacts, node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if user in members]
 
 
-def _aliases_under_change(facts: GraphFacts) -> Iterable[list[fx.Node]]:
-    """A change in place shows in every alias; unless only the result lives on, all of them stay together."""
+def aliases_under_change(facts: GraphFacts) -> Iterable[list[fx.Node]]:
+    """A change in place shows in every alias; unless only the result lives on, all who see it stay together.
+
+    Those who read before the change as well: in another stage they would need the memory as it was, while the ones
+    after it need it as it is now.
+    """
     place = facts.place
     by_storage: dict[int, list[fx.Node]] = defaultdict(list)
     for node in facts.graph.nodes:
@@ -235,14 +239,18 @@ def _aliases_under_change(facts: GraphFacts) -> Iterable[list[fx.Node]]:
         for target in facts.facts[node].changes:
             aliases = {alias for number in facts.facts[target].storages for alias in by_storage[number]}
             earlier = {alias for alias in aliases if place[alias] < place[node]}
-            late_users = {
-                user
-                for alias in earlier
-                for user in alias.users
-                if place[user] > place[node] and user in members and user is not node
-            }
-            if late_users:
-                yield [node, *sorted((earlier & members) | late_users, key=place.__getitem__)]
+            users = {user for alias in earlier for user in alias.users}
+            if not any(place[user] > place[node] for user in users):  # the output counts, though it is in no unit
+                continue
+            given = next((alias for alias in earlier if alias.op == "placeholder"), None)
+            if given is not None:
+                raise TraceError(
+                    f"the model changes its input {given.name!r} in place ({describe_target(node)}) through a view of "
+                    "it, and uses the input again afterwards",
+                    "A stage does not change what it was given, which other stages may hold as well.",
+                    "Work on a copy: begin forward with x = x.clone().",
+                )
+            yield [node, *sorted((earlier | users) & members, key=place.__getitem__)]
 
 
 def _checks(facts: GraphFacts) -> Iterable[list[fx.Node]]:

@@ -139,6 +139,97 @@ class Views(nn.Module):
         return self.last(y)
 
 
+class SeenChange(nn.Module):
+    """Changes a view in place where both an earlier reader and the output use what it is a view of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.early, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.first(x) + 1
+        before = y * 1.0
+        y[:, :3].add_(2)
+        return self.last(x.tanh()), self.early(before), y
+
+
+class Box:
+    """Not a plain container: it cannot be sent."""
+
+    def __init__(self, inside: Tensor) -> None:
+        self.inside = inside
+
+
+class _Boxing(nn.Module):
+    def forward(self, x: Tensor) -> Box:
+        return Box(x * 2)
+
+
+class _Unboxing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, box: Box, x: Tensor) -> Tensor:
+        if bool(torch.isnan(x.detach()).any()):
+            raise AssertionError
+        return box.inside * self.weight + x
+
+
+class Boxed(nn.Module):
+    """An object of the user's own between two modules that cannot be traced, and a number that takes work to find."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.boxing, self.unboxing = nn.Linear(6, 6), _Opaque(_Boxing()), _Unboxing()
+        self.between, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        box = self.boxing(self.first(x))
+        y = self.between(x)
+        largest = y.detach().abs().max().item()
+        return self.last(self.unboxing(box, y).tanh()) * largest
+
+
+class Rebound(nn.Module):
+    """Changes a value in place and goes on with the value's own name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        y.mul_(2)
+        return self.last(y)
+
+
+class ChangesInput(nn.Module):
+    """Changes a view of its input in place, and uses the input again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 0].mul_(2)
+        return self.last(x)
+
+
+class ChangesInEvaluation(nn.Module):
+    """Changes a view in place, and only in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        if not self.training:
+            y[:, :3].mul_(2)
+        return self.last(y)
+
+
 class Dropping(nn.Module):
     """Random numbers on two branches: their order must not depend on the cut."""
 
@@ -231,6 +322,9 @@ CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "ordered": (lambda: Containers(ordered=True), ROWS),
     "shared": (Shared, ROWS),
     "views": (Views, ROWS),
+    "seen change": (SeenChange, ROWS),
+    "rebound": (Rebound, ROWS),
+    "boxed": (Boxed, ROWS),
     "dropping": (Dropping, ROWS),
     "modes": (Modes, ROWS),
     "buffers": (Buffers, ROWS),

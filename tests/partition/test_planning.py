@@ -1,27 +1,30 @@
 from __future__ import annotations
 
 import json
+import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
 
 from hybridpar.errors import HybridparError, PlanError, UsageError
-from hybridpar.partition.command import (
+from hybridpar.partition.command import run_plan
+from hybridpar.partition.cost import Link, Problem, Worker
+from hybridpar.partition.draw import draw_partition
+from hybridpar.partition.layout import lay_out, readable_bytes
+from hybridpar.partition.planning import PartitionedModel, partition_model, stages_from_plan
+from hybridpar.partition.request import (
     PlanConfig,
     parse_bytes,
     parse_link,
     parse_shape,
     parse_workers,
-    run_plan,
 )
-from hybridpar.partition.cost import Link, Problem, Worker
-from hybridpar.partition.draw import draw_partition
-from hybridpar.partition.layout import lay_out, readable_bytes
-from hybridpar.partition.planning import PartitionedModel, partition_model, stages_from_plan
 from hybridpar.partition.run import run_stages
 from hybridpar.partition.table import print_partition
 from hybridpar.plan import read_plan
@@ -89,8 +92,11 @@ def test_placement_names_workers_and_lanes() -> None:
 
 
 def test_a_plan_for_another_model_says_what_differs(made: PartitionedModel) -> None:
-    with pytest.raises(PlanError, match="another model"):
+    with pytest.raises(PlanError, match="another model") as caught:
         stages_from_plan(Shapes(), made.plan)
+    assert f"parameters {made.plan.model.parameters:,}" in caught.value.what
+    with pytest.raises(PlanError, match=r"dtype float32.*dtype float64") as caught:
+        stages_from_plan(Residual().double(), made.plan)
 
 
 def test_a_plan_with_other_units_says_which(made: PartitionedModel) -> None:
@@ -190,6 +196,21 @@ def test_command_writes_plan_and_picture(tmp_path: Path, capsys: pytest.CaptureF
         ({"output": Path("/nowhere/plan.json")}, "/nowhere"),
         ({"draw": Path("plan.bmp")}, ".svg"),
         ({"placement": "v", "stages": 3, "devices": ("cpu", "cpu")}, "3 stages on 2 lanes"),
+        ({"stages": 0}, "--stages"),
+        ({"classes": 0}, "--classes"),
+        ({"passes": 1}, "--passes"),
+        ({"threads": 0}, "--threads"),
+        ({"seed": -1}, "--seed"),
+        ({"channels_last": True, "input": "8"}, "--channels-last"),
+        ({"memory": "0.1B"}, "--memory"),
+        ({"link": "0.1B/s"}, "--link"),
+        ({"in_flight": "²"}, "in-flight"),
+        ({"co_run": 0.0, "devices": ("cpu*2",)}, "co_run"),
+        ({"output": Path("/tmp")}, "directory"),
+        ({"output": Path("/dev/full")}, "No space left"),
+        ({"input": "3x9999999x9999999"}, "--input"),
+        ({"input": "4x8x8"}, "conv1"),
+        ({"devices": ("cuda:99", "cpu")}, "cuda:99"),
     ],
 )
 def test_bad_requests_are_one_error_each(wrong: dict[str, object], says: str) -> None:
@@ -202,6 +223,82 @@ def test_bad_requests_are_one_error_each(wrong: dict[str, object], says: str) ->
         run_plan(PlanConfig(**{**options, **wrong}))  # type: ignore[arg-type]
     assert says in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"strategy": "magic"}, {"problem": Problem(1000)}, {"problem": Problem(2, (Worker(memory=1), Worker(memory=1)))}],
+)
+def test_what_no_measurement_can_help_is_refused_before_it(wrong: dict[str, Any]) -> None:
+    said: list[str] = []
+    options = {"strategy": "balanced", "problem": 2, **wrong}
+    with pytest.raises(UsageError):
+        partition_model(
+            Residual(), torch.randn(*IMAGES), options["problem"], strategy=options["strategy"], announce=said.append
+        )
+    assert said == ["tracing"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [([], "no inputs"), ([1.0], "float"), (torch.ones(()), r"\(\)"), (torch.ones(0, 3, 8, 8), "micro")],
+)
+def test_inputs_that_are_no_micro_batch_are_refused(inputs: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        partition_model(Residual(), inputs, 2, measure=False)
+
+
+def test_a_model_whose_step_fails_is_one_error() -> None:
+    class Overwriting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(6, 6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result = self.body(x).exp()
+            square = result * result
+            result += 1  # autograd needs it as it was
+            return square
+
+    with pytest.raises(UsageError, match="training step of Overwriting fails") as caught:
+        partition_model(Overwriting(), torch.randn(4, 6), 1)
+    assert "--no-measure" in caught.value.fix
+
+
+class Parameterless(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).relu().flatten(1).sum(1)
+
+
+class Frozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+@pytest.mark.parametrize("make", [Parameterless, Frozen])
+def test_models_without_anything_to_train_are_cut_too(make: type[nn.Module]) -> None:
+    model, example = make(), torch.randn(*IMAGES)
+    made = partition_model(model, example, 2, passes=2)
+    assert torch.equal(run_stages(made.stages, example), model(example))
+    assert len(stages_from_plan(model, made.plan, example)) == 2
+
+
+def test_a_table_that_cannot_be_printed_keeps_the_plan(tmp_path: Path) -> None:
+    factory = "tests.partition.test_planning:residual_net"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "hybridpar", "plan", factory, "--input", "3x8x8", "--no-measure", "-o",
+             str(tmp_path / "plan.json")],
+            cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: cannot print the table: No space left")
+    assert "Traceback" not in done.stderr
+    assert len(read_plan(tmp_path / "plan.json").partition.stages) == 2
 
 
 def test_sizes_links_shapes_and_workers_are_read() -> None:
@@ -221,6 +318,49 @@ def test_sizes_links_shapes_and_workers_are_read() -> None:
 def test_describing_the_command_imports_no_torch() -> None:
     code = "import sys, hybridpar.partition.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+MEASURED = """
+import os
+from tests.partition.nets import Residual
+def net():
+    with open("environments", "a") as file:
+        print(os.environ.get("MALLOC_ARENA_MAX"), file=file)
+    return Residual()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the variables belong to glibc")
+@pytest.mark.parametrize(
+    ("program", "options", "arenas"),
+    [
+        (["-m", "hybridpar", "plan"], [], "1"),
+        (["-m", "hybridpar", "plan"], ["--no-tune-process"], "None"),
+        (["-m", "hybridpar", "plan"], ["--no-measure"], "None"),
+        ([str(ROOT / "scripts" / "partition_model.py")], [], "1"),
+    ],
+)
+def test_what_is_measured_on_a_cpu_is_measured_as_it_will_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: list[str], options: list[str], arenas: str
+) -> None:
+    (tmp_path / "mine.py").write_text(MEASURED)
+    for name in ("HYBRIDPAR_TUNED", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    done = subprocess.run(
+        [sys.executable, *program, "mine:net", "--input", "3x8x8", "--passes", "2", *options],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "mine:net: 2 stages" in done.stdout
+    assert (tmp_path / "environments").read_text().split() == [arenas], "built once, by the process that measures"
+
+
+def test_a_gpu_needs_no_tuned_process() -> None:
+    assert PlanConfig("resnet18").wants_tuned_process
+    assert PlanConfig("resnet18", devices=("cpu*2@0.5",)).measured_device == "cpu"
+    assert not PlanConfig("resnet18", devices=("cuda:1*2@0.5", "cpu")).wants_tuned_process
+    assert PlanConfig("resnet18", devices=("cuda:1*2@0.5", "cpu")).measured_device == "cuda:1"
 
 
 def test_the_script_runs_from_a_clone(tmp_path: Path) -> None:

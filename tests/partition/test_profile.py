@@ -113,7 +113,7 @@ def test_roofline_takes_the_slower_of_arithmetic_and_memory() -> None:
     assert estimate_units(graph, Roofline(1e15, 1e15, 0.25)).forward_ms == pytest.approx((0.25,) * len(graph))
 
 
-def test_profiles_are_kept_by_everything_they_depend_on(tmp_path: Path) -> None:
+def test_profiles_are_kept_by_everything_they_depend_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     units, example = units_of("residual")
     key = profile_key(units, [example], 1, 5)
     count = len(units.graph)
@@ -124,6 +124,13 @@ def test_profiles_are_kept_by_everything_they_depend_on(tmp_path: Path) -> None:
     assert load_profile(profile_key(units, [example], 2, 5), tmp_path) is None
     assert load_profile(profile_key(units, [example.double()], 1, 5), tmp_path) is None
     assert load_profile(profile_key(units, [torch.randn(3, 3, 8, 8)], 1, 5), tmp_path) is None
+    last = example.contiguous(memory_format=torch.channels_last)
+    assert load_profile(profile_key(units, [last], 1, 5), tmp_path) is None
+    with monkeypatch.context() as other:
+        other.setattr(torch, "__version__", "9.9")
+        assert load_profile(profile_key(units, [example], 1, 5), tmp_path) is None
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "7")
+    assert load_profile(profile_key(units, [example], 1, 5), tmp_path) is None, "another allocator, other times"
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": 1}', "nan"])
@@ -148,7 +155,9 @@ def test_dry_run_leaves_the_stages_as_they_were() -> None:
     for stage in stages:
         stage.eval()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    times = dry_run_stages(stages, [example], passes=2)
+    with pytest.raises(UsageError, match="0 passes"):
+        dry_run_stages(stages, example, passes=0)
+    times = dry_run_stages(stages, example, passes=2)
     assert len(times) == 2
     assert all(item.ms > 0 for item in times)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())

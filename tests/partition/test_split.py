@@ -9,16 +9,31 @@ import pytest
 import torch
 import torch.distributed as dist
 import torchvision
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from benchmarks.partition.check import compare_split, random_convex_stages, reference_step
 from benchmarks.partition.models import SWEEP, sweep_model
-from hybridpar.errors import PartitionError
+from hybridpar.errors import PartitionError, TraceError
 from hybridpar.partition.run import StageRunner, run_stages
 from hybridpar.partition.split import split_model
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import ModelUnits, find_units
-from tests.partition.nets import CASES, IMAGES, Residual, Shared, Views
+from tests.partition.nets import (
+    CASES,
+    IMAGES,
+    Boxed,
+    ChangesInEvaluation,
+    ChangesInput,
+    Rebound,
+    Residual,
+    SeenChange,
+    Shapes,
+    Shared,
+    Views,
+)
+from tests.partition.random_nets import WIDTH, RandomNet, random_nets
 
 
 def units_of(model: torch.nn.Module, example: torch.Tensor) -> ModelUnits:
@@ -38,6 +53,21 @@ def test_any_cut_of_a_hard_model_trains_as_the_whole(name: str) -> None:
             difference = compare_split(units, cut, example, reference)
             assert difference.is_equal, (cut, difference)
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+@given(random_nets(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_cut_of_any_model_trains_as_the_whole(model: RandomNet, data: st.DataObject) -> None:
+    example = torch.randn(3, WIDTH, dtype=torch.float64)
+    try:
+        reference = reference_step(model, example)
+    except RuntimeError:  # it changes in place what autograd needs: it cannot be trained uncut either
+        reject()
+    units = units_of(model, example)
+    stages = data.draw(st.integers(1, min(len(units.graph), 5)))
+    cut = random_convex_stages(units.graph, stages, random.Random(data.draw(st.integers(0, 9))))
+    difference = compare_split(units, cut, example, reference)
+    assert difference.is_equal, (cut, difference)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x1_0", "lraspp_mobilenet_v3_large"])
@@ -75,6 +105,43 @@ def test_what_aliases_a_changed_view_stays_together() -> None:
     home = {node.name: index for index, nodes in enumerate(units.nodes) for node in nodes}
     assert home["getitem"] == home["mul_"] == home["add"] == home["last"]
     assert home["first"] != home["last"]
+
+
+def test_what_reads_before_a_change_that_the_output_shows_stays_with_it() -> None:
+    units = units_of(SeenChange(), torch.randn(5, 6))
+    home = {node.name: index for index, nodes in enumerate(units.nodes) for node in nodes}
+    assert home["add"] == home["mul"] == home["getitem"] == home["add_"]
+    assert home["early"] != home["add"]
+
+
+def test_only_the_result_of_a_change_lives_on_so_it_may_be_cut_off() -> None:
+    assert [unit.name for unit in units_of(Rebound(), torch.randn(5, 6)).graph.units] == ["first", "mul_", "last"]
+
+
+def test_what_cannot_be_sent_stays_with_its_users() -> None:
+    units = units_of(Boxed(), torch.randn(5, 6))
+    home = {node.name: index for index, nodes in enumerate(units.nodes) for node in nodes}
+    assert home["boxing"] == home["unboxing"]
+    assert home["item"] == home["mul"]
+    assert home["first"] != home["boxing"]
+
+
+def test_a_check_stays_with_what_it_looks_at() -> None:
+    units = units_of(Shapes(), torch.randn(*IMAGES))
+    home = {node.name: index for index, nodes in enumerate(units.nodes) for node in nodes}
+    assert home["_assert"] == home["first"]
+
+
+def test_an_input_changed_through_a_view_is_refused() -> None:
+    with pytest.raises(TraceError, match="changes its input 'x' in place") as caught:
+        units_of(ChangesInput(), torch.randn(5, 6))
+    assert "x.clone()" in caught.value.fix
+
+
+def test_a_change_that_only_evaluation_makes_is_not_torn_apart() -> None:
+    units = units_of(ChangesInEvaluation(), torch.randn(5, 6))
+    with pytest.raises(PartitionError, match="in evaluation mul_ changes in place"):
+        split_model(units, [0, 1])
 
 
 def test_in_place_work_stays_in_place_inside_a_stage_and_is_copied_at_a_border() -> None:

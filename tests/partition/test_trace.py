@@ -89,6 +89,35 @@ def test_an_input_shape_that_the_model_refuses_names_the_place() -> None:
     assert "(2, 1, 32, 32)" in caught.value.what
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_what_hides_its_operations_is_refused() -> None:
+    plain = nn.Sequential(nn.Linear(6, 6), nn.ReLU())
+    for wrapped, kind in ((torch.jit.script(plain), "scripted"), (torch.compile(plain), "compiled")):
+        with pytest.raises(TraceError, match=f"is a {kind} model"):
+            trace_model(wrapped, [torch.randn(*ROWS)])
+
+
+def test_a_model_without_shapes_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"1\.weight has no shape yet"):
+        trace_model(nn.Sequential(nn.ReLU(), nn.LazyLinear(3)), [torch.randn(*ROWS)])
+
+
+def test_a_model_that_does_not_run_is_told_so() -> None:
+    class Raising(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise FileNotFoundError("weights.bin")
+
+    with pytest.raises(UsageError, match=r"Raising refuses its input of shape \(5, 6\)") as caught:
+        trace_model(Raising(), [torch.randn(*ROWS)])
+    assert caught.value.why == "FileNotFoundError: weights.bin"
+
+
+@pytest.mark.parametrize("model", [nn.Sequential(), nn.ModuleDict()])
+def test_a_model_without_work_is_refused_whatever_it_is(model: nn.Module) -> None:
+    with pytest.raises((TraceError, UsageError)):
+        find_units(trace_model(model, [torch.randn(2)]), [torch.randn(2)])
+
+
 def test_a_model_without_work_is_refused() -> None:
     class Nothing(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

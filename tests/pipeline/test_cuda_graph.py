@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from hybridpar import TrainConfig, Trainer
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
-from hybridpar.pipeline import sync as sync_module
 from hybridpar.pipeline.capture_rules import check_capturable
+from hybridpar.pipeline.constants import Constants
+from hybridpar.pipeline.control import backward_report, forward_report
 from hybridpar.pipeline.cuda_graph import StepGraph
 from hybridpar.pipeline.world import World
 from tests.pipeline.tape import StandInCuda, StreamLanes, Tape, stand_in
@@ -201,6 +202,14 @@ class TestSequence:
                     assert one.grad is not None
                     assert other.grad is not None
                     assert torch.equal(one.grad, other.grad)
+
+    def test_lanes_that_a_step_does_not_use_do_no_harm(self, cuda: StandInCuda) -> None:
+        with Run(GRAPH, cuda) as run:
+            run.trainer.lanes.open("of somebody else")
+            for batch in batches([SAMPLES] * 5):
+                run.step(batch)
+            assert run.graph.reason is None
+        assert "captured 1 other streams" in cuda.log
 
     def test_the_usual_step_is_the_largest(self, cuda: StandInCuda) -> None:
         with Run(GRAPH, cuda) as run:
@@ -455,8 +464,8 @@ def test_steady_steps_copy_nothing_to_the_device(cuda: StandInCuda, copies: Copi
 
 
 def test_the_reports_of_a_replica_copy_nothing_either(copies: Copies) -> None:
-    known = sync_module.Constants(torch.device("cpu"))
+    known = Constants(torch.device("cpu"))
     for _ in range(2):
-        sync_module.forward_report(torch.ones(()), 4, layout=3, batch_norm=None, constants=known)
-        sync_module.backward_report(torch.ones(2), [True, False], known)
+        forward_report(torch.ones(()), 4, layout=3, batch_norm=None, constants=known)
+        backward_report(torch.ones(2), [True, False], known)
     assert copies.count == 4  # samples, wishes, layout, used

@@ -1,0 +1,96 @@
+"""Why: a partition is asked for again and again by whoever searches over plans, so cutting must take no time.
+
+For each model, and for random graphs of 500 units, K = 2 to 8: milliseconds to balance without and with the
+certificate, the least of three, and how the certificate ended. Times of units are the roofline's: how long the
+algorithms take hardly depends on them. Writes results/speed.csv.
+
+Run from the root of the repository: python -m benchmarks.partition.speed
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.partition.common import setting
+from benchmarks.partition.models import sweep_model
+from hybridpar.partition.analytic import device_roofline, estimate_units
+from hybridpar.partition.balance import Balance, balance_graph
+from hybridpar.partition.cost import Problem
+from hybridpar.partition.graph import Unit, UnitGraph, Value
+from hybridpar.partition.trace import trace_model
+from hybridpar.partition.units import find_units
+
+MODELS = ("resnet50", "mobilenet_v2", "densenet121", "googlenet", "inception_v3", "efficientnet_v2_s", "maxvit_t")
+OUTPUT = Path(__file__).parent / "results" / "speed.csv"
+
+
+def model_graph(name: str) -> UnitGraph:
+    model, example = sweep_model(name)
+    graph = find_units(trace_model(model, [example]), [example]).graph
+    return estimate_units(graph, device_roofline(example.device, 1)).apply(graph)
+
+
+def random_graph(count: int, reach: int, seed: int) -> UnitGraph:
+    """Units with random times, each taking what one or two of the `reach` units before it made."""
+    generator = random.Random(seed)
+    users: list[set[int]] = [set() for _ in range(count)]
+    for unit in range(1, count):
+        for _ in range(generator.choice((1, 1, 2))):
+            users[generator.randrange(max(0, unit - reach), unit)].add(unit)
+    units = tuple(Unit(f"u{index}", forward_ms=generator.uniform(0.1, 10)) for index in range(count))
+    values = tuple(
+        Value(f"u{index}", index, tuple(sorted(found)), generator.randrange(10**6), 0, not found)
+        for index, found in enumerate(users)
+    )
+    return UnitGraph(units, values)
+
+
+def least_ms(graph: UnitGraph, stages: int, *, certify: bool) -> tuple[float, Balance]:
+    """The least of three times, and what came out."""
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        result = balance_graph(graph, Problem(stages), certify=certify)
+        times.append((time.perf_counter() - begin) * 1e3)
+    return min(times), result
+
+
+def main() -> int:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    graphs = {name: model_graph(name) for name in MODELS}
+    graphs.update({f"random, reach {reach}": random_graph(500, reach, reach) for reach in (2, 3, 4)})
+    rows = []
+    for name, graph in graphs.items():
+        for stages in range(2, 9):
+            plain, _ = least_ms(graph, stages, certify=False)
+            proved, found = least_ms(graph, stages, certify=True)
+            rows.append(
+                {
+                    "graph": name,
+                    "units": len(graph),
+                    "stages": stages,
+                    "balance_ms": f"{plain:.0f}",
+                    "with_certificate_ms": f"{proved:.0f}",
+                    "certificate": found.certificate,
+                    "down_sets": found.down_sets,
+                    "gap_to_bound": f"{found.gap_to_optimum:.4f}",
+                    **setting(),
+                }
+            )
+            print(f"{name} K={stages}: {plain:.0f} ms, with certificate {proved:.0f} ms", flush=True)
+    with OUTPUT.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,227 @@
+"""Why: what a person types for a plan becomes a checked request, or one error that says what to type instead.
+
+Everything that can be known without the model is found out here, before the minutes that measuring takes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from hybridpar.errors import UsageError
+
+if TYPE_CHECKING:
+    from hybridpar.partition.cost import Link, Problem, Worker
+
+#: Endings of the pictures that can be drawn.
+PICTURES = (".svg", ".png", ".pdf")
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Cut a model into balanced stages and write the plan."""
+
+    model: tyro.conf.Positional[str]
+    """A torchvision classification model, or your own as package.module:factory."""
+    stages: int = 2
+    """Number of stages."""
+    batch: int = 4
+    """Samples per micro-batch."""
+    input: str = "3x224x224"
+    """Shape of one sample."""
+    classes: int = 1000
+    """Number of classes of the last layer."""
+    devices: tuple[str, ...] = ()
+    """One entry per worker: a device, then optionally *LANES and @SPEED, as cuda:0*2 or cpu@0.5. The model is measured
+    on the first. Default: one worker per stage, each with a CPU like this one."""
+    memory: str | None = None
+    """Memory cap per worker, as 8GB or 500MB; default: none."""
+    co_run: float | None = None
+    """How much slower each lane runs while all lanes of its device are busy; default: measured, and with --no-measure
+    as many times as there are lanes."""
+    link: str | None = None
+    """Link between workers, as 1.2GB/s or 100MB/s@0.2ms; default: a link that costs nothing."""
+    placement: Literal["linear", "loop", "v"] = "linear"
+    """Linear: a stage per lane. Loop: stages dealt out round and round. V: up the lanes and down again."""
+    in_flight: str = "1f1b"
+    """Micro-batches that a stage keeps activations of: 1f1b, gpipe, or a number."""
+    micro_batches: int | None = None
+    """Micro-batches per step, for the memory in flight; default: 4 per lane."""
+    optimizer_copies: int = 1
+    """Tensors per parameter that the optimizer keeps: momentum 1, Adam 2."""
+    strategy: str = "balanced"
+    """How to cut: balanced, or for comparison time, block, flops, parameters, units, single-tensor."""
+    measure: bool = True
+    """Measure every unit; --no-measure estimates times from FLOPs and bytes."""
+    passes: int = 5
+    """Passes of the measurement; the minimum counts."""
+    threads: int | None = None
+    """Intra-op threads on CPU; default: torch's."""
+    channels_last: bool = False
+    """Measure in the channels_last memory format."""
+    cache: bool = True
+    """Use and keep profiles in ~/.cache/hybridpar."""
+    seed: int = 0
+    """Seed of weights and inputs."""
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """Write the plan to this JSON file."""
+    draw: Path | None = None
+    """Draw the partition into this .svg or .png file."""
+    tune_process: bool = True
+    """Whether the C allocator and thread counts are set as for training before anything is measured on a CPU."""
+    debug: bool = False
+    """Show tracebacks."""
+
+    @property
+    def measured_device(self) -> str:
+        """The device that the model is measured on."""
+        return re.split(r"[*@]", self.devices[0])[0] if self.devices else "cpu"
+
+    @property
+    def wants_tuned_process(self) -> bool:
+        """Whether this process should be started again with the environment that CPU workers train in.
+
+        The allocator's defaults alone can change a CPU's times by a third; nothing of a GPU's depends on them.
+        """
+        return self.tune_process and self.measure and not self.measured_device.startswith("cuda")
+
+    def check(self) -> None:
+        """Check what can be checked without the model.
+
+        Raises:
+            UsageError: A value is out of range, or a file cannot be written; with the rule that it breaks.
+        """
+        images = len(parse_shape(self.input)) == 3
+        rules: list[tuple[str, object, bool, str, str]] = [
+            ("--batch", self.batch, self.batch >= 1, "A micro-batch has at least one sample.", "--batch 4"),
+            ("--classes", self.classes, self.classes >= 1, "A model has at least one class.", "--classes 10"),
+            ("--passes", self.passes, self.passes >= 2, "Two halves of the passes tell the noise.", "--passes 5"),
+            (
+                "--threads",
+                self.threads,
+                self.threads is None or self.threads >= 1,
+                "One at least works.",
+                "--threads 1",
+            ),
+            ("--seed", self.seed, 0 <= self.seed < 2**63, "A seed is a number from 0 to 2^63 - 1.", "--seed 0"),
+            ("--channels-last", "set", images or not self.channels_last, "Only images have it.", "--input 3x224x224"),
+        ]
+        for option, value, holds, rule, use in rules:
+            if not holds:
+                raise UsageError(f"{option} is {value}", rule, f"Use {use}.")
+        for option, target in (("--output", self.output), ("--draw", self.draw)):
+            if target is not None:
+                _check_writable(option, target)
+        if self.draw is not None and self.draw.suffix not in PICTURES:
+            raise UsageError(f"--draw is {self.draw}", "A picture ends in .svg, .png or .pdf.", "Use --draw plan.svg.")
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """The shape of one sample from text like 3x224x224.
+
+    Raises:
+        UsageError: The text is not a shape.
+    """
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", text):
+        raise UsageError(
+            f"--input {text!r} is not a shape", "A shape is positive numbers with x between them.", "Use 3x224x224."
+        )
+    return tuple(int(part) for part in text.split("x"))
+
+
+def parse_bytes(text: str, option: str = "--memory") -> int:
+    """A number of bytes from text like 500MB; 1 MB is 10^6 bytes.
+
+    Raises:
+        UsageError: The text is not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", text.strip().lower())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if size < 1:
+        raise UsageError(
+            f"{option} {text!r} is not a size", "A size is a positive number with B, kB, MB, GB or TB.", "Use 8GB."
+        )
+    return size
+
+
+def parse_link(text: str | None) -> Link:
+    """A link from text like 1.2GB/s or 100MB/s@0.2ms.
+
+    Raises:
+        UsageError: The text is not a link.
+    """
+    from hybridpar.partition.cost import Link
+
+    if text is None:
+        return Link()
+    rate, _, latency = text.partition("@")
+    wait = re.fullmatch(r"(\d+(?:\.\d+)?)ms", latency) if latency else None
+    if not rate.endswith("/s") or (latency and not wait):
+        raise UsageError(
+            f"--link {text!r} is not a link", "A link is bytes per second, then optionally @ and milliseconds.",
+            "Use 1.2GB/s or 100MB/s@0.2ms.",
+        )  # fmt: skip
+    return Link(float(parse_bytes(rate.removesuffix("/s"), "--link")), float(wait[1]) if wait else 0.0)
+
+
+def parse_workers(config: PlanConfig) -> tuple[Worker, ...]:
+    """The workers that --devices, --memory and --co-run describe; empty where no device is named.
+
+    Raises:
+        UsageError: An entry is not a device.
+    """
+    from hybridpar.partition.cost import Worker
+
+    memory = parse_bytes(config.memory) if config.memory is not None else None
+    entries = config.devices
+    if not entries and memory is not None:
+        count = config.stages // 2 if config.placement == "v" else config.stages
+        entries = ("cpu",) * max(count, 1)
+    workers = []
+    for entry in entries:
+        match = re.fullmatch(r"((?:cpu|cuda)(?::\d+)?)(?:\*(\d+))?(?:@(\d+(?:\.\d+)?))?", entry)
+        if not match or match[2] == "0" or (match[3] is not None and float(match[3]) <= 0):
+            raise UsageError(
+                f"--devices {entry!r} is not a device",
+                "An entry is cpu, cuda or cuda:N, then optionally *LANES from 1 and @SPEED above 0.",
+                "Use cuda:0, cuda:1*2 or cpu@0.5.",
+            )
+        workers.append(Worker(match[1], int(match[2] or 1), float(match[3] or 1), memory, config.co_run))
+    return tuple(workers)
+
+
+def read_problem(config: PlanConfig) -> Problem:
+    """What the options ask of a partition.
+
+    Raises:
+        UsageError: An option cannot be read, or two of them contradict each other.
+    """
+    from hybridpar.partition.cost import Problem
+
+    return Problem(
+        config.stages,
+        parse_workers(config),
+        config.placement,
+        parse_link(config.link),
+        int(config.in_flight) if config.in_flight.isdecimal() else config.in_flight,
+        config.micro_batches,
+        config.optimizer_copies,
+    )
+
+
+def _check_writable(option: str, target: Path) -> None:
+    """Refuse a file that could not be written after the long part."""
+    folder = target.absolute().parent
+    if target.is_dir():
+        raise UsageError(f"{option} is {target}", "That is a directory; a file is needed.", "Name a file in it.")
+    if not folder.is_dir():
+        raise UsageError(f"cannot write {target}: no such directory", fix=f"Create {folder}.")
+    if not os.access(target if target.exists() else folder, os.W_OK):
+        raise UsageError(f"cannot write {target}: permission denied", fix="Name a place that you may write to.")
