@@ -183,6 +183,89 @@ class TestMissingWait:
         assert (run(program) != []) is racy
 
 
+class TestMarks:
+    """Work that hands on one half of a tensor while it still writes to the other."""
+
+    @staticmethod
+    def program(read: str, *, mark: int = 0, keep: bool = True) -> Program:
+        def run_it(lanes: Lanes) -> None:
+            work_lane, sync = lanes.open("work"), lanes.open("sync")
+            halves = torch.zeros(8)
+            work_lane.wait(lanes.caller.record())
+            marks = [lanes.event(), lanes.event()]
+
+            def work() -> None:
+                halves[:4].add_(1)
+                work_lane.mark(marks[0])
+                halves[4:].add_(1)
+                work_lane.mark(marks[1])
+
+            work_lane.submit(work, uses=[halves], marks=marks)
+            sync.wait(marks[mark])
+            part = {"first": slice(0, 4), "second": slice(4, 8), "both": slice(0, 8)}[read]
+            sync.submit(lambda: halves[part].mul_(2), uses=[halves] if keep else [])
+            sync.synchronize()
+            work_lane.synchronize()
+
+        return run_it
+
+    @pytest.mark.parametrize("seed", SEEDS)
+    @pytest.mark.parametrize("read", ["first", "second", "both"])
+    def test_what_was_written_after_the_mark_is_out_of_bounds(self, read: str, seed: int) -> None:
+        assert (run(self.program(read), seed) == []) is (read == "first")
+        assert run(self.program(read, mark=1), seed) == []
+
+    def test_the_message_names_both_sides(self) -> None:
+        message = raises(self.program("both"))
+        for part in ("aten::mul_", "aten::add_", "lane 'work'", "lane 'sync'"):
+            assert part in message
+
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_work_after_the_marking_one_is_not_in_its_marks(self, seed: int) -> None:
+        def program(lanes: Lanes) -> None:
+            a, b = lanes.open("a"), lanes.open("b")
+            buffer, event = torch.zeros(4), lanes.event()
+            a.wait(lanes.caller.record())
+            a.submit(lambda: a.mark(event), marks=[event])
+            a.submit(lambda: buffer.add_(1), uses=[buffer])
+            b.wait(event)
+            b.submit(buffer.sum, uses=[buffer])
+
+        assert "aten::add_" in raises(program, seed)
+
+    @pytest.mark.parametrize("seed", SEEDS)
+    @pytest.mark.parametrize("event", [0, 1])
+    def test_events_that_are_not_marked_cover_the_whole_work(self, event: int, seed: int) -> None:
+        def program(lanes: Lanes) -> None:
+            a, b = lanes.open("a"), lanes.open("b")
+            buffer, events = torch.zeros(4), [lanes.event(), lanes.event()]
+            a.wait(lanes.caller.record())
+            a.submit(lambda: buffer.add_(1), uses=[buffer], marks=events)
+            b.wait(events[event])
+            b.submit(buffer.sum, uses=[buffer])
+            b.synchronize()
+            a.synchronize()
+
+        assert run(program, seed) == []
+
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_the_lane_itself_needs_no_wait(self, seed: int) -> None:
+        def program(lanes: Lanes) -> None:
+            a = lanes.open("a")
+            buffer, event = torch.zeros(4), lanes.event()
+            a.wait(lanes.caller.record())
+
+            def work() -> None:
+                buffer.add_(1)
+                a.mark(event)
+                buffer.add_(1)
+
+            a.submit(work, uses=[buffer], marks=[event])
+            a.submit(lambda: buffer.add_(1), uses=[buffer])
+
+        assert run(program, seed) == []
+
+
 class TestWhatOperatorsTouch:
     @staticmethod
     def verdict(make: Callable[[], torch.Tensor | list[torch.Tensor]], first: Callable, second: Callable) -> list[str]:

@@ -189,6 +189,118 @@ class TestEvents:
             event.synchronize()
 
 
+class TestMarks:
+    """Events that work passes on its way."""
+
+    def test_others_start_before_the_work_has_ended(self) -> None:
+        ran: list[str] = []
+        seen = threading.Event()
+        with Lanes("cpu") as lanes:
+            a, b = lanes.open("a"), lanes.open("b")
+            half, end = lanes.event(), lanes.event()
+
+            def work() -> None:
+                ran.append("first half")
+                a.mark(half)
+                assert seen.wait(PATIENCE)  # would never come if `b` waited for the end
+                ran.append("second half")
+                a.mark(end)
+
+            a.submit(work, marks=[half, end])
+            b.wait(half)
+            b.submit(lambda: ran.append("between"))
+            b.submit(seen.set)
+            b.wait(end)
+            b.submit(lambda: ran.append("after"))
+            b.synchronize()
+            assert ran == ["first half", "between", "second half", "after"]
+            assert half.done()
+            assert end.done()
+
+    def test_what_was_not_marked_is_passed_at_the_end(self) -> None:
+        ran: list[str] = []
+        with Lanes("cpu") as lanes:
+            a, b = lanes.open("a"), lanes.open("b")
+            events = [lanes.event() for _ in range(3)]
+            a.submit(lambda: (a.mark(events[0]), ran.append("work")), marks=events)
+            b.wait(events[2])
+            b.submit(lambda: ran.append("b"))
+            b.synchronize()
+            assert ran == ["work", "b"]
+
+    @pytest.mark.parametrize("order", [(1, 0), (0, 0)])
+    def test_they_are_passed_once_and_in_their_order(self, order: tuple[int, int]) -> None:
+        with Lanes("cpu") as lanes:
+            lane = lanes.open("a")
+            events = [lanes.event(), lanes.event()]
+            lane.submit(lambda: [lane.mark(events[index]) for index in order], marks=events)
+            with pytest.raises(LaneError, match="out of order"):
+                lane.synchronize()
+
+    def test_marking_belongs_inside_of_work(self) -> None:
+        with Lanes("cpu") as lanes:
+            a, b = lanes.open("a"), lanes.open("b")
+            event = lanes.event()
+            for lane in (a, lanes.caller):
+                with pytest.raises(LaneError, match="outside its work"):
+                    lane.mark(event)
+            b.submit(lambda: b.mark(event))  # not one of its own
+            with pytest.raises(LaneError, match="outside its work"):
+                b.synchronize()
+
+    def test_they_are_recorded_from_the_submission_on(self) -> None:
+        with Lanes("cpu") as lanes:
+            lane, event = lanes.open("a"), lanes.event()
+            lane.submit(nothing, marks=[event])
+            assert event.recorded_on() is lane
+            with pytest.raises(LaneError, match="recorded before, on lane 'a'"):
+                lane.submit(nothing, marks=[event])
+            with pytest.raises(LaneError, match="recorded before, on lane 'a'"):
+                lanes.caller.record(event)
+            event.synchronize(PATIENCE)
+
+    @pytest.mark.parametrize("marked", [False, True])
+    def test_failing_work_fails_what_it_has_not_passed(self, marked: bool) -> None:
+        ran: list[str] = []
+        with Lanes("cpu") as lanes:
+            a, b = lanes.open("a"), lanes.open("b")
+            first, second = lanes.event(), lanes.event()
+
+            def work() -> None:
+                if marked:
+                    a.mark(first)
+                fail()
+
+            a.submit(work, marks=[first, second])
+            b.wait(first)
+            b.submit(lambda: ran.append("b"))
+            if marked:
+                b.synchronize()
+            else:
+                with pytest.raises(ValueError, match="the original"):
+                    b.synchronize()
+            with pytest.raises(ValueError, match="the original"):
+                second.synchronize(PATIENCE)
+            assert ran == ["b"] * marked
+
+    def test_the_caller_passes_them_too(self) -> None:
+        ran: list[str] = []
+        with Lanes("cpu") as lanes:
+            lane, event, rest = lanes.open("a"), lanes.event(), lanes.event()
+
+            def work() -> None:
+                lanes.caller.mark(event)
+                assert event.done()
+                assert not rest.done()
+                ran.append("work")
+
+            lanes.caller.submit(work, marks=[event, rest])
+            lane.wait(rest)
+            lane.submit(lambda: ran.append("a"))
+            lane.synchronize()
+            assert ran == ["work", "a"]
+
+
 class TestFailure:
     def test_later_work_is_skipped_and_everyone_meets_the_original(self) -> None:
         ran: list[int] = []

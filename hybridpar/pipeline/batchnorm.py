@@ -154,6 +154,20 @@ class BatchNormPool:
         self.layers = []
 
 
+@contextmanager
+def without_replicas(module: nn.Module) -> Iterator[None]:
+    """Inside, layers of a module normalise by their own moments and leave no trace, whatever they do in training."""
+    pools = {scratch.pool for layer in module.modules() if (scratch := getattr(layer, "_pool", None)) is not None}
+    groups = [(pool, pool.group, pool._paused) for pool in pools]
+    for pool in pools:
+        pool.group, pool._paused = None, True
+    try:
+        yield
+    finally:
+        for pool, group, paused in groups:
+            pool.group, pool._paused = group, paused
+
+
 class _LayerScratch:
     """What a pooled layer needs in its forward; copies and pickles of the layer get none of it."""
 

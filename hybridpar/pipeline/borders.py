@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from hybridpar.errors import ScheduleError, UsageError
 from hybridpar.pipeline.actions import Edge
+from hybridpar.pipeline.batchnorm import without_replicas
 from hybridpar.pipeline.rollback import BufferRollback
 from hybridpar.pipeline.stage_run import StageModule, consumers_of
 from hybridpar.pipeline.transport import MessagePart
@@ -135,7 +136,8 @@ class BorderTable:
                     for tensor, border in zip(received, stage.inputs, strict=True)
                 ]
                 try:
-                    result, saved = _call(forward, leaves, module, measure=stage.index in self._measured)
+                    with without_replicas(module):
+                        result, saved = _call(forward, leaves, module, measure=stage.index in self._measured)
                 except (RuntimeError, ValueError, TypeError) as error:
                     shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
                     raise UsageError(
@@ -205,11 +207,13 @@ def _call(
             return forward(*leaves), 0
     own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
     sizes: dict[int, int] = {}
+    # What enters may be a view, for instance one micro-batch of a whole batch: only its own part counts.
+    entering = {leaf.untyped_storage().data_ptr(): leaf.nbytes for leaf in leaves}
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            sizes[storage.data_ptr()] = storage.nbytes()
+            sizes[storage.data_ptr()] = entering.get(storage.data_ptr(), storage.nbytes())
         return tensor.detach()
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

@@ -113,7 +113,8 @@ class StageRun:
         self.index = stage.index
         self._consumers = consumers
         self._mailbox = mailbox
-        self._call: Callable[..., Any] = forward or stage  # type: ignore[assignment]
+        module: Any = stage
+        self._call: Callable[..., Any] = module if forward is None else forward
         self._loss = loss
         self._recompute = recompute
         self._keys = keys

@@ -383,3 +383,15 @@ class Counting(Residuals):
 def test_recomputing_leaves_no_second_trace_in_buffers(pool: bool) -> None:
     run = compare(Counting, 2, with_sync(Setting(4), pool_batch_norm=pool), recompute=(0, 1))
     assert run.state["count.calls"] == 4 * 3
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_what_is_frozen_after_the_cut_stays_as_it_is(schedule: str) -> None:
+    model = seeded(Residuals)
+    batches = batches_of(8)
+    parts = cut(model, batches[0][0][:2], 3)
+    for module in (model.stem, model.convs[0], model.convs[2], model.norms[1]):
+        module.requires_grad_(False)
+    oracle = train_whole(copy.deepcopy(model), batches, Setting())
+    run = train_stages(model, parts, batches, Setting(), places(3), schedule=schedule, together=True)
+    assert_equal(run, oracle)
