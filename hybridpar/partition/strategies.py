@@ -17,6 +17,9 @@ from hybridpar.registry import Registry
 #: Cuts the order of a graph into so many stages.
 Strategy = Callable[[UnitGraph, int], Cuts]
 
+#: Where sums of floats are to be equal; without it the block partition may never meet its own end.
+_ROUNDING = 1e-9
+
 #: Every strategy that ignores devices, links and memory. `balanced`, which does not, is `balance_graph`.
 STRATEGIES: Registry[Strategy] = Registry("partition strategy")
 
@@ -77,8 +80,9 @@ def by_blocks(graph: UnitGraph, stages: int) -> Cuts:
         blocks = _block_sizes(sums, ends)
         largest = max(range(stages), key=lambda stage: (blocks[stage], stage))
         while True:
-            smallest = min(range(stages), key=lambda stage: (blocks[stage], stage))
-            if blocks[largest] <= blocks[smallest] + 1:
+            # Of equal ones the nearest, as the paper asks.
+            smallest = min(range(stages), key=lambda stage: (blocks[stage], abs(stage - largest)))
+            if blocks[largest] <= blocks[smallest] + 1 + _ROUNDING:
                 return tuple(ends[:-1])
             # One step moves the border of the smallest block that faces the largest.
             towards = smallest - 1 if largest < smallest else smallest + 1
