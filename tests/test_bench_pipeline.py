@@ -17,7 +17,7 @@ from hybridpar.pipeline.spans import Span, StepSpans
 needs_root = pytest.mark.skipif(bool(missing()), reason=missing() or "links can be shaped")
 
 
-@pytest.mark.parametrize("table", ["A", "C", "F"])
+@pytest.mark.parametrize("table", [pytest.param("A", marks=pytest.mark.sweep), "C", "F"])
 def test_a_table_on_the_loopback_runs(table: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(Options(table=table, quick=True)) == 0  # type: ignore[arg-type]
     assert "pipeline" in capfd.readouterr().out
@@ -25,7 +25,7 @@ def test_a_table_on_the_loopback_runs(table: str, capfd: pytest.CaptureFixture[s
 
 @needs_root
 @pytest.mark.root
-@pytest.mark.parametrize("table", ["B", "D", "E"])
+@pytest.mark.parametrize("table", ["B", *(pytest.param(name, marks=pytest.mark.sweep) for name in "DE")])
 def test_a_table_on_shaped_links_runs(table: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(Options(table=table, quick=True)) == 0  # type: ignore[arg-type]
     assert "100mbit" in capfd.readouterr().out or table == "E"

@@ -161,6 +161,7 @@ class _Run:
                 for argument in dying.get(node, ()):
                     for _, tensor in tensor_leaves(self.values.pop(argument)):
                         self.storages.release(tensor)
+        self.values.clear()  # the hooks of what is left hold this run, and it the model
         return self.facts
 
     def _run_node(self, node: fx.Node, given: Iterator[torch.Tensor]) -> None:

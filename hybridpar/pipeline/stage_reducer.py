@@ -69,7 +69,7 @@ class StageReducer(GradientReducer):
 
     def is_due(self) -> bool:
         """Whether the buckets must be cut anew before the next step."""
-        return not self.is_cut() or (self._steps > 0 and self._observed is not None)
+        return not self.is_cut() or (bool(self.buckets) and self._steps > 0 and self._observed is not None)
 
     def settle(self) -> None:
         """After the first step, with all lanes idle: cut the buckets by the order in which gradients really came."""

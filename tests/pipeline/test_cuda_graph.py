@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.errors import UsageError
@@ -399,11 +400,11 @@ class TestRefusals:
         monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
         check_capturable(CUDA, two, [sgd()])
 
-    def test_a_compiler_that_makes_graphs(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("torch._inductor.config.triton.cudagraphs", True)
-        with pytest.raises(UsageError, match="graphs of its own"):
-            check_capturable(CUDA, ONE, [sgd()], compiled=True)
-        check_capturable(CUDA, ONE, [sgd()])
+    def test_a_compiler_that_makes_graphs(self) -> None:
+        with inductor_config.patch({"triton.cudagraphs": True}):
+            with pytest.raises(UsageError, match="graphs of its own"):
+                check_capturable(CUDA, ONE, [sgd()], compiled=True)
+            check_capturable(CUDA, ONE, [sgd()])
 
     def test_a_timeline(self) -> None:
         with pytest.raises(UsageError, match="--timeline"):
