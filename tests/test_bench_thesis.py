@@ -318,6 +318,7 @@ def test_one_worker_measures_cifar_from_its_published_format(
     assert cells.still_missing(rows, setting, place, methods, [0, 1]) == []
 
 
+@pytest.mark.sweep
 def test_two_workers_from_the_command_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
