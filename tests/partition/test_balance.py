@@ -342,12 +342,37 @@ def test_certificate_improves_the_cut_of_the_models_order() -> None:
     assert best.gap_to_optimum == pytest.approx(0, abs=1e-3)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"link": Link(1e9)},
+        {"workers": (Worker(memory=10**9), Worker())},
+        {"workers": (Worker(), Worker(speed=2.0))},
+        {"workers": (Worker(),), "placement": "loop"},
+    ],
+)
+def test_only_compute_load_at_equal_speeds_is_certified_exact(asked: dict[str, Any]) -> None:
+    assert balance_graph(chain(1, 2, 3, 4), Problem(2)).certificate == "exact"
+    assert balance_graph(chain(1, 2, 3, 4), Problem(2, **asked)).certificate == "bound"
+
+
 def test_certificate_gives_up_within_its_budget() -> None:
     wide = UnitGraph(tuple(Unit(f"u{index}", forward_ms=1.0 + index / 7) for index in range(30)))
     assert exact_optimum([unit.ms for unit in wide.units], [], 3, 100.0, down_sets=1000) is None
     found = balance_graph(wide, Problem(3), down_sets=1000)
     assert found.certificate == "bound"
     assert found.lower_bound_ms == pytest.approx(wide.total_ms / 3)
+
+
+def test_a_search_over_merged_chains_proves_nothing() -> None:
+    # Six chains of ten: 11^6 down-sets are too many, at most 6^6 of chains merged by twos and threes are not.
+    units = tuple(Unit(f"u{index}", forward_ms=1.0 + index / 9999) for index in range(60))
+    values = tuple(Value(f"u{index}", index, (index + 1,), 1) for index in range(59) if index % 10 != 9)
+    graph = UnitGraph(units, values)
+    found = balance_graph(graph, Problem(2), down_sets=50_000, seconds=100.0)
+    assert found.down_sets > 0, "the merged search ran"
+    assert found.certificate == "bound"
+    assert found.lower_bound_ms == pytest.approx(graph.total_ms / 2)
 
 
 def test_certificate_gives_up_in_the_middle_of_a_layer() -> None:

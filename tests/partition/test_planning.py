@@ -13,11 +13,13 @@ from rich.console import Console
 from torch import nn
 
 from hybridpar.errors import HybridparError, PlanError, UsageError
+from hybridpar.partition.balance import Balance, balance_graph
 from hybridpar.partition.command import run_plan
 from hybridpar.partition.cost import Link, Problem, Worker
 from hybridpar.partition.draw import draw_partition
+from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.layout import lay_out, readable_bytes
-from hybridpar.partition.planning import PartitionedModel, partition_model, stages_from_plan
+from hybridpar.partition.planning import PartitionedModel, partition_model, saved_bytes, stages_from_plan
 from hybridpar.partition.request import (
     PlanConfig,
     parse_bytes,
@@ -65,6 +67,8 @@ def test_a_plan_says_what_the_partition_costs(made: PartitionedModel) -> None:
     assert part.balance == pytest.approx(made.balance.balance, abs=1e-5)
     assert sum(stage.cut_bytes or 0 for stage in part.stages) == part.cut_bytes
     assert sum(stage.ms or 0 for stage in part.stages) == pytest.approx(made.times.step_ms, rel=1e-2)
+    assert [stage.saved_bytes for stage in part.stages] == saved_bytes(made.graph, made.balance.stage_of)
+    assert sum(stage.saved_bytes or 0 for stage in part.stages) >= sum(unit.saved_bytes for unit in made.graph.units)
     assert part.certificate == "exact"
     assert part.micro_batch == 2
     assert made.plan.measured is not None
@@ -121,6 +125,18 @@ def test_a_measured_profile_is_used_again(tmp_path: Path) -> None:
     second = partition_model(Residual(), example, 2, passes=2, cache=tmp_path, announce=said.append)
     assert second.times == first.times
     assert "using the profile measured before" in said
+
+
+def test_the_noise_of_the_profile_is_what_cuts_are_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    noises: list[float] = []
+
+    def watched(graph: UnitGraph, problem: Problem, **options: Any) -> Balance:
+        noises.append(problem.noise)
+        return balance_graph(graph, problem, **options)
+
+    monkeypatch.setattr("hybridpar.partition.planning.balance_graph", watched)
+    made = partition_model(Residual(), torch.randn(*IMAGES), 2, passes=2)
+    assert noises[-1] == made.times.noise > 0
 
 
 @pytest.mark.parametrize("ending", ["svg", "png"])

@@ -82,6 +82,20 @@ def test_minimum_counts_and_halves_tell_the_noise() -> None:
     assert times.spread == pytest.approx(15 / 3)
 
 
+def test_the_fastest_whole_step_sets_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    units, example = units_of("residual")
+    steps = iter([99.0, 7.0, 5.0, 6.0, 8.0])  # the first one warms up
+    monkeypatch.setattr("hybridpar.partition.profile.whole_step_ms", lambda *_: next(steps))
+    assert measure_units(units, [example], passes=2).step_ms == 5.0
+
+
+def test_lanes_slow_each_other_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = iter([1.0, 1.0, 3.0, 2.0])  # two warm up, then one of each pass
+    monkeypatch.setattr("hybridpar.partition.co_run.whole_step_ms", lambda *_: next(alone))
+    monkeypatch.setattr("hybridpar.partition.co_run._threads", lambda twins, *_: 1.5 * len(twins))
+    assert measure_co_run(Residual(), [torch.randn(*IMAGES)], 2, passes=2) == 1.5
+
+
 def test_one_pass_cannot_tell_noise() -> None:
     units, example = units_of("residual")
     with pytest.raises(UsageError, match="1 pass"):

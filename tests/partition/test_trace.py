@@ -6,11 +6,12 @@ import torchvision
 from torch import nn
 
 from hybridpar.errors import TraceError, UsageError
+from hybridpar.partition.nest import can_cross
 from hybridpar.partition.run import run_stages
 from hybridpar.partition.split import split_model
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
-from tests.partition.nets import ROWS, Branching, Buffers, Chain, Containers, Defaults, Modes
+from tests.partition.nets import ROWS, Branching, Buffers, Chain, Containers, Defaults, Modes, Pair
 
 
 def test_ordinary_models_need_the_first_rung_only() -> None:
@@ -32,6 +33,30 @@ def test_a_chain_of_modules_needs_no_tracing() -> None:
         "layers.1",
         "layers.2",
     ]
+
+
+def test_a_chain_that_does_more_than_its_modules_is_not_taken_for_one() -> None:
+    class Secret(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                if bool(torch.isinf(x).any()):
+                    raise FloatingPointError("overflow")
+                x = layer(x)
+                x.add_(1)  # the same tensor object: the order of calls does not show it
+            return x
+
+    with pytest.raises(TraceError, match="Secret"):
+        trace_model(Secret(), [torch.randn(*ROWS)])
+
+
+def test_only_plain_containers_can_cross() -> None:
+    class Own(dict):
+        pass
+
+    tensor = torch.ones(1)
+    assert can_cross({"a": (tensor, [None, Pair(tensor, tensor)])})
+    assert not can_cross(Own(a=tensor))
+    assert not can_cross((tensor, 1.5))
 
 
 def test_what_cannot_be_traced_names_module_operation_and_way_out() -> None:
