@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from hybridpar.errors import ScheduleError, UsageError
 from hybridpar.pipeline.actions import Edge
 from hybridpar.pipeline.batchnorm import without_replicas
+from hybridpar.pipeline.random_keys import numbers_of_its_own
 from hybridpar.pipeline.rollback import BufferRollback
 from hybridpar.pipeline.stage_run import StageModule, consumers_of
 from hybridpar.pipeline.transport import MessagePart
@@ -55,6 +56,7 @@ class BorderTable:
         measured: Stages whose saved bytes are wanted.
         recomputed: Those of them that keep only what enters them.
         loss: What the last stage's result goes through.
+        compiled: What is called has been compiled.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class BorderTable:
         measured: Sequence[int] = (),
         recomputed: Sequence[int] = (),
         loss: Callable[[Any, Any], Tensor] | None = None,
+        compiled: bool = False,
     ) -> None:
         self._stages = stages
+        self._compiled = compiled
         self._forwards = forwards
         self._loss = loss
         self._recomputed = set(recomputed)
@@ -125,7 +129,7 @@ class BorderTable:
         used: set[str] = set()
         values: dict[str, Tensor] = dict(inputs)
         device = next(iter(inputs.values())).device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with numbers_of_its_own(device, self._compiled):
             for stage, forward in zip(self._stages, self._forwards, strict=True):
                 module: nn.Module = stage  # type: ignore[assignment]
                 rollback = BufferRollback(module)

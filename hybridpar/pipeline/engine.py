@@ -119,7 +119,7 @@ class PipelineEngine:
         replicas = self.grid.replica_world if self.grid is not None else alone
         self._move_stages(layout)
         forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
-        self.borders = BorderTable(self._all_stages, forwards, mine, options.recompute, loss)
+        self.borders = BorderTable(self._all_stages, forwards, mine, options.recompute, loss, options.compile)
         compute: dict[int, Lane] = {
             lane: lanes.open(
                 f"compute {lane}",

@@ -86,6 +86,25 @@ class RandomKeys:
             _local.key = None
 
 
+@contextmanager
+def numbers_of_its_own(device: torch.device, compiled: bool = False) -> Iterator[None]:
+    """Inside, this thread draws random numbers that nobody misses, and others draw what they would have drawn anyway.
+
+    For example runs. On a CPU another thread may draw meanwhile, so torch's one generator is not even saved and put
+    back.
+
+    Args:
+        device: What draws.
+        compiled: Compiled code runs inside. It knows no generator but torch's one, which is then saved and put back.
+    """
+    if device.type == "cuda" or compiled:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    else:
+        with _OwnGenerator(0):
+            yield
+
+
 def key_random_operations(graph: fx.Graph, modules: nn.Module) -> int:
     """Surround every random operation of a graph by calls that seed it by its name; the caller recompiles.
 

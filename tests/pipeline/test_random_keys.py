@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridpar.pipeline.random_keys import RandomKeys, key_random_operations
+from hybridpar.pipeline.random_keys import RandomKeys, key_random_operations, numbers_of_its_own
 from hybridpar.pipeline.world import World
 from tests.pipeline.oracle import Residuals, Run, Setting, batches_of, cut, cut_evenly, places, seeded, train_stages
 from tests.ranks import run_ranks
@@ -159,6 +159,21 @@ def test_numbers_drawn_by_the_host_meanwhile_neither_disturb_nor_are_disturbed()
             thread.join()
         assert_same(run, reference)
         assert all(torch.equal(one, other) for one, other in zip(drawn, expected, strict=False))
+
+
+def test_an_example_run_takes_no_numbers_from_a_thread_that_draws_meanwhile() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    drawn: list[Tensor] = []
+    with numbers_of_its_own(torch.device("cpu")):
+        F.dropout(torch.ones(8), 0.5)
+        thread = threading.Thread(target=lambda: drawn.append(torch.rand(2)))
+        thread.start()
+        thread.join()
+        torch.rand_like(torch.ones(8))
+    drawn.append(torch.rand(2))
+    assert torch.equal(torch.cat(drawn), expected)
 
 
 def test_outside_of_a_pipeline_a_keyed_stage_draws_as_ever() -> None:
