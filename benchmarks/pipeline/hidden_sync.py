@@ -4,16 +4,20 @@ Two stages times two replicas: four processes, each in a network namespace of it
 gradients is wire time and not core time. What is hidden is read from the spans of real steps: the time in which a
 stage's gradients travel while any worker of the step still computes.
 
-Time is *hideable* from the moment when a stage's first bucket is ready to the end of the last computation of anyone; a
-stage cannot hide more. The second promise is about all of it, where M = 2 and the link is so fast that the larger
-stage's gradients take as long as one backward pass of a micro-batch.
+What is *hideable* of a stage's sums is what would lie before the end of the last computation of anyone if each began at
+once when the last replica had gathered its bucket, or when the sum before it was over. A late start, a wait for another
+stage's sums and a link that stands idle all count as not hidden.
+
+The second promise is about all of it, where M = 2 and the larger stage's sums take as long as the last backward pass of
+a micro-batch in the other stage. The link's rate is changed until these two times agree in the very steps that are
+judged.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.pipeline.checks import Check, write_checks
@@ -22,11 +26,14 @@ from benchmarks.pipeline.setups import TINY, Setting, cut_on_main, problem
 from benchmarks.rig.rank import link, process_group
 from hybridpar.pipeline.actions import COMPUTE, Kind
 from hybridpar.pipeline.clocks import gather_spans
-from hybridpar.pipeline.spans import StepSpans
+from hybridpar.pipeline.spans import Span, StepSpans
 from hybridpar.pipeline.sync import SyncOptions
 from hybridpar.pipeline.world import World
 
+#: Where the search for the rate of the second promise begins.
 RATE = "1gbit"
+#: The two times of the second promise agree when their ratio is in here.
+AGREE = (0.9, 1.1)
 SIDE, BATCH = 112, 32
 HIDEABLE_AT_LEAST, ALL_AT_LEAST = 0.9, 0.8
 #: Below this a stage has nothing worth hiding: its only bucket is ready when everything has been computed.
@@ -35,10 +42,20 @@ _BUCKET = 1 << 20
 
 
 def measure(
-    quick: bool, rounds: int, keep_busy: bool, output: str | None, micro_batches: int, notes: str, matched: bool
+    quick: bool, rounds: int, keep_busy: bool, output: str | None, micro_batches: int, notes: str, judge: bool
 ) -> None:
-    """Measure one setting in this rank; rank 0 writes rows, and to `notes` the rate that matches the larger stage."""
-    del keep_busy  # what is hidden is judged within a step
+    """Measure one setting in this rank, and write rows in rank 0.
+
+    Args:
+        quick: A small net and few steps.
+        rounds: Steps to judge.
+        keep_busy: Of no effect: what is hidden is judged within a step.
+        output: Table to add rows to.
+        micro_batches: Micro-batches of a step.
+        notes: File for the ratio of the larger stage's sync to the other's last backward pass.
+        judge: Judge all of the sync, if that ratio is in `AGREE`; write nothing if it is not.
+    """
+    del keep_busy
     setting = Setting(TINY, 16, 16, micro_batches) if quick else Setting("resnet18", SIDE, BATCH, micro_batches)
     with process_group() as (rank, _):
         world = World.join(lanes=2)
@@ -56,36 +73,43 @@ def measure(
     if rank:
         return
     found = [hidden(step) for step in steps.values()]
-    backward = statistics.median(last_backward(step, stage=0) for step in steps.values())
     sizes = [stage.parameter_bytes or 0 for stage in plan.partition.stages]
-    Path(notes).write_text(json.dumps({"mbit": max(1, round(max(sizes) * 8 / backward / 1e3))}))
-    write_checks(_rows(setting, found, sizes, backward, matched), output)
+    large = max(found[0], key=lambda stage: sizes[stage])
+    backward = [last_backward(step, stage=1 - large) for step in steps.values()]
+    ratio = statistics.median(one[large][0] / took for one, took in zip(found, backward, strict=True))
+    Path(notes).write_text(json.dumps({"ratio": ratio}))
+    agree = AGREE[0] <= ratio <= AGREE[1]
+    if agree or not judge:
+        extra = f"sync of stage {large} / last backward pass of stage {1 - large}: {ratio:.2f}"
+        write_checks(_rows(setting, found, sizes, extra, agree and judge), output)
 
 
 def hidden(step: Mapping[int, StepSpans]) -> dict[int, tuple[float, float, float]]:
     """For every stage: milliseconds of its sums, how much was hideable, and how much was hidden.
 
-    A sum has begun when the last of its replicas has come to it, and is over when the last has left it.
+    A sum is ready when the last of its replicas has gathered the bucket, has begun when the last has come to it, and is
+    over when the last has left it.
     """
     computed = max(
         one.origin * 1e3 + span.end_ms for one in step.values() for span in one.spans if span.action.kind in COMPUTE
     )
-    sums: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    sums: dict[tuple[int, int], list[Span]] = {}
     for one in step.values():
         for span in one.spans:
             if span.action.kind is Kind.SYNC:
                 key = (span.action.stage, span.action.index or 0)
-                sums.setdefault(key, []).append((one.origin * 1e3 + span.start_ms, one.origin * 1e3 + span.end_ms))
+                sums.setdefault(key, []).append(span.shifted(one.origin * 1e3))
     result = {}
     for stage in sorted({stage for stage, _ in sums}):
-        times = [
-            (max(start for start, _ in both), max(end for _, end in both))
-            for (owner, _), both in sums.items()
-            if owner == stage
-        ]
+        mine = [both for (owner, _), both in sums.items() if owner == stage]
+        times = [(max(span.start_ms for span in both), max(span.end_ms for span in both)) for both in mine]
+        ready = [max(span.ready_ms for span in both if span.ready_ms is not None) for both in mine]
         total = _length(times)
-        window = max(0.0, computed - min(start for start, _ in times))
-        result[stage] = (total, min(total, window), _length((start, min(end, computed)) for start, end in times))
+        # Sums of several sync lanes overlap: each counts for its part of the time in which any of them ran.
+        share = total / sum(end - start for start, end in times)
+        best = _one_after_another(ready, [share * (end - start) for start, end in times])
+        hideable, done = (_length((start, min(end, computed)) for start, end in which) for which in (best, times))
+        result[stage] = (total, hideable, done)
     return result
 
 
@@ -96,6 +120,16 @@ def last_backward(step: Mapping[int, StepSpans], stage: int) -> float:
         for one in step.values()
         if any(span.action.stage == stage and span.action.kind is Kind.BACKWARD for span in one.spans)
     )
+
+
+def _one_after_another(ready: Sequence[float], durations: Sequence[float]) -> list[tuple[float, float]]:
+    """When sums would run that each begin as soon as they are ready and the one before is over."""
+    free, result = float("-inf"), []
+    for begin, duration in sorted(zip(ready, durations, strict=True)):
+        start = max(begin, free)
+        free = start + duration
+        result.append((start, free))
+    return result
 
 
 def _length(intervals: Iterable[tuple[float, float]]) -> float:
@@ -111,8 +145,8 @@ def _rows(
     setting: Setting,
     found: list[dict[int, tuple[float, float, float]]],
     sizes: list[int],
-    backward: float,
-    matched: bool,
+    ratio: str,
+    judge: bool,
 ) -> list[Check]:
     rows = []
     name = f"{setting}, 2 stages x 2 replicas"
@@ -142,8 +176,8 @@ def _rows(
             value=statistics.median(whole),
             low=min(whole),
             high=max(whole),
-            at_least=ALL_AT_LEAST if matched else None,
-            extra=f"last backward pass of stage 0: {backward:.0f} ms",
+            at_least=ALL_AT_LEAST if judge else None,
+            extra=ratio,
         )
     )
     return rows

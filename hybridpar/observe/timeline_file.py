@@ -127,13 +127,9 @@ def timeline_of(data: Any, source: str = "the trace") -> Timeline:
         ) from error
     rows = []
     for key, origin in origins.items():
-        moved = tuple(_moved(span, -origin * 1e3) for span in spans.get(key, ()))
+        moved = tuple(span.shifted(-origin * 1e3) for span in spans.get(key, ()))
         rows.append(TimelineRow(key[0], key[1], StepSpans(origin, moved), key[2]))
     return Timeline(tuple(rows), replicas, facts)
-
-
-def _moved(span: Span, by_ms: float) -> Span:
-    return Span(span.worker, span.queue, span.lane, span.action, span.start_ms + by_ms, span.end_ms + by_ms)
 
 
 def _process(row: TimelineRow) -> int:

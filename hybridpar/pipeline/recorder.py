@@ -34,6 +34,7 @@ class SpanRecorder:
         self._cuda = device.type == "cuda"
         self.enabled = not self._cuda if enabled is None else enabled
         self._notes: list[tuple[Queue, Action, Any, Any]] = []
+        self._ready: dict[Action, Any] = {}
         self._collected: StepSpans | None = None
 
     def timed(self, queue: Queue, action: Action, work: Callable[[], None]) -> Callable[[], None]:
@@ -47,6 +48,11 @@ class SpanRecorder:
             self._notes.append((queue, action, start, self._now()))
 
         return whole
+
+    def ready(self, action: Action) -> None:
+        """Note that an action has what it needs of this worker; called by the work that made it."""
+        if self.enabled:
+            self._ready[action] = self._now()
 
     def collect(self) -> StepSpans:
         """All that was noted; to be called when the step is over."""
@@ -63,6 +69,7 @@ class SpanRecorder:
 
     def _gather(self) -> StepSpans:
         notes, self._notes = self._notes, []
+        ready, self._ready = self._ready, {}
         if not notes:
             return StepSpans(time.perf_counter(), ())
         if self._cuda:
@@ -71,14 +78,16 @@ class SpanRecorder:
             for _, _, _, end in notes:
                 end.synchronize()
             times = [(first.elapsed_time(start), first.elapsed_time(end)) for _, _, start, end in notes]
+            ready_ms = {action: first.elapsed_time(event) for action, event in ready.items()}
             origin = time.perf_counter() - max(end for _, end in times) / 1e3
             zero = min(start for start, _ in times)
         else:
             origin = min(start for _, _, start, _ in notes)
             times = [((start - origin) * 1e3, (end - origin) * 1e3) for _, _, start, end in notes]
+            ready_ms = {action: (moment - origin) * 1e3 for action, moment in ready.items()}
             zero = 0.0
         spans = [
-            Span(queue[1], queue[0], queue[2], action, start - zero, end - zero)
+            Span(queue[1], queue[0], queue[2], action, start, end, ready_ms.get(action)).shifted(-zero)
             for (queue, action, _, _), (start, end) in zip(notes, times, strict=True)
         ]
         return StepSpans(origin, tuple(sorted(spans, key=lambda span: (span.start_ms, span.end_ms))))

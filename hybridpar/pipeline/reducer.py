@@ -44,6 +44,7 @@ class Flight:
     report: Pending | None = None  # the forward report, in which workers compare their layouts
     flats: list[Tensor] = field(default_factory=list)  # gathered buckets, by index
     marks: list[Event] = field(default_factory=list)  # where another lane gathers them: passed when each is gathered
+    on_ready: Callable[[int], None] | None = None  # told of each, on that lane
 
 
 SyncLanes = Sequence[tuple[Lane, SumGroup]]

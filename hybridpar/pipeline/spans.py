@@ -22,6 +22,7 @@ class Span:
         action: What was done.
         start_ms: When it started.
         end_ms: When it ended.
+        ready_ms: For a sum of gradients: when this worker had the last of them. None where nobody noted it.
     """
 
     worker: int
@@ -30,11 +31,17 @@ class Span:
     action: Action
     start_ms: float
     end_ms: float
+    ready_ms: float | None = None
 
     @property
     def duration_ms(self) -> float:
         """Time from start to end."""
         return self.end_ms - self.start_ms
+
+    def shifted(self, by_ms: float) -> Span:
+        """The same so much later."""
+        ready = None if self.ready_ms is None else self.ready_ms + by_ms
+        return replace(self, start_ms=self.start_ms + by_ms, end_ms=self.end_ms + by_ms, ready_ms=ready)
 
 
 class Computed(NamedTuple):
@@ -123,7 +130,7 @@ class StepSpans:
             for span in self.spans
         ]
         zero = min((span.start_ms for span in cut), default=0.0)
-        moved = [replace(span, start_ms=span.start_ms - zero, end_ms=span.end_ms - zero) for span in cut]
+        moved = [span.shifted(-zero) for span in cut]
         return StepSpans(self.origin + zero / 1e3, tuple(sorted(moved, key=lambda span: (span.start_ms, span.end_ms))))
 
 

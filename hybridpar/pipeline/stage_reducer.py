@@ -53,9 +53,15 @@ class StageReducer(GradientReducer):
         flight.marks = [self._lanes.event() for _ in self.buckets]
         return flight.marks
 
-    def begin_last(self, flight: Flight) -> None:
-        """On the stage's lane: the next backward pass is the last of the step."""
+    def begin_last(self, flight: Flight, on_ready: Callable[[int], None] | None = None) -> None:
+        """On the stage's lane: the next backward pass is the last of the step.
+
+        Args:
+            flight: What is known about this step's gradients.
+            on_ready: Called on the lane when a bucket is gathered, with its number.
+        """
         flight.releasing = True
+        flight.on_ready = on_ready
 
     def issue(self, index: int, flight: Flight, wrap: Callable[[Work], Work] | None = None) -> Event:
         """Issue the sum of a bucket; the event is passed when it is there.
@@ -79,4 +85,6 @@ class StageReducer(GradientReducer):
     def _launch(self, bucket: Bucket, flight: Flight) -> None:
         self._refuse_sparse(bucket)
         flight.flats.append(bucket.collect())
+        if flight.on_ready is not None:
+            flight.on_ready(bucket.index)
         self._compute.mark(flight.marks[bucket.index])
