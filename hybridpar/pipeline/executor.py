@@ -126,7 +126,9 @@ class Executor:
                 self._apply(step, action.stage)
             else:
                 self._issue(step, program, action, last)
-        self._ends = step.ends
+        self._ends = list(step.ends)
+        # A send whose bytes have left may still be at work when the step that it belongs to is decided.
+        step.ends.extend(lane.record() for _, lane in self._senders.values())
         return step
 
     def adopt(self, step: StepState) -> LateOutcome:
