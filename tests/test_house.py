@@ -38,6 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "launch": {"errors", "process"},
     "lanes": {"errors"},
     "data": {"config", "errors", "registry"},
+    "compress": {"errors", "registry"},
     "partition": {"config", "errors", "models", "plan", "process", "registry"},
     "cluster": {"process"},
     "probe": {"cluster", "errors", "process"},
