@@ -22,6 +22,18 @@ VARIANTS = (
     "onebit:warmup=2",
     "onebit:decay=0.9,rescale=on",
     "onebit:least=1",
+    "qsgd_mn:bits=8,least=1",
+    "qsgd_mn:meet=shard,bits=3",
+    "powersgd:rank=3,gain=0",
+    "powersgd:feedback=off",
+    "powersgd:rank=1,cast=bf16",
+    "twobit:threshold=0.5",
+    "twobit:levels=mean",
+    "twobit:pull=full",
+    "twobit:feedback=off",
+    "hylo:least=150,delay=3",
+    "hylo:least=150,rate=0.5,cast=bf16",
+    "hylo:least=150,feedback=off",
 )
 TEXTS = [*CODECS, *VARIANTS]
 
@@ -49,6 +61,8 @@ def workers(request: pytest.FixtureRequest) -> int:
 
 def keeps_everything(text: str) -> bool:
     codec = parse_codec(text)
+    if "hylo" in text and "cast" in text:  # the sum of the filters is rounded on the way
+        return False
     return isinstance(codec, ErrorFeedback) and codec.decay == 1 and not codec.rescale
 
 

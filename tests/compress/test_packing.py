@@ -82,13 +82,21 @@ def test_pairs_come_back(values: list[int]) -> None:
 
 def packed(fields: Fields, codes: Tensor) -> Tensor:
     words = torch.empty(fields.words, dtype=fields.word)
-    fields.pack(words, lambda start, stop, into: into.copy_(codes[start:stop]) and None, Scratch(CPU))
+
+    def code(start: int, stop: int, into: Tensor) -> None:
+        into.copy_(codes[start:stop])
+
+    fields.pack(words, code, Scratch(CPU))
     return words
 
 
 def unpacked(fields: Fields, words: Tensor) -> Tensor:
     out = torch.full((fields.count,), -1.0)
-    fields.unpack(words, lambda start, stop, values: out[start:stop].copy_(values) and None, Scratch(CPU))
+
+    def use(start: int, stop: int, values: Tensor) -> None:
+        out[start:stop] = values
+
+    fields.unpack(words, use, Scratch(CPU))
     return out
 
 

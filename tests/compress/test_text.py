@@ -30,6 +30,9 @@ def test_options_go_where_they_belong() -> None:
         ("onebit:rescale=TRUE", "onebit:rescale=on"),
         ("onebit:feedback=off,least=64", "onebit:least=64,feedback=off"),
         ("none:cast=fp16", "none:cast=fp16"),
+        ("powersgd:cast=bf16,rank=4,decay=0.5", "powersgd:rank=4,decay=0.5,cast=bf16"),
+        ("twobit:threshold=auto", "twobit"),
+        ("twobit:threshold=1e-3", "twobit:threshold=0.001"),
     ],
 )
 def test_one_meaning_has_one_text(text: str, short: str) -> None:
@@ -39,7 +42,7 @@ def test_one_meaning_has_one_text(text: str, short: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("onebits", "unknown codec 'onebits'\nDid you mean onebit?"),
+        ("onebits", "unknown codec 'onebits'\nDid you mean onebit"),
         ("onebit:decat=0.9", "codec 'onebit' has no option 'decat'\nDid you mean decay"),
         ("onebit:decay", "'decay' in 'onebit:decay'"),
         ("onebit:decay=0.9,decay=0.8", "given twice"),
@@ -55,6 +58,20 @@ def test_one_meaning_has_one_text(text: str, short: str) -> None:
         ("none:feedback=on", "'none' with error feedback\nIt is unbiased"),
         ("none:decay=0.9", "decay in 'none:decay=0.9'"),
         ("", "unknown codec ''"),
+        ("qsgd_mn:bits=9", "bits=9\nCodes have 1 to 8 bits."),
+        ("qsgd_mn:meet=sumed", "Did you mean sum?"),
+        ("qsgd_mn:feedback=on", "It is unbiased"),
+        ("powersgd:rank=0", "rank=0"),
+        ("powersgd:gain=-1", "gain=-1"),
+        ("twobit:threshold=0", "threshold=0\nIt is above 0."),
+        ("twobit:threshold=1,levels=mean", "threshold=1 with levels=mean"),
+        ("twobit:cap=1.5", "cap=1.5\nAbove 1 nothing might be sent."),
+        ("twobit:factor=nan", "factor=nan"),
+        ("twobit:pull=none", "pull=none"),
+        ("hylo:rate=0", "rate=0"),
+        ("hylo:power=-1", "power=-1"),
+        ("hylo:delay=-1", "delay=-1"),
+        ("hylo:cap=0", "cap=0"),
     ],
 )
 def test_slips_are_named(text: str, message: str) -> None:
