@@ -184,9 +184,17 @@ class Exchange:
         Args:
             gradients: One per coder, 1-D float32.
             outs: Where the mean over the workers goes, or the sum; 1-D float32. They may be the gradients.
+
+        Raises:
+            ValueError: A gradient is not flat, not float32, or of another size than its parameter.
         """
         self._lay_out()
         for coder, gradient in zip(self.coders, gradients, strict=True):
+            if gradient.dtype != torch.float32 or gradient.shape != (coder.spec.count,):
+                raise ValueError(
+                    f"the gradient of {coder.spec.name!r} is {gradient.dtype} of shape {tuple(gradient.shape)}, "
+                    f"and torch.float32 of shape {(coder.spec.count,)} is needed"
+                )
             coder.begin(gradient)
         for stage in self._stages:
             yield from stage.requests()
@@ -198,7 +206,15 @@ class Exchange:
 
         Returns:
             Bytes that it took.
+
+        Raises:
+            ValueError: The coders are not bound to this worker of the group, or a gradient does not fit.
         """
+        spec = self.coders[0].spec
+        if (spec.rank, spec.workers) != (group.rank, group.size):
+            raise ValueError(
+                f"coders of worker {spec.rank} of {spec.workers} on worker {group.rank} of {group.size} of the group"
+            )
         for request in self.requests(gradients, outs):
             request.through(group)
         return sum((stage.traffic for stage in self._stages), Traffic())

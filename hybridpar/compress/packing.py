@@ -53,8 +53,7 @@ def pack_bits(bits: Tensor, out: Tensor) -> None:
         return
     padded = torch.zeros(out.numel() * 8, dtype=torch.uint8, device=bits.device)
     padded[: bits.numel()] = bits
-    weights = torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8, device=bits.device)
-    out.copy_((padded.view(-1, 8) * weights).sum(1, dtype=torch.uint8))
+    out.copy_((padded.view(-1, 8) << _shifts(bits.device)).sum(1, dtype=torch.uint8))
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
@@ -70,8 +69,7 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
     _expect(packed, bits_size(count))
     if packed.device.type == "cpu":
         return torch.from_numpy(np.unpackbits(packed.numpy(), count=count)).view(torch.bool)
-    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
-    return ((packed.unsqueeze(1) >> shifts) & 1).view(-1)[:count].bool()
+    return ((packed.unsqueeze(1) >> _shifts(packed.device)) & 1).view(-1)[:count].bool()
 
 
 def pairs_size(count: int) -> int:
@@ -214,6 +212,11 @@ class Fields:
             stop = min(start + count, self.count)
             if start < stop:
                 yield place, start, stop
+
+
+def _shifts(device: torch.device) -> Tensor:
+    """Where each bit lies in a byte; made on the device, as a copy from the host would wait for it."""
+    return torch.arange(7, -1, -1, dtype=torch.uint8, device=device)
 
 
 def _expect(packed: Tensor, size: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from hybridpar.compress import Exchange, Meeting, TensorSpec, Traffic, bind, parse_codec, run_together
 from hybridpar.compress.exchange import AllGather, AllReduce, AllToAll
 from hybridpar.compress.sharded import cut_stripes
+from hybridpar.compress.together import meet
 from tests.compress.team import Team, same_bits
 
 SHAPES = {"a": (40, 33), "b": (9,), "c": (7, 40), "d": (5, 4, 3, 3)}
@@ -76,9 +77,28 @@ def test_workers_that_do_not_match_are_noticed() -> None:
         run_together(pair, tensors, tensors)
 
 
-def test_and_and_max_meet() -> None:
-    from hybridpar.compress.together import meet
+@pytest.mark.parametrize(
+    "gradient", [torch.zeros(9, dtype=torch.float64), torch.zeros(3, 3), torch.zeros(8)], ids=["type", "shape", "size"]
+)
+def test_gradients_that_do_not_fit_are_named(gradient: torch.Tensor) -> None:
+    exchange = exchange_of({"b": "none"}, workers=1)
+    with pytest.raises(ValueError, match="gradient of 'b' is .* and torch.float32 of shape"):
+        next(exchange.requests([gradient], [torch.zeros(9)]))
 
+
+class _Solo:
+    """A group of one that carries out nothing."""
+
+    size, rank = 1, 0
+
+
+def test_a_group_of_other_workers_is_refused() -> None:
+    tensors = [torch.zeros(9)]
+    with pytest.raises(ValueError, match="worker 1 of 2 on worker 0 of 1"):
+        exchange_of({"b": "none"}, rank=1).run(_Solo(), tensors, tensors)  # type: ignore[arg-type]
+
+
+def test_and_and_max_meet() -> None:
     words = [torch.tensor([7, 12]), torch.tensor([5, 10])]
     meet([AllReduce(word, Meeting.AND) for word in words])
     assert [word.tolist() for word in words] == [[5, 8], [5, 8]]

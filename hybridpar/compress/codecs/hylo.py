@@ -75,7 +75,7 @@ class Hylo(Codec):
 
     def filters(self, shape: Sequence[int]) -> int:
         """How many filters of a convolution are sent in a step."""
-        share = min(max((self.least / math.prod(shape)) ** self.power, self.rate), 1.0)
+        share = min(max(math.pow(self.least / math.prod(shape), self.power), self.rate), 1.0)
         return max(math.ceil(share * shape[0]), math.ceil(shape[0] / (self.delay + 1)))
 
     def bind(self, spec: TensorSpec) -> Coder:
@@ -190,8 +190,9 @@ def choose(scores: Tensor, waited: Tensor, count: int, delay: int) -> Tensor:
         Their numbers, ascending. Where scores are not finite, one of these filters is among them.
     """
     slack = delay - waited
-    due = torch.bincount(slack, minlength=delay + 1).cumsum(0)
-    forced = (due - count * torch.arange(delay + 1, device=slack.device)).clamp_(min=0).max()
+    steps = torch.arange(delay + 1, device=slack.device)
+    due = (slack.unsqueeze(1) <= steps).sum(0)
+    forced = (due - count * steps).clamp_(min=0).max()
     urgency = torch.argsort(torch.argsort(slack, stable=True))
     most = torch.finfo(scores.dtype).max
     ranked = scores.clamp(max=most / 2).masked_fill(urgency < forced, most).masked_fill(~scores.isfinite(), torch.inf)

@@ -149,4 +149,5 @@ def orthonormal(matrix: Tensor) -> Tensor:
 
     Where the matrix is not finite, all of the result is NaN.
     """
-    return torch.linalg.qr(matrix).Q.contiguous()
+    columns: Tensor = torch.linalg.qr(matrix).Q
+    return columns.contiguous()
