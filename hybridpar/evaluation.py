@@ -19,7 +19,8 @@ class Evaluation:
     """Result over a whole test set, counts summed over the workers.
 
     Attributes:
-        accuracy: Fraction of samples whose largest output is the target, 0..1.
+        accuracy: Fraction of samples (of pixels, where every pixel has a target) whose largest output is the target,
+            0..1; 0 where targets are not class numbers.
         loss: Mean loss.
         samples: Number of samples.
     """
@@ -53,7 +54,8 @@ def evaluate(
         outputs = forward(inputs)
         mean = loss(outputs, targets)
         count = int(targets.shape[0])
-        correct = (outputs.argmax(dim=1) == targets).sum() if outputs.ndim == targets.ndim + 1 else 0
+        hits = (outputs.argmax(dim=1) == targets).sum() if outputs.ndim == targets.ndim + 1 else 0
+        correct = hits * count / max(1, targets.numel())  # a sample of many pixels counts as one
         values = (correct, mean.double() * count, count)
         sums += torch.stack([torch.as_tensor(value, device=sums.device).double() for value in values])
     if world.size > 1:

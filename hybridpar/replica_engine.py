@@ -58,7 +58,8 @@ class ReplicaEngine:
         # The optimizer can obey a decision that the host has not read; see GradScaler for the same protocol.
         fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self._obeys = fused and config.guard and (world.device.type == "cuda" or config.cuda_graph)
-        self.late = self._obeys or config.cuda_graph
+        # Without the guard every step counts, so nobody has to wait for a GPU to say so.
+        self.late = self._obeys or config.cuda_graph or (world.device.type == "cuda" and not config.guard)
         #: Replays steps, where that was asked for.
         self.graph: StepGraph[DecidedOutcome] | None = None
         if config.cuda_graph:
@@ -101,6 +102,11 @@ class ReplicaEngine:
         outcome = self.sync.finish(copy=False)
         self._commit(outcome)
         return outcome
+
+    def refuse(self) -> None:
+        """Tell the others that this worker cannot do the step that they begin."""
+        if self._world.size > 1:
+            self.sync.refuse()
 
     def set_rates(self, factor: float) -> None:
         """See `hybridpar.pipeline.cuda_graph.Captured`."""

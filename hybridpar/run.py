@@ -10,15 +10,15 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
-from typing import Literal, TypeVar
+from collections.abc import Iterator
+from typing import Literal
 
 import torch
 
 from hybridpar.checkpoint import prune_checkpoints
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches, load_dataset
-from hybridpar.errors import CheckpointError, HybridparError, UsageError
+from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.launch import TUNED_VARIABLE, StopRequest, leave_verdict
 from hybridpar.models import build_model, parameter_count
 from hybridpar.observe import (
@@ -35,8 +35,8 @@ from hybridpar.observe import (
     write_summary,
 )
 from hybridpar.observe.files import replace_file
-from hybridpar.pipeline.executor import LateOutcome
 from hybridpar.pipeline.spans import StepSpans
+from hybridpar.pipeline.step import LateOutcome
 from hybridpar.pipeline.world import World
 from hybridpar.plan import ModelInfo, Plan
 from hybridpar.process import describe as describe_process
@@ -49,8 +49,6 @@ from hybridpar.staging import shape_of
 from hybridpar.timings import RunningMean, StepClock, StepTimes, Timings, combine
 from hybridpar.trainer import StepResult, Trainer
 from hybridpar.worker import device_name, tune_worker
-
-_T = TypeVar("_T")
 
 #: Options that decide which samples a step sees; a resumed run must not change them.
 _POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size", "synthetic_samples")
@@ -92,7 +90,7 @@ class Run:
         self.model_name = model_name
         self.world = world
         self.rule = rule
-        self._agree(lambda: check_timeline(config, world.device.type))
+        world.from_main(lambda: check_timeline(config, world.device.type))
         # Rank = position * replicas + replica: the workers of one replica are given the same samples.
         replicas = self.replicas = shape_of(config, world.size).replicas
         self.batches = TrainBatches(
@@ -122,7 +120,7 @@ class Run:
         # must start from the same weights.
         torch.manual_seed(config.seed)
         model = build_model(model_name, data.classes, stem=config.stem)
-        self.place = self._agree(lambda: find_place(config, model_name))
+        self.place = world.from_main(lambda: find_place(config, model_name))
         self.trainer = Trainer(
             model,
             config=config,
@@ -138,7 +136,7 @@ class Run:
         self.best: tuple[float, int] | None = None
         self.resumed_from = self._resume()
         # Only now is it sure that the run can start; what stood in its directory before may go.
-        self.place = self._agree(lambda: claim_place(self.place, config, model_name, {"torch": torch.__version__}))
+        self.place = world.from_main(lambda: claim_place(self.place, config, model_name, {"torch": torch.__version__}))
         self.plan, self.info = self._describe(data)
         self.watch = StageWatch(self.trainer, config, self.plan, self.total, self.place.directory / "plan.json")
         self.timings = Timings()
@@ -149,19 +147,6 @@ class Run:
         self._saved = self._progress_made() if self.resumed_from is not None else None
 
     # ------------------------------------------------------------------- start
-
-    def _agree(self, decide: Callable[[], _T]) -> _T:
-        """Rank 0 decides on what is about files; a problem there is everybody's problem."""
-        answer: _T | HybridparError | None = None
-        if self.world.is_main:
-            try:
-                answer = decide()
-            except HybridparError as error:
-                answer = error
-        answer = self.world.gather(answer)[0]  # type: ignore[assignment]
-        if isinstance(answer, HybridparError):
-            raise answer
-        return answer  # type: ignore[return-value]
 
     def _resume(self) -> int | None:
         if self.place.checkpoint is None:
@@ -416,17 +401,9 @@ def _load_data(config: TrainConfig, world: World) -> ImageData:
     """Load the data set; where it may be downloaded, rank 0 goes first."""
     if not config.download or world.size == 1:
         return load_dataset(config)
-    problem: HybridparError | None = None
-    data: ImageData | None = None
-    if world.is_main:
-        try:
-            data = load_dataset(config)
-        except HybridparError as error:
-            problem = error
-    problem = world.gather(problem)[0]  # type: ignore[assignment]
-    if problem is not None:
-        raise problem
-    return data or load_dataset(config)
+    loaded: list[ImageData] = []
+    world.from_main(lambda: loaded.append(load_dataset(config)))
+    return loaded[0] if loaded else load_dataset(config)
 
 
 def _versions() -> dict[str, str]:

@@ -41,7 +41,7 @@ class Forecast:
         return Predicted(
             step_ms=round(simulation.step_ms, 3),
             bubble=round(min(1.0, max(0.0, simulation.bubble)), 4),
-            exposed_sync_ms=round(max(0.0, *simulation.exposed_sync_ms, 0.0), 3),
+            exposed_sync_ms=round(max(0.0, *simulation.exposed_sync_ms), 3),
             bytes_sent_per_step=round(sum(simulation.bytes_sent) / len(simulation.bytes_sent)),
             peak_saved_bytes=max(simulation.peak_saved_bytes),
         )

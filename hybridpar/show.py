@@ -215,7 +215,6 @@ def _megabytes(size: int | None) -> float | None:
 
 def _timeline_of_plan(plan: Plan) -> Timeline:
     """A step of a plan, simulated from the times of its stages and its link, for drawing."""
-    from hybridpar.pipeline.costs import Costs, Link
     from hybridpar.pipeline.schedules import ScheduleRequest, make
 
     stages = plan.partition.stages
@@ -227,6 +226,8 @@ def _timeline_of_plan(plan: Plan) -> Timeline:
             "A schedule is drawn from the sections placement and pipeline, and the times of all stages.",
             "Draw the partition with `hybridpar plan MODEL --draw FILE`, or show the plan.json of a run with --stages.",
         )
+    again = [ahead if index in plan.pipeline.recompute else 0.0 for index, ahead in enumerate(forward)]
+    backward = tuple(back + more for back, more in zip(backward, again, strict=True))
     layout = _layout_of_plan(plan)
     measured = plan.measured
     latency = (measured.link_latency_ms if measured is not None else None) or 0.0
@@ -240,8 +241,7 @@ def _timeline_of_plan(plan: Plan) -> Timeline:
         bytes_per_second=speed,
     )
     schedule = make(plan.pipeline.schedule, request)
-    costs = Costs(forward, backward, link=Link(latency, speed))
-    return _simulated(schedule, layout, costs, {"model": plan.model.name, "schedule": schedule.name})
+    return _simulated(schedule, layout, request.costs, {"model": plan.model.name, "schedule": schedule.name})
 
 
 def _layout_of_plan(plan: Plan) -> Layout:

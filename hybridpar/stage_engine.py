@@ -17,8 +17,9 @@ from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.pipeline.control import StepOutcome
 from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
 from hybridpar.pipeline.engine import PipelineEngine
-from hybridpar.pipeline.executor import LateOutcome, StepState
 from hybridpar.pipeline.replicate import average_buffers
+from hybridpar.pipeline.step import LateOutcome, StepState
+from hybridpar.pipeline.sync import refused_by_others
 from hybridpar.pipeline.world import World
 from hybridpar.replica_engine import autocast, obey, sync_options
 from hybridpar.staging import StagePlan, pipeline_options
@@ -149,6 +150,10 @@ class StageEngine:
         with autocast(self._config, self._world.device):
             return self.pipeline.issue(micro_batches, global_samples, wishes)
 
+    def refuse(self) -> None:
+        """Tell the other replicas that this one cannot do the step that they begin."""
+        self._all_samples(0)
+
     def set_rates(self, factor: float) -> None:
         """See `hybridpar.pipeline.cuda_graph.Captured`."""
         for rates in self._rates:
@@ -163,11 +168,16 @@ class StageEngine:
         self.pipeline.give_up()
 
     def _all_samples(self, samples: int) -> int:
-        """Samples of all replicas, where only each knows its own."""
+        """Samples of all replicas, where only each knows its own. Batches with `global_samples` spare this wait."""
         grid = self.pipeline.grid
         if grid is None or grid.replicas == 1:
             return samples
-        return sum(int(str(count)) for count in grid.replica_world.gather(samples))
+        # The step before may still add on the same group, from another thread.
+        self.pipeline.wait()
+        counts = [int(str(count)) for count in grid.replica_world.gather(samples)]
+        if samples and 0 in counts:
+            raise refused_by_others(counts.count(0))
+        return sum(counts)
 
     def wait(self) -> None:
         """Wait until every step that was issued is done."""

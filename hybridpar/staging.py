@@ -23,7 +23,7 @@ from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.planning import partition_model, stages_from_plan
 from hybridpar.partition.profile_cache import cache_directory
 from hybridpar.partition.stage import Stage
-from hybridpar.pipeline.engine import PipelineOptions
+from hybridpar.pipeline.options import PipelineOptions
 from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, BackwardCost, may_split, measure_backward
 from hybridpar.pipeline.sync import SyncOptions
 from hybridpar.pipeline.world import World
@@ -168,14 +168,14 @@ def _devices(device: torch.device, shape: Shape, world: World) -> tuple[str, ...
 
 def _measure_halves(stages: list[Stage], example: torch.Tensor, world: World) -> tuple[BackwardCost, ...]:
     """Whether splitting backward passes pays, as rank 0 finds it."""
-    mine: tuple[BackwardCost, ...] | None = None
-    if world.is_main:
+
+    def measure() -> tuple[BackwardCost, ...]:
         for stage in stages:
             stage.train()
         inputs = {stages[0].model_inputs[0]: example}
-        mine = tuple(measure_backward(stages, inputs, None, _any_loss))
-    costs = world.gather(mine)[0]
-    assert isinstance(costs, tuple)
+        return tuple(measure_backward(stages, inputs, None, _any_loss))
+
+    costs = world.from_main(measure)
     if world.is_main and not may_split(costs):
         worst = max(range(len(costs)), key=lambda index: costs[index].ratio)
         _log.warning(
@@ -221,28 +221,22 @@ def _made_by_main(
     model: nn.Module, example: torch.Tensor, config: TrainConfig, shape: Shape, world: World, name: str | None
 ) -> Plan:
     """Measure and cut on rank 0; a problem there is everybody's."""
-    answer: str | HybridparError = ""
-    if world.is_main:
-        try:
-            device = example.device.type
-            problem = Problem(
-                shape.stages,
-                (Worker(device, shape.lanes),) * shape.positions,
-                shape.placement,
-                micro_batches=config.micro_batches,
-                optimizer_copies=1 if config.optimizer == "sgd" else 2,
-            )
-            made = partition_model(
-                model, example, problem, threads=lane_threads(shape, example.device), cache=cache_directory(), name=name
-            )
-            answer = made.plan.to_json()
-        except HybridparError as error:
-            answer = error
-    answer = world.gather(answer)[0]  # type: ignore[assignment]
-    if isinstance(answer, HybridparError):
-        raise answer
 
-    return parse_plan(json.loads(answer))
+    def make() -> str:
+        device = example.device.type
+        problem = Problem(
+            shape.stages,
+            (Worker(device, shape.lanes),) * shape.positions,
+            shape.placement,
+            micro_batches=config.micro_batches,
+            optimizer_copies=1 if config.optimizer == "sgd" else 2,
+        )
+        made = partition_model(
+            model, example, problem, threads=lane_threads(shape, example.device), cache=cache_directory(), name=name
+        )
+        return made.plan.to_json()
+
+    return parse_plan(json.loads(world.from_main(make)))
 
 
 def _follow(config: TrainConfig, plan: Plan) -> PipelineConfig:

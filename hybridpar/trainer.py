@@ -6,10 +6,9 @@ the learning rate as a function of the step. The same program runs on one proces
 
 from __future__ import annotations
 
-import math
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -25,25 +24,22 @@ from hybridpar.checkpoint import (
     save_checkpoint,
 )
 from hybridpar.config import TrainConfig
-from hybridpar.errors import CheckpointError, TrainingError, UsageError
+from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.evaluation import Evaluation as Evaluation
 from hybridpar.evaluation import evaluate
 from hybridpar.lanes import Lanes
 from hybridpar.models import model_fingerprint
 from hybridpar.optim import build_optimizer, rate_factor
 from hybridpar.pipeline.capture_rules import check_capturable
-from hybridpar.pipeline.control import StepOutcome
-from hybridpar.pipeline.executor import LateOutcome
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan
 from hybridpar.replica_engine import ReplicaEngine, autocast
 from hybridpar.stage_engine import StageEngine
 from hybridpar.staging import make_stage_plan, shape_of
+from hybridpar.step_result import BadSteps
+from hybridpar.step_result import StepResult as StepResult
 
 LossFunction = Callable[[Any, Tensor], Tensor]
-
-#: Steps in a row that may be rolled back before training stops.
-MAX_BAD_STEPS = 3
 
 
 class MicroBatches(Protocol):
@@ -62,48 +58,6 @@ class MicroBatches(Protocol):
         """Samples of all workers in the step."""
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What one step did.
-
-    Attributes:
-        step: The step's number, from 1.
-        outcome: What the workers agreed on.
-        lr: Learning rate of the first parameter group.
-        host_ms: Time for which the step kept the host.
-    """
-
-    step: int
-    outcome: StepOutcome
-    lr: float
-    host_ms: float
-
-    @property
-    def loss(self) -> float:
-        """Mean loss over the global batch. On a GPU, and in a pipeline, reading it waits for the step."""
-        return self.outcome.loss
-
-    @property
-    def skipped(self) -> bool:
-        """Whether the guard rolled the step back on all workers."""
-        return not self.outcome.committed
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Global gradient norm before clipping; None with the guard off and no clipping."""
-        return self.outcome.grad_norm
-
-    @property
-    def step_ms(self) -> float:
-        """Time of the whole step on this worker."""
-        return self.outcome.spans.step_ms if isinstance(self.outcome, LateOutcome) else self.host_ms
-
-    @property
-    def compute_ms(self) -> float:
-        """Time outside the exposed part of the sync."""
-        return self.step_ms - self.outcome.exposed_sync_ms
-
-
 class Trainer:
     """Trains a model on one worker, in step with its peers.
 
@@ -118,8 +72,14 @@ class Trainer:
         total_steps: Length of the learning-rate schedule; None keeps the rate constant.
         steps_per_epoch: For the warm-up, which is given in epochs.
         world: The workers; default: joined from the environment and left again by `close`.
+        lanes: Lanes of the worker's device; default: opened here and closed by `close`.
+        plan: A pipeline's plan, instead of what `config` says of stages.
+        example: Inputs of one micro-batch, by which a model is cut into stages; for a pipeline alone.
+        name: What to call the model in the plan.
 
     Raises:
+        UsageError: Stages, replicas and workers do not fit each other, or something that a pipeline needs is missing.
+        PlanError: The plan cannot be read, or is for another model.
         SyncError: The workers did not build equal models.
         LaunchError: The peers cannot be reached.
 
@@ -157,11 +117,16 @@ class Trainer:
         self.total_steps = total_steps
         self.steps_per_epoch = steps_per_epoch
         self._peak_rate = self.config.lr
-        self.engine = self._open_engine(optimizer, plan, example, name)
+        try:
+            self.engine = self._open_engine(optimizer, plan, example, name)
+        except BaseException as error:
+            if self._owns_lanes:
+                self.lanes.__exit__(type(error), error, error.__traceback__)
+            if self._owns_world:
+                self.world.close()
+            raise
         self.steps_done = 0
-        self._bad_steps = 0
-        self._pending: StepResult | None = None
-        self._first_bad: str | None = None
+        self._bad_steps = BadSteps(late=self.engine.late, name_parameter=self.engine.bad_parameter)
 
     def _open_engine(
         self,
@@ -215,6 +180,7 @@ class Trainer:
 
         Raises:
             TrainingError: The gradients were not finite three steps running; on all workers at the same step.
+            UsageError: This worker's batch, or that of another, has fewer samples than there are micro-batches.
             SyncError: A worker died or did not answer in time.
         """
         started = time.perf_counter()
@@ -225,7 +191,7 @@ class Trainer:
         self.steps_done += 1
         host_ms = (time.perf_counter() - started) * 1e3
         result = StepResult(self.steps_done, outcome, self._peak_rate * factor, host_ms)
-        self._watch(result)
+        self._bad_steps.watch(result)
         return result
 
     def _divide(
@@ -236,6 +202,8 @@ class Trainer:
         inputs, targets = batch
         samples, parts = _sample_count(targets), self.config.micro_batches
         if samples < parts:
+            with contextlib.suppress(SyncError):  # this worker's problem is the one to tell
+                self.engine.refuse()
             raise UsageError(
                 f"a batch of {samples} samples cannot be divided into {parts} micro-batches",
                 "Every micro-batch needs a sample, and two where the model has BatchNorm.",
@@ -252,27 +220,6 @@ class Trainer:
         if self.total_steps is None:
             return 1.0
         return rate_factor(self.steps_done, self.total_steps, self.steps_per_epoch, self.config)
-
-    def _watch(self, result: StepResult) -> None:
-        """Stop when nothing but bad steps comes. Where a step may still be running, the host looks one step later."""
-        late, self._pending = self._pending, result
-        seen = late if self.engine.late else result
-        if seen is None:
-            return
-        if not seen.skipped and math.isfinite(seen.loss):
-            self._bad_steps = 0
-            return
-        self._bad_steps += 1
-        if self._bad_steps == 1 or self._first_bad is None:
-            self._first_bad = self.engine.bad_parameter(seen.outcome)
-        if self._bad_steps >= MAX_BAD_STEPS:
-            first, last = seen.step - MAX_BAD_STEPS + 1, seen.step
-            raise TrainingError(
-                f"loss or gradients were not finite in steps {first} to {last}; first bad parameter: "
-                f"{self._first_bad or 'none, only the loss'}",
-                f"After {MAX_BAD_STEPS} such steps in a row training stops, on all workers at the same step.",
-                "Lower --lr, lengthen --warmup-epochs, or set --clip-norm; the last checkpoint is from before.",
-            )
 
     def _require_own_parameters(self, optimizer: torch.optim.Optimizer) -> None:
         own = {id(parameter) for parameter in self.model.parameters()}
@@ -383,7 +330,7 @@ class Trainer:
         self.engine.load_optimizer_state(data.training["optimizer"])
         self.engine.go_on_from(data.step)
         self.steps_done = data.step
-        self._bad_steps, self._pending = 0, None
+        self._bad_steps.forget()
         if data.local is not None and data.workers == self.world.size:
             restore_random_state(data.local["random"], self.world.device)
             self.engine.load_state_dict(data.local["sync"])
@@ -404,12 +351,13 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._owns_lanes:
-            # After an exception the lanes skip what has not begun: it may wait for peers that are gone.
-            self.lanes.__exit__(kind, error, trace)
-        self.engine.close()
-        if self._owns_world:
-            self.world.close()
+        with contextlib.ExitStack() as rest:
+            if self._owns_world:
+                rest.callback(self.world.close)
+            rest.callback(self.engine.close)
+            if self._owns_lanes:
+                # After an exception the lanes skip what has not begun: it may wait for peers that are gone.
+                self.lanes.__exit__(kind, error, trace)
 
 
 def _sample_count(targets: Tensor) -> int:

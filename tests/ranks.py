@@ -2,7 +2,9 @@
 
 One pool of processes serves the whole test session. A test hands over a top-level function; each rank calls it with a
 `World` of its own and the results come back by rank. A rank that fails makes the call fail with its traceback; a call
-that takes too long kills the pool, which starts again at the next use. Only tests that kill workers start their own.
+that takes too long kills the pool, which starts again at the next use. Only tests that kill workers start their own,
+by `start_processes`. All of them are forked from one process that has imported torch and has no threads, so that the
+import is paid for once.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-SIZE = 3
+SIZE = 4
 
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["pytest", "hybridpar.run", "tests.runs", "tests.pipeline.oracle"])
 _pool: list[tuple[Any, Connection]] = []
 
 
@@ -46,7 +50,7 @@ def run_ranks(
         RankError: A rank raised or did not finish.
     """
     assert 1 <= size <= SIZE
-    _start()
+    _start(size)
     with tempfile.TemporaryDirectory() as directory:
         for rank in range(size):
             _pool[rank][1].send(
@@ -78,25 +82,59 @@ def stop_pool() -> None:
     _pool.clear()
 
 
-def _start() -> None:
-    if _pool:
-        return
-    context = multiprocessing.get_context("spawn")
-    for _ in range(SIZE):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+@contextlib.contextmanager
+def start_processes(function: Callable[..., None], size: int, *args: Any) -> Iterator[Any]:
+    """Run `function(rank, directory, *args, answers)` in processes of their own, which are killed in the end.
+
+    Args:
+        function: A top-level function of an importable module.
+        size: Number of processes.
+        args: Handed to every process, after its rank and the name of a directory that all of them share.
+
+    Yields:
+        `answers`, the queue on which the processes put what they found.
+    """
+    answers = _context.Queue()
+    with tempfile.TemporaryDirectory() as directory:
+        processes = [
+            _context.Process(target=_run_alone, args=(function, rank, directory, *args, answers), daemon=True)
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            yield answers
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _run_alone(function: Callable[..., None], *args: Any) -> None:
+    _prepare()
+    function(*args)
+
+
+def _start(size: int) -> None:
+    if not _pool:
+        atexit.register(stop_pool)
+    while len(_pool) < size:
+        ours, theirs = _context.Pipe()
+        process = _context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         _pool.append((process, ours))
-    atexit.register(stop_pool)
 
 
-def _serve(pipe: Connection) -> None:
+def _prepare() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
     import torch
 
     torch.set_num_threads(1)
+
+
+def _serve(pipe: Connection) -> None:
+    _prepare()
     home = Path.cwd()
     while True:
         try:

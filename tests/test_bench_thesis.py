@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -224,6 +225,19 @@ def test_peer_and_hybridpar_train_the_same() -> None:
     assert not torch.allclose(before, weights(peer._model))
     assert torch.allclose(weights(peer._model), weights(ours.trainer.model), rtol=1e-4, atol=1e-6)
     assert peer.accuracy() == ours.accuracy()
+    assert not ours.captured
+    ours.close()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_layout_knows_whether_its_steps_were_captured(stages: int, captured: bool) -> None:
+    world = World()
+    ours = Ours(make_task(world), world, StageLayout(stages=stages, replicas=1, micro_batches=stages))
+    assert not ours.captured
+    ours.trainer.engine.graph = SimpleNamespace(captured=captured)
+    assert ours.captured == captured
+    ours.trainer.engine.graph = None
     ours.close()
 
 

@@ -64,7 +64,7 @@ SHARED_ROOMS = {
     "probe_worker": "probe",
     "checkup": "doctor",
     **dict.fromkeys(("run_plan", "run_timeline", "save_rule", "timings", "worker"), "run"),
-    **dict.fromkeys(("evaluation", "replica_engine", "stage_engine", "staging"), "trainer"),
+    **dict.fromkeys(("evaluation", "replica_engine", "stage_engine", "staging", "step_result"), "trainer"),
 }
 
 #: What must answer without the seconds that torch takes.

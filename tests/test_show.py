@@ -106,11 +106,11 @@ def test_a_plan_is_printed_with_what_it_predicts(tmp_path):
     assert max(len(line) for line in text.splitlines()) <= 80
 
 
-def test_the_schedule_of_a_plan_is_drawn(tmp_path):
-    a_plan().save(tmp_path / "plan.json")
+@pytest.mark.parametrize(("recompute", "title"), [((), "step 150.0 ms,  bubble 20 %"), ((0,), "step 180.0 ms")])
+def test_the_schedule_of_a_plan_is_drawn(tmp_path, recompute, title):
+    a_plan(pipeline=Pipeline(schedule="1f1b", micro_batches=4, recompute=recompute)).save(tmp_path / "plan.json")
     shown(tmp_path / "plan.json", tmp_path / "picture.svg")
-    said = texts(tmp_path / "picture.svg")
-    assert any(title.startswith("step 150.0 ms,  bubble 20 %") for title in said)
+    assert any(said.startswith(title) for said in texts(tmp_path / "picture.svg"))
 
 
 def test_a_plan_without_a_schedule_is_printed_but_not_drawn(tmp_path):

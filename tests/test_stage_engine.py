@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -238,6 +240,23 @@ def test_compiled_stages_train_to_the_same_numbers(dropout: float) -> None:
     compiled_and_not(dropout)
 
 
+def out_of_step(world: World) -> dict[str, Tensor]:
+    """On one worker the lanes are behind its host, on the other the host is behind its lanes."""
+    with make_trainer(2, world=world, replicas=2) as trainer:
+        stage = trainer.engine.pipeline.stages[1].module
+        if world.rank == 1:
+            stage.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+        for _ in range(3):
+            steps(trainer, 1, 2)
+            time.sleep(0.0 if world.rank == 1 else 0.6)
+        return state_of(trainer)
+
+
+def test_counts_of_samples_do_not_meet_the_step_before() -> None:
+    first, second = run_ranks(out_of_step, 2, shared_memory=False)
+    assert_close(first, second, exact=True)
+
+
 # ----------------------------------------------------------------------- bad input
 
 
@@ -248,6 +267,7 @@ class TestBadInput:
 
     def test_an_optimizer_over_the_whole_model(self) -> None:
         model = blocks()
+        before = threading.active_count()
         with pytest.raises(UsageError, match="holds parameters of other stages"):
             Trainer(
                 model,
@@ -257,6 +277,7 @@ class TestBadInput:
                 example=EXAMPLE,
                 world=World(),
             )
+        assert threading.active_count() == before
 
     def test_a_stage_to_recompute_that_is_not_there(self) -> None:
         with pytest.raises(UsageError, match="--recompute 2"):
@@ -285,6 +306,11 @@ class TestBadInput:
         assert len(set(answers)) == 1
         assert answers[0].startswith("a batch of 3 samples cannot be divided into 4 micro-batches")
 
+    def test_a_batch_that_is_too_small_in_one_replica_is_refused_by_all(self) -> None:
+        first, second = run_ranks(too_small_for_one, 2)
+        assert first.startswith("1 of the other workers got a batch that cannot be divided")
+        assert second.startswith("a batch of 1 samples cannot be divided into 2 micro-batches")
+
     def test_workers_that_read_different_plans_see_a_table(self, tmp_path: Path) -> None:
         answers = run_ranks(mixed_plans, 2, tmp_path)
         assert len(set(answers)) == 1
@@ -310,6 +336,17 @@ def too_small(world: World) -> str:
             trainer.step(images(3))
         except UsageError as error:
             steps(trainer, 1)  # the pipeline is as good as before
+            return str(error)
+    return "passed"
+
+
+def too_small_for_one(world: World) -> str:
+    with make_trainer(2, world=world, replicas=2) as trainer:
+        steps(trainer, 1, 2)
+        try:
+            trainer.step(images(4 if world.rank == 0 else 1))
+        except UsageError as error:
+            steps(trainer, 1, 2)  # the pipeline is as good as before
             return str(error)
     return "passed"
 

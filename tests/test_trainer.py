@@ -323,7 +323,7 @@ def test_a_trained_model_is_a_plain_model_again(tmp_path):
 
 
 def test_close_twice_is_once():
-    trainer = Trainer(make_model())
+    trainer = Trainer(make_model(), config=TrainConfig(micro_batches=2))  # which pools BatchNorm's statistics
     trainer.step(make_batch())
     trainer.close()
     trainer.close()
@@ -337,3 +337,14 @@ def test_the_programs_own_error_is_what_it_sees():
 
     with pytest.raises(ZeroDivisionError):
         fail()
+
+
+def test_closing_goes_to_its_end_whatever_failed():
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    trainer = Trainer(make_model(), config=TrainConfig(micro_batches=2))
+    trainer.lanes.open("other", threads=1).submit(fail)
+    with pytest.raises(ZeroDivisionError):
+        trainer.close()
+    assert type(trainer.model.body[1]) is nn.BatchNorm2d

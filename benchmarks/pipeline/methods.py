@@ -20,7 +20,7 @@ from hybridpar.partition.cost import Link
 from hybridpar.partition.planning import stages_from_plan
 from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
-from hybridpar.pipeline.executor import LateOutcome
+from hybridpar.pipeline.step import LateOutcome
 from hybridpar.pipeline.sync import SyncOptions
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ class StageLayout:
         stages: Stages of the model.
         replicas: Copies of the pipeline.
         micro_batches: Micro-batches of each replica in a step.
-        cuda_graph: Whether each stage's passes are captured as CUDA graphs.
+        cuda_graph: Whether whole steps are captured as CUDA graphs.
     """
 
     stages: int
@@ -55,20 +55,14 @@ class StageLayout:
 
     def config(self, config: TrainConfig) -> TrainConfig:
         """The options of a run that has this layout."""
-        told: dict[str, Any] = {"cuda_graph": True} if self.cuda_graph else {}
         return replace(
             config,
             stages=self.stages,
             replicas=self.replicas,
             micro_batches=self.micro_batches,
             schedule=SCHEDULE if self.stages > 1 else None,
-            **told,
+            cuda_graph=self.cuda_graph,
         )
-
-
-def has_cuda_graphs() -> bool:
-    """Whether this version of hybridpar can capture stages."""
-    return "cuda_graph" in {field.name for field in fields(TrainConfig)}
 
 
 def layouts(workers: int, batch: int, *, graphs: bool = False, most_stages: int = STAGES[-1]) -> list[StageLayout]:
@@ -155,7 +149,8 @@ class Ours:
     @property
     def captured(self) -> bool:
         """Whether steps are replayed from a graph; hybridpar goes on without where it cannot capture them."""
-        return bool(getattr(getattr(self.trainer.engine, "_graph", None), "captured", False))
+        graph = self.trainer.engine.graph
+        return graph is not None and graph.captured
 
     def wait(self) -> None:
         """Wait for every step that was issued."""

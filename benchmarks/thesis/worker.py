@@ -19,7 +19,7 @@ from benchmarks.rig.rows import Row, row
 from benchmarks.rig.table import append_rows, check_csv
 from benchmarks.thesis import cells
 from benchmarks.thesis.cells import Job
-from benchmarks.thesis.ours import Choice, Ours, choose, has_cuda_graphs, layouts
+from benchmarks.thesis.ours import Choice, Ours, choose, layouts
 from benchmarks.thesis.peers import COMPILED, GRAPHED, Peer
 from benchmarks.thesis.rounds import Meeting, train_in_turn
 from benchmarks.thesis.task import Task, forget
@@ -71,7 +71,7 @@ def work(job: Job) -> None:
                 continue
             needed = [method for method in cells.needed(wanted, job.methods, job.place) if method not in failed]
             if cells.OURS in needed and choice is None:
-                graphs = job.cuda_graph and has_cuda_graphs() and world.device.type == "cuda"
+                graphs = job.cuda_graph and world.device.type == "cuda"
                 candidates = layouts(world.size, setting.batch, graphs=graphs, most_stages=job.most_stages)
                 choice = choose(task, world, candidates, job.probe_steps, meeting)
                 _say(world, f"{setting.model} on {setting.data}: {choice.layout}")

@@ -98,10 +98,10 @@ def timeline_of(data: Any, source: str = "the trace") -> Timeline:
         )
     facts = dict(other)
     del facts["writer"]
-    replicas = facts.pop("replicas")
     spans: dict[tuple[int, int, bool], list[Span]] = {}
     origins: dict[tuple[int, int, bool], float] = {}
     try:
+        replicas = facts.pop("replicas")
         for event in data["traceEvents"]:
             if event["ph"] != "X":
                 continue

@@ -99,7 +99,7 @@ def strips(rows: Sequence[TimelineRow], replicas: int, end_ms: float, width: int
     """
     zero = begin_of(rows)
     joined = joined_at(rows, replicas)
-    lines = list(_lines(rows))
+    lines = list(_lines(rows, replicas))
     label = max(len(name) for name, _, _ in lines) + 2
     columns = max(10, width - label)
     scale = columns / end_ms if end_ms > 0 else 0.0
@@ -122,17 +122,18 @@ def strips(rows: Sequence[TimelineRow], replicas: int, end_ms: float, width: int
     return drawn
 
 
-def _lines(rows: Sequence[TimelineRow]) -> Iterator[tuple[str, TimelineRow, list[Span]]]:
+def _lines(rows: Sequence[TimelineRow], replicas: int) -> Iterator[tuple[str, TimelineRow, list[Span]]]:
     """Every lane of every worker with its name; what is received was sent by somebody, and is left out."""
     for row in rows:
         lanes = [item for item in row.queues().items() if item[0][0] != "receive"]
         counts = {queue: sum(1 for (one, _), _ in lanes if one == queue) for (queue, _), _ in lanes}
         for number, ((queue, lane), spans) in enumerate(lanes):
-            name = {"compute": "lane", "send": "to", "sync": "sync"}[queue]
-            if queue != "compute" or counts[queue] > 1:
-                name += f" {lane}"
+            if queue == "send":
+                name = f"to {lane * replicas + row.worker % replicas}"
+            elif queue == "sync":
+                name = f"sync {lane}"
             else:
-                name = "computes"
+                name = f"lane {lane}" if counts[queue] > 1 else "computes"
             yield (f"worker {row.worker} {name}" if number == 0 else f"{'':9}{name}"), row, spans
 
 

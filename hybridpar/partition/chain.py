@@ -20,7 +20,7 @@ def module_order_graph(model: nn.Module, inputs: Sequence[torch.Tensor]) -> fx.G
     """The graph of a model that only calls its modules one after another.
 
     Args:
-        model: The model; it runs twice in evaluation mode, its state is put back.
+        model: The model; it runs in both modes, its state is put back.
         inputs: Example inputs; such a model has one.
 
     Returns:
@@ -28,10 +28,11 @@ def module_order_graph(model: nn.Module, inputs: Sequence[torch.Tensor]) -> fx.G
     """
     if len(inputs) != 1:
         return None
+    with untouched(model, training=True), torch.no_grad():
+        trained = _watch(model, inputs[0])  # its values are random; its order is not
     with untouched(model, training=False), torch.no_grad():
-        calls, output = _watch(model, inputs[0])
-        names = _chain(calls, inputs[0], output)
-        if names is None or not _same_parameters(model, names):
+        names, output = _watch(model, inputs[0])
+        if names is None or names != trained[0] or not _same_parameters(model, names):
             return None
         value: Any = inputs[0]
         for name in names:
@@ -46,21 +47,26 @@ def module_order_graph(model: nn.Module, inputs: Sequence[torch.Tensor]) -> fx.G
     return graph
 
 
-def _watch(model: nn.Module, example: torch.Tensor) -> tuple[list[tuple[str, Any, Any]], Any]:
-    """Run the model and note the outermost module calls: name, input, output."""
-    calls: list[tuple[str, Any, Any]] = []
-    depth = 0
+def _watch(model: nn.Module, example: torch.Tensor) -> tuple[list[str] | None, Any]:
+    """Run the model; return the outermost modules that it calls, if it does nothing else, and its output."""
+    names: list[str] = []
+    value: Any = example
+    state = _state_of(model)
+    depth, chained = 0, True
 
     def enter(module: nn.Module, arguments: Any) -> None:
-        nonlocal depth
+        nonlocal depth, chained
+        if depth == 0:
+            chained &= len(arguments) == 1 and arguments[0] is value and _state_of(model) == state
         depth += 1
 
     def leave(name: str) -> Any:
         def note(module: nn.Module, arguments: Any, result: Any) -> None:
-            nonlocal depth
+            nonlocal depth, value, state
             depth -= 1
             if depth == 0:
-                calls.append((name, arguments[0] if len(arguments) == 1 else arguments, result))
+                names.append(name)
+                value, state = result, _state_of(model)
 
         return note
 
@@ -70,19 +76,17 @@ def _watch(model: nn.Module, example: torch.Tensor) -> tuple[list[tuple[str, Any
         if name and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
             handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave(name))]
     try:
-        return calls, model(example)
+        output = model(example)
     finally:
         for handle in handles:
             handle.remove()
+    chained &= output is value and _state_of(model) == state
+    return names if names and chained else None, output
 
 
-def _chain(calls: list[tuple[str, Any, Any]], example: torch.Tensor, output: Any) -> list[str] | None:
-    value: Any = example
-    for _, argument, result in calls:
-        if argument is not value:
-            return None
-        value = result
-    return [name for name, _, _ in calls] if calls and value is output else None
+def _state_of(model: nn.Module) -> list[tuple[int, int | None]]:
+    """Differs after a change of any buffer; one that the model itself makes is in no module's call."""
+    return [(id(buffer), None if buffer.is_inference() else buffer._version) for buffer in model.buffers()]
 
 
 def _same_parameters(model: nn.Module, names: list[str]) -> bool:

@@ -6,6 +6,7 @@ are not the model's, is measured again: a cache never makes a command fail.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -107,4 +108,5 @@ def store_profile(key: dict[str, Any], times: UnitTimes, directory: Path) -> Non
         aside.write_text(json.dumps({"key": key, "times": asdict(times)}, indent=1) + "\n", encoding="utf-8")
         aside.replace(path)
     except OSError:
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where the directory is a file, for instance
+            aside.unlink()

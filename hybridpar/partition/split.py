@@ -19,9 +19,11 @@ from torch import fx, nn
 
 from hybridpar.errors import PartitionError
 from hybridpar.partition.example import NodeFacts
+from hybridpar.partition.graph_facts import GraphFacts, resolve_attribute
 from hybridpar.partition.nest import Path, rebuild
+from hybridpar.partition.pins import aliases_under_change
 from hybridpar.partition.stage import BorderTensor, Stage, StageGraph
-from hybridpar.partition.units import GraphFacts, ModelUnits, aliases_under_change, resolve_attribute
+from hybridpar.partition.units import ModelUnits
 
 
 def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = False) -> list[Stage]:

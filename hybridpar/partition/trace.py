@@ -1,8 +1,9 @@
 """Why: a model is cut on its graph, and the graph must come from the model as the user wrote it.
 
 Tracing goes down a ladder. First `torch.fx` with its usual leaves. Where a sub-module cannot be traced (its control
-flow depends on data), once more with that sub-module kept whole. Where the model itself cannot be traced but only
-calls modules one after another, the order of these calls is the graph, and it is checked against the model.
+flow depends on data, or it changes state of its own), once more with that sub-module kept whole. Where the model itself
+cannot be traced but only calls modules one after another, the order of these calls is the graph, and it is checked
+against the model.
 
 `torch.fx` and not `torch.export`, because export burns the mode in: an exported stage keeps using batch statistics
 after `eval()`. With fx, BatchNorm and dropout stay calls of the model's own modules. Where the *graphs* of training
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from torch.nn.parameter import is_lazy
 
 from hybridpar.errors import TraceError, UsageError
 from hybridpar.partition.chain import module_order_graph
+from hybridpar.partition.state import OutsideGraphError, traceable_only
 
 Method = Literal["fx", "fx with leaves", "module order"]
 
@@ -91,16 +94,18 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
         if trained.method == "module order":
             return trained
         model.eval()
-        evaluated = _trace_one_mode(model, inputs)
+        # What training keeps whole stays whole, so that the graphs differ only where the model does.
+        evaluated = _trace_one_mode(model, inputs, frozenset(trained.leaves))
     finally:
         for module, flag in flags:
             module.training = flag
+    constants = {**trained.constants, **_apart(evaluated, trained.constants)}
     same = _canonical(trained.graph) == _canonical(evaluated.graph)
     return TracedModel(
         model,
         trained.graph,
         None if same else evaluated.graph,
-        {**trained.constants, **({} if same else evaluated.constants)},
+        trained.constants if same else constants,
         tuple(sorted({*trained.leaves, *evaluated.leaves})),
         trained.method,
     )
@@ -125,21 +130,24 @@ def _require_plain(model: nn.Module) -> None:
         )
 
 
-def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor]) -> TracedModel:
-    whole: frozenset[str] = frozenset()
+def _trace_one_mode(
+    model: nn.Module, inputs: Sequence[torch.Tensor], whole: frozenset[str] = frozenset()
+) -> TracedModel:
     first_error: tuple[Exception, str] | None = None
-    constants: dict[str, torch.Tensor] = {}
     while True:
         tracer = _LadderTracer(whole)
         before = set(vars(model))
         try:
-            graph = tracer.trace(model, _defaults_beyond(model, inputs))
+            with traceable_only(model):
+                graph = tracer.trace(model, _defaults_beyond(model, inputs))
         except UsageError:
             raise
         except Exception as error:  # tracing runs the user's code, which may raise anything
             if first_error is None:
                 first_error = error, tracer.failed or ""
             failed = tracer.failed
+            if failed is None and isinstance(error, OutsideGraphError):
+                raise _explain(model, error, "") from error  # the order of its modules does not show it either
         else:
             _drop_defaults(graph, len(inputs))
             constants = {name: getattr(model, name) for name in set(vars(model)) - before}
@@ -199,6 +207,22 @@ def _drop_defaults(graph: fx.Graph, count: int) -> None:
         graph.erase_node(node)
 
 
+def _apart(traced: TracedModel, others: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The constants of a trace; what another trace calls by the same name, and is not the same, gets another name."""
+    names = {
+        name: name if name not in others or _equal(value, others[name]) else f"{name}_eval"
+        for name, value in traced.constants.items()
+    }
+    for node in traced.graph.nodes:
+        if node.op == "get_attr":
+            node.target = names.get(str(node.target), node.target)
+    return {names[name]: value for name, value in traced.constants.items()}
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one is other or (one.dtype == other.dtype and one.device == other.device and torch.equal(one, other))
+
+
 def _canonical(graph: fx.Graph) -> list[str]:
     return [f"{node.op} {node.target} {node.args} {node.kwargs}" for node in graph.nodes]
 
@@ -206,38 +230,32 @@ def _canonical(graph: fx.Graph) -> list[str]:
 def _explain(model: nn.Module, error: Exception, module: str) -> TraceError:
     """The error that names the module, the operation and what to do."""
     where = f"module {module!r} ({type(model.get_submodule(module)).__name__})" if module else type(model).__name__
-    frame = _user_frame(error)
-    line = f', line {frame.lineno} of {frame.filename}: "{_source(frame)}"' if frame else ""
+    reason = f"The operation depends on data that is known only when the model runs ({type(error).__name__}: {error})."
+    if isinstance(error, OutsideGraphError):
+        reason = f"The operation is not on what the model is given, so no graph would have it: {error}."
     return TraceError(
-        f"cannot trace {where}{line}",
-        f"The operation depends on data that is known only when the model runs ({type(error).__name__}: {error}).",
+        f"cannot trace {where}{_line_of(error)}",
+        reason,
         "Trace the part that is a fixed graph (for a detector, its backbone), or move the operation into a sub-module "
         "of its own: a sub-module that cannot be traced is kept whole.",
     )
 
 
 def _refused(model: nn.Module, inputs: Sequence[torch.Tensor], error: Exception) -> UsageError:
-    frame = _user_frame(error)
-    line = f', line {frame.lineno} of {frame.filename}: "{_source(frame)}"' if frame else ""
     shapes = ", ".join(str(tuple(item.shape)) for item in inputs)
     return UsageError(
-        f"{type(model).__name__} refuses its input of shape {shapes}{line}",
+        f"{type(model).__name__} refuses its input of shape {shapes}{_line_of(error)}",
         f"{type(error).__name__}: {error}",
         "Give inputs that the model runs on by itself, or mend the model.",
     )
 
 
-def _user_frame(error: Exception) -> traceback.FrameSummary | None:
-    """The innermost frame that is not torch's own tracer."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "torch/fx/" not in frame.filename
-        and "torch/nn/modules/module.py" not in frame.filename
-        and "hybridpar/partition/" not in frame.filename
-    ]
-    return frames[-1] if frames else None
-
-
-def _source(frame: traceback.FrameSummary) -> str:
-    return (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+def _line_of(error: Exception) -> str:
+    """Where the innermost frame is that belongs neither to torch nor to the tracing."""
+    between = os.path.join(os.path.dirname(torch.__file__), ""), os.path.join(os.path.dirname(__file__), "")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(between)]
+    if not frames:
+        return ""
+    frame = frames[-1]
+    source = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+    return f', line {frame.lineno} of {frame.filename}: "{source}"'

@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from hybridpar.partition.example import node_call
+from hybridpar.partition.graph_facts import resolve_attribute
 from hybridpar.partition.nest import map_tensors, tensor_leaves
-from hybridpar.partition.units import ModelUnits, resolve_attribute
+from hybridpar.partition.units import ModelUnits
 
 
 class _Border(torch.autograd.Function):

@@ -1,82 +1,26 @@
-"""Why: not every place of a graph may be cut; a unit is what must stay together.
+"""Why: a unit is what a partition moves as a whole: nodes that must stay together, with what they cost.
 
-Nodes are pinned together where a cut would be wrong or would need something sent that is not a tensor: users of one
-trained parameter, calls of one module that has state, values that alias each other while one of them is changed in
-place, containers and the nodes that unpack them. A number computed from a shape is neither sent nor pinned: every
-stage computes it again from the tensor it comes from (rematerialisation). Attributes of the model are placed with
-their users.
+Nodes that are pinned together are merged, and so is what lies on a path that leaves them and comes back; what is left
+is an acyclic graph of units. Attributes of the model are placed with their users.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import networkx as nx
 import torch
 from torch import fx, nn
 
 from hybridpar.errors import TraceError
-from hybridpar.partition.example import NodeFacts, describe_target, module_path, run_example
+from hybridpar.partition.example import describe_target, module_path
 from hybridpar.partition.graph import Saved, Unit, UnitGraph, Value
+from hybridpar.partition.graph_facts import GraphFacts, examine_graph, resolve_attribute
+from hybridpar.partition.pins import pinned_groups
 from hybridpar.partition.trace import TracedModel
-
-#: Functions of shapes and numbers that are free to compute twice. Methods of tensors are listed by name.
-_PURE = {
-    getattr, len, int, float, bool, max, min, abs, sum, round, divmod, math.floor, math.ceil, math.sqrt,
-    *(getattr(operator, name) for name in operator.__all__ if not name.startswith(("i", "set", "del"))),
-    operator.index, operator.invert,
-}  # fmt: skip
-_PURE_METHODS = {"size", "dim", "numel", "ndimension", "stride", "get_device", "is_floating_point", "element_size"}
-
-
-@dataclass(frozen=True)
-class GraphFacts:
-    """One graph of a model with everything that splitting it needs.
-
-    Attributes:
-        graph: The graph; in-place results have been bound to their later uses.
-        facts: What the example run showed of every node.
-        compute: Nodes that do work, in execution order.
-        derived: Nodes that compute numbers from shapes; every stage makes its own.
-    """
-
-    graph: fx.Graph
-    facts: dict[fx.Node, NodeFacts]
-    compute: tuple[fx.Node, ...]
-    derived: frozenset[fx.Node]
-
-    def sources(self, node: fx.Node) -> list[fx.Node]:
-        """Nodes whose tensors a node needs, looking through derived numbers; attributes are not among them."""
-        found: dict[fx.Node, None] = {}
-        stack = list(node.all_input_nodes)[::-1]
-        while stack:
-            argument = stack.pop()
-            if argument in self.derived:
-                stack.extend(reversed(argument.all_input_nodes))
-            elif argument.op != "get_attr":
-                found[argument] = None
-        return list(found)
-
-    @cached_property
-    def place(self) -> dict[fx.Node, int]:
-        """Position of every node in execution order."""
-        return {node: index for index, node in enumerate(self.graph.nodes)}
-
-    @property
-    def output(self) -> fx.Node:
-        """The output node."""
-        return self.graph.output_node()
-
-    @property
-    def placeholders(self) -> list[fx.Node]:
-        """The inputs of the model."""
-        return [node for node in self.graph.nodes if node.op == "placeholder"]
 
 
 @dataclass(frozen=True)
@@ -103,16 +47,6 @@ class ModelUnits:
         return self.traced.model
 
 
-def resolve_attribute(traced: TracedModel, name: str) -> object:
-    """The module, parameter, buffer or constant that a graph calls by this qualified name."""
-    if name in traced.constants:
-        return traced.constants[name]
-    value: object = traced.model
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def find_units(traced: TracedModel, inputs: Sequence[torch.Tensor]) -> ModelUnits:
     """Find the units of a traced model by one example run of each of its graphs.
 
@@ -122,10 +56,11 @@ def find_units(traced: TracedModel, inputs: Sequence[torch.Tensor]) -> ModelUnit
 
     Raises:
         UsageError: The model refuses the inputs.
+        TraceError: The model computes nothing, or changes its input through a view and uses it again.
     """
-    train = _graph_facts(traced, traced.graph, inputs, training=True)
+    train = examine_graph(traced, traced.graph, inputs, training=True)
     evaluate = (
-        _graph_facts(traced, traced.eval_graph, inputs, training=False) if traced.eval_graph is not None else None
+        examine_graph(traced, traced.eval_graph, inputs, training=False) if traced.eval_graph is not None else None
     )
     if not train.compute:
         raise TraceError(
@@ -133,140 +68,8 @@ def find_units(traced: TracedModel, inputs: Sequence[torch.Tensor]) -> ModelUnit
             "A model that is cut into stages has at least one operation on a tensor.",
             "Give a model that does.",
         )
-    groups = _ordered_groups(train, _pinned(traced, train))
+    groups = _ordered_groups(train, pinned_groups(traced, train))
     return ModelUnits(traced, train, evaluate, groups, _unit_graph(traced, train, groups))
-
-
-def _graph_facts(traced: TracedModel, graph: fx.Graph, inputs: Sequence[torch.Tensor], *, training: bool) -> GraphFacts:
-    facts = run_example(traced.model, graph, lambda name: resolve_attribute(traced, name), inputs, training=training)
-    _bind_in_place(graph, facts)
-    compute, derived = [], set()
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
-            continue
-        if _is_derived(node, facts):
-            derived.add(node)
-        else:
-            compute.append(node)
-    return GraphFacts(graph, facts, tuple(compute), frozenset(derived))
-
-
-def _is_derived(node: fx.Node, facts: dict[fx.Node, NodeFacts]) -> bool:
-    if facts[node].tensors or facts[node].random or facts[node].changes:
-        return False
-    if node.op == "call_method":
-        return node.target in _PURE_METHODS or not facts[node.all_input_nodes[0]].tensors
-    return node.op == "call_function" and node.target in _PURE
-
-
-def _bind_in_place(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> None:
-    """Let later users of a value that was changed in place use the result of the change.
-
-    Both are the same tensor, but only the second tells when it is ready.
-    """
-    place = {node: index for index, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if node.op == "output" or not facts[node].is_tensor:
-            continue
-        for target in facts[node].changes:
-            if facts[target].storages == facts[node].storages and facts[target].bytes == facts[node].bytes:
-                for user in [*target.users]:
-                    if place[user] > place[node]:
-                        user.replace_input_with(target, node)
-
-
-def _pinned(traced: TracedModel, facts: GraphFacts) -> list[list[fx.Node]]:
-    """Groups of nodes that must share a unit."""
-    return [
-        *_unpackers(facts),
-        *_users_of_state(traced, facts),
-        *aliases_under_change(facts),
-        *_checks(facts),
-    ]
-
-
-def _unpackers(facts: GraphFacts) -> Iterable[list[fx.Node]]:
-    for node in facts.compute:
-        known = facts.facts[node]
-        users = [user for user in node.users if user.op != "output" and user not in facts.derived]
-        if known.tensors and not known.is_tensor:
-            unpack = [user for user in users if user.target is operator.getitem]
-            yield [node, *(unpack if known.crosses else users)]
-        elif not known.tensors:
-            yield [node, *users]  # a number that is not free to compute twice
-
-
-def _users_of_state(traced: TracedModel, facts: GraphFacts) -> Iterable[list[fx.Node]]:
-    users: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in facts.compute:
-        if node.op == "call_module":
-            module = resolve_attribute(traced, str(node.target))
-            assert isinstance(module, nn.Module)
-            for tensor in (*module.parameters(), *module.buffers()):
-                users[id(tensor)].append(node)
-        for argument in node.all_input_nodes:
-            if argument.op == "get_attr" and isinstance(
-                value := resolve_attribute(traced, str(argument.target)), nn.Parameter
-            ):
-                users[id(value)].append(node)
-    # A buffer changed in place is state as well; a constant buffer is not.
-    for node in facts.compute:
-        for argument in facts.facts[node].changes:
-            if argument.op == "get_attr":
-                users[id(resolve_attribute(traced, str(argument.target)))] += [node, *_compute_users(facts, argument)]
-    return [nodes for nodes in users.values() if len(nodes) > 1]
-
-
-def _compute_users(facts: GraphFacts, node: fx.Node) -> list[fx.Node]:
-    members = set(facts.compute)
-    return [user for user in node.users if user in members]
-
-
-def aliases_under_change(facts: GraphFacts) -> Iterable[list[fx.Node]]:
-    """A change in place shows in every alias; unless only the result lives on, all who see it stay together.
-
-    Those who read before the change as well: in another stage they would need the memory as it was, while the ones
-    after it need it as it is now.
-    """
-    place = facts.place
-    by_storage: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in facts.graph.nodes:
-        if node.op not in ("output", "get_attr"):
-            for number in facts.facts[node].storages:
-                by_storage[number].append(node)
-    members = set(facts.compute)
-    for node in facts.compute:
-        for target in facts.facts[node].changes:
-            aliases = {alias for number in facts.facts[target].storages for alias in by_storage[number]}
-            earlier = {alias for alias in aliases if place[alias] < place[node]}
-            users = {user for alias in earlier for user in alias.users}
-            if not any(place[user] > place[node] for user in users):  # the output counts, though it is in no unit
-                continue
-            given = next((alias for alias in earlier if alias.op == "placeholder"), None)
-            if given is not None:
-                raise TraceError(
-                    f"the model changes its input {given.name!r} in place ({describe_target(node)}) through a view of "
-                    "it, and uses the input again afterwards",
-                    "A stage does not change what it was given, which other stages may hold as well.",
-                    "Work on a copy: begin forward with x = x.clone().",
-                )
-            yield [node, *sorted((earlier | users) & members, key=place.__getitem__)]
-
-
-def _checks(facts: GraphFacts) -> Iterable[list[fx.Node]]:
-    """An assertion has no users; it stays with whoever first uses the tensor it looks at."""
-    members = set(facts.compute)
-    for node in facts.compute:
-        if facts.facts[node].tensors or node.users:
-            continue
-        for source in facts.sources(node):
-            if source in members:
-                yield [node, source]
-                break
-            others = [user for user in source.users if user in members and facts.facts[user].tensors]
-            if others:
-                yield [node, others[0]]
-                break
 
 
 def _ordered_groups(facts: GraphFacts, pinned: list[list[fx.Node]]) -> tuple[tuple[fx.Node, ...], ...]:

@@ -146,6 +146,10 @@ class Layout:
         """The worker that runs a stage."""
         return self.worker_of[self.lane_of[stage]]
 
+    def stages_on(self, lane: int) -> list[int]:
+        """The stages of a lane, ascending."""
+        return [stage for stage in range(self.stages) if self.lane_of[stage] == lane]
+
     def into(self, stage: int) -> list[Edge]:
         """Edges that end in a stage."""
         return [edge for edge in self.edges if edge.target == stage]

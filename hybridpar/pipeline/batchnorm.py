@@ -44,19 +44,14 @@ class BatchNormPool:
     def __init__(self, model: nn.Module, group: SumGroup | None = None) -> None:
         self.group = group
         self.layers: list[Any] = [layer for layer in model.modules() if _can_pool(layer)]
-        self._starts: list[int] = []
-        channels = 0
-        for layer in self.layers:
-            self._starts.append(channels)
-            channels += layer.num_features
-        self._channels = channels
+        self._widths = [layer.num_features for layer in self.layers]
+        channels = self._channels = sum(self._widths)
         self._originals = [type(layer) for layer in self.layers]
         device = self.layers[0].running_mean.device if self.layers else torch.device("cpu")
         self._mean = torch.zeros(channels, device=device)
         self._variance = torch.zeros(channels, device=device)
         self._constants = Constants(device)
         self._counts = [0] * len(self.layers)
-        self._widths = [layer.num_features for layer in self.layers]
         numbers = torch.arange(len(self.layers))
         self._paused = False
         self._layer_of_channel = torch.repeat_interleave(numbers, torch.tensor(self._widths, dtype=torch.int64)).to(
@@ -64,11 +59,10 @@ class BatchNormPool:
         )
         #: Per channel: sum and squared sum; then per layer the number of values behind them.
         self.sums = torch.zeros(2 * channels + len(self.layers), dtype=torch.float64, device=device)
-        for index, layer in enumerate(self.layers):
-            start = self._starts[index]
-            scratch = slice(start, start + layer.num_features)
+        means, variances = torch.split(self._mean, self._widths), torch.split(self._variance, self._widths)
+        for index, (layer, mean, variance) in enumerate(zip(self.layers, means, variances, strict=True)):
             layer.__class__ = _pooled_class(type(layer))
-            layer._pool = _LayerScratch(self, index, self._mean[scratch], self._variance[scratch])
+            layer._pool = _LayerScratch(self, index, mean, variance)
 
     def fold(self) -> None:
         """Add the moments of the micro-batch whose forward pass has just ended to the sums of the step."""
@@ -79,7 +73,7 @@ class BatchNormPool:
         mean, variance = self._mean.double(), self._variance.double()
         # The kernel's running variance is unbiased: (n - 1) v is the sum of squared deviations.
         squares = (values - 1).clamp_(min=0) * variance + values * mean * mean
-        # A layer that did not run has count 0 and scratch 0. `where` and not a product: 0 * nan is nan.
+        # A layer that did not run has count 0 and scratch 0.
         self.sums += torch.cat((values * mean, squares, counts))
         # Momentum 1 computes 0 * old + new, so an inf left in the scratch would become a nan for ever.
         self._mean.zero_()
@@ -147,11 +141,11 @@ class BatchNormPool:
             self._paused = False
 
     def release(self) -> None:
-        """Give every layer its own class back."""
+        """Give every layer its own class back. Safe to call twice."""
         for layer, original in zip(self.layers, self._originals, strict=True):
             layer.__class__ = original
             del layer._pool
-        self.layers = []
+        self.layers, self._originals = [], []
 
 
 @contextmanager

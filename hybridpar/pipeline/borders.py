@@ -21,7 +21,7 @@ from hybridpar.pipeline.actions import Edge
 from hybridpar.pipeline.batchnorm import without_replicas
 from hybridpar.pipeline.random_keys import numbers_of_its_own
 from hybridpar.pipeline.rollback import BufferRollback
-from hybridpar.pipeline.stage_run import StageModule, consumers_of
+from hybridpar.pipeline.stage_run import StageModule, consumers_of, device_of, module_of
 from hybridpar.pipeline.transport import MessagePart
 
 
@@ -86,8 +86,9 @@ class BorderTable:
 
     def follow_trainable(self) -> None:
         """Forget all facts where parameters were frozen or thawed since they were found."""
-        modules: list[Any] = list(self._stages)
-        trainable = tuple(parameter.requires_grad for module in modules for parameter in module.parameters())
+        trainable = tuple(
+            parameter.requires_grad for stage in self._stages for parameter in module_of(stage).parameters()
+        )
         if trainable != self._trainable:
             self._trainable = trainable
             self._known.clear()
@@ -131,9 +132,9 @@ class BorderTable:
         device = next(iter(inputs.values())).device
         with numbers_of_its_own(device, self._compiled):
             for stage, forward in zip(self._stages, self._forwards, strict=True):
-                module: nn.Module = stage  # type: ignore[assignment]
+                module = module_of(stage)
                 rollback = BufferRollback(module)
-                home = next(module.parameters(), next(module.buffers(), next(iter(inputs.values())))).device
+                home = device_of(module, device)
                 received = [values[border.name].detach().to(home) for border in stage.inputs]
                 leaves = [
                     tensor.requires_grad_(border.requires_grad)

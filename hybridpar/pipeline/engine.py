@@ -7,29 +7,38 @@ workers. What is optimised, saved and evaluated is always the model, under its o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from hybridpar.errors import ScheduleError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.pipeline.actions import Edge, Layout
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
-from hybridpar.pipeline.buckets import flat_view, is_dense
-from hybridpar.pipeline.executor import Executor, LateOutcome, MicroBatch, StepRequest, StepState
+from hybridpar.pipeline.executor import Executor
 from hybridpar.pipeline.grid import Grid
 from hybridpar.pipeline.local_stage import LocalStage, OptimizerStep
 from hybridpar.pipeline.options import PipelineOptions as PipelineOptions
 from hybridpar.pipeline.program import Program, lower
 from hybridpar.pipeline.random_keys import RandomKeys, key_random_operations
 from hybridpar.pipeline.reducer import SyncLanes, open_sync_lanes
-from hybridpar.pipeline.replicate import replicate
-from hybridpar.pipeline.schedules import ScheduleRequest, make
+from hybridpar.pipeline.replicate import broadcast_state, replicate
+from hybridpar.pipeline.schedules import make
 from hybridpar.pipeline.split_cost import keep_whole
-from hybridpar.pipeline.stage_run import Mailbox, StageModule, StageRun, check_stages, consumers_of
+from hybridpar.pipeline.stage_run import (
+    Mailbox,
+    StageModule,
+    StageRun,
+    check_stages,
+    consumers_of,
+    device_of,
+    module_of,
+)
+from hybridpar.pipeline.step import LateOutcome, MicroBatch, StepRequest, StepState
 from hybridpar.pipeline.world import World
 
 Loss = Callable[[Any, Any], Tensor]
@@ -77,7 +86,7 @@ class PipelineEngine:
         self._input_names = tuple(stages[0].model_inputs)
         #: Number of random operations of every stage that has any.
         self.random_stages: dict[int, int] = {}
-        layout = self._layout(())
+        layout = options.layout(len(stages))
         self.positions = layout.workers
         pairs = {
             pair
@@ -92,24 +101,27 @@ class PipelineEngine:
                 f"Start {self.positions} workers, or a multiple of that.",
             )
         # Before anything is exchanged: a schedule that cannot be is refused alike on all workers.
-        make(options.schedule, self._request(self._layout(_plain_edges(stages)), micro_batches))
+        make(options.schedule, options.request(options.layout(len(stages), _plain_edges(stages)), micro_batches))
         if options.devices and (world.size > 1 or len(options.devices) != layout.lanes):
             raise ScheduleError(
                 f"devices {', '.join(options.devices)} for {layout.lanes} lane(s) of {world.size} worker(s)",
                 "One worker alone may drive several devices, each lane one; gradients meet between workers of one.",
                 "Start a worker per device.",
             )
-        replicate(model, world, agree=(options, micro_batches, [_names(stage) for stage in stages]))
+        # How many cores a host has is its own affair.
+        shared = replace(options, threads=1)
+        replicate(model, world, agree=(shared, micro_batches, [_names(stage) for stage in stages]))
         self.grid = (
             Grid(world, self.positions, sorted(pairs), lanes=self._sum_groups(layout)) if world.size > 1 else None
         )
         self.position = self.grid.position if self.grid is not None else 0
         self.replica = self.grid.replica if self.grid is not None else 0
         self.replicas = self.grid.replicas if self.grid is not None else 1
+        self.stages: dict[int, LocalStage] = {}
         try:
             self._open(layout, loss, optimizer)
         except BaseException:
-            self.close()
+            self._release()
             raise
 
     def _open(self, layout: Layout, loss: Loss, optimizer: Callable[[nn.Module], OptimizerStep | None]) -> None:
@@ -134,7 +146,6 @@ class PipelineEngine:
         sync_lanes: SyncLanes = open_sync_lanes(replicas, lanes, len(norms)) if replicas.size > 1 else []
         mailbox = Mailbox()
         keys = RandomKeys(options.seed, lanes.device, self.replica * self.micro_batches, options.compile)
-        self.stages: dict[int, LocalStage] = {}
         for index in mine:
             stage = self._all_stages[index]
             run = StageRun(
@@ -154,7 +165,7 @@ class PipelineEngine:
                 sync_lanes,
                 options.sync,
                 self.micro_batches,
-                optimizer(_module(stage)),
+                optimizer(module_of(stage)),
                 norms.get(layout.lane_of[index]),
             )
             run.attach(local.after_forward, local.quiet)
@@ -202,8 +213,7 @@ class PipelineEngine:
             SyncError: A worker died or did not answer in time.
             ScheduleError: The schedule cannot do with so many micro-batches.
         """
-        batches = [MicroBatch(self._named(inputs), targets, int(targets.shape[0])) for inputs, targets in micro_batches]
-        return self._executor.step(StepRequest(batches, global_samples, rate_factor, stop, save))
+        return self._executor.step(StepRequest(self._batches(micro_batches), global_samples, rate_factor, stop, save))
 
     def issue(self, micro_batches: Sequence[tuple[Any, Any]], global_samples: int, wishes: Tensor) -> StepState:
         """Issue the work of a step that is to be captured, or is a rehearsal of that. `adopt` counts it.
@@ -213,8 +223,7 @@ class PipelineEngine:
             global_samples: See `step`.
             wishes: `stop` and `save` of `step`, float64, on the device.
         """
-        batches = [MicroBatch(self._named(inputs), targets, int(targets.shape[0])) for inputs, targets in micro_batches]
-        return self._executor.issue(StepRequest(batches, global_samples, None, wishes=wishes))
+        return self._executor.issue(StepRequest(self._batches(micro_batches), global_samples, None, wishes=wishes))
 
     def adopt(self, step: StepState) -> LateOutcome:
         """Count a step whose work the current stream does as a whole; see `issue`."""
@@ -254,17 +263,10 @@ class PipelineEngine:
         self.wait()
         if self.grid is None or self.positions == 1:
             return
-        layout = self._layout(())
-        with self.world.named_errors("collecting the model"), torch.no_grad():
+        layout = self.options.layout(len(self._all_stages))
+        with self.world.named_errors("collecting the model"):
             for stage in self._all_stages:
-                source = self.grid.rank_of(layout.home(stage.index), 0)
-                module = _module(stage)
-                for tensor in [*module.parameters(), *module.buffers()]:
-                    if tensor.numel():
-                        message = flat_view(tensor.data) if is_dense(tensor) else tensor.data.contiguous()
-                        dist.broadcast(message, src=source, group=self.world.control)
-                        if not is_dense(tensor):
-                            tensor.data.copy_(message)
+                broadcast_state(module_of(stage), self.grid.rank_of(layout.home(stage.index), 0), self.world)
 
     def gather_on_main(self, mine: Any) -> list[Any] | None:
         """Something of every position, on rank 0; None elsewhere. A collective.
@@ -282,11 +284,11 @@ class PipelineEngine:
         return [everything[self.grid.rank_of(position, 0)] for position in range(self.positions)]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run on the same layout needs to go on bit for bit: step count and orders of buckets."""
+        """What a resumed run on the same layout needs to add in the same order: the orders of buckets."""
         orders = {
             str(index): stage.reducer.state_dict() for index, stage in self.stages.items() if stage.reducer is not None
         }
-        return {"steps": self._executor.steps, "orders": orders}
+        return {"orders": orders}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, where it fits."""
@@ -301,8 +303,21 @@ class PipelineEngine:
         self._executor.start_at(steps)
 
     def close(self) -> None:
-        """Release hooks and the grid. Lanes are their owner's to close, and must be closed after this."""
-        for stage in getattr(self, "stages", {}).values():
+        """Wait for the step that may still run, and release hooks and the grid. Safe to call twice.
+
+        Lanes are their owner's to close; where that was done before, nothing runs.
+
+        Raises:
+            SyncError: A worker died or did not answer in time. Hooks and grid are released all the same.
+        """
+        try:
+            if not self._lanes.closed:
+                self.wait()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        for stage in self.stages.values():
             stage.close()
         if self.grid is not None:
             self.grid.close()
@@ -313,18 +328,26 @@ class PipelineEngine:
         """Bring every stage to its lane's device, in place, so that the model holds the same tensors still."""
         for stage in self._all_stages if self.options.devices else ():
             device = torch.device(self.options.devices[layout.lane_of[stage.index]])
-            module = _module(stage)
+            module = module_of(stage)
             for tensor in [*module.parameters(), *module.buffers()]:
                 tensor.data = tensor.data.to(device)
 
     @torch.no_grad()
     def evaluate(self, inputs: Any) -> Any:
-        """The model's output in evaluation mode, stage by stage, each on its device; `collect` comes before."""
+        """The model's output in evaluation mode, stage by stage, each on its device; `collect` comes before.
+
+        Args:
+            inputs: A batch of the model's inputs.
+
+        Returns:
+            The output, on the device of the inputs.
+        """
         values = self._named(inputs)
+        start = next(iter(values.values())).device
         result: Any = None
         for stage in self._all_stages:
-            module = _module(stage)
-            home = next(module.parameters(), next(module.buffers(), next(iter(values.values())))).device
+            module = module_of(stage)
+            home = device_of(module, start)
             module.eval()
             try:
                 result = module(*(values[border.name].to(home) for border in stage.inputs))
@@ -333,7 +356,7 @@ class PipelineEngine:
                 )
             finally:
                 module.train()
-        return result
+        return tree_map_only(Tensor, lambda tensor: tensor.to(start), result)
 
     def _sum_groups(self, layout: Layout) -> int:
         """Groups that every worker adds on over its replicas."""
@@ -342,20 +365,10 @@ class PipelineEngine:
 
     # ---------------------------------------------------------------- programs
 
-    def _layout(self, edges: tuple[Any, ...]) -> Layout:
-        options = self.options
-        if len(options.lane_of) != len(self._all_stages):
-            raise ScheduleError(
-                f"{len(self._all_stages)} stages, but lanes are named for {len(options.lane_of)}",
-                "Every stage has a lane.",
-                "Use the placement of the plan that the stages were made from.",
-            )
-        return Layout(options.lane_of, options.worker_of, edges)
-
     def _make_program(self, micro_batches: int, facts: BorderFacts, buckets: Mapping[int, int]) -> Program:
         options = self.options
-        layout = self._layout(self.borders.edges(facts))
-        schedule = make(options.schedule, self._request(layout, micro_batches))
+        layout = options.layout(len(self._all_stages), self.borders.edges(facts))
+        schedule = make(options.schedule, options.request(layout, micro_batches))
         if not options.split_backward:
             schedule = keep_whole(schedule)
         return lower(
@@ -366,60 +379,32 @@ class PipelineEngine:
             backward_ms=options.backward_ms,
         )
 
-    def _request(self, layout: Layout, micro_batches: int) -> ScheduleRequest:
-        options = self.options
-        return ScheduleRequest(
-            layout,
-            micro_batches,
-            forward_ms=options.forward_ms,
-            backward_ms=options.backward_ms,
-            input_ms=options.input_ms if options.split_backward else None,
-            weight_ms=options.weight_ms if options.split_backward else None,
-            saved_bytes=options.saved_bytes,
-            memory_cap=options.memory_cap,
-            latency_ms=options.latency_ms,
-            bytes_per_second=options.bytes_per_second,
-        )
-
     def _forward(self, stage: StageModule, mine: bool) -> Callable[..., Any]:
-        module: Any = _module(stage)
+        module: Any = module_of(stage)
         module.train()
         if count := key_random_operations(module.graph, module):
             module.recompile()
             self.random_stages[stage.index] = count
         return torch.compile(module) if self.options.compile and mine else module
 
+    def _batches(self, micro_batches: Sequence[tuple[Any, Any]]) -> list[MicroBatch]:
+        return [MicroBatch(self._named(inputs), targets, int(targets.shape[0])) for inputs, targets in micro_batches]
+
     def _named(self, inputs: Any) -> dict[str, Tensor]:
         given = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
         return dict(zip(self._input_names, given, strict=True))
 
 
-def _module(stage: StageModule) -> nn.Module:
-    module: nn.Module = stage  # type: ignore[assignment]
-    return module
-
-
 def _names(stage: StageModule) -> tuple[list[str], list[str], list[str]]:
     """Of all that a stage holds, takes and returns."""
     inputs, outputs = ([border.name for border in side] for side in (stage.inputs, stage.outputs))
-    return list(_module(stage).state_dict()), inputs, outputs
+    return list(module_of(stage).state_dict()), inputs, outputs
 
 
 def _both_ways(source: int, target: int) -> Iterator[tuple[int, int]]:
     if source != target:
         yield source, target
         yield target, source
-
-
-@contextmanager
-def whole_model(engine: PipelineEngine) -> Iterator[nn.Module]:
-    """The model, whole and in evaluation mode; back in training mode afterwards. A collective."""
-    engine.collect()
-    engine.model.eval()
-    try:
-        yield engine.model
-    finally:
-        engine.model.train()
 
 
 def _plain_edges(stages: Sequence[StageModule]) -> tuple[Edge, ...]:

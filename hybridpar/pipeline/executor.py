@@ -17,18 +17,16 @@ import torch
 from hybridpar.errors import TrainingError
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
+from hybridpar.pipeline.agreement import Agreement
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
-from hybridpar.pipeline.constants import Constants
-from hybridpar.pipeline.control import all_reduce_bytes, decide, start_copy
+from hybridpar.pipeline.control import start_copy
 from hybridpar.pipeline.local_stage import LocalStage
 from hybridpar.pipeline.program import Program
 from hybridpar.pipeline.recorder import Queue, SpanRecorder
 from hybridpar.pipeline.stage_run import Mailbox
-from hybridpar.pipeline.step import LateOutcome, MicroBatch, StepRequest, StepState
+from hybridpar.pipeline.step import LateOutcome, StepRequest, StepState
 from hybridpar.pipeline.transport import ReceiveEnd, SendEnd
 from hybridpar.pipeline.world import World
-
-__all__ = ["Executor", "LateOutcome", "MicroBatch", "StepRequest", "StepState"]
 
 
 class Executor:
@@ -78,8 +76,7 @@ class Executor:
         self._receivers = {
             peer: (end, lanes.open(f"receive from {peer}", priority=-1)) for peer, end in receivers.items()
         }
-        self._constants = Constants(lanes.device)  # of the control lane
-        self._control = lanes.open("control", priority=-1)
+        self._agreement = Agreement(stages, world, replicas, lanes)
         self._sync_lanes = sync_lanes
         self._on_device = on_device
         self._programs: dict[tuple[Any, ...], Program] = {}
@@ -116,7 +113,7 @@ class Executor:
         for index, stage in self.stages.items():
             stage.lane.wait(given)
             stage.lane.submit(_call(stage.start, step.number, flights[index]))
-        self._control.wait(given)
+        self._agreement.lane.wait(given)
         # Where nothing flows back, those before may be a step ahead, and what has arrived has no step in its address.
         for _, lane in self._receivers.values():
             for event in self._ends:
@@ -125,11 +122,13 @@ class Executor:
         for action in program.workers[self._position]:
             if action.kind is Kind.STEP:
                 if step.decided is None:
-                    self._decide(step)
+                    self._agreement.reach(step)
                 self._apply(step, action.stage)
             else:
                 self._issue(step, program, action, last)
-        self._ends = step.ends
+        self._ends = list(step.ends)
+        # A send whose bytes have left may still be at work when the step that it belongs to is decided.
+        step.ends.extend(lane.record() for _, lane in self._senders.values())
         return step
 
     def adopt(self, step: StepState) -> LateOutcome:
@@ -327,65 +326,7 @@ class Executor:
 
         return lane, receive
 
-    # ---------------------------------------------------------------- deciding
-
-    def _decide(self, step: StepState) -> None:
-        """All workers learn what all workers computed, and draw the same conclusion."""
-        control, world, request = self._control, self._world, step.request
-        for index, event in step.reported.items():
-            control.wait(event)
-            self._share(step, index)
-        for action, event in step.events.items():
-            if action.kind is Kind.SYNC:
-                control.wait(event)
-        measured = any(stage.measured for stage in self.stages.values())
-        guard = any(stage.guarded for stage in self.stages.values())
-        counts = sum(batch.samples for batch in request.micro_batches)
-
-        def agree() -> None:
-            message = torch.zeros(5, dtype=torch.float64, device=self._lanes.device)
-            wishes = request.wishes
-            if wishes is None:
-                wishes = self._constants.of(request.stop, request.save)
-            control.keep(wishes)
-            message[2:4] = wishes
-            for index in self.stages:
-                flight, (squares, _) = step.flights[index], step.reports[index]
-                loss = step.losses[index]
-                control.keep(squares, *(() if loss is None else (loss,)))
-                message[4] += squares.to(message.device, non_blocking=True)
-                if flight is not None:
-                    control.keep(flight.squares)
-                    message[4] += flight.squares.sum()
-                if loss is not None:
-                    message[0] += loss.to(message.device, non_blocking=True)
-                    message[1] += counts
-            if world.control_sum is not None:
-                with world.named_errors("agreeing on the step"):
-                    world.control_sum.all_reduce(message)
-            step.values = decide(message[:4], message[4], guard=guard, measured=measured)
-            if request.wishes is None:
-                step.host_values = start_copy(step.values)
-
-        control.submit(agree)
-        step.decided = control.record()
-        step.bytes_sent += all_reduce_bytes(40, world.size)
-
-    def _share(self, step: StepState, index: int) -> None:
-        """Sum a stage's message over its replicas."""
-        group, control = self._replicas.control_sum, self._control
-        if group is None:
-            return
-
-        def add() -> None:
-            message = step.reports[index][1]
-            if message is not None:
-                control.keep(message)
-                with self._world.named_errors(f"exchanging statistics of stage {index}"):
-                    group.all_reduce(message)
-
-        control.submit(add)
-        step.shared[index] = control.record()
+    # ---------------------------------------------------------------- applying
 
     def _apply(self, step: StepState, index: int) -> None:
         """Step the optimizer of a stage, or roll it back: after its sums, and after the decision where that counts."""

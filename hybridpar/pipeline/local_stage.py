@@ -6,13 +6,11 @@ the host, where the sync is issued, and on the stage's lane, where everything ha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.pipeline.batchnorm import BatchNormPool
@@ -22,8 +20,8 @@ from hybridpar.pipeline.local import LocalGradients
 from hybridpar.pipeline.reducer import Flight, SyncLanes
 from hybridpar.pipeline.rollback import BufferRollback
 from hybridpar.pipeline.stage_reducer import StageReducer
-from hybridpar.pipeline.stage_run import StageRun
-from hybridpar.pipeline.sync import SyncOptions
+from hybridpar.pipeline.stage_run import StageRun, module_of
+from hybridpar.pipeline.sync import SyncOptions, clip_factor, first_bad_parameter
 from hybridpar.pipeline.world import World
 
 OptimizerStep = Callable[[float | None, Tensor | None], None]
@@ -64,8 +62,7 @@ class LocalStage:
     ) -> None:
         self.run = run
         self.lane = lane
-        module: nn.Module = run.stage  # type: ignore[assignment]
-        self.module = module
+        module = self.module = module_of(run.stage)
         self._options = options
         self._replicas = replicas
         self._device = lane.device
@@ -155,7 +152,9 @@ class LocalStage:
             Name of the first parameter whose gradient is not finite, where the step is rolled back because of that.
         """
         if values is not None and self._options.clip_norm is not None:
-            self._clip(values[5], self._options.clip_norm)
+            shrink = clip_factor(values[5], self._options.clip_norm)
+            if shrink is not None:
+                self.gradients.scale(shrink)
         sums = self.batch_norm.sums if self.batch_norm is not None else None
         if self.reducer is not None and message is not None:
             count = len(self._used)
@@ -178,20 +177,7 @@ class LocalStage:
             return None
         if self._rollback is not None:
             self._rollback.restore()
-        return self.first_bad_parameter()
-
-    def first_bad_parameter(self) -> str | None:
-        """Name of the first parameter, in the stage's order, whose gradient is not finite."""
-        for name, parameter in self.module.named_parameters():
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-                return name
-        return None
-
-    def _clip(self, squares: Tensor, limit: float) -> None:
-        factor = (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0)
-        if factor.device.type == "cpu" and (not math.isfinite(float(squares)) or float(factor) == 1.0):
-            return
-        self.gradients.scale(factor)
+        return first_bad_parameter(self.module)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -202,7 +188,7 @@ class LocalStage:
         # `.data` their version stays as it was.
         buffers = [buffer.data for buffer in self.module.buffers() if id(buffer) not in ignored]
         saved = [buffer.clone() for buffer in buffers]
-        with self.batch_norm.paused() if self.batch_norm is not None else _nothing():
+        with self.batch_norm.paused() if self.batch_norm is not None else nullcontext():
             yield
         for buffer, before in zip(buffers, saved, strict=True):
             buffer.copy_(before)
@@ -212,14 +198,3 @@ class LocalStage:
         self.gradients.close()
         if self.batch_norm is not None:
             self.batch_norm.release()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
-def state_bytes(module: nn.Module) -> int:
-    """Bytes of the parameters and buffers of a module."""
-    tensors: list[Any] = [*module.parameters(), *module.buffers()]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

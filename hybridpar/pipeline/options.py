@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hybridpar.errors import ScheduleError
+from hybridpar.pipeline.actions import Edge, Layout
+from hybridpar.pipeline.schedules import ScheduleRequest
 from hybridpar.pipeline.sync import SyncOptions
 
 
@@ -52,3 +55,32 @@ class PipelineOptions:
     sync: SyncOptions = field(default_factory=SyncOptions)
     sync_lanes: int = 2
     capture: bool = False
+
+    def layout(self, stages: int, edges: tuple[Edge, ...] = ()) -> Layout:
+        """Where the stages are, and what flows between them.
+
+        Raises:
+            ScheduleError: There are lanes for another number of stages.
+        """
+        if len(self.lane_of) != stages:
+            raise ScheduleError(
+                f"{stages} stages, but lanes are named for {len(self.lane_of)}",
+                "Every stage has a lane.",
+                "Use the placement of the plan that the stages were made from.",
+            )
+        return Layout(self.lane_of, self.worker_of, edges)
+
+    def request(self, layout: Layout, micro_batches: int) -> ScheduleRequest:
+        """What a schedule is made from."""
+        return ScheduleRequest(
+            layout,
+            micro_batches,
+            forward_ms=self.forward_ms,
+            backward_ms=self.backward_ms,
+            input_ms=self.input_ms if self.split_backward else None,
+            weight_ms=self.weight_ms if self.split_backward else None,
+            saved_bytes=self.saved_bytes,
+            memory_cap=self.memory_cap,
+            latency_ms=self.latency_ms,
+            bytes_per_second=self.bytes_per_second,
+        )

@@ -193,7 +193,7 @@ class _Observed:
 
     def sums(self, facts: Sequence[StageFacts]) -> list[tuple[float, float]]:
         """Bytes that each replica sent and milliseconds of every sum, from when the last replica had come to it."""
-        factor = 2 * (self._replicas - 1) / self._replicas
+        factor = Costs((), (), replicas=self._replicas).sync_factor
         samples = []
         for step in self._steps:
             joined: dict[Action, list[tuple[float, float]]] = defaultdict(list)
@@ -210,13 +210,13 @@ class _Observed:
 
     def ready(self, sync: Action) -> float:
         """When a bucket is ready at the latest, as a fraction of the last backward pass of its stage."""
-        before = self._program.needs.get(sync, ())
-        fractions = [
-            (spans[sync][0] - spans[before[0]][0]) / (spans[before[0]][1] - spans[before[0]][0])
-            for step in self._steps
-            for spans in step.values()
-            if before and sync in spans and before[0] in spans and spans[before[0]][1] > spans[before[0]][0]
-        ]
+        fractions = []
+        for backward in self._program.needs.get(sync, ()):  # the last backward pass of the stage, and nothing else
+            for spans in (spans for step in self._steps for spans in step.values()):
+                if sync in spans and backward in spans:
+                    start, end = spans[backward]
+                    if end > start:
+                        fractions.append((spans[sync][0] - start) / (end - start))
         return min(1.0, max(0.0, min(fractions))) if fractions else 1.0
 
     def control_ms(self) -> float:

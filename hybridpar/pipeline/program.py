@@ -60,33 +60,31 @@ def dependencies(layout: Layout, schedule: Schedule, buckets: Sequence[int] = ()
     backward_of = _backward_kinds(schedule)
     needs: dict[Action, tuple[Action, ...]] = {}
     last: dict[int, Action] = {}
+
+    def arrival(made: Action, stage: int) -> Action:
+        """What brings to a stage what another has made: a receive, or between stages of a worker the pass itself."""
+        if layout.home(made.stage) == layout.home(stage):
+            return made
+        forward = made.kind is Kind.FORWARD
+        send = Action(made.stage, Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD, made.index, stage)
+        receive = Action(stage, Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD, made.index, made.stage)
+        needs[send], needs[receive] = (made,), (send,)
+        return receive
+
     for row in schedule.rows:
         for action in row:
             stage, index = action.stage, action.index
             before: list[Action] = []
             if action.kind is Kind.FORWARD:
-                for edge in layout.into(stage):
-                    made = Action(edge.source, Kind.FORWARD, index)
-                    if layout.crosses(edge):
-                        send = Action(edge.source, Kind.SEND_FORWARD, index, stage)
-                        receive = Action(stage, Kind.RECEIVE_FORWARD, index, edge.source)
-                        needs[send], needs[receive] = (made,), (send,)
-                        made = receive
-                    before.append(made)
+                before += [arrival(Action(edge.source, Kind.FORWARD, index), stage) for edge in layout.into(stage)]
             elif action.kind is Kind.BACKWARD_WEIGHT:
                 before.append(Action(stage, Kind.BACKWARD_INPUT, index))
             else:
                 before.append(Action(stage, Kind.FORWARD, index))
                 for edge in layout.out_of(stage):
-                    if edge.gradient_bytes == 0:
-                        continue
-                    made = Action(edge.target, backward_of.get((edge.target, index), Kind.BACKWARD), index)
-                    if layout.crosses(edge):
-                        send = Action(edge.target, Kind.SEND_BACKWARD, index, stage)
-                        receive = Action(stage, Kind.RECEIVE_BACKWARD, index, edge.target)
-                        needs[send], needs[receive] = (made,), (send,)
-                        made = receive
-                    before.append(made)
+                    if edge.gradient_bytes > 0:
+                        kind = backward_of.get((edge.target, index), Kind.BACKWARD)
+                        before.append(arrival(Action(edge.target, kind, index), stage))
             needs[action] = tuple(before)
             if action.kind in _GIVES_WEIGHT_GRADIENT:
                 last[stage] = action
@@ -114,10 +112,9 @@ def require_own_lanes(schedule: Schedule, layout: Layout) -> None:
     for lane, row in enumerate(schedule.rows):
         for action in row:
             if action.stage >= layout.stages or layout.lane_of[action.stage] != lane:
-                own = [stage for stage in range(layout.stages) if layout.lane_of[stage] == lane]
                 raise ScheduleError(
                     f"{action} stands on lane {lane} of schedule {schedule.name!r}",
-                    f"This lane has stages {own} of {layout.stages}.",
+                    f"This lane has stages {layout.stages_on(lane)} of {layout.stages}.",
                     "Make the schedule for this layout.",
                 )
 

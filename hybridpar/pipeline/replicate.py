@@ -43,15 +43,27 @@ def replicate(model: nn.Module, world: World, agree: object = None) -> None:
                 "Names, shapes and dtypes of all parameters and buffers must be equal on all workers.",
                 "Build the model in the same way on every worker.",
             )
-    with world.named_errors("broadcasting the initial model"), torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if tensor.numel() == 0:
-                continue
-            # Dense memory travels as it lies, whatever its format; anything else through a copy.
-            message = flat_view(tensor.data) if is_dense(tensor) else tensor.data.contiguous()
-            dist.broadcast(message, group_src=0, group=world.control)
-            if not is_dense(tensor):
-                tensor.data.copy_(message)
+    with world.named_errors("broadcasting the initial model"):
+        broadcast_state(model, 0, world)
+
+
+@torch.no_grad()
+def broadcast_state(module: nn.Module, source: int, world: World) -> None:
+    """Overwrite a module's parameters and buffers with those of one worker; a collective.
+
+    Args:
+        module: The module, built alike on all workers.
+        source: Rank in the world of the worker that counts.
+        world: The workers, at least two.
+    """
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.numel() == 0:
+            continue
+        # Dense memory travels as it lies, whatever its format; anything else through a copy.
+        message = flat_view(tensor.data) if is_dense(tensor) else tensor.data.contiguous()
+        dist.broadcast(message, group_src=source, group=world.control)
+        if not is_dense(tensor):
+            tensor.data.copy_(message)
 
 
 def average_buffers(model: nn.Module, world: World) -> None:

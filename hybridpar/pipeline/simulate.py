@@ -48,11 +48,6 @@ class Simulation:
     bytes_sent: tuple[float, ...]
     timeline: tuple[Span, ...]
 
-    @property
-    def utilisation(self) -> tuple[float, ...]:
-        """For every lane the part of the step in which it computes."""
-        return tuple(busy / self.step_ms if self.step_ms else 0.0 for busy in self.busy_ms)
-
 
 def simulate(program: Program, costs: Costs) -> Simulation:
     """Predict one step.

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hybridpar.pipeline.actions import Action, Kind, Schedule, make_schedule
 from hybridpar.pipeline.rollback import BufferRollback
-from hybridpar.pipeline.stage_run import Mailbox, StageModule, StageRun, consumers_of
+from hybridpar.pipeline.stage_run import Mailbox, StageModule, StageRun, consumers_of, module_of
 
 #: The most that the halves may cost together, over the whole.
 MOST_SPLIT_COST = 1.1
@@ -53,7 +53,7 @@ def measure_backward(
         loss: Mean loss.
         passes: Measured passes of each kind, after one that is not counted.
     """
-    modules: list[nn.Module] = list(stages)  # type: ignore[arg-type]
+    modules = [module_of(stage) for stage in stages]
     rollbacks = [BufferRollback(module) for module in modules]
     device = next(iter(inputs.values())).device
     times: list[list[list[float]]] = [[[], [], []] for _ in stages]

@@ -7,8 +7,8 @@ which every user of a tensor has an entry of its own, so that whoever takes one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -113,13 +113,12 @@ class StageRun:
         self.index = stage.index
         self._consumers = consumers
         self._mailbox = mailbox
-        module: Any = stage
-        self._call: Callable[..., Any] = module if forward is None else forward
+        self._call: Callable[..., Any] = module_of(stage) if forward is None else forward
         self._loss = loss
         self._recompute = recompute
         self._keys = keys
         self._after_forward: Callable[[], None] = lambda: None
-        self._quiet: Callable[[], Any] = _nothing
+        self._quiet: Callable[[], Any] = nullcontext
         self._flights: dict[int, _Flight] = {}
         self._device: torch.device | None = None
         self._step = 0
@@ -186,7 +185,7 @@ class StageRun:
             flight.outputs, flight.loss = {}, None
 
     def _run(self, flight: _Flight, index: int) -> None:
-        with self._keys.of(self._step, index) if self._keys is not None else _nothing():
+        with self._keys.of(self._step, index) if self._keys is not None else nullcontext():
             result = self._call(*flight.leaves.values())
         if self._loss is not None:
             flight.loss = self._loss(result, flight.target) * flight.share
@@ -231,8 +230,7 @@ class StageRun:
         """The second half: gradients of the stage's parameters."""
         flight = self._flights.pop(index)
         keep(*flight.leaves.values(), *(gradient for _, gradient in flight.pending if gradient is not None))
-        module: nn.Module = self.stage  # type: ignore[assignment]
-        wanted = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        wanted = [parameter for parameter in module_of(self.stage).parameters() if parameter.requires_grad]
         if flight.pending and wanted:
             torch.autograd.backward(
                 [root for root, _ in flight.pending], [gradient for _, gradient in flight.pending], inputs=wanted
@@ -277,9 +275,16 @@ class StageRun:
                 leaf.grad = None
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+def module_of(stage: StageModule) -> nn.Module:
+    """The stage as the module that it also is, which a protocol cannot say."""
+    module: nn.Module = stage  # type: ignore[assignment]
+    return module
+
+
+def device_of(module: nn.Module, default: torch.device) -> torch.device:
+    """Where a stage computes: where its parameters or buffers are; a default for one that has neither."""
+    held = next(module.parameters(), next(module.buffers(), None))
+    return default if held is None else held.device
 
 
 def consumers_of(stages: Sequence[StageModule], index: int) -> dict[int, list[str]]:

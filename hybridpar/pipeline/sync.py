@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridpar.errors import SyncError
+from hybridpar.errors import SyncError, UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.batchnorm import BatchNormPool
 from hybridpar.pipeline.constants import Constants
@@ -161,9 +161,20 @@ class GradientSync:
         loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         step = _Step(samples, stop, save, loss, global_samples if self.world.size > 1 else samples, wishes)
         if step.global_samples is None:
-            mine = torch.tensor([float(samples)], dtype=torch.float64, device=self.world.device)
+            mine = torch.tensor([float(samples), 0.0], dtype=torch.float64, device=self.world.device)
             step.counts = self._send(step, mine, "exchanging sample counts")
         self._step = step
+
+    def refuse(self) -> None:
+        """Instead of `begin` without `global_samples`: no step is possible with what this worker was given.
+
+        The others learn it in their first `forward_done`.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+        """
+        mine = torch.tensor([0.0, 1.0], dtype=torch.float64, device=self.world.device)
+        self._control.send(mine, "exchanging sample counts").wait()
 
     def micro_batch(self, samples: int, *, last: bool) -> None:
         """Announce the next micro-batch.
@@ -174,6 +185,8 @@ class GradientSync:
         """
         step = self._current()
         step.micro_samples, step.last = samples, last
+        if self.options.sync_batch_norm:  # the forward pass meets the others, who may have refused the step
+            self._learn_samples(step)
 
     def forward_done(self, loss: Tensor) -> Tensor:
         """Take note of a micro-batch's loss.
@@ -183,12 +196,12 @@ class GradientSync:
 
         Returns:
             The loss times the micro-batch's share of the global batch: what to call `backward` on.
+
+        Raises:
+            UsageError: Another worker refused the step.
         """
         step = self._current()
-        if step.global_samples is None:
-            assert step.counts is not None
-            step.global_samples = int(step.counts.wait().item())
-        scaled = loss * (step.micro_samples / step.global_samples)
+        scaled = loss * (step.micro_samples / self._learn_samples(step))
         step.loss = step.loss + scaled.detach().double()
         if self.batch_norm is not None:
             self.batch_norm.fold()
@@ -230,7 +243,9 @@ class GradientSync:
         report = step.report.wait()
         self._batch_norm_sums = report[HEAD:]
         if self.options.clip_norm is not None:
-            self._clip(votes[0], self.options.clip_norm)
+            factor = clip_factor(votes[0], self.options.clip_norm)
+            if factor is not None:
+                self.reducer.scale(factor)
         self.reducer.keep_used(votes[1:], used)
         values = decide(report, votes[0], guard=self.options.guard, measured=self._measure)
         exposed = (time.perf_counter() - started) * 1e3
@@ -259,10 +274,7 @@ class GradientSync:
 
     def first_bad_parameter(self) -> str | None:
         """Name of the first parameter, in the model's order, whose reduced gradient is not finite."""
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-                return name
-        return None
+        return first_bad_parameter(self.model)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to go on bit for bit: the agreed order of buckets."""
@@ -283,13 +295,47 @@ class GradientSync:
             raise SyncError("no step is under way", "Every step starts with begin().")
         return self._step
 
+    def _learn_samples(self, step: _Step) -> int:
+        """Samples of all workers."""
+        if step.global_samples is None:
+            assert step.counts is not None
+            samples, refusing = step.counts.wait().tolist()
+            if refusing:
+                raise refused_by_others(round(refusing))
+            step.global_samples = round(samples)
+        return step.global_samples
+
     def _send(self, step: _Step, message: Tensor, doing: str) -> Pending:
         step.message_bytes += self._control.bytes_of(message.numel())
         return self._control.send(message, doing)
 
-    def _clip(self, squares: Tensor, limit: float) -> None:
-        # The same guard against division by zero as torch.nn.utils.clip_grad_norm_.
-        factor = (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0)
-        if factor.device.type == "cpu" and (not math.isfinite(float(squares)) or float(factor) == 1.0):
-            return
-        self.reducer.scale(factor)
+
+def refused_by_others(count: int) -> UsageError:
+    """The error of a worker that could do the step, where others cannot."""
+    return UsageError(
+        f"{count} of the other workers got a batch that cannot be divided into the micro-batches asked for",
+        "All workers do a step, or none.",
+        "Give every worker at least one sample for each micro-batch (micro_batches), or none of them a batch.",
+    )
+
+
+def clip_factor(squares: Tensor, limit: float) -> Tensor | None:
+    """What gradients are multiplied with, so that their norm is at most a limit; None where the host sees no need.
+
+    Args:
+        squares: Squared norm of all gradients, 0-d float64. On a GPU it is not read.
+        limit: Most that the norm may be.
+    """
+    # The same guard against division by zero as torch.nn.utils.clip_grad_norm_.
+    factor = (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+    if factor.device.type == "cpu" and (not math.isfinite(float(squares)) or float(factor) == 1.0):
+        return None
+    return factor
+
+
+def first_bad_parameter(module: nn.Module) -> str | None:
+    """Name of the first parameter of a module, in its order, whose gradient is not finite."""
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            return name
+    return None

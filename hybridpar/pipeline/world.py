@@ -15,19 +15,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from hybridpar.errors import LaunchError, SyncError, UsageError
+from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError
 from hybridpar.pipeline.collective import BackendSum, SumGroup
 from hybridpar.pipeline.rendezvous import first_line, initialise, new_group
 from hybridpar.pipeline.shared_memory import SharedMemorySum, host_identity
 
 _log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -226,6 +229,28 @@ class World:
         with self.named_errors("exchanging start-up or checkpoint facts"):
             dist.all_gather_object(items, item, group=self.control)
         return items
+
+    def from_main(self, decide: Callable[[], _T]) -> _T:
+        """What rank 0 of this world decides, on every worker; a problem there is everybody's. As `gather`.
+
+        Args:
+            decide: Called on rank 0 alone. What it returns must pickle.
+
+        Raises:
+            HybridparError: What `decide` raised.
+            SyncError: A peer did not answer within the time-out, or died.
+        """
+        answer: Any = None
+        if self.rank == 0:
+            try:
+                answer = decide()
+            except HybridparError as error:
+                answer = error
+        answer = self.gather(answer)[0]
+        if isinstance(answer, HybridparError):
+            raise answer
+        decided: _T = answer
+        return decided
 
     def named_errors(self, doing: str) -> _NamedErrors:
         """Context that turns a backend's error into a `SyncError` that says who waited for what."""

@@ -219,6 +219,13 @@ def test_a_damaged_trace_is_refused(key):
         timeline_of(data)
 
 
+def test_a_trace_without_its_number_of_replicas_is_refused():
+    data = trace_of(a_timeline(replicas=1, steps=(1,)))
+    del data["otherData"]["replicas"]
+    with pytest.raises(UsageError, match="damaged: KeyError 'replicas'"):
+        timeline_of(data)
+
+
 def test_a_full_disk_leaves_what_was_there(tmp_path):
     with small_disk(tmp_path / "disk", kilobytes=16) as disk:
         (disk / "trace.json").write_text("what was there")

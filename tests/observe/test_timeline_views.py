@@ -74,6 +74,8 @@ def test_the_text_has_predicted_above_measured_and_every_lane():
     for line in strips:
         assert (line.count("F"), line.count("B")) == (4, 4)
         assert line.rstrip(".").endswith("o")
+    measured = text[text.index("measured:") :]
+    assert re.findall(r"^ +(to \d) ", measured, re.MULTILINE) == ["to 2", "to 3", "to 0", "to 1"], "ranks"
 
 
 def test_boxes_of_several_stages_name_the_stage():

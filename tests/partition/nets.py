@@ -254,6 +254,17 @@ class Modes(nn.Module):
         return (self.head(x), self.aux(x)) if self.training else self.head(x).softmax(1)
 
 
+class ModeConstants(nn.Module):
+    """The same graph in both modes but for the values of its constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) * torch.tensor(0.5 if self.training else 2.0) + torch.tensor(1.0))
+
+
 class Buffers(nn.Module):
     """A buffer that is not saved, a constant made in forward, and a plain tensor attribute."""
 
@@ -327,6 +338,7 @@ CASES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "boxed": (Boxed, ROWS),
     "dropping": (Dropping, ROWS),
     "modes": (Modes, ROWS),
+    "mode constants": (ModeConstants, ROWS),
     "buffers": (Buffers, ROWS),
     "chain": (Chain, ROWS),
     "defaults": (Defaults, ROWS),

@@ -351,9 +351,9 @@ def net():
     ("program", "options", "arenas"),
     [
         (["-m", "hybridpar", "plan"], [], "1"),
-        (["-m", "hybridpar", "plan"], ["--no-tune-process"], "None"),
-        (["-m", "hybridpar", "plan"], ["--no-measure"], "None"),
         ([str(ROOT / "scripts" / "partition_model.py")], [], "1"),
+        pytest.param(["-m", "hybridpar", "plan"], ["--no-tune-process"], "None", marks=pytest.mark.sweep),
+        pytest.param(["-m", "hybridpar", "plan"], ["--no-measure"], "None", marks=pytest.mark.sweep),
     ],
 )
 def test_what_is_measured_on_a_cpu_is_measured_as_it_will_train(
@@ -372,8 +372,10 @@ def test_what_is_measured_on_a_cpu_is_measured_as_it_will_train(
     assert (tmp_path / "environments").read_text().split() == [arenas], "built once, by the process that measures"
 
 
-def test_a_gpu_needs_no_tuned_process() -> None:
+def test_only_measuring_on_a_cpu_needs_a_tuned_process() -> None:
     assert PlanConfig("resnet18").wants_tuned_process
+    assert not PlanConfig("resnet18", measure=False).wants_tuned_process
+    assert not PlanConfig("resnet18", tune_process=False).wants_tuned_process
     assert PlanConfig("resnet18", devices=("cpu*2@0.5",)).measured_device == "cpu"
     assert not PlanConfig("resnet18", devices=("cuda:1*2@0.5", "cpu")).wants_tuned_process
     assert PlanConfig("resnet18", devices=("cuda:1*2@0.5", "cpu")).measured_device == "cuda:1"

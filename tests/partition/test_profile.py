@@ -147,6 +147,16 @@ def test_profiles_are_kept_by_everything_they_depend_on(tmp_path: Path, monkeypa
     assert load_profile(profile_key(units, [example], 1, 5), tmp_path) is None, "another allocator, other times"
 
 
+def test_a_cache_that_cannot_be_written_keeps_nothing_and_fails_nothing(tmp_path: Path) -> None:
+    units, example = units_of("residual")
+    key, count = profile_key(units, [example], 1, 5), len(units.graph)
+    (tmp_path / "file").write_text("mine")
+    store_profile(key, UnitTimes((1.0,) * count, (2.0,) * count, 3.0), tmp_path / "file")
+    store_profile(key, UnitTimes((1.0,) * count, (2.0,) * count, 3.0), tmp_path / "file" / "profiles")
+    assert load_profile(key, tmp_path / "file") is None
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 @pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": 1}', "nan"])
 def test_a_damaged_profile_is_measured_again(tmp_path: Path, damage: str) -> None:
     units, example = units_of("residual")

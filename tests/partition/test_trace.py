@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torchvision
@@ -11,7 +13,7 @@ from hybridpar.partition.run import run_stages
 from hybridpar.partition.split import split_model
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
-from tests.partition.nets import ROWS, Branching, Buffers, Chain, Containers, Defaults, Modes, Pair
+from tests.partition.nets import ROWS, Branching, Buffers, Chain, Containers, Defaults, ModeConstants, Modes, Pair
 
 
 def test_ordinary_models_need_the_first_rung_only() -> None:
@@ -49,6 +51,129 @@ def test_a_chain_that_does_more_than_its_modules_is_not_taken_for_one() -> None:
         trace_model(Secret(), [torch.randn(*ROWS)])
 
 
+def test_what_only_training_cannot_trace_is_whole_in_evaluation_too() -> None:
+    class Norm(nn.BatchNorm1d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.training:
+                self.num_batches_tracked.add_(1)
+            return nn.functional.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, self.training
+            )
+
+    traced = trace_model(nn.Sequential(nn.Linear(6, 6), Norm(6)), [torch.randn(*ROWS)])
+    assert (traced.leaves, traced.eval_graph) == (("1",), None)
+
+
+class Counting(nn.Module):
+    """Counts its forward passes in a buffer, in one of the ways in which people do."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.way = nn.Linear(6, 6), way
+        self.register_buffer("passes", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "in place":
+            self.passes.add_(1)
+        elif self.way == "operator":
+            self.passes += 1
+        elif self.way == "out":
+            torch.add(self.passes, 1, out=self.passes)
+        elif self.way == "view":
+            self.passes.view(1)[0] = self.passes + 1
+        elif self.way == "list":
+            torch._foreach_add_([self.passes], 1.0)
+        elif self.way == "replaced":
+            self.passes = self.passes + 1
+        else:  # first on the buffer alone, then on what is traced
+            self.passes.mul_(1).add_(x.detach().mean() * 0 + 1)
+        self.mean = 0.5 * self.mean + x.detach().mean(0)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("way", ["in place", "operator", "out", "view", "list", "replaced", "half traced"])
+def test_a_counter_in_a_buffer_counts_forward_passes_and_not_traces(way: str) -> None:
+    model, example = nn.Sequential(nn.Linear(6, 6), Counting(way), nn.Linear(6, 2)), torch.randn(*ROWS)
+    units = find_units(trace_model(model, [example]), [example])
+    assert units.traced.leaves == ("1",)
+    assert model[1].passes == 0
+    assert torch.equal(model[1].mean, torch.zeros(6)), "a tensor, and the one it was"
+    stages = split_model(units, [0, 1, 1])
+    twin = copy.deepcopy(model)
+    for passes in (1, 2, 3):
+        assert torch.equal(run_stages(stages, example), twin(example))
+        assert model[1].passes == passes
+        assert torch.equal(model[1].mean, twin[1].mean)
+
+
+@pytest.mark.parametrize("way", ["in place", "replaced"])
+def test_a_counter_that_only_the_model_itself_could_keep_is_refused(way: str) -> None:
+    model = Counting(way)
+    with pytest.raises(TraceError, match=r"Counting, line .*self\.passes") as caught:
+        trace_model(model, [torch.randn(*ROWS)])
+    assert "passes" in caught.value.why
+    assert "sub-module of its own" in caught.value.fix
+    assert model.passes == 0
+
+
+def test_a_counter_in_a_sub_module_of_its_own_needs_no_tensor() -> None:
+    class Count(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("passes", torch.zeros(()))
+
+        def forward(self) -> None:
+            self.passes.add_(1)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count, self.first, self.last = Count(), nn.Linear(6, 6), nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count()
+            return self.last(self.first(x))
+
+    model, example = Model(), torch.randn(*ROWS)
+    units = find_units(trace_model(model, [example]), [example])
+    stages = split_model(units, [0, 0, 1])
+    run_stages(stages, example)
+    assert model.count.passes == 1
+
+
+def test_random_numbers_that_do_not_depend_on_the_input_stay_random() -> None:
+    class Noise(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * torch.rand(6)
+
+    model, example = nn.Sequential(nn.Linear(6, 6), Noise()), torch.randn(*ROWS)
+    before = torch.get_rng_state()
+    traced = trace_model(model, [example])
+    assert torch.equal(before, torch.get_rng_state())
+    assert (traced.leaves, traced.constants) == (("1",), {})
+    with pytest.raises(TraceError, match="Noise") as caught:
+        trace_model(Noise(), [example])
+    assert "random numbers" in caught.value.why
+
+
+@pytest.mark.parametrize("training_only", [False, True])
+def test_a_chain_that_counts_between_its_modules_is_refused(training_only: bool) -> None:
+    class CountingChain(Chain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("passes", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            if self.training or not training_only:
+                self.passes.add_(1)
+            return x
+
+    with pytest.raises(TraceError, match="CountingChain"):
+        trace_model(CountingChain(), [torch.randn(*ROWS)])
+
+
 def test_only_plain_containers_can_cross() -> None:
     class Own(dict):
         pass
@@ -77,6 +202,12 @@ def test_modes_are_traced_apart_where_they_differ() -> None:
     traced = trace_model(Modes(), [torch.randn(*ROWS)])
     assert traced.eval_graph is not None
     assert len(traced.eval_graph.nodes) != len(traced.graph.nodes) or str(traced.eval_graph) != str(traced.graph)
+
+
+def test_constants_of_both_modes_are_told_apart() -> None:
+    traced = trace_model(ModeConstants(), [torch.randn(*ROWS)])
+    assert traced.eval_graph is not None
+    assert sorted(value.item() for value in traced.constants.values()) == [0.5, 1.0, 2.0]
 
 
 def test_tracing_leaves_the_model_as_it_was() -> None:

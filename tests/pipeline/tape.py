@@ -25,7 +25,7 @@ from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.pipeline import cuda_graph
 
 #: Functions that look at a value on a CPU only.
-_CPU_ONLY = {"wait", "_clip", "sum_of_squares"}
+_CPU_ONLY = {"wait", "clip_factor", "sum_of_squares"}
 
 NOT_PERMITTED = "operation not permitted when stream is capturing"
 

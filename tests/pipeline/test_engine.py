@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import multiprocessing
-import os
 import tempfile
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,7 +16,7 @@ from hybridpar.lanes import Checker, Lanes
 from hybridpar.partition.split import split_model
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
-from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions, whole_model
+from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.pipeline.world import World
 from tests.pipeline.oracle import (
     MODELS,
@@ -179,38 +176,8 @@ def test_what_the_loss_ignores_has_no_gradient(workers: int) -> None:
 # ----------------------------------------------------------- two by two workers
 
 
-def four_workers(rank: int, store: str, shared_memory: bool, answers: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-    world = World.join(timeout=60, shared_memory=shared_memory)
-    setting = Setting(2, shares=(4, 4))
-    run = train_rank(world, "residual", 2, places(2, workers=2), setting, 8, {})
-    answers.put((rank, {**run.__dict__, "state": {k: v.numpy() for k, v in run.state.items()}, "gradients": []}))
-    world.close()
-    dist.destroy_process_group()
-
-
 def test_two_stages_in_two_replicas() -> None:
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    with tempfile.TemporaryDirectory() as directory:
-        processes = [
-            context.Process(target=four_workers, args=(rank, f"{directory}/store", True, answers)) for rank in range(4)
-        ]
-        for process in processes:
-            process.start()
-        try:
-            given = dict(answers.get(timeout=120) for _ in processes)
-        finally:
-            for process in processes:
-                process.join(10)
-                process.kill()
-    runs = []
-    for rank in range(4):
-        state = {name: torch.from_numpy(array) for name, array in given[rank].pop("state").items()}
-        runs.append(Run(**given[rank], state=state))
-    check_runs(runs, "residual", Setting(2, shares=(4, 4)), 8, exact=True)
+    runs = on_workers(4, "residual", 2, places(2, workers=2), Setting(2, shares=(4, 4)))
     # Ranks 0 and 1 are the replicas of the first stage.
     held = [{key for key in run.state if "/" in key} for run in runs]
     assert held[0] == held[1]
@@ -339,6 +306,15 @@ class Activations(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
+def other_threads(world: World) -> None:
+    model = seeded(Residuals)
+    open_engine(world, cut(model, images(2)[0], 2), model, (0, 1), (0, 1), threads=1 + world.rank)
+
+
+def test_hosts_may_have_different_numbers_of_cores() -> None:
+    assert run_ranks(other_threads, 2) == [None, None]
+
+
 def other_stages(world: World) -> str:
     model, example = seeded(Activations), torch.zeros(2, 6)
     units = find_units(trace_model(model, (example,)), (example,))
@@ -360,10 +336,10 @@ def evaluate_everywhere(world: World) -> tuple[Tensor, Tensor, dict[str, Any] | 
     seen: list[Any] = []
 
     def look(engine: PipelineEngine) -> None:
-        with whole_model(engine) as whole, torch.no_grad():
-            assert not whole.training
-            seen.append(whole(images(4, seed=9)[0]))
-        assert all(module.training for module in engine.model.modules())
+        engine.collect()
+        model.eval()
+        with torch.no_grad():
+            seen.append(model(images(4, seed=9)[0]))
         seen.append(engine.gather_on_main({"rank": world.rank}))
 
     parts = cut(model, images(2)[0], 2)

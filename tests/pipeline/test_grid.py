@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import datetime
 import gc
-import multiprocessing
 import os
 import signal
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -25,7 +23,7 @@ from hybridpar.pipeline import shared_memory as shared_memory_module
 from hybridpar.pipeline.grid import Grid
 from hybridpar.pipeline.transport import MessagePart
 from hybridpar.pipeline.world import World
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, start_processes
 
 BOTH_FORMS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
 PART = [MessagePart((3,))]
@@ -239,9 +237,6 @@ def test_nothing_is_left_of_a_closed_grid(shared_memory: bool, tmp_path: Path) -
 
 def two_by_two(rank: int, directory: str, answers: Any) -> None:
     """A process of its own for each of four workers; the last one is killed in the end."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{directory}/store",
@@ -291,18 +286,8 @@ def two_by_two(rank: int, directory: str, answers: Any) -> None:
 
 @pytest.fixture(scope="module")
 def four_workers() -> list[dict[str, Any]]:
-    context = multiprocessing.get_context("spawn")
-    answers: Any = context.Queue()
-    with tempfile.TemporaryDirectory() as directory:
-        processes = [context.Process(target=two_by_two, args=(rank, directory, answers)) for rank in range(4)]
-        for process in processes:
-            process.start()
-        try:
-            facts = dict(answers.get(timeout=120) for _ in processes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    with start_processes(two_by_two, 4) as answers:
+        facts = dict(answers.get(timeout=120) for _ in range(4))
     return [facts[rank] for rank in range(4)]
 
 

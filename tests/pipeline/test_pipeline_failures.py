@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import re
 import signal
-import tempfile
 import threading
 import time
 import weakref
@@ -36,8 +34,9 @@ from tests.pipeline.oracle import (
     train_stages,
     with_sync,
 )
+from tests.ranks import start_processes
 
-PATIENCE = 5.0  # seconds after which a silent peer is an error
+PATIENCE = 2.0  # seconds after which a silent peer is an error
 DEADLINE = 90.0  # for the whole of a test, mostly starting processes
 
 
@@ -79,10 +78,9 @@ class Faulty(nn.Module):
         return self.head(self.fault(torch.relu(self.second(torch.relu(self.first(x))))).mean((2, 3)))
 
 
-def run_worker(rank: int, size: int, store: str, shared: bool, fault: str, stages: int, answers: Any) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+def run_worker(rank: int, directory: str, shared: bool, fault: str, answers: Any) -> None:
+    size = stages = 2
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=size)
     world = World.join(timeout=PATIENCE, shared_memory=shared)
     model = seeded(lambda: Faulty(fault, 3))  # micro-batch 2 of the second step
     parts = cut(model, images(2)[0], stages)
@@ -116,24 +114,11 @@ def _no_step(stage: nn.Module) -> Any:
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("fault", ["kill", "stall", "raise"])
 def test_the_others_end_in_time_and_say_what_they_waited_for(fault: str, shared: bool) -> None:
-    context = multiprocessing.get_context("spawn")
-    answers = context.Queue()
-    with tempfile.TemporaryDirectory() as directory:
-        processes = [
-            context.Process(target=run_worker, args=(rank, 2, f"{directory}/store", shared, fault, 2, answers))
-            for rank in range(2)
-        ]
-        for process in processes:
-            process.start()
-        try:
-            wanted = 2 if fault == "raise" else 1
-            given = {
-                rank: (text, seconds) for rank, text, seconds in (answers.get(timeout=DEADLINE) for _ in range(wanted))
-            }
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    wanted = 2 if fault == "raise" else 1
+    with start_processes(run_worker, 2, shared, fault) as answers:
+        given = {
+            rank: (text, seconds) for rank, text, seconds in (answers.get(timeout=DEADLINE) for _ in range(wanted))
+        }
     text, seconds = given[0]
     assert text.startswith("SyncError"), text
     assert "worker 0 of 2" in text
@@ -209,15 +194,14 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("recompute", [(), (0, 1)])
-def test_a_thousand_steps_leave_nothing(recompute: tuple[int, ...]) -> None:
+def test_a_thousand_steps_leave_nothing() -> None:
     model = seeded(Tiny)
     x, y = torch.randn(6, 4), torch.zeros(6, dtype=torch.long)
     parts = cut(model, x[:3], 2)
     optimizers = [sgd(part) for part in parts]
     before = (threading.active_count(), open_files())
     with Lanes("cpu") as lanes:
-        options = PipelineOptions((0, 1), (0, 0), recompute=recompute)
+        options = PipelineOptions((0, 1), (0, 0), recompute=(1,))
         engine = PipelineEngine(
             model, parts, World(), lanes, F.cross_entropy, lambda part: _stepper(optimizers[part.index]), options, 2
         )
@@ -229,7 +213,7 @@ def test_a_thousand_steps_leave_nothing(recompute: tuple[int, ...]) -> None:
                 del outcome
                 seen.append((tensors_alive(), rss_bytes(), threading.active_count(), open_files()))
         early, late = seen
-        assert late[0] == early[0]
+        assert late[0] <= early[0]  # what earlier tests left behind may go meanwhile
         assert late[1] < early[1] + 16e6
         assert late[2:] == early[2:]
         engine.close()
@@ -270,3 +254,26 @@ def test_closing_gives_the_model_back() -> None:
     del parts
     gc.collect()
     assert all(reference() is None for reference in references)
+
+
+def test_closing_waits_for_the_step_that_runs() -> None:
+    def slow_loss(output: Tensor, target: Tensor) -> Tensor:
+        time.sleep(0.1)
+        return F.cross_entropy(output, target)
+
+    model = seeded(Residuals)
+    x, y = images(8)
+    parts = cut(model, x[:4], 2)
+    with Lanes("cpu") as lanes:
+        stepped: list[int] = []
+        engine = PipelineEngine(
+            *(model, parts, World(), lanes, slow_loss),
+            lambda part: lambda factor, commit: stepped.append(part.index),
+            PipelineOptions((0, 1), (0, 0)),
+            2,
+        )
+        engine.step([(x[:4], y[:4]), (x[4:], y[4:])], 8)
+        engine.close()
+        assert sorted(stepped) == [0, 1]
+        engine.close()
+    assert all(type(module) is nn.BatchNorm2d for module in model.norms)

@@ -47,7 +47,7 @@ def test_one_stage():
     assert result.compute_ms == pytest.approx(6.4)
     assert result.bubble == pytest.approx(0)
     assert result.peak_saved_bytes == (7,)
-    assert result.utilisation == pytest.approx((6.4 / 7,))
+    assert result.busy_ms == pytest.approx((6.4,))
 
 
 def test_a_transfer_takes_latency_and_bytes():

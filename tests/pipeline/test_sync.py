@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.config import TrainConfig
-from hybridpar.errors import SyncError, TrainingError
+from hybridpar.errors import SyncError, TrainingError, UsageError
 from hybridpar.lanes import Checker, Lanes
 from hybridpar.pipeline.sync import GradientSync, SyncOptions
 from hybridpar.pipeline.world import World
 from hybridpar.trainer import Trainer
+from tests.pipeline.oracle import Moments
 from tests.ranks import RankError, run_ranks
 
 
@@ -132,30 +133,6 @@ def train_oracle(
             if isinstance(value, Tensor):
                 state[f"{name}/{key}"] = value.clone()
     return state
-
-
-class Moments:
-    """The BatchNorm rule, written down independently: moments of all inputs of a step, pooled in float64."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.layers = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
-        self.saved = [
-            (bn.running_mean.clone(), bn.running_var.clone(), bn.num_batches_tracked.clone()) for bn in self.layers
-        ]
-        self.seen: list[list[Tensor]] = [[] for _ in self.layers]
-        self.hooks = [
-            layer.register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0].detach().clone()))
-            for layer, seen in zip(self.layers, self.seen, strict=True)
-        ]
-
-    def commit(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
-        for layer, (mean, variance, tracked), seen in zip(self.layers, self.saved, self.seen, strict=True):
-            values = torch.cat([x.double().transpose(0, 1).flatten(1) for x in seen], dim=1)
-            layer.running_mean.copy_(mean.double().lerp(values.mean(1), 0.1))
-            layer.running_var.copy_(variance.double().lerp(values.var(1), 0.1))
-            layer.num_batches_tracked.copy_(tracked + 1)
 
 
 def assert_matches(states: list[dict[str, Tensor]], oracle: dict[str, Tensor], *, exact: bool) -> None:
@@ -360,6 +337,24 @@ def another_model(world: World) -> str:
 def test_ranks_with_different_models_are_told_before_the_first_step() -> None:
     for answer in run_ranks(another_model, 2):
         assert "worker 1 built another model" in answer
+
+
+def too_small_for_one(world: World, options: dict[str, Any]) -> str:
+    with Trainer(Net(), config=make_config(micro_batches=2, **options), world=world) as trainer:
+        trainer.step(make_data(4))
+        try:
+            trainer.step(make_data(4 if world.rank == 0 else 1))
+        except UsageError as error:
+            trainer.step(make_data(4))  # as good as before
+            return str(error)
+    return "passed"
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_norm": "sync"}])
+def test_a_batch_that_is_too_small_on_one_worker_is_refused_by_all(options: dict[str, Any]) -> None:
+    first, second = run_ranks(too_small_for_one, 2, options)
+    assert first.startswith("1 of the other workers got a batch that cannot be divided")
+    assert second.startswith("a batch of 1 samples cannot be divided into 2 micro-batches")
 
 
 def count_bytes(world: World) -> tuple[int, int]:

@@ -59,6 +59,21 @@ def test_workers_see_the_same_world(shared_memory, transport):
     assert answers == [(rank, 3, rank == 0, 3, transport, [0, 1, 2]) for rank in range(3)]
 
 
+def ask_main(world):
+    def refuse():
+        raise UsageError(f"refused by {world.rank}", "rule", "fix")
+
+    answer = world.from_main(lambda: world.rank + 7)
+    with pytest.raises(UsageError, match="refused by 0"):
+        world.from_main(refuse)
+    return answer
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_rank_0_decides_holds_for_all(size):
+    assert run_ranks(ask_main, size) == [7] * size
+
+
 def name_errors(world):
     try:
         with world.named_errors("testing"):

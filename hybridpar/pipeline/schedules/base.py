@@ -113,8 +113,8 @@ def backwards(stage: int, count: int) -> list[Action]:
     return [Action(stage, Kind.BACKWARD, index) for index in range(count)]
 
 
-def require_one_stage_per_lane(name: str, layout: Layout, instead: str) -> None:
-    """Refuse layouts in which a lane has no stage or several.
+def one_stage_per_lane(name: str, layout: Layout, instead: str) -> list[int]:
+    """The stage of every lane; refuses layouts in which a lane has no stage or several.
 
     Args:
         name: The schedule that is asked for.
@@ -124,11 +124,12 @@ def require_one_stage_per_lane(name: str, layout: Layout, instead: str) -> None:
     Raises:
         ScheduleError: Some lane has another number of stages than one.
     """
-    for lane in range(layout.lanes):
-        stages = [stage for stage in range(layout.stages) if layout.lane_of[stage] == lane]
+    found = [layout.stages_on(lane) for lane in range(layout.lanes)]
+    for lane, stages in enumerate(found):
         if len(stages) != 1:
             raise ScheduleError(
                 f"lane {lane} has {len(stages)} stages {stages}, and {name!r} is asked for",
                 f"{name!r} orders one stage per lane.",
                 f"Use `{instead}` for lanes with several stages, or give every lane one stage.",
             )
+    return [stage for (stage,) in found]

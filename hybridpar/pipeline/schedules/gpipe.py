@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from hybridpar.pipeline.actions import Schedule
-from hybridpar.pipeline.schedules.base import (
-    SCHEDULES,
-    ScheduleRequest,
-    backwards,
-    forwards,
-    require_one_stage_per_lane,
-)
+from hybridpar.pipeline.schedules.base import SCHEDULES, ScheduleRequest, backwards, forwards, one_stage_per_lane
 
 
 @SCHEDULES.register("gpipe", "all forward passes, then all backward passes; holds every micro-batch")
@@ -22,10 +16,6 @@ def gpipe(request: ScheduleRequest) -> Schedule:
     Raises:
         ScheduleError: A lane has no stage or several.
     """
-    layout, count = request.layout, request.micro_batches
-    require_one_stage_per_lane("gpipe", layout, "looped_bfs")
-    rows = tuple(
-        (*forwards(stage, count), *backwards(stage, count))
-        for stage in sorted(range(layout.stages), key=layout.lane_of.__getitem__)
-    )
+    count, stages = request.micro_batches, one_stage_per_lane("gpipe", request.layout, "looped_bfs")
+    rows = tuple((*forwards(stage, count), *backwards(stage, count)) for stage in stages)
     return Schedule("gpipe", rows, count)

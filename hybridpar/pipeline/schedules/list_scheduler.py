@@ -37,7 +37,7 @@ class ListScheduler:
         #: The kinds in the order in which a micro-batch meets them in a stage.
         self._kinds = [Kind.FORWARD, *((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if split else (Kind.BACKWARD,))]
         stages = range(layout.stages)
-        self._stages_of = [[stage for stage in stages if layout.lane_of[stage] == lane] for lane in range(layout.lanes)]
+        self._stages_of = [layout.stages_on(lane) for lane in range(layout.lanes)]
         self._into, self._out_of = [layout.into(stage) for stage in stages], [layout.out_of(stage) for stage in stages]
         saved = request.saved_bytes or (0,) * layout.stages
         self._memory = [

@@ -5,13 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 from hybridpar.pipeline.actions import Action, Schedule
-from hybridpar.pipeline.schedules.base import (
-    SCHEDULES,
-    ScheduleRequest,
-    backwards,
-    forwards,
-    require_one_stage_per_lane,
-)
+from hybridpar.pipeline.schedules.base import SCHEDULES, ScheduleRequest, backwards, forwards, one_stage_per_lane
 
 
 @SCHEDULES.register("1f1b", "a few forward passes, then one forward and one backward in turns; holds few micro-batches")
@@ -25,13 +19,9 @@ def one_forward_one_backward(request: ScheduleRequest) -> Schedule:
     Raises:
         ScheduleError: A lane has no stage or several.
     """
-    layout, count = request.layout, request.micro_batches
-    require_one_stage_per_lane("1f1b", layout, "interleaved")
-    rows = []
-    for stage in sorted(range(layout.stages), key=layout.lane_of.__getitem__):
-        warm_up = layout.stages - 1 - stage
-        rows.append(in_turns(forwards(stage, count), backwards(stage, count), warm_up))
-    return Schedule("1f1b", tuple(rows), count)
+    count, stages = request.micro_batches, one_stage_per_lane("1f1b", request.layout, "interleaved")
+    rows = tuple(in_turns(forwards(stage, count), backwards(stage, count), len(stages) - 1 - stage) for stage in stages)
+    return Schedule("1f1b", rows, count)
 
 
 def in_turns(first: list[Action], second: list[Action], ahead: int) -> tuple[Action, ...]:

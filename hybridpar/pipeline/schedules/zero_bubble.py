@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridpar.pipeline.actions import Action, Kind, Schedule
-from hybridpar.pipeline.schedules.base import SCHEDULES, ScheduleRequest, forwards, require_one_stage_per_lane
+from hybridpar.pipeline.schedules.base import SCHEDULES, ScheduleRequest, forwards, one_stage_per_lane
 
 
 @SCHEDULES.register("zero_bubble", "1F1B with backward passes split in two; the second halves fill bubbles (ZB-H1)")
@@ -17,11 +17,10 @@ def zero_bubble(request: ScheduleRequest) -> Schedule:
     Raises:
         ScheduleError: A lane has no stage or several.
     """
-    layout, count = request.layout, request.micro_batches
-    require_one_stage_per_lane("zero_bubble", layout, "greedy")
+    count, stages = request.micro_batches, one_stage_per_lane("zero_bubble", request.layout, "greedy")
     rows = []
-    for stage in sorted(range(layout.stages), key=layout.lane_of.__getitem__):
-        ahead = min(count, layout.stages - 1 - stage)
+    for stage in stages:
+        ahead = min(count, len(stages) - 1 - stage)
         forward = forwards(stage, count)
         row = forward[:ahead]
         for index in range(count):

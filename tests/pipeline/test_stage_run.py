@@ -1,0 +1,97 @@
+"""The passes of single stages, without lanes or schedules; whole pipelines are in tests/pipeline/test_executor.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hybridpar.pipeline.stage_run import Mailbox, StageRun, consumers_of, device_of
+from tests.pipeline.oracle import Residuals, cut, images, seeded
+
+
+def no_norm() -> nn.Module:
+    return Residuals(norm=False)
+
+
+def make_runs(model: nn.Module, stages: int, *, recompute: bool = False) -> tuple[list[StageRun], Mailbox]:
+    parts, mailbox = cut(model, images(2)[0], stages), Mailbox()
+    runs = [
+        StageRun(
+            part,
+            consumers_of(parts, part.index),
+            mailbox,
+            loss=F.cross_entropy if part is parts[-1] else None,
+            recompute=recompute,
+        )
+        for part in parts
+    ]
+    for run in runs:
+        run.start_step(1)
+    return runs, mailbox
+
+
+def keep(*tensors: Tensor) -> None:
+    assert all(isinstance(tensor, Tensor) for tensor in tensors)
+
+
+def forward(runs: list[StageRun], index: int, x: Tensor, y: Tensor, share: float) -> None:
+    for run in runs:
+        run.forward(index, {"x": x}, y, share, keep)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("halves", [False, True])
+def test_stage_by_stage_is_the_whole_model(halves: bool, recompute: bool) -> None:
+    model, whole = seeded(no_norm), seeded(no_norm)
+    runs, mailbox = make_runs(model, 3, recompute=recompute)
+    x, y = images(4)
+    for index in range(2):
+        forward(runs, index, x[2 * index : 2 * index + 2], y[2 * index : 2 * index + 2], 0.5)
+    assert [run.in_flight for run in runs] == [2, 2, 2]
+    for index in range(2):
+        for run in reversed(runs):
+            for work in (run.backward_input, run.backward_weight) if halves else (run.backward,):
+                work(index, keep)
+    loss = F.cross_entropy(whole(x), y)
+    loss.backward()
+    torch.testing.assert_close(runs[-1].loss_sum, loss.detach().double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients(model), gradients(whole), rtol=1e-4, atol=1e-6)
+    # Nothing is left behind.
+    assert [run.in_flight for run in runs] == [0, 0, 0]
+    assert not mailbox.values
+    assert not mailbox.gradients
+
+
+def test_the_first_half_leaves_the_parameters_alone() -> None:
+    model = seeded(no_norm)
+    runs, mailbox = make_runs(model, 2)
+    forward(runs, 0, *images(2), 1.0)
+    runs[1].backward_input(0, keep)
+    assert not gradients(model)
+    assert mailbox.gradients
+    runs[1].backward_weight(0, keep)
+    assert gradients(model).keys() == {name for name, _ in runs[1].stage.named_parameters()}
+
+
+def test_a_step_that_was_given_up_leaves_nothing() -> None:
+    runs, _ = make_runs(seeded(no_norm), 2)
+    forward(runs, 0, *images(2), 1.0)
+    assert runs[1].loss_sum is not None
+    for run in runs:
+        run.start_step(2)
+        assert (run.in_flight, run.loss_sum) == (0, None)
+        with pytest.raises(KeyError):
+            run.backward(0, keep)
+
+
+def test_a_stage_is_where_its_tensors_are() -> None:
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert device_of(nn.Linear(1, 1, device="meta"), cpu) == meta
+    assert device_of(nn.BatchNorm1d(1, affine=False), meta) == cpu
+    assert device_of(nn.ReLU(), meta) == meta
