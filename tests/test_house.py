@@ -42,7 +42,7 @@ ROOMS: dict[str, set[str]] = {
     "partition": {"config", "errors", "models", "plan", "process", "registry"},
     "cluster": {"process"},
     "probe": {"cluster", "errors", "process"},
-    "pipeline": {"errors", "lanes", "registry"},
+    "pipeline": {"compress", "errors", "lanes", "registry"},
     "optim": {"config", "errors"},
     "checkpoint": {"errors", "pipeline"},
     "trainer": {"checkpoint", "config", "errors", "lanes", "models", "optim", "partition", "pipeline", "plan"},
