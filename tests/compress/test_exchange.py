@@ -82,7 +82,7 @@ def test_workers_that_do_not_match_are_noticed() -> None:
 )
 def test_gradients_that_do_not_fit_are_named(gradient: torch.Tensor) -> None:
     exchange = exchange_of({"b": "none"}, workers=1)
-    with pytest.raises(ValueError, match="gradient of 'b' is .* and torch.float32 of shape"):
+    with pytest.raises(ValueError, match=r"gradient of 'b' is .* and torch.float32 of shape"):
         next(exchange.requests([gradient], [torch.zeros(9)]))
 
 
