@@ -114,7 +114,7 @@ def test_feedback_recovers_what_one_rank_cannot_say() -> None:
     mean = (gradients[0][0] + gradients[1][0]) / 2
     total = torch.zeros(1200)
     errors = []
-    for step in range(1, 61):
+    for step in range(1, 201):
         total += team.step(gradients)[0]
         errors.append(float((total / step - mean).norm() / mean.norm()))
-    assert errors[-1] < 0.35 < errors[0]
+    assert errors[-1] < 0.2 < 0.8 < errors[0]
