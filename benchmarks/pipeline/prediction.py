@@ -1,7 +1,8 @@
 """Why: a planner that trusts the simulator must know how far to trust it.
 
 Every configuration is predicted from a dry run and a probe, neither of which runs the pipeline, and then measured, in
-turns: dry run, steps, dry run, so that whatever the machine does hits both. The error is that of each turn.
+turns: dry run, steps, dry run, so that whatever the machine does hits both. The error is that of each turn. The
+configurations of a model on a link take their turns together, because the best of them is to be found.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ SETTINGS = (Setting("resnet18", 112, 32, 8), Setting("mobilenet_v2", 112, 32, 8)
 QUICK = (Setting(TINY, 16, 16, 4),)
 #: Schedule, number of stages, placement.
 CONFIGURATIONS = (("1f1b", 2, "linear"), ("gpipe", 2, "linear"), ("interleaved", 4, "loop"))
-TURNS, STEPS, QUICK_TURNS = 4, 3, 2
+TURNS, STEPS, QUICK_TURNS = 6, 3, 2
 
 MEDIAN_AT_MOST, WORST_AT_MOST, CHOICE_AT_MOST = 0.05, 0.12, 1.05
 
@@ -61,9 +62,9 @@ def measure(quick: bool, rounds: int, keep_busy: bool, output: str | None, notes
     with process_group() as (rank, _):
         world = World.join(lanes=1)
         outcomes = [
-            predict_and_measure(setting, configuration, world, QUICK_TURNS if quick else TURNS)
+            outcome
             for setting in (QUICK if quick else SETTINGS)
-            for configuration in CONFIGURATIONS
+            for outcome in predict_and_measure(setting, world, QUICK_TURNS if quick else TURNS)
         ]
         world.close()
         if rank == 0:
@@ -108,32 +109,61 @@ def summarise(notes: Path, output: str | None) -> None:
     )
 
 
-def predict_and_measure(setting: Setting, configuration: tuple[str, int, str], world: World, turns: int) -> Outcome:
-    """Predict and measure one configuration in turns; a collective."""
-    schedule, stages, kind = configuration
-    plan = cut_on_main(setting, problem(stages, 2, kind, micro_batches=setting.micro_batches), world, passes=3)
-    ours = Ours(setting, plan, world, schedule)
-    for _ in range(2):
-        ours.step()
-    program, grid = ours.engine.program, ours.engine.grid
-    assert program is not None
-    assert grid is not None
-    dry = DryRun(setting, plan, program, ours.engine.position)
-    dry.run()
-    sizes = sorted({size for edge in program.layout.edges for size in (edge.bytes, edge.gradient_bytes) if size})
-    predicted, measured = [], []
-    for _ in range(turns):
-        channel = probe_channel(grid, world, sizes)
-        before = _dry(dry)
-        real = [_timed(ours) for _ in range(STEPS)]
-        after = _dry(dry)
+class Candidate:
+    """One configuration, ready to be predicted and to be run.
+
+    Args:
+        setting: What is trained.
+        configuration: Schedule, number of stages, placement.
+        world: The workers.
+    """
+
+    def __init__(self, setting: Setting, configuration: tuple[str, int, str], world: World) -> None:
+        schedule, stages, kind = configuration
+        self.name = f"{schedule}, {stages} stages, {kind}"
+        self.predicted: list[float] = []
+        self.measured: list[float] = []
+        self._world = world
+        plan = cut_on_main(setting, problem(stages, 2, kind, micro_batches=setting.micro_batches), world, passes=3)
+        self._ours = Ours(setting, plan, world, schedule)
+        for _ in range(2):
+            self._ours.step()
+        program = self._ours.engine.program
+        assert program is not None
+        self._program = program
+        self._dry = DryRun(setting, plan, program, self._ours.engine.position)
+        self._dry.run()
+        edges = program.layout.edges
+        self._sizes = sorted({size for edge in edges for size in (edge.bytes, edge.gradient_bytes) if size})
+
+    def take_turn(self) -> None:
+        """Predict, and measure; a collective."""
+        grid = self._ours.engine.grid
+        assert grid is not None
+        channel = probe_channel(grid, self._world, self._sizes)
+        before = _dry(self._dry)
+        real = [_timed(self._ours) for _ in range(STEPS)]
+        after = _dry(self._dry)
         mean = {key: (before[key] + after[key]) / 2 for key in before}
-        costs = make_costs(program, _everyone(mean, world), channel)
-        predicted.append(simulate(program, costs).step_ms)
-        measured.append(statistics.median(real))
-    dry.close()
-    ours.close()
-    return Outcome(str(setting), f"{schedule}, {stages} stages, {kind}", tuple(predicted), tuple(measured))
+        costs = make_costs(self._program, _everyone(mean, self._world), channel)
+        self.predicted.append(simulate(self._program, costs).step_ms)
+        self.measured.append(statistics.median(real))
+
+    def close(self) -> None:
+        """End what it holds."""
+        self._dry.close()
+        self._ours.close()
+
+
+def predict_and_measure(setting: Setting, world: World, turns: int) -> list[Outcome]:
+    """Predict and measure all configurations of a setting, in turns; a collective."""
+    candidates = [Candidate(setting, configuration, world) for configuration in CONFIGURATIONS]
+    for _ in range(turns):
+        for candidate in candidates:
+            candidate.take_turn()
+    for candidate in candidates:
+        candidate.close()
+    return [Outcome(str(setting), one.name, tuple(one.predicted), tuple(one.measured)) for one in candidates]
 
 
 def make_costs(program: Program, times: dict[tuple[int, str], float], channel: Channel) -> Costs:
