@@ -56,6 +56,21 @@ class _Device(str):
     type = "elsewhere"
 
 
+def test_selecting_is_bit_exact() -> None:
+    bits = torch.rand(5, 70) < 0.5
+    one = torch.tensor([1.0, -0.0, torch.inf, 1e-40, torch.nan]).unsqueeze(1)
+    zero = torch.tensor([0.0, 2.0, -3.0, torch.nan, 1e30]).unsqueeze(1)
+    out = torch.empty(5, 70)
+    packing.select(bits, one, zero, out)
+    assert torch.equal(out.view(torch.int32), torch.where(bits, one, zero).view(torch.int32))
+
+
+def test_thresholds_are_inclusive_and_nan_is_below() -> None:
+    out = torch.empty(4, dtype=torch.bool)
+    packing.at_least(torch.tensor([0.0, -0.0, -1e-40, torch.nan]), 0.0, out)
+    assert out.tolist() == [True, True, False, False]
+
+
 def test_sizes_are_asserted() -> None:
     with pytest.raises(AssertionError, match="2 packed elements, where 1 are needed"):
         pack_bits(torch.ones(8, dtype=torch.bool), torch.empty(2, dtype=torch.uint8))

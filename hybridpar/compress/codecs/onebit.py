@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, Codec, TensorSpec
-from hybridpar.compress.packing import bits_size, pack_bits, unpack_bits
+from hybridpar.compress.packing import at_least, bits_size, pack_bits, select, unpack_bits
 from hybridpar.compress.residual import Residual
 from hybridpar.compress.scratch import CHUNK, Scratch
 from hybridpar.compress.sharded import Quantiser, ShardedCoder
@@ -99,8 +99,8 @@ class SignQuantiser(Quantiser):
             bits = scratch.take("bits", size, torch.bool).view(v.shape)
             half = scratch.take("half", size).view(v.shape)
             a0, a1 = lower[first:last], upper[first:last]
-            torch.ge(v, 0, out=bits)
-            ones = bits.sum(1, dtype=torch.float32)
+            at_least(v, 0.0, bits)
+            ones = bits.view(torch.uint8).sum(1, dtype=torch.int32).to(torch.float32)
             torch.sum(torch.clamp(v, max=0, out=half), 1, out=a0)
             torch.sum(torch.clamp(v, min=0, out=half), 1, out=a1)
             a0.div_((length - ones).clamp_(min=1))
@@ -108,7 +108,7 @@ class SignQuantiser(Quantiser):
             start = first * length // 8
             pack_bits(bits.view(-1), packed[start : start + bits_size(size)])
             if residual.keeps:
-                torch.where(bits, a1.unsqueeze(1), a0.unsqueeze(1), out=half)
+                select(bits, a1.unsqueeze(1), a0.unsqueeze(1), half)
                 v.sub_(half)
 
     def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
@@ -118,7 +118,9 @@ class SignQuantiser(Quantiser):
         a0, a1 = (lower / divisor).unsqueeze(1), (upper / divisor).unsqueeze(1)
         for first, last in _chunks(groups, length):
             bits = _bits(packed, first, last, length)
-            torch.where(bits, a1[first:last], a0[first:last], out=out[first:last])
+            decoded = scratch.take("half", bits.numel()).view(bits.shape)
+            select(bits, a1[first:last], a0[first:last], decoded)
+            out[first:last] = decoded
 
     def add(self, message: Tensor, total: Tensor, scratch: Scratch) -> None:
         """See `Quantiser`."""
@@ -127,7 +129,7 @@ class SignQuantiser(Quantiser):
         for first, last in _chunks(groups, length):
             bits = _bits(packed, first, last, length)
             decoded = scratch.take("half", bits.numel()).view(bits.shape)
-            torch.where(bits, upper[first:last].unsqueeze(1), lower[first:last].unsqueeze(1), out=decoded)
+            select(bits, upper[first:last].unsqueeze(1), lower[first:last].unsqueeze(1), decoded)
             total[first:last].add_(decoded)
 
 

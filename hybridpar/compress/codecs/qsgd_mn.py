@@ -27,7 +27,7 @@ from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, TensorSpec
 from hybridpar.compress.noise import Noise
-from hybridpar.compress.packing import Fields
+from hybridpar.compress.packing import Fields, magnitude
 from hybridpar.compress.residual import NO_RESIDUAL, Residual
 from hybridpar.compress.scratch import Scratch
 from hybridpar.compress.sharded import Quantiser, ShardedCoder
@@ -276,5 +276,4 @@ class LevelQuantiser(Quantiser):
 
 def scale_of(values: Tensor) -> Tensor:
     """Largest magnitude, 0-d; infinite where a value is not finite, as NaN has no place in a maximum."""
-    largest: Tensor = torch.linalg.vector_norm(values, torch.inf)
-    return largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return magnitude(values).nan_to_num(nan=torch.inf, posinf=torch.inf)

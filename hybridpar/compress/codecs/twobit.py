@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, Codec, TensorSpec
-from hybridpar.compress.packing import pack_pairs, pair_table, pairs_size, unpack_pairs
+from hybridpar.compress.packing import magnitude, pack_pairs, pair_table, pairs_size, unpack_pairs
 from hybridpar.compress.residual import Residual
 from hybridpar.compress.scratch import CHUNK, Scratch
 from hybridpar.compress.sharded import Quantiser, ShardedCoder
@@ -143,7 +143,7 @@ class TernaryQuantiser(Quantiser):
 
     def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
         """See `Quantiser`. Where a value is not finite the level is NaN, and so is all that is decoded."""
-        mean, largest = self._magnitudes(values, residual)
+        mean, largest = self._magnitudes(values, residual, scratch)
         level = out[:_HEAD].view(torch.float32)
         if self._rule.by_mean:
             threshold = mean * _SELECT
@@ -163,7 +163,7 @@ class TernaryQuantiser(Quantiser):
             if residual.keeps:
                 sign = scratch.take("sign", stop - start)
                 # plus: 2 - 1, minus: 0 - 1, nothing: 0 - 0
-                sign.copy_(positive).mul_(2).sub_(sent.view(torch.uint8))
+                sign.copy_(positive.view(torch.uint8)).mul_(2).sub_(sent.view(torch.uint8))
                 v.sub_(sign.mul_(level))
 
     def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
@@ -178,13 +178,13 @@ class TernaryQuantiser(Quantiser):
         for start, stop in _chunks(total.numel()):
             total[start:stop].addcmul_(self._values(message, start, stop, scratch), level)
 
-    def _magnitudes(self, values: Tensor, residual: Residual) -> tuple[Tensor, Tensor]:
+    def _magnitudes(self, values: Tensor, residual: Residual, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Mean and largest magnitude of v, 0-d; this is where v is made."""
         sums, tops = [], []
         for start, stop in _chunks(values.numel()):
             v = residual.take(values[start:stop], start)
-            sums.append(torch.linalg.vector_norm(v, 1))
-            tops.append(torch.linalg.vector_norm(v, torch.inf))
+            sums.append(torch.abs(v, out=scratch.take("sign", stop - start)).sum())
+            tops.append(magnitude(v))
         return torch.stack(sums).sum() / values.numel(), torch.stack(tops).max()
 
     def _mean_of_selected(self, values: Tensor, residual: Residual, threshold: Tensor, scratch: Scratch) -> Tensor:
