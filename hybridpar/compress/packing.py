@@ -73,7 +73,7 @@ def unpack_bits(packed: Tensor, count: int) -> Tensor:
 
 
 def at_least(values: Tensor, threshold: float, out: Tensor) -> None:
-    """Set out = [values >= threshold]; on a CPU by numpy, which is ten times as fast as torch."""
+    """Set out = [values >= threshold]; on a CPU by numpy, whose comparison is vectorised."""
     if values.device.type == "cpu":
         np.greater_equal(values.numpy(), threshold, out=out.numpy())
     else:
@@ -81,13 +81,13 @@ def at_least(values: Tensor, threshold: float, out: Tensor) -> None:
 
 
 def magnitude(values: Tensor) -> Tensor:
-    """Largest |value|, 0-d; NaN where one is NaN. Faster than a norm, which looks at one value at a time."""
+    """Largest |value|, 0-d; NaN where one is NaN. A norm would look at one value at a time."""
     low, high = torch.aminmax(values)
     return torch.maximum(high, -low)
 
 
 def select(bits: Tensor, one: Tensor, zero: Tensor, out: Tensor) -> None:
-    """Set out = one where a bit is set, else zero: `torch.where`, in a tenth of its time on a CPU.
+    """Set out = one where a bit is set, else zero: `torch.where` without its branches.
 
     Args:
         bits: bool.
