@@ -72,8 +72,16 @@ class SyncConfig:
     batch_norm: Literal["pooled", "local", "sync"] = "pooled"
     """`pooled`: running statistics of the whole batch over replicas and micro-batches; `sync`: also normalise over the
     replicas; `local`: stock behaviour, averaged over replicas at checkpoints."""
+    compress: str = "none"
+    """What gradients travel as between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`, ...
+    A codec other than `none` changes the result."""
     timeout: float = 120.0
     """Seconds after which a worker that does not answer is an error."""
+
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients travel as something else than they are."""
+        return self.compress.strip() != "none"
 
     @property
     def sum_groups(self) -> int:
@@ -192,6 +200,12 @@ class TrainConfig(PipelineConfig, SyncConfig, OptimizerConfig, DataConfig):
         for option, value, holds, rule in rules:
             if not holds:
                 raise UsageError(f"{option} is {value}", f"It must be {rule}.")
+        if self.cuda_graph and self.compresses:
+            raise UsageError(
+                f"--cuda-graph with --compress {self.compress}",
+                "What a codec keeps is put back by the host where a step does not count.",
+                "Leave out one of them.",
+            )
         if self.cuda_graph and self.timeline is not None:
             raise UsageError(
                 "--cuda-graph with --timeline",

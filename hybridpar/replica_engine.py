@@ -13,6 +13,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.lanes import Lanes
 from hybridpar.optim import Rates, fill_momentum, load_optimizer_state, optimizer_state
 from hybridpar.pipeline.capture_rules import check_capturable
+from hybridpar.pipeline.compression import check_compression
 from hybridpar.pipeline.control import DecidedOutcome, StepOutcome
 from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
 from hybridpar.pipeline.replicate import average_buffers
@@ -53,6 +54,7 @@ class ReplicaEngine:
         if config.cuda_graph:
             check_capturable(world.device, world, [optimizer], compiled=config.compile)
         self._rates = Rates(optimizer, world.device if config.cuda_graph else None)
+        check_compression(config.compress, world.size)
         self.sync = GradientSync(model, world, lanes, sync_options(config), micro_batches=config.micro_batches)
         self._forward: Callable[..., Any] = torch.compile(model) if config.compile else model
         # The optimizer can obey a decision that the host has not read; see GradScaler for the same protocol.
@@ -87,7 +89,7 @@ class ReplicaEngine:
             if issued is not None:
                 return DecidedOutcome.of(issued.values.clone(), 0.0, issued.bytes_sent, self._lanes)
         self.set_rates(rate_factor)
-        self.sync.begin(samples, global_samples=global_samples, stop=stop, save=save)
+        self.sync.begin(samples, global_samples=global_samples, rate=rate_factor, stop=stop, save=save)
         self._run(micro_batches)
         outcome = self.sync.finish()
         self._commit(outcome)
@@ -196,6 +198,8 @@ def sync_options(config: TrainConfig) -> SyncOptions:
         clip_norm=config.clip_norm,
         pool_batch_norm=config.batch_norm != "local",
         sync_batch_norm=config.batch_norm == "sync",
+        codec=config.compress,
+        seed=config.seed,
     )
 
 

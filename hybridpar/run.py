@@ -68,7 +68,7 @@ def run_training(config: TrainConfig, model_name: str) -> int:
     """
     config.check()
     rule = SaveRule.parse(config.checkpoint_every)
-    world = World.join(lanes=config.sum_groups, timeout=config.timeout)
+    world = World.join(lanes=config.sum_groups, timeout=config.timeout, shared_memory=not config.compresses)
     try:
         tune_worker(config, world)
         data = _load_data(config, world)

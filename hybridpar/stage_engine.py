@@ -14,6 +14,7 @@ from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.optim import Rates, fill_momentum, load_optimizer_state, optimizer_state
 from hybridpar.pipeline.capture_rules import check_capturable
+from hybridpar.pipeline.compression import check_compression
 from hybridpar.pipeline.control import StepOutcome
 from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
 from hybridpar.pipeline.engine import PipelineEngine
@@ -72,6 +73,7 @@ class StageEngine:
             pipeline_options(plan, config, sync_options(config), lanes.device),
             config.micro_batches,
         )
+        check_compression(config.compress, self.pipeline.replicas)
         if config.cuda_graph:
             self.graph = self._make_graph(lanes)
 

@@ -106,7 +106,9 @@ class Trainer:
     ) -> None:
         self.config = config or TrainConfig()
         self._owns_world = world is None
-        self.world = world or World.join(lanes=self.config.sum_groups, timeout=self.config.timeout)
+        self.world = world or World.join(
+            lanes=self.config.sum_groups, timeout=self.config.timeout, shared_memory=not self.config.compresses
+        )
         self._owns_lanes = lanes is None
         self.lanes = lanes or Lanes(self.world.device)
         self.model = model.to(self.world.device)

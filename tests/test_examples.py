@@ -160,3 +160,13 @@ def test_gpu_check_adds_to_its_table(gpu_check: ModuleType, tmp_path: Path) -> N
     assert [(row["device"], row["check"], row["value"], row["passed"]) for row in rows] == [
         ("H100", "equal", "1.23e-05", "True")
     ] * 3
+
+
+def test_a_ddp_loop_of_ones_own_with_a_codec(tmp_path: Path) -> None:
+    script = str(ROOT / "examples/ddp_hook.py")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run([*torchrun, script, "--epochs", "3", "--samples", "640"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("test accuracy") == 1
+    saved = torch.load(tmp_path / "runs/ddp-hook-1.pt", weights_only=True)
+    assert saved["codec"]["codec"] == "onebit:warmup=10"

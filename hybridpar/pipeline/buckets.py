@@ -77,6 +77,7 @@ class Bucket:
         self.pending = len(slots)
         first = slots[0].parameter
         self.numel = sum(slot.parameter.numel() for slot in slots)
+        self.dtype = first.dtype
         self.bytes = self.numel * first.element_size()
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []

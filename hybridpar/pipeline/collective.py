@@ -31,11 +31,12 @@ class BackendSum:
     """All-reduce of a process group of torch.distributed, which stays its owner's to destroy."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        #: The process group.
+        self.group = group
 
     def all_reduce(self, tensor: Tensor) -> None:
         """See `SumGroup`."""
-        dist.all_reduce(tensor, group=self._group)
+        dist.all_reduce(tensor, group=self.group)
 
     def close(self) -> None:
         """See `SumGroup`."""

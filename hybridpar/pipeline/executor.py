@@ -254,7 +254,9 @@ class Executor:
         def whole() -> None:
             if stage.reducer is not None and flight is not None:
                 stage.reducer.begin_last(
-                    flight, lambda bucket: step.spans.ready(Action(action.stage, Kind.SYNC, bucket))
+                    flight,
+                    lambda bucket: step.spans.ready(Action(action.stage, Kind.SYNC, bucket)),
+                    step.request.rate_factor,
                 )
             work()
             stage.flush()

@@ -65,8 +65,9 @@ class LocalGradients:
     def close_step(self) -> None:
         """End the step."""
 
-    def keep_used(self, users: Tensor, used: list[bool]) -> None:
+    def keep_used(self, users: Tensor, used: list[bool]) -> list[str]:
         """Autograd leaves the gradient of an unused parameter None by itself."""
+        return []
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all gradients by a 0-d factor, in place."""

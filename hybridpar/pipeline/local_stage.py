@@ -74,7 +74,9 @@ class LocalStage:
         self.gradients: StageReducer | LocalGradients
         if replicas.size > 1:
             self.reducer = StageReducer(
-                parameters, replicas, lanes, lane, options.bucket_bytes, self.measured, sync_lanes
+                *(parameters, replicas, lanes, lane, options.bucket_bytes, self.measured, sync_lanes),
+                codec=options.codec,
+                seed=options.seed,
             )
             self.gradients = self.reducer
         else:
@@ -158,8 +160,11 @@ class LocalStage:
         sums = self.batch_norm.sums if self.batch_norm is not None else None
         if self.reducer is not None and message is not None:
             count = len(self._used)
-            self.gradients.keep_used(message[:count], self._used)
+            unused = self.gradients.keep_used(message[:count], self._used)
             sums = message[count:]
+            if self.reducer.compression is not None:
+                counts = values is None or not self.guarded or bool(values[4])
+                self.reducer.compression.settle(counts, unused)
         if on_device and values is not None:
             commit = values[4]
             if self._step_optimizer is not None:

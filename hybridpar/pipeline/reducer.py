@@ -26,6 +26,7 @@ from hybridpar.lane_base import Work
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.pipeline.buckets import Bucket, Slot, layout_fingerprint, make_buckets
 from hybridpar.pipeline.collective import SumGroup
+from hybridpar.pipeline.compression import make_compression
 from hybridpar.pipeline.control import Pending, all_reduce_bytes, check_layout
 from hybridpar.pipeline.world import World
 
@@ -40,11 +41,16 @@ class Flight:
     checked: set[Lane] = field(default_factory=set)
     landed: list[Event] = field(default_factory=list)
     next_bucket: int = 0
-    sent: int = 0
+    wire: dict[int, int] = field(default_factory=dict)  # bytes sent by bucket, written by the sync lanes
     report: Pending | None = None  # the forward report, in which workers compare their layouts
     flats: list[Tensor] = field(default_factory=list)  # gathered buckets, by index
     marks: list[Event] = field(default_factory=list)  # where another lane gathers them: passed when each is gathered
     on_ready: Callable[[int], None] | None = None  # told of each, on that lane
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this worker sent; known when all buckets have landed."""
+        return sum(self.wire.values())
 
 
 SyncLanes = Sequence[tuple[Lane, SumGroup]]
@@ -74,6 +80,12 @@ class GradientReducer:
         bucket_bytes: Size at which a bucket is full.
         measure: Whether to take the sums of squares of the reduced gradients.
         sync_lanes: Lanes that are open already, each with what adds on it; None opens one for each of the world's.
+        codec: What gradients travel as; `none` adds them as they are.
+        seed: For what the codec draws at random; equal on all workers.
+
+    Raises:
+        UsageError: There is no such codec, or it has no such option.
+        SyncError: A codec is asked for between workers that meet in shared memory.
     """
 
     def __init__(
@@ -84,6 +96,8 @@ class GradientReducer:
         bucket_bytes: int,
         measure: bool,
         sync_lanes: SyncLanes | None = None,
+        codec: str = "none",
+        seed: int = 0,
     ) -> None:
         self._parameters = parameters
         self._world = world
@@ -91,6 +105,7 @@ class GradientReducer:
         self._measure = measure
         self._bucket_bytes = bucket_bytes
         self._sync_lanes = open_sync_lanes(world, lanes) if sync_lanes is None else sync_lanes
+        self.compression = make_compression(codec, world, [group for _, group in self._sync_lanes], seed)
         self._order: list[str] = list(parameters)[::-1]
         self._observed: list[str] | None = []
         self._trainable: tuple[bool, ...] = ()
@@ -169,19 +184,23 @@ class GradientReducer:
         if self._observed:
             self._adopt_observed_order(self._observed)
 
-    def keep_used(self, users: Tensor, used: list[bool]) -> None:
+    def keep_used(self, users: Tensor, used: list[bool]) -> list[str]:
         """Give parameters used on no worker `.grad` None, so that the optimizer skips them.
 
         Args:
             users: Number of workers that used each parameter, in the order of the buckets.
             used: What `flush` returned; where this worker used everything there is nothing to look up.
+
+        Returns:
+            Their names.
         """
         if all(used):
-            return
+            return []
         names = [slot.name for bucket in self.buckets for slot in bucket.slots]
-        for name, count in zip(names, users.tolist(), strict=True):
-            if count == 0:
-                self._parameters[name].grad = None
+        unused = [name for name, count in zip(names, users.tolist(), strict=True) if count == 0]
+        for name in unused:
+            self._parameters[name].grad = None
+        return unused
 
     def scale(self, factor: Tensor) -> None:
         """Multiply all reduced gradients by a 0-d factor, in place."""
@@ -249,13 +268,16 @@ class GradientReducer:
         def reduce() -> None:
             flat, squares = flight.flats[bucket.index], flight.squares[bucket.index]
             lane.keep(flat, squares)
-            group.all_reduce(flat)
+            if self.compression is not None:
+                flight.wire[bucket.index] = self.compression.add(bucket, flat, group)
+            else:
+                group.all_reduce(flat)
+                flight.wire[bucket.index] = all_reduce_bytes(bucket.bytes, self._world.size)
             if mine:
                 squares.copy_(sum_of_squares(flat))
 
         lane.wait(ready)
         lane.submit(wrap(reduce) if wrap is not None else reduce)
-        flight.sent += all_reduce_bytes(bucket.bytes, self._world.size)
         landed = lane.record()
         flight.landed.append(landed)
         return landed
@@ -290,6 +312,8 @@ class GradientReducer:
         self.buckets = make_buckets(order, self._bucket_bytes)
         self._places = {slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
         self.layout = layout_fingerprint(self.buckets)
+        if self.compression is not None:
+            self.compression.cut(self.buckets)
         me = weakref.ref(self)
         for name, parameter in order:
             if name not in self._hooks:
@@ -310,8 +334,9 @@ class GradientReducer:
         self._trainable = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """The agreed order, by parameter name. Restoring it makes a resumed run add in the same order."""
-        return {"order": list(self._order), "settled": self._observed is None}
+        """The agreed order, by parameter name, so that a resumed run adds in the same order; and what codecs keep."""
+        state: dict[str, Any] = {"order": list(self._order), "settled": self._observed is None}
+        return state if self.compression is None else {**state, "codec": self.compression.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the order where the names still fit; otherwise it is observed anew."""
@@ -319,6 +344,8 @@ class GradientReducer:
             self._order = list(state["order"])
             self._observed = None if state["settled"] or self._world.size == 1 else []
             self._trainable = ()
+            if self.compression is not None and "codec" in state:
+                self.compression.load_state_dict(state["codec"])
 
     def close(self) -> None:
         """Remove all hooks. Gradients stay as they are."""

@@ -32,6 +32,8 @@ class StageReducer(GradientReducer):
         bucket_bytes: Size at which a bucket is full.
         measure: Whether to take the sums of squares of the reduced gradients.
         sync_lanes: Lanes that all stages of the worker share.
+        codec: See `GradientReducer`.
+        seed: Likewise.
     """
 
     def __init__(
@@ -43,8 +45,10 @@ class StageReducer(GradientReducer):
         bucket_bytes: int,
         measure: bool,
         sync_lanes: SyncLanes,
+        codec: str = "none",
+        seed: int = 0,
     ) -> None:
-        super().__init__(parameters, replicas, lanes, bucket_bytes, measure, sync_lanes)
+        super().__init__(parameters, replicas, lanes, bucket_bytes, measure, sync_lanes, codec, seed)
         self._compute = compute
         self.follow_trainable()
 
@@ -53,13 +57,18 @@ class StageReducer(GradientReducer):
         flight.marks = [self._lanes.event() for _ in self.buckets]
         return flight.marks
 
-    def begin_last(self, flight: Flight, on_ready: Callable[[int], None] | None = None) -> None:
+    def begin_last(
+        self, flight: Flight, on_ready: Callable[[int], None] | None = None, rate: float | None = None
+    ) -> None:
         """On the stage's lane: the next backward pass is the last of the step.
 
         Args:
             flight: What is known about this step's gradients.
             on_ready: Called on the lane when a bucket is gathered, with its number.
+            rate: Learning rate of the step, in any unit.
         """
+        if self.compression is not None and rate is not None:
+            self.compression.set_rate(rate)
         flight.releasing = True
         flight.on_ready = on_ready
 

@@ -51,6 +51,8 @@ class SyncOptions:
         pool_batch_norm: Pool BatchNorm's running statistics over micro-batches and workers.
         sync_batch_norm: Also normalise by the moments over the replicas. The last of the world's groups that add is
             taken for it.
+        codec: What gradients travel as, as text; see `hybridpar.compress`. Anything but `none` needs process groups.
+        seed: For what the codec draws at random.
     """
 
     bucket_bytes: int = 8 << 20
@@ -58,6 +60,8 @@ class SyncOptions:
     clip_norm: float | None = None
     pool_batch_norm: bool = True
     sync_batch_norm: bool = False
+    codec: str = "none"
+    seed: int = 0
 
 
 @dataclass
@@ -122,6 +126,8 @@ class GradientSync:
                 self.options.bucket_bytes,
                 self._measure,
                 open_sync_lanes(world, lanes, spared=int(synced)),
+                self.options.codec,
+                self.options.seed,
             )
             if world.size > 1
             else LocalGradients(parameters, world.device, self._measure)
@@ -133,12 +139,14 @@ class GradientSync:
         self._rollback = BufferRollback(model, spared) if self.options.guard else None
         self._step: _Step | None = None
         self._batch_norm_sums: Tensor | None = None
+        self._unused: list[str] = []
 
     def begin(
         self,
         samples: int,
         *,
         global_samples: int | None = None,
+        rate: float = 1.0,
         stop: bool = False,
         save: bool = False,
         wishes: Tensor | None = None,
@@ -149,11 +157,14 @@ class GradientSync:
             samples: Samples of this worker in this step, over all micro-batches.
             global_samples: Samples of all workers, where the caller knows; else they are exchanged, hidden behind
                 the first forward pass.
+            rate: Learning rate of the step, in any unit: a codec may scale what it keeps by its changes.
             stop: This worker wants training to end after this step.
             save: This worker wants a checkpoint after this step.
             wishes: `stop` and `save` as a float64 tensor on the device, in place of what the host says.
         """
         self.reducer.open()
+        if isinstance(self.reducer, GradientReducer) and self.reducer.compression is not None:
+            self.reducer.compression.set_rate(rate)
         if self.batch_norm is not None:
             self.batch_norm.discard()
         if self._rollback is not None:
@@ -246,7 +257,7 @@ class GradientSync:
             factor = clip_factor(votes[0], self.options.clip_norm)
             if factor is not None:
                 self.reducer.scale(factor)
-        self.reducer.keep_used(votes[1:], used)
+        self._unused = self.reducer.keep_used(votes[1:], used)
         values = decide(report, votes[0], guard=self.options.guard, measured=self._measure)
         exposed = (time.perf_counter() - started) * 1e3
         sent += step.message_bytes
@@ -269,6 +280,9 @@ class GradientSync:
                 self.batch_norm.commit(self._batch_norm_sums, where=outcome.commit)
             elif outcome.committed:
                 self.batch_norm.commit(self._batch_norm_sums)
+        if isinstance(self.reducer, GradientReducer) and self.reducer.compression is not None:
+            # On a GPU this waits for the step: what codecs keep is put back or kept by the host.
+            self.reducer.compression.settle(outcome.committed, self._unused)
         self._step = None
         self.reducer.close_step()
 

@@ -1,0 +1,37 @@
+"""Why: gradients can be compressed in anybody's training loop; this package needs nothing of the trainer.
+
+A step of it::
+
+    codec = parse_codec("onebit:decay=0.9,warmup=20")
+    coders = [bind(codec, TensorSpec(name, (*p.shape,), rank, workers)) for name, p in model.named_parameters()]
+    exchange = Exchange(coders)
+    exchange.run(TorchGroup(), gradients, gradients)   # flat float32 gradients become their mean over the workers
+    exchange.commit()                                  # or rollback(), where the step does not count
+"""
+
+from hybridpar.compress.cast import Cast
+from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, TensorSpec
+from hybridpar.compress.exchange import Exchange, Traffic
+from hybridpar.compress.feedback import ErrorFeedback
+from hybridpar.compress.group import Group, TorchGroup
+from hybridpar.compress.text import bind, format_codec, parse_codec
+from hybridpar.compress.together import run_together
+
+__all__ = [
+    "CODECS",
+    "Cast",
+    "Codec",
+    "Coder",
+    "ErrorFeedback",
+    "Exchange",
+    "Group",
+    "Meeting",
+    "Round",
+    "TensorSpec",
+    "TorchGroup",
+    "Traffic",
+    "bind",
+    "format_codec",
+    "parse_codec",
+    "run_together",
+]

@@ -1,0 +1,242 @@
+"""Why: every codec speaks the same language, so that sync can fuse the messages of all parameters.
+
+A codec turns the gradient of one parameter into messages and back, in **rounds**. In each round every worker writes a
+message, the messages meet (they are added, say), and every worker reads what came of it. How long a message is and how
+it meets the others follows from the parameter's shape and the number of workers alone; so round i of all parameters of
+a bucket is one collective per way of meeting, and bytes are known before anything is sent.
+
+`Codec` is the configuration, a frozen dataclass with one registry line. `Coder` is what it becomes for one parameter
+on one worker, with scratch and state. Error feedback is nobody's own business: it is `hybridpar.compress.feedback`.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress.residual import NO_RESIDUAL, Residual
+from hybridpar.compress.scratch import Scratch
+from hybridpar.registry import Registry
+
+
+class Meeting(enum.Enum):
+    """How the messages of all workers become one."""
+
+    #: Added element by element.
+    SUM = "sum"
+    #: The larger of each element. What happens to NaN is left open, so no message may hold one.
+    MAX = "max"
+    #: Bitwise and of integer words.
+    AND = "and"
+    #: Each worker sends stripe k to worker k, which merges what it gets; everybody receives all merged stripes.
+    SHARD = "shard"
+
+
+@dataclass(frozen=True)
+class Round:
+    """One message that a coder writes and what it receives for it.
+
+    Attributes:
+        meeting: How the messages meet.
+        dtype: Of the elements; `torch.uint8` where they meet by SHARD.
+        sizes: Elements of each part that is written: one part, or one stripe per worker where they meet by SHARD.
+        merged: Elements of each merged stripe, where that is not what is written. SHARD only.
+    """
+
+    meeting: Meeting
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    merged: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.merged:
+            object.__setattr__(self, "merged", self.sizes)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all parts that a worker writes."""
+        return sum(self.sizes) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The parameter that a codec is bound to, and who exchanges it.
+
+    Attributes:
+        name: The parameter's name in the model; state is kept under it.
+        shape: Its shape. The flat gradient lies in memory order, first dimension outermost, as in contiguous and
+            channels-last tensors.
+        rank: This worker.
+        workers: How many there are.
+        seed: Equal on all workers; what is drawn at random follows from it, the name and the step.
+        device: Where the gradient is.
+        average: Whether the result is the mean over the workers, or the sum.
+        wire: The type in which floating-point messages travel.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rank: int = 0
+    workers: int = 1
+    seed: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    average: bool = True
+    wire: torch.dtype = torch.float32
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def divisor(self) -> int:
+        """What the sum over the workers is divided by."""
+        return self.workers if self.average else 1
+
+    def draw_seed(self, *salt: object) -> int:
+        """A number below 2**63 that depends on seed, name and salt alone, on any machine."""
+        text = ":".join(str(part) for part in (self.seed, self.name, *salt))
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+class Coder(ABC):
+    """A codec at work on one parameter of one worker.
+
+    The calls of a step: `begin`; for every round `write`, where stripes are sharded `merge`, and `read`; then `finish`;
+    then `commit` or `rollback`. Tensors handed to `write` and `read` are views that stay as they are until `finish`.
+
+    A non-finite gradient on any worker makes the result non-finite on all of them; it is for the caller to roll back.
+
+    Args:
+        spec: The parameter.
+    """
+
+    #: Elements of each residual that error feedback may keep, by key.
+    residuals: Mapping[str, int] = {}
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self.spec = spec
+        self._scratch = Scratch(spec.device)
+
+    def use(self, scratch: Scratch) -> None:
+        """Borrow scratch memory that coders share which never work at the same time."""
+        self._scratch = scratch
+
+    @property
+    @abstractmethod
+    def rounds(self) -> tuple[Round, ...]:
+        """The rounds of the next step, equal on all workers."""
+
+    @abstractmethod
+    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+        """Start a step.
+
+        Args:
+            gradient: 1-D float32 of any stride; it is not changed, and must stay as it is until `finish`.
+            residuals: What error feedback keeps. The coder takes v = gradient + residual from there, and leaves
+                v - C(v), what it does not send, until `finish` has returned.
+        """
+
+    @abstractmethod
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        """Write the message of a round.
+
+        Args:
+            index: Number of the round.
+            parts: 1-D tensors to fill, as `rounds[index]` says.
+        """
+
+    def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
+        """Make one stripe out of what all workers sent for this worker's stripe; only where stripes are sharded.
+
+        Args:
+            index: Number of the round.
+            received: The stripe as each worker wrote it, by rank.
+            out: What to fill, `rounds[index].merged[rank]` elements.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no sharded round {index}")
+
+    @abstractmethod
+    def read(self, index: int, parts: Sequence[Tensor]) -> None:
+        """Take what came of a round.
+
+        Args:
+            index: Number of the round.
+            parts: The reduced message, or all merged stripes by rank.
+        """
+
+    @abstractmethod
+    def finish(self, out: Tensor) -> None:
+        """Write the mean over the workers, or their sum, as the spec says.
+
+        Args:
+            out: 1-D float32 of any stride. It may be the gradient itself.
+        """
+
+    def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
+        """Add a residual to a tensor in the layout of the gradient.
+
+        Args:
+            key: Of `residuals`.
+            residual: What is kept under it.
+            out: 1-D float32, as large as the gradient.
+        """
+        out.add_(residual)
+
+    def rescale(self, learning_rate: float) -> None:  # noqa: B027 - most keep nothing in these units
+        """Say which learning rate the coming steps use, for what is kept in units of the gradient."""
+
+    def commit(self) -> None:  # noqa: B027 - most have no state
+        """The step counts."""
+
+    def rollback(self) -> None:  # noqa: B027 - most have no state
+        """The step does not count: all state is as it was before `begin`, bit by bit."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs, as plain tensors and numbers; loadable with `weights_only`."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most have no state
+        """Restore what `state_dict` returned.
+
+        Raises:
+            CheckpointError: The state belongs to another shape, worker or number of workers.
+        """
+
+
+class Codec(ABC):
+    """How gradients are compressed: a configuration, a frozen dataclass of plain values.
+
+    As text it is `name:option=value,...`; see `hybridpar.compress.text`.
+    """
+
+    #: What users type.
+    name: ClassVar[str]
+    #: Whether the expected result differs from the true mean.
+    biased: ClassVar[bool]
+    #: Whether a coder has state of its own, beside error feedback's.
+    stateful: ClassVar[bool] = False
+    #: Whether it is used with error feedback unless asked otherwise.
+    feedback: ClassVar[bool] = False
+    #: Whether floating-point messages travel, which could be sent in a shorter type.
+    castable: ClassVar[bool] = False
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a parameter of this shape should be compressed; others travel in full."""
+        return math.prod(shape) > 0
+
+    @abstractmethod
+    def bind(self, spec: TensorSpec) -> Coder:
+        """A coder for one parameter on one worker."""
+
+
+#: All codecs by name.
+CODECS: Registry[type[Codec]] = Registry("codec")

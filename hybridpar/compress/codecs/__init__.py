@@ -1,0 +1,10 @@
+"""Why: a codec is chosen by name, and a new one is one new file in this folder.
+
+Every module here is imported with the package, and enters its codec into `CODECS`.
+"""
+
+import importlib
+import pkgutil
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)

@@ -1,0 +1,199 @@
+"""Why: a convolution is a set of filters that matter unequally, and a dense layer is not; each wants its own codec.
+
+After "Hylo: Hybrid Layer-Based Optimization to Reduce Communication in Distributed Deep Learning". Its abstract says:
+layers above a size are compressed; of a convolution some important kernels are sent, at a rate that follows the layer's
+size; a dense layer is quantised to 2 bits with a threshold that follows its values; what is not sent accumulates. It
+gives no formulas. Those here are this project's, with N elements of a parameter and v = g + r:
+
+* N <= `least`, or neither a convolution nor a matrix: full precision.
+* A convolution of O filters sends k = ceil(rho O) of them, rho = (least / N) ** power, at least `rate` and at most 1.
+  Workers agree on which: the k with the largest sum over the workers of mean v**2, of equal ones the first. So all send
+  the same filters, no indices travel, and the values are added by one all-reduce (agreed indices as in ScaleCom, Chen
+  et al., NeurIPS 2020). v of these filters is sent in full and their residual is 0; of the others v stays.
+* A matrix goes as `twobit` with an adapted threshold.
+
+No filter starves: each is sent at least once in any `delay` + 1 steps, however small it is. k stays the same for that,
+so that bytes follow from the shape; instead the filters closest to their deadline go first, as few as suffice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, TensorSpec
+from hybridpar.compress.codecs.twobit import TwoBit
+from hybridpar.compress.residual import NO_RESIDUAL, WORKER, Residual
+from hybridpar.errors import CheckpointError, UsageError
+
+
+@CODECS.register("hylo", "Hylo: important filters of convolutions, 2 bits for dense layers, small layers in full")
+@dataclass(frozen=True)
+class Hylo(Codec):
+    """A codec for each kind of layer.
+
+    Attributes:
+        least: Parameters of at most so many elements travel in full precision.
+        rate: Least share of filters that is sent.
+        power: How fast the share falls with the size.
+        delay: Most steps that a filter waits.
+        factor: Of the threshold of dense layers, see `twobit`.
+        cap: Of the threshold of dense layers, see `twobit`.
+    """
+
+    least: int = 50_000
+    rate: float = 0.1
+    power: float = 0.5
+    delay: int = 50
+    factor: float = 1.5
+    cap: float = 0.5
+    name = "hylo"
+    biased = True
+    stateful = True
+    feedback = True
+    castable = True
+
+    def __post_init__(self) -> None:
+        if self.least < 1:
+            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
+        if not 0 < self.rate <= 1:
+            raise UsageError(f"rate={self.rate:g}", "It is a share, above 0 and at most 1.", "Use 0.1.")
+        if self.power < 0:
+            raise UsageError(f"power={self.power:g}", "Larger layers do not send more.", "Use 0.5.")
+        if self.delay < 0:
+            raise UsageError(f"delay={self.delay}", "It is a number of steps.", "Use 50.")
+        self._dense()
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether it is a large convolution or matrix."""
+        return len(shape) in (2, 4, 5) and math.prod(shape) > self.least
+
+    def filters(self, shape: Sequence[int]) -> int:
+        """How many filters of a convolution are sent in a step."""
+        share = min(max(math.pow(self.least / math.prod(shape), self.power), self.rate), 1.0)
+        return max(math.ceil(share * shape[0]), math.ceil(shape[0] / (self.delay + 1)))
+
+    def bind(self, spec: TensorSpec) -> Coder:
+        """See `Codec`."""
+        if len(spec.shape) == 2:
+            return self._dense().bind(spec)
+        return FilterCoder(spec, self.filters(spec.shape), self.delay)
+
+    def _dense(self) -> TwoBit:
+        return TwoBit(factor=self.factor, cap=self.cap)
+
+
+class FilterCoder(Coder):
+    """Sends the filters that all workers together find most important.
+
+    Args:
+        spec: The parameter; a filter is what belongs to one index of its first dimension.
+        sent: How many filters are sent in a step.
+        delay: Most steps that a filter waits; `(delay + 1) * sent` is at least the number of filters.
+    """
+
+    def __init__(self, spec: TensorSpec, sent: int, delay: int) -> None:
+        super().__init__(spec)
+        self._filters, self._sent, self._delay = spec.shape[0], sent, delay
+        self._length = spec.count // self._filters
+        self._rounds = (
+            Round(Meeting.SUM, torch.float64, (self._filters,)),
+            Round(Meeting.SUM, spec.wire, (sent * self._length,)),
+        )
+        self.residuals = {WORKER: spec.count}
+        self._share = 1 / spec.workers if spec.wire != torch.float32 else 1.0
+        self._waited = torch.zeros(self._filters, dtype=torch.int64, device=spec.device)
+        self._values = self._chosen = self._rows = torch.empty(0)
+        self._residual = Residual()
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """Scores, then filters."""
+        return self._rounds
+
+    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+        """See `Coder`."""
+        self._residual = residuals[WORKER]
+        self._values = self._residual.take(gradient.view(self._filters, self._length), 0)
+
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        """See `Coder`."""
+        (out,) = parts
+        if index == 0:
+            # In float64 a score is finite exactly where its filter is.
+            norms = torch.linalg.vector_norm(self._values, dim=1, dtype=torch.float64)
+            torch.div(norms.square_(), self._length, out=out)
+            return
+        rows = out.view(self._sent, self._length)
+        if self.spec.wire == torch.float32:
+            torch.index_select(self._values, 0, self._chosen, out=rows)
+            if self._residual.keeps:
+                self._values.index_fill_(0, self._chosen, 0.0)
+            return
+        torch.mul(self._values.index_select(0, self._chosen), self._share, out=rows)
+        if self._residual.keeps:
+            self._values.index_add_(0, self._chosen, rows.float(), alpha=-1 / self._share)
+
+    def read(self, index: int, parts: Sequence[Tensor]) -> None:
+        """See `Coder`."""
+        if index == 0:
+            self._chosen = choose(parts[0], self._waited, self._sent, self._delay)
+        else:
+            self._rows = parts[0]
+
+    def finish(self, out: Tensor) -> None:
+        """See `Coder`."""
+        rows = self._rows.to(torch.float32).view(self._sent, self._length)
+        out.zero_()
+        out.view(self._filters, self._length).index_copy_(0, self._chosen, rows.div_(self.spec.divisor * self._share))
+
+    def commit(self) -> None:
+        """See `Coder`."""
+        self._waited += 1
+        self._waited.index_fill_(0, self._chosen, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps each filter has waited."""
+        return {"waited": self._waited.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Coder`."""
+        waited: Tensor = state["waited"]
+        if waited.shape != self._waited.shape or int(waited.max()) > self._delay:
+            raise CheckpointError(
+                f"the filters of {self.spec.name!r} have waited {tuple(waited.shape)}, up to {int(waited.max())} steps",
+                f"There are {self._filters} filters, and none waits more than {self._delay} steps.",
+                "Resume with the delay of the run that wrote the checkpoint.",
+            )
+        self._waited.copy_(waited)
+
+
+def choose(scores: Tensor, waited: Tensor, count: int, delay: int) -> Tensor:
+    """Which filters are sent.
+
+    A filter that has waited w steps must go within the next delay - w steps after this one. All deadlines can be kept
+    as long as, for every t, no more than (t + 1) count filters are due within t steps. So as many of the most urgent
+    ones go now as would otherwise be too many; the rest is chosen by score.
+
+    Args:
+        scores: Of each filter, float64, equal on all workers.
+        waited: Steps since each was sent.
+        count: How many to choose.
+        delay: Most steps that a filter waits.
+
+    Returns:
+        Their numbers, ascending. Where scores are not finite, one of these filters is among them.
+    """
+    slack = delay - waited
+    steps = torch.arange(delay + 1, device=slack.device)
+    due = (slack.unsqueeze(1) <= steps).sum(0)
+    forced = (due - count * steps).clamp_(min=0).max()
+    urgency = torch.argsort(torch.argsort(slack, stable=True))
+    most = torch.finfo(scores.dtype).max
+    ranked = scores.clamp(max=most / 2).masked_fill(urgency < forced, most).masked_fill(~scores.isfinite(), torch.inf)
+    return torch.sort(ranked, descending=True, stable=True).indices[:count].sort().values

@@ -1,0 +1,154 @@
+"""Why: one bit per value is the least that still says which way to go, and error feedback makes up for the rest.
+
+1-bit SGD: Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
+Distributed Training of Speech DNNs", Interspeech 2014. For a group of values v_i, with b_i = [v_i >= 0]:
+
+    a1 = mean of v_i with b_i = 1        a0 = mean of v_i with b_i = 0        C(v)_i = a1 if b_i else a0
+
+For the threshold 0 no other two values have a smaller squared error. The mean of no values is 0, so zeros arrive as
+zeros. Per group 64 bits of levels travel beside the bits: groups of n values shrink by 32 / (1 + 64 / n).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress.codec import CODECS, Codec, TensorSpec
+from hybridpar.compress.packing import at_least, bits_size, pack_bits, select, unpack_bits
+from hybridpar.compress.residual import Residual
+from hybridpar.compress.scratch import CHUNK, Scratch
+from hybridpar.compress.sharded import Quantiser, ShardedCoder
+from hybridpar.errors import UsageError, nearest
+
+_GROUPS = ("row", "column")
+
+
+@CODECS.register("onebit", "1-bit SGD: signs and two means per group, error feedback, sharded exchange")
+@dataclass(frozen=True)
+class OneBit(Codec):
+    """Signs, and two reconstruction values per group.
+
+    Attributes:
+        group: Which values share levels. `row`: those of one output unit or convolution filter, which lie side by
+            side in memory. `column`: those that leave one input unit of a matrix, as in the paper; other than
+            matrices go by rows.
+        least: A parameter whose groups have fewer values travels in full precision; so do vectors.
+    """
+
+    group: str = "row"
+    least: int = 32
+    name = "onebit"
+    biased = True
+    feedback = True
+
+    def __post_init__(self) -> None:
+        if self.group not in _GROUPS:
+            raise UsageError(f"group={self.group}", "It says which values share levels.", nearest(self.group, _GROUPS))
+        if self.least < 1:
+            raise UsageError(f"least={self.least}", "It is a number of values.", "Use 1 or more.")
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether there are groups, long enough to pay for their levels."""
+        return len(shape) > 1 and math.prod(shape) > 0 and self._length(shape) >= self.least
+
+    def bind(self, spec: TensorSpec) -> ShardedCoder:
+        """See `Codec`."""
+        return ShardedCoder(spec, SignQuantiser(spec.shape, self._by_columns(spec.shape)))
+
+    def _by_columns(self, shape: Sequence[int]) -> bool:
+        return self.group == "column" and len(shape) == 2
+
+    def _length(self, shape: Sequence[int]) -> int:
+        return shape[0] if self._by_columns(shape) else math.prod(shape[1:])
+
+
+class SignQuantiser(Quantiser):
+    """A stripe of groups as [a0 of each group][a1 of each group][bits].
+
+    Args:
+        shape: Of the parameter.
+        by_columns: Whether a group is a column of the matrix; else what belongs to one index of the first dimension.
+    """
+
+    def __init__(self, shape: Sequence[int], by_columns: bool) -> None:
+        self._shape = tuple(shape)
+        self._by_columns = by_columns
+
+    def view(self, flat: Tensor) -> Tensor:
+        """One group per row."""
+        matrix = flat.view(self._shape[0], -1)
+        return matrix.t() if self._by_columns else matrix
+
+    def size(self, shape: Sequence[int]) -> int:
+        """Two levels per group, one bit per value."""
+        groups, length = shape
+        return 8 * groups + bits_size(groups * length)
+
+    def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
+        """See `Quantiser`."""
+        groups, length = values.shape
+        lower, upper, packed = _parts(out, groups)
+        for first, last in _chunks(groups, length):
+            size = (last - first) * length
+            v = residual.take(values[first:last], first * length)
+            bits = scratch.take("bits", size, torch.bool).view(v.shape)
+            half = scratch.take("half", size).view(v.shape)
+            a0, a1 = lower[first:last], upper[first:last]
+            at_least(v, 0.0, bits)
+            ones = bits.view(torch.uint8).sum(1, dtype=torch.int32).to(torch.float32)
+            torch.sum(torch.clamp(v, max=0, out=half), 1, out=a0)
+            torch.sum(torch.clamp(v, min=0, out=half), 1, out=a1)
+            a0.div_((length - ones).clamp_(min=1))
+            a1.div_(ones.clamp_(min=1))
+            start = first * length // 8
+            pack_bits(bits.view(-1), packed[start : start + bits_size(size)])
+            if residual.keeps:
+                select(bits, a1.unsqueeze(1), a0.unsqueeze(1), half)
+                v.sub_(half)
+
+    def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
+        """See `Quantiser`."""
+        groups, length = out.shape
+        lower, upper, packed = _parts(message, groups)
+        a0, a1 = (lower / divisor).unsqueeze(1), (upper / divisor).unsqueeze(1)
+        for first, last in _chunks(groups, length):
+            bits = _bits(packed, first, last, length)
+            decoded = scratch.take("half", bits.numel()).view(bits.shape)
+            select(bits, a1[first:last], a0[first:last], decoded)
+            out[first:last] = decoded
+
+    def add(self, message: Tensor, total: Tensor, scratch: Scratch) -> None:
+        """See `Quantiser`."""
+        groups, length = total.shape
+        lower, upper, packed = _parts(message, groups)
+        for first, last in _chunks(groups, length):
+            bits = _bits(packed, first, last, length)
+            decoded = scratch.take("half", bits.numel()).view(bits.shape)
+            select(bits, upper[first:last].unsqueeze(1), lower[first:last].unsqueeze(1), decoded)
+            total[first:last].add_(decoded)
+
+
+def _parts(message: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Lower levels, upper levels and packed bits of a message."""
+    levels = message[: 8 * groups].view(torch.float32)
+    return levels[:groups], levels[groups:], message[8 * groups :]
+
+
+def _bits(packed: Tensor, first: int, last: int, length: int) -> Tensor:
+    """The bits of some groups, one group per row."""
+    count = (last - first) * length
+    start = first * length // 8
+    return unpack_bits(packed[start : start + bits_size(count)], count).view(-1, length)
+
+
+def _chunks(groups: int, length: int) -> Iterator[tuple[int, int]]:
+    """Ranges of groups that fit in a core's cache, each beginning at a whole byte of bits."""
+    whole = 8 // math.gcd(length, 8)
+    step = max(CHUNK // length // whole, 1) * whole
+    for first in range(0, groups, step):
+        yield first, min(first + step, groups)

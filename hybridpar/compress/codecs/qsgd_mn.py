@@ -1,0 +1,279 @@
+"""Why: if all workers round on one grid, their codes can be added on the way, and any all-reduce will do.
+
+QSGD-MaxNorm: Vineeth S, "Quantization for Distributed Optimization", arXiv 2109.12497; QSGD: Alistarh, Grubic, Li,
+Tomioka, Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017. With b bits
+and s = 2**b - 1 levels, and the scale w = max over workers and elements of |g_i|:
+
+    q_i = floor(s g_i / w + u_i), u_i uniform in [0, 1)        mean gradient = w / (s K) * sum over workers of q_i
+
+E[q_i] = s g_i / w, so it is unbiased and needs no error feedback; the variance of a worker's element is at most
+(w / s)**2 / 4. Codes are whole numbers from -s to s. There are two ways for them to meet:
+
+* `sum`: w is agreed first, 4 bytes. Codes travel as q + s in fields so wide that the sum of K of them fits, log2(2 s K)
+  bits rounded up, packed into words (`hybridpar.compress.packing`). No field ever carries into the next.
+* `shard`: each stripe has a scale of its own and fields of b + 1 bits whatever K is; its owner adds in float32 and
+  rounds again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, TensorSpec
+from hybridpar.compress.noise import Noise
+from hybridpar.compress.packing import Fields, magnitude
+from hybridpar.compress.residual import NO_RESIDUAL, Residual
+from hybridpar.compress.scratch import Scratch
+from hybridpar.compress.sharded import Quantiser, ShardedCoder
+from hybridpar.errors import UsageError, nearest
+
+_WAYS = ("sum", "shard")
+
+#: Bytes before the fields of a stripe: the scale, and what aligns words of 64 bits.
+_HEAD = 8
+
+
+@CODECS.register("qsgd_mn", "QSGD-MaxNorm: unbiased rounding to 2**bits - 1 levels of one agreed scale")
+@dataclass(frozen=True)
+class QsgdMaxNorm(Codec):
+    """Stochastic rounding on a grid that all workers share.
+
+    Attributes:
+        bits: The grid has 2**bits - 1 steps from zero to the largest element.
+        meet: `sum` or `shard`, see above.
+        least: Parameters with fewer elements travel in full precision; so do vectors.
+    """
+
+    bits: int = 4
+    meet: str = "sum"
+    least: int = 1000
+    name = "qsgd_mn"
+    biased = False
+    stateful = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 8:
+            raise UsageError(f"bits={self.bits}", "Codes have 1 to 8 bits.", "Use 4; for 16 bits there is bf16.")
+        if self.meet not in _WAYS:
+            raise UsageError(f"meet={self.meet}", "It says how codes meet.", nearest(self.meet, _WAYS))
+        if self.least < 1:
+            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether it is a matrix or more, and large enough."""
+        return len(shape) > 1 and math.prod(shape) >= self.least
+
+    def bind(self, spec: TensorSpec) -> Coder:
+        """See `Codec`."""
+        steps = 2**self.bits - 1
+        return SummedLevels(spec, steps) if self.meet == "sum" else ShardedLevels(spec, steps)
+
+
+_Put = Callable[[int, int, Tensor], None]
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Whole steps from -scale to scale.
+
+    Where a gradient was not finite the scale is infinite: then codes may be anything, and no value decodes to a finite
+    one.
+    """
+
+    steps: int
+    noise: Noise
+
+    def encode(self, values: Tensor, scale: Tensor, fields: Fields, out: Tensor, scratch: Scratch) -> None:
+        """Round to codes and pack them as code + steps.
+
+        Args:
+            values: 1-D.
+            scale: One element, at least as large as any value.
+            fields: Where codes lie.
+            out: The words.
+            scratch: Memory to borrow.
+        """
+        self.noise.draw(fields.words, scratch)
+        divisor = torch.where(scale > 0, scale, 1.0)
+
+        def code(start: int, stop: int, into: Tensor) -> None:
+            # Dividing first makes the largest value exactly 1, and a denormal scale harmless.
+            torch.div(values[start:stop], divisor, out=into)
+            into.mul_(self.steps).add_(self.noise.take(stop - start)).floor_().clamp_(max=self.steps)
+            into.add_(self.steps)
+
+        fields.pack(out, code, scratch)
+
+    def decode(self, words: Tensor, fields: Fields, workers: int, divisor: int, put: _Put, scratch: Scratch) -> None:
+        """Unpack codes, or sums of them.
+
+        Args:
+            words: The words.
+            fields: Where codes lie.
+            workers: How many workers' codes were added.
+            divisor: What to divide the sum by.
+            put: Given ranges of sums in units of the scale, which it may change.
+            scratch: Memory to borrow.
+        """
+
+        def use(start: int, stop: int, values: Tensor) -> None:
+            put(start, stop, values.sub_(workers * self.steps).div_(self.steps * divisor))
+
+        fields.unpack(words, use, scratch)
+
+
+class SummedLevels(Coder):
+    """Agrees on a scale, then adds codes.
+
+    Args:
+        spec: The parameter.
+        steps: s, the steps of the grid from zero to the scale.
+    """
+
+    def __init__(self, spec: TensorSpec, steps: int) -> None:
+        super().__init__(spec)
+        self._grid = _Grid(steps, Noise(spec))
+        self._fields = Fields.summable(spec.count, 2 * steps, spec.workers)
+        self._rounds = (
+            Round(Meeting.MAX, torch.float32, (1,)),
+            Round(Meeting.SUM, self._fields.word, (self._fields.words,)),
+        )
+        self._gradient = self._scale = self._words = torch.empty(0)
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """The scale, then the codes."""
+        return self._rounds
+
+    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+        """See `Coder`."""
+        self._gradient = gradient
+        self._grid.noise.begin()
+
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        """See `Coder`."""
+        (out,) = parts
+        if index == 0:
+            out.copy_(scale_of(self._gradient))
+        else:
+            self._grid.encode(self._gradient, self._scale, self._fields, out, self._scratch)
+
+    def read(self, index: int, parts: Sequence[Tensor]) -> None:
+        """See `Coder`."""
+        if index == 0:
+            self._scale = parts[0]
+        else:
+            self._words = parts[0]
+
+    def finish(self, out: Tensor) -> None:
+        """See `Coder`."""
+
+        def put(start: int, stop: int, values: Tensor) -> None:
+            torch.mul(values, self._scale, out=out[start:stop])
+
+        self._grid.decode(self._words, self._fields, self.spec.workers, self.spec.divisor, put, self._scratch)
+
+    def commit(self) -> None:
+        """See `Coder`."""
+        self._grid.noise.commit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Coder`."""
+        return self._grid.noise.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Coder`."""
+        self._grid.noise.load_state_dict(state)
+
+
+class ShardedLevels(ShardedCoder):
+    """Exchanges codes stripe by stripe.
+
+    Args:
+        spec: The parameter.
+        steps: s, the steps of the grid from zero to the scale.
+    """
+
+    def __init__(self, spec: TensorSpec, steps: int) -> None:
+        self._noise = Noise(spec)
+        super().__init__(spec, LevelQuantiser(_Grid(steps, self._noise)))
+
+    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+        """See `Coder`."""
+        super().begin(gradient, residuals)
+        self._noise.begin()
+
+    def commit(self) -> None:
+        """See `Coder`."""
+        self._noise.commit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Coder`."""
+        return self._noise.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Coder`."""
+        self._noise.load_state_dict(state)
+
+
+class LevelQuantiser(Quantiser):
+    """A stripe as [its scale][codes].
+
+    Args:
+        grid: What it rounds to.
+    """
+
+    def __init__(self, grid: _Grid) -> None:
+        self._grid = grid
+
+    def view(self, flat: Tensor) -> Tensor:
+        """As it is."""
+        return flat
+
+    def size(self, shape: Sequence[int]) -> int:
+        """Scale and codes."""
+        return _HEAD + self._fields(shape[0]).bytes
+
+    def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
+        """See `Quantiser`. There is no error feedback, so the residual is not looked at."""
+        fields = self._fields(values.numel())
+        out[:_HEAD].zero_()
+        scale = out[:4].view(torch.float32)
+        scale.copy_(scale_of(values))
+        self._grid.encode(values, scale, fields, out[_HEAD:].view(fields.word), scratch)
+
+    def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
+        """See `Quantiser`."""
+        scale = message[:4].view(torch.float32)
+
+        def put(start: int, stop: int, values: Tensor) -> None:
+            torch.mul(values, scale, out=out[start:stop])
+
+        self._read(message, out.numel(), divisor, put, scratch)
+
+    def add(self, message: Tensor, total: Tensor, scratch: Scratch) -> None:
+        """See `Quantiser`."""
+        scale = message[:4].view(torch.float32)
+
+        def put(start: int, stop: int, values: Tensor) -> None:
+            total[start:stop].add_(values.mul_(scale))
+
+        self._read(message, total.numel(), 1, put, scratch)
+
+    def _read(self, message: Tensor, count: int, divisor: int, put: _Put, scratch: Scratch) -> None:
+        fields = self._fields(count)
+        self._grid.decode(message[_HEAD:].view(fields.word), fields, 1, divisor, put, scratch)
+
+    def _fields(self, count: int) -> Fields:
+        return Fields.summable(count, 2 * self._grid.steps, 1)
+
+
+def scale_of(values: Tensor) -> Tensor:
+    """Largest magnitude, 0-d; infinite where a value is not finite, as NaN has no place in a maximum."""
+    return magnitude(values).nan_to_num(nan=torch.inf, posinf=torch.inf)

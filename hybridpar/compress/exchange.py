@@ -1,0 +1,260 @@
+"""Why: codecs write messages and know nothing of networks; here messages of many parameters travel together.
+
+Round i of all coders becomes one collective per way of meeting and type. Where messages cannot be added they are
+**sharded**: every worker sends stripe k to worker k, which merges what all sent, and the merged stripes go to everybody
+(Seide et al. 2014, section 3: each worker owns 1/K of the sum, so that bytes per worker do not grow with K).
+
+An exchange is written as a sequence of requests, each of them one collective; who carries them out is another matter:
+a group of torch.distributed (`hybridpar.compress.group`), or one process that plays all workers
+(`hybridpar.compress.together`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress.codec import Coder, Meeting, Round
+from hybridpar.compress.group import Group
+from hybridpar.compress.scratch import Scratch
+
+
+@dataclass(frozen=True, eq=False)
+class AllReduce:
+    """Replace a tensor by the sum, maximum or bitwise and over the workers."""
+
+    tensor: Tensor
+    meeting: Meeting
+
+    def through(self, group: Group) -> None:
+        """Have it carried out."""
+        group.all_reduce(self.tensor, self.meeting)
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAll:
+    """Send each worker its part of a tensor, and receive one from each."""
+
+    out: Tensor
+    inp: Tensor
+    out_sizes: tuple[int, ...]
+    in_sizes: tuple[int, ...]
+
+    def through(self, group: Group) -> None:
+        """Have it carried out."""
+        group.all_to_all(self.out, self.inp, self.out_sizes, self.in_sizes)
+
+
+@dataclass(frozen=True, eq=False)
+class AllGather:
+    """Receive every worker's tensor, by rank; all have one size."""
+
+    out: Tensor
+    inp: Tensor
+
+    def through(self, group: Group) -> None:
+        """Have it carried out."""
+        group.all_gather(self.out, self.inp)
+
+
+Request = AllReduce | AllToAll | AllGather
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one step of one worker.
+
+    Attributes:
+        payload: Handed to collectives.
+        wire: Sent to others, by the collectives' own factor: 2 (K - 1) / K of the payload for a ring's all-reduce.
+    """
+
+    payload: int = 0
+    wire: int = 0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.payload + other.payload, self.wire + other.wire)
+
+
+class _Fused:
+    """The messages of one round that meet by one all-reduce."""
+
+    def __init__(self, index: int, first: Round, members: Sequence[tuple[Coder, Round]], workers: int) -> None:
+        self._index = index
+        self._meeting = first.meeting
+        sizes = [sum(entry.sizes) for _, entry in members]
+        self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=members[0][0].spec.device)
+        self._parts = [(coder, (view,)) for (coder, _), view in zip(members, split(self._buffer, sizes), strict=True)]
+        payload = self._buffer.numel() * first.dtype.itemsize
+        self.traffic = Traffic(payload, 2 * payload * (workers - 1) // workers)
+
+    def requests(self) -> Iterator[Request]:
+        for coder, parts in self._parts:
+            coder.write(self._index, parts)
+        yield AllReduce(self._buffer, self._meeting)
+        for coder, parts in self._parts:
+            coder.read(self._index, parts)
+
+
+class _Sharded:
+    """The messages of one round that meet stripe by stripe at the stripe's owner."""
+
+    def __init__(self, index: int, members: Sequence[tuple[Coder, Round]], workers: int) -> None:
+        spec = members[0][0].spec
+        rank, self._index, self._coders = spec.rank, index, [coder for coder, _ in members]
+        sent = [[entry.sizes[owner] for _, entry in members] for owner in range(workers)]
+        merged = [[entry.merged[owner] for _, entry in members] for owner in range(workers)]
+        self._in_sizes = tuple(sum(sizes) for sizes in sent)
+        self._out_sizes = (self._in_sizes[rank],) * workers
+        most = max(sum(sizes) for sizes in merged)
+
+        def new(count: int) -> Tensor:
+            return torch.zeros(count, dtype=torch.uint8, device=spec.device)
+
+        self._inp, self._received = new(sum(self._in_sizes)), new(sum(self._out_sizes))
+        self._own, self._gathered = new(most), new(most * workers)
+        # For each coder its views: of all stripes it sends, of what it gets for its own, of that merged, of all merged.
+        self._to_owners = _by_coder(split(self._inp, self._in_sizes), sent)
+        self._from_all = _by_coder(split(self._received, self._out_sizes), [sent[rank]] * workers)
+        self._merged = [views[0] for views in _by_coder([self._own], [merged[rank]])]
+        self._all_merged = _by_coder(split(self._gathered, [most] * workers), merged)
+        self.traffic = Traffic(
+            self._inp.numel() + most, self._inp.numel() - self._in_sizes[rank] + (workers - 1) * most
+        )
+
+    def requests(self) -> Iterator[Request]:
+        for coder, parts in zip(self._coders, self._to_owners, strict=True):
+            coder.write(self._index, parts)
+        yield AllToAll(self._received, self._inp, self._out_sizes, self._in_sizes)
+        for coder, parts, out in zip(self._coders, self._from_all, self._merged, strict=True):
+            coder.merge(self._index, parts, out)
+        yield AllGather(self._gathered, self._own)
+        for coder, parts in zip(self._coders, self._all_merged, strict=True):
+            coder.read(self._index, parts)
+
+
+def split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """Pieces of these sizes from the start on; what is left over belongs to none."""
+    return [tensor[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
+
+
+def _by_coder(regions: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[tuple[Tensor, ...]]:
+    """Cut each region by its sizes, and give every coder its piece of each region."""
+    pieces = [split(region, cut) for region, cut in zip(regions, sizes, strict=True)]
+    return list(zip(*pieces, strict=True))
+
+
+class Exchange:
+    """Exchanges the gradients of some parameters, in messages that all of them share.
+
+    One exchange runs on one lane at a time. Its memory is made once, when the rounds are first known.
+
+    Args:
+        coders: One per parameter, in an order that is equal on all workers; at least one.
+
+    Raises:
+        ValueError: The coders are bound to different workers, or two of them to one parameter.
+    """
+
+    def __init__(self, coders: Sequence[Coder]) -> None:
+        places = {(coder.spec.rank, coder.spec.workers) for coder in coders}
+        if len(places) != 1 or len({coder.spec.name for coder in coders}) != len(coders):
+            raise ValueError(f"an exchange needs coders of one worker and of different parameters, not {places}")
+        self.coders = tuple(coders)
+        self._workers = coders[0].spec.workers
+        self._rounds: tuple[tuple[Round, ...], ...] = ()
+        self._stages: list[_Fused | _Sharded] = []
+        scratch = Scratch(coders[0].spec.device)
+        for coder in coders:
+            coder.use(scratch)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Bytes of the next step. They do not depend on what the gradients are."""
+        self._lay_out()
+        return sum((stage.traffic for stage in self._stages), Traffic())
+
+    def requests(self, gradients: Sequence[Tensor], outs: Sequence[Tensor]) -> Iterator[Request]:
+        """A step as the collectives it consists of; each must have been carried out when the next is asked for.
+
+        Args:
+            gradients: One per coder, 1-D float32.
+            outs: Where the mean over the workers goes, or the sum; 1-D float32. They may be the gradients.
+
+        Raises:
+            ValueError: A gradient is not flat, not float32, or of another size than its parameter.
+        """
+        self._lay_out()
+        for coder, gradient in zip(self.coders, gradients, strict=True):
+            if gradient.dtype != torch.float32 or gradient.shape != (coder.spec.count,):
+                raise ValueError(
+                    f"the gradient of {coder.spec.name!r} is {gradient.dtype} of shape {tuple(gradient.shape)}, "
+                    f"and torch.float32 of shape {(coder.spec.count,)} is needed"
+                )
+            coder.begin(gradient)
+        for stage in self._stages:
+            yield from stage.requests()
+        for coder, out in zip(self.coders, outs, strict=True):
+            coder.finish(out)
+
+    def run(self, group: Group, gradients: Sequence[Tensor], outs: Sequence[Tensor]) -> Traffic:
+        """Do a step over a group of workers; see `requests`.
+
+        Returns:
+            Bytes that it took.
+
+        Raises:
+            ValueError: The coders are not bound to this worker of the group, or a gradient does not fit.
+        """
+        spec = self.coders[0].spec
+        if (spec.rank, spec.workers) != (group.rank, group.size):
+            raise ValueError(
+                f"coders of worker {spec.rank} of {spec.workers} on worker {group.rank} of {group.size} of the group"
+            )
+        for request in self.requests(gradients, outs):
+            request.through(group)
+        return sum((stage.traffic for stage in self._stages), Traffic())
+
+    def commit(self, unused: Collection[str] = ()) -> None:
+        """The step counts.
+
+        Args:
+            unused: Names of parameters for which it does not: no worker had a gradient for them.
+        """
+        for coder in self.coders:
+            if coder.spec.name in unused:
+                coder.rollback()
+            else:
+                coder.commit()
+
+    def rollback(self) -> None:
+        """The step does not count; all state is as it was before."""
+        for coder in self.coders:
+            coder.rollback()
+
+    def rescale(self, learning_rate: float) -> None:
+        """Say which learning rate the coming steps use."""
+        for coder in self.coders:
+            coder.rescale(learning_rate)
+
+    def _lay_out(self) -> None:
+        """Make the messages' memory, where rounds are not those of the step before."""
+        rounds = tuple(coder.rounds for coder in self.coders)
+        if rounds == self._rounds:
+            return
+        self._rounds, self._stages = rounds, []
+        for index in range(max(map(len, rounds))):
+            kinds: dict[tuple[Meeting, torch.dtype], list[tuple[Coder, Round]]] = {}
+            for coder, own in zip(self.coders, rounds, strict=True):
+                if index < len(own):
+                    entry = own[index]
+                    kinds.setdefault((entry.meeting, entry.dtype), []).append((coder, entry))
+            for (meeting, _), members in kinds.items():
+                if meeting is Meeting.SHARD:
+                    self._stages.append(_Sharded(index, members, self._workers))
+                else:
+                    self._stages.append(_Fused(index, members[0][1], members, self._workers))

@@ -1,0 +1,86 @@
+"""Why: an exchange needs three collectives and nothing else of whatever connects the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridpar.compress.codec import Meeting
+
+
+class Group(Protocol):
+    """Some workers that exchange tensors. Calls come in the same order on all of them.
+
+    On a CPU a call returns when the result is there, on a GPU when it is enqueued on the current stream. Tensors are
+    1-D and contiguous.
+    """
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+
+    @property
+    def rank(self) -> int:
+        """This worker."""
+
+    def all_reduce(self, tensor: Tensor, meeting: Meeting) -> None:
+        """Replace a tensor by its sum, maximum or bitwise and over the workers, equal bit for bit on all of them."""
+
+    def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
+        """Send `in_sizes[k]` elements of `inp` to worker k, and receive `out_sizes[k]` from it into `out`."""
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> None:
+        """Receive every worker's `inp` into `out`, by rank."""
+
+
+_OPERATIONS = {Meeting.SUM: dist.ReduceOp.SUM, Meeting.MAX: dist.ReduceOp.MAX, Meeting.AND: dist.ReduceOp.BAND}
+
+
+class TorchGroup:
+    """A process group of torch.distributed, which stays its owner's to destroy.
+
+    Args:
+        group: The group; None for the default one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        # NCCL has no bitwise operations.
+        self._bitwise = dist.get_backend(group) != "nccl"
+
+    @property
+    def size(self) -> int:
+        """See `Group`."""
+        return dist.get_world_size(self._group)
+
+    @property
+    def rank(self) -> int:
+        """See `Group`."""
+        return dist.get_rank(self._group)
+
+    def all_reduce(self, tensor: Tensor, meeting: Meeting) -> None:
+        """See `Group`."""
+        if not tensor.numel():
+            return
+        if meeting is Meeting.AND and not self._bitwise:
+            self._and_by_gathering(tensor)
+            return
+        dist.all_reduce(tensor, _OPERATIONS[meeting], group=self._group)
+
+    def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
+        """See `Group`."""
+        dist.all_to_all_single(out, inp, list(out_sizes), list(in_sizes), group=self._group)
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> None:
+        """See `Group`."""
+        dist.all_gather_into_tensor(out, inp, group=self._group)
+
+    def _and_by_gathering(self, tensor: Tensor) -> None:
+        words = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        self.all_gather(words, tensor)
+        for row in words.view(self.size, -1):
+            tensor.bitwise_and_(row)

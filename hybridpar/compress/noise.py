@@ -1,0 +1,71 @@
+"""Why: stochastic rounding is unbiased only if what it draws is independent of the gradient and of other workers.
+
+Each worker draws from a generator that is seeded anew at every step by the job's seed, the parameter's name, the rank
+and the number of steps that counted. So the state is that one number, and a step that did not count can be repeated.
+
+Drawing costs more than all the rest of rounding. So one chunk is drawn per message and used again, from another place,
+for the next chunk: each value's own noise stays uniform and independent of the value.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress.codec import TensorSpec
+from hybridpar.compress.scratch import CHUNK, Scratch
+
+#: Noise is a multiple of 1 / GRAINS, so that adding it to a whole number of up to 255 is exact in float32.
+GRAINS = 1 << 16
+
+
+class Noise:
+    """What a worker draws to round the values of one parameter.
+
+    Args:
+        spec: The parameter.
+    """
+
+    def __init__(self, spec: TensorSpec) -> None:
+        self._spec = spec
+        self._generator = torch.Generator(device=spec.device)
+        self._places = random.Random()
+        self._ring = torch.empty(0)
+        self._steps = 0
+
+    def begin(self) -> None:
+        """Start the draws of a step; they are the same until it is committed."""
+        seed = self._spec.draw_seed("noise", self._spec.rank, self._steps)
+        self._generator.manual_seed(seed)
+        self._places.seed(seed)
+
+    def draw(self, count: int, scratch: Scratch) -> None:
+        """Draw for a message.
+
+        Args:
+            count: Values of the message.
+            scratch: Memory to borrow until the message is written.
+        """
+        self._ring = scratch.take("noise", min(count, CHUNK) * 5 // 4 + 1)
+        self._ring.uniform_(generator=self._generator).mul_(GRAINS).floor_().div_(GRAINS)
+
+    def take(self, count: int) -> Tensor:
+        """Noise for so many values, at most a chunk: uniform in [0, 1), to be read only."""
+        start = self._places.randrange(self._ring.numel() - count + 1)
+        return self._ring[start : start + count]
+
+    def commit(self) -> None:
+        """The step counts; the next one draws anew."""
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps counted."""
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._steps = int(state["steps"])

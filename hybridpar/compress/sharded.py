@@ -1,0 +1,159 @@
+"""Why: messages with scales of their own cannot be added on the way, yet bytes per worker must not grow with K.
+
+So each worker owns 1/K of the tensor (Seide et al. 2014, section 3). Everyone encodes its gradient stripe by stripe and
+sends stripe k to its owner; the owner decodes what it gets, adds in float32, encodes the sum, and sends that to all.
+Everyone decodes the same bytes, so everyone has the same result. There are two quantisations and two residuals: the
+worker's, as large as the tensor, and the owner's, as large as its stripe.
+
+What differs between codecs is a `Quantiser`: how a range of numbers becomes bytes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress.codec import Coder, Meeting, Round, TensorSpec
+from hybridpar.compress.packing import aligned
+from hybridpar.compress.residual import NO_RESIDUAL, WORKER, Residual
+from hybridpar.compress.scratch import Scratch
+
+#: Key of the residual of what this worker, as owner of a stripe, does not send on.
+OWNER = "owner"
+
+
+class Quantiser(ABC):
+    """Turns stripes of one parameter into bytes and back. Stripes are ranges of the first dimension of `view`."""
+
+    @abstractmethod
+    def view(self, flat: Tensor) -> Tensor:
+        """The parameter's flat tensor in the shape in which it is cut into stripes; no copy."""
+
+    @property
+    def unit(self) -> int:
+        """Stripes begin at multiples of this, along the first dimension of `view`."""
+        return 1
+
+    @abstractmethod
+    def size(self, shape: Sequence[int]) -> int:
+        """Bytes of an encoded stripe, before alignment."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
+        """Encode a stripe.
+
+        Args:
+            values: What to add the residual to; it is not changed.
+            residual: Gives v, and is left as v - C(v) where it keeps anything.
+            out: 1-D uint8 of `size` elements, beginning at a multiple of 8 bytes.
+            scratch: Memory to borrow.
+        """
+
+    @abstractmethod
+    def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
+        """Set out = C(v) / divisor, with `out` of any stride."""
+
+    @abstractmethod
+    def add(self, message: Tensor, total: Tensor, scratch: Scratch) -> None:
+        """Add C(v) to `total`, which is contiguous."""
+
+
+def cut_stripes(length: int, unit: int, workers: int) -> list[tuple[int, int]]:
+    """Cut a length into one stripe per worker, at multiples of a unit; the first ones take what is left over.
+
+    The rule of CNTK's aggregator: stripe k has floor(n / K) units and one more where k < n mod K. It may be empty.
+    """
+    units = -(-length // unit)
+    ends = [(units // workers * k + min(k, units % workers)) * unit for k in range(workers + 1)]
+    return [(min(start, length), min(stop, length)) for start, stop in pairwise(ends)]
+
+
+class ShardedCoder(Coder):
+    """Exchanges one parameter through a quantiser, stripe by stripe.
+
+    Args:
+        spec: The parameter.
+        quantiser: How a stripe becomes bytes.
+        requantise: Whether the owner encodes the sum; without that it goes to everybody in float32.
+    """
+
+    def __init__(self, spec: TensorSpec, quantiser: Quantiser, requantise: bool = True) -> None:
+        super().__init__(spec)
+        self._quantiser = quantiser
+        self._requantise = requantise
+        layout = quantiser.view(torch.empty(spec.count, device="meta"))
+        self._row = layout[0].numel()
+        self._stripes = cut_stripes(len(layout), quantiser.unit, spec.workers)
+        shapes = [(stop - start, *layout.shape[1:]) for start, stop in self._stripes]
+        sent = tuple(aligned(quantiser.size(shape)) if shape[0] else 0 for shape in shapes)
+        full = tuple(aligned((stop - start) * self._row * 4) for start, stop in self._stripes)
+        self._rounds = (Round(Meeting.SHARD, torch.uint8, sent, sent if requantise else full),)
+        self._sizes = [quantiser.size(shape) if shape[0] else 0 for shape in shapes]
+        self._own = shapes[spec.rank]
+        own_count = self._own[0] * self._row
+        self.residuals = {WORKER: spec.count, **({OWNER: own_count} if requantise else {})}
+        self._total = torch.empty(own_count, device=spec.device)
+        self._merged: Sequence[Tensor] = ()
+        self._gradient = torch.empty(0)
+        self._residuals: Mapping[str, Residual] = NO_RESIDUAL
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """One round, sharded."""
+        return self._rounds
+
+    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+        """See `Coder`."""
+        self._gradient = self._quantiser.view(gradient)
+        self._residuals = residuals
+
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        """See `Coder`."""
+        residual = self._residuals[WORKER]
+        for (start, stop), size, out in zip(self._stripes, self._sizes, parts, strict=True):
+            if size:
+                mine = residual.part(start * self._row, stop * self._row)
+                self._quantiser.encode(self._gradient[start:stop], mine, out[:size], self._scratch)
+                out[size:].zero_()
+
+    def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
+        """See `Coder`."""
+        size = self._sizes[self.spec.rank]
+        if not size:
+            return
+        total = self._total.view(self._own)
+        total.zero_()
+        for message in received:
+            self._quantiser.add(message[:size], total, self._scratch)
+        if self._requantise:
+            self._quantiser.encode(total, self._residuals[OWNER], out[:size], self._scratch)
+            out[size:].zero_()
+        else:
+            out.view(torch.float32)[: total.numel()].copy_(self._total)
+
+    def read(self, index: int, parts: Sequence[Tensor]) -> None:
+        """See `Coder`."""
+        self._merged = parts
+
+    def finish(self, out: Tensor) -> None:
+        """See `Coder`."""
+        shaped = self._quantiser.view(out)
+        for (start, stop), size, message in zip(self._stripes, self._sizes, self._merged, strict=True):
+            stripe = shaped[start:stop]
+            if not size:
+                continue
+            if self._requantise:
+                self._quantiser.decode(message[:size], stripe, self.spec.divisor, self._scratch)
+            else:
+                values = message.view(torch.float32)[: stripe.numel()].view(stripe.shape)
+                torch.div(values, self.spec.divisor, out=stripe)
+
+    def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
+        """See `Coder`."""
+        shaped = self._quantiser.view(out)
+        start, stop = self._stripes[self.spec.rank] if key == OWNER else (0, len(shaped))
+        shaped[start:stop].add_(residual.view(shaped[start:stop].shape))

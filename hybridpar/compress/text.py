@@ -1,0 +1,136 @@
+"""Why: one string names a codec everywhere: on the command line, in Python, in a plan and in a policy file.
+
+    name                    onebit
+    name:option=value,...   onebit:decay=0.9,warmup=20    powersgd:rank=2,cast=bf16    onebit:feedback=off
+
+Options are those of the codec, of error feedback (`feedback`, `decay`, `warmup`, `rescale`) and `cast`. Reading a text
+and writing it again gives one text for one meaning: options in a fixed order, without those that are as by default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import hybridpar.compress.codecs  # noqa: F401 - enters all codecs into the registry
+from hybridpar.compress.cast import Cast
+from hybridpar.compress.codec import CODECS, Codec, Coder, TensorSpec
+from hybridpar.compress.codecs.none import Full
+from hybridpar.compress.feedback import ErrorFeedback
+from hybridpar.errors import UsageError, nearest
+
+_WORDS = {"on": True, "true": True, "off": False, "false": False}
+
+
+def parse_codec(text: str) -> Codec:
+    """The codec that a text names, in its wrappers.
+
+    Args:
+        text: `name:option=value,...`.
+
+    Raises:
+        UsageError: An unknown name or option, or a value that the option does not take.
+    """
+    name, _, tail = text.strip().partition(":")
+    kind = CODECS.get(name)
+    given = _split(text, tail)
+    wrapping = {"feedback": bool, "cast": str, **_options(ErrorFeedback)}
+    own = _options(kind)
+    for option in given:
+        if option not in own and option not in wrapping:
+            raise UsageError(f"codec {name!r} has no option {option!r}", fix=nearest(option, {*own, *wrapping}))
+    values = {option: _read(option, value, {**wrapping, **own}[option]) for option, value in given.items()}
+    codec: Codec = kind(**{option: value for option, value in values.items() if option in own})
+    if "cast" in values:
+        codec = Cast(codec, values["cast"])
+    tuned = {option: values[option] for option in _options(ErrorFeedback) if option in values}
+    if values.get("feedback", kind.feedback):
+        _refuse_feedback_of(codec)
+        return ErrorFeedback(codec, **tuned)
+    if tuned:
+        raise UsageError(
+            f"{', '.join(tuned)} in {text!r}",
+            f"Codec {name!r} is used without error feedback, which this is an option of.",
+            "Add feedback=on, or leave it out.",
+        )
+    return codec
+
+
+def bind(codec: Codec, spec: TensorSpec) -> Coder:
+    """A coder for one parameter: of the codec where it fits, else of `none`."""
+    return codec.bind(spec) if codec.fits(spec.shape) else Full(spec)
+
+
+def format_codec(codec: Codec) -> str:
+    """The shortest text that `parse_codec` turns into an equal codec."""
+    options: dict[str, Any] = {}
+    core = codec
+    if isinstance(core, ErrorFeedback):
+        options.update(_changed(core, _options(ErrorFeedback)))
+        core = core.inner
+    with_feedback = core is not codec
+    if isinstance(core, Cast):
+        options["cast"] = core.cast
+        core = core.inner
+    if with_feedback != core.feedback:
+        options["feedback"] = with_feedback
+    options = {**_changed(core, _options(type(core))), **options}
+    tail = ",".join(f"{option}={_write(value)}" for option, value in options.items())
+    return f"{core.name}:{tail}" if tail else core.name
+
+
+def _split(text: str, tail: str) -> dict[str, str]:
+    given: dict[str, str] = {}
+    for part in tail.split(",") if tail.strip() else ():
+        option, equals, value = (piece.strip() for piece in part.partition("="))
+        if not option or not equals or not value:
+            raise UsageError(f"{part!r} in {text!r}", "Options are option=value, separated by commas.")
+        if option in given:
+            raise UsageError(f"option {option!r} is given twice in {text!r}", fix="Give it once.")
+        given[option] = value
+    return given
+
+
+def _options(kind: type[Codec]) -> Mapping[str, Any]:
+    """Options of a codec with their types, in order; the codec inside a wrapper is not one."""
+    types_of = typing.get_type_hints(kind)
+    names = [entry.name for entry in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else list[str]()
+    return {name: types_of[name] for name in names if name != "inner"}
+
+
+def _read(option: str, value: str, kind: Any) -> Any:
+    """A value as the type of its option."""
+    allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    if types.NoneType in allowed and value == "auto":
+        return None
+    (kind,) = (one for one in allowed if one is not types.NoneType)
+    try:
+        return _WORDS[value.lower()] if kind is bool else kind(value)
+    except (ValueError, KeyError):
+        wanted = {bool: "on or off", int: "a whole number", float: "a number"}[kind]
+        raise UsageError(f"{option}={value}", f"The value of {option} is {wanted}.") from None
+
+
+def _write(value: Any) -> str:
+    if value is None:
+        return "auto"
+    return ("on" if value else "off") if isinstance(value, bool) else f"{value}"
+
+
+def _changed(codec: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options whose values are not the default."""
+    defaults = {entry.name: entry.default for entry in dataclasses.fields(codec)}
+    return {name: getattr(codec, name) for name in options if getattr(codec, name) != defaults[name]}
+
+
+def _refuse_feedback_of(codec: Codec) -> None:
+    core = codec.inner if isinstance(codec, Cast) else codec
+    if not core.biased:
+        raise UsageError(
+            f"codec {core.name!r} with error feedback",
+            "It is unbiased: on average it leaves out nothing that would have to be sent later.",
+            "Leave out feedback=on.",
+        )

@@ -1,0 +1,133 @@
+"""Why: which filters go, and that each goes in time, is all that Hylo adds; both are checked against its rules."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridpar.compress import TensorSpec, parse_codec
+from hybridpar.compress.codecs.hylo import FilterCoder, Hylo, choose
+from hybridpar.compress.codecs.twobit import TwoBit
+from hybridpar.compress.feedback import FeedbackCoder
+from hybridpar.errors import CheckpointError
+from tests.compress.team import Team, same_bits
+
+CONV = {"w": (20, 4, 3, 3)}
+
+
+@pytest.mark.parametrize(("times", "share"), [(1, 1.0), (4, 0.5), (16, 0.25), (100, 0.1), (1000, 0.1)])
+def test_the_rate_falls_with_the_size(times: int, share: float) -> None:
+    codec = Hylo(least=1000)
+    assert codec.filters((1000, times, 1, 1)) == math.ceil(1000 * share)
+
+
+def test_each_kind_of_layer_has_its_codec() -> None:
+    codec = Hylo()
+    assert not codec.fits((50_000,))
+    assert not codec.fits((500, 100))
+    assert codec.fits((500, 101))
+    assert codec.fits((128, 64, 3, 3))
+    assert codec.fits((64, 64, 3, 3, 3))
+    assert not codec.fits((512, 1, 3, 3))
+    assert not codec.fits((100, 100, 100))
+    dense = TensorSpec("w", (500, 101), workers=2)
+    assert codec.bind(dense).rounds == TwoBit().bind(dense).rounds
+    scores, values = codec.bind(TensorSpec("w", (128, 64, 3, 3))).rounds
+    assert scores.bytes == 8 * 128
+    assert values.bytes == 4 * codec.filters((128, 64, 3, 3)) * 576
+
+
+def test_the_most_important_filters_of_all_workers_go_and_the_rest_stays() -> None:
+    team = Team("hylo:least=45,delay=99", CONV, 2)  # a quarter of 20 filters
+    gradients = [[torch.zeros(720)] for _ in range(2)]
+    for rank, filters in enumerate(({3: 5.0, 7: 1.0, 8: 1.0}, {8: 2.0, 11: 4.0, 0: 0.1, 1: 3.0})):
+        for index, value in filters.items():
+            gradients[rank][0].view(20, 36)[index] = value
+    out = team.step(gradients)[0].view(20, 36)
+    # Sums of mean squares: 3 has 25, 11 has 16, 1 has 9, 8 has 1 + 4, 7 has 1, 0 has 0.01
+    assert out.any(1).nonzero().view(-1).tolist() == [1, 3, 7, 8, 11]
+    assert (out[8] == 1.5).all()
+    assert (out[3] == 2.5).all()
+    first, second = team.coders("w")
+    assert isinstance(first, FeedbackCoder)
+    assert isinstance(second, FeedbackCoder)
+    assert not first.unsent().any()
+    assert second.unsent().view(20, 36).any(1).nonzero().view(-1).tolist() == [0]
+
+
+def test_of_equal_filters_the_first_go() -> None:
+    chosen = choose(torch.ones(10, dtype=torch.float64), torch.zeros(10, dtype=torch.int64), 3, 50)
+    assert chosen.tolist() == [0, 1, 2]
+
+
+def test_a_filter_that_is_not_finite_is_always_among_them() -> None:
+    scores = torch.tensor([1e300, 2.0, torch.nan, 3.0], dtype=torch.float64)
+    waited = torch.tensor([5, 5, 0, 5])
+    assert 2 in choose(scores, waited, 3, 5).tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(0, 12), st.data())
+def test_no_filter_waits_longer_than_said(filters: int, delay: int, data: st.DataObject) -> None:
+    least = math.ceil(filters / (delay + 1))
+    count = data.draw(st.integers(least, filters))
+    scores = torch.arange(filters, dtype=torch.float64)  # always the same ones are important
+    waited = torch.zeros(filters, dtype=torch.int64)
+    for _ in range(4 * (delay + 1) + 5):
+        chosen = choose(scores, waited, count, delay)
+        assert len(chosen.unique()) == count
+        waited += 1
+        waited[chosen] = 0
+        assert int(waited.max()) <= delay
+
+
+def test_urgent_filters_take_no_more_places_than_they_must() -> None:
+    scores = torch.tensor([9.0, 8, 7, 0, 0, 0], dtype=torch.float64)
+    # Filters 3, 4 and 5 are due within 0, 1 and 2 steps: with 1 place per step one must go now, with 2 places too.
+    assert choose(scores, torch.tensor([0, 0, 0, 5, 4, 3]), 1, 5).tolist() == [3]
+    assert choose(scores, torch.tensor([0, 0, 0, 5, 4, 3]), 2, 5).tolist() == [0, 3]
+    assert choose(scores, torch.tensor([0, 0, 0, 4, 4, 4]), 2, 5).tolist() == [0, 3]
+    assert choose(scores, torch.tensor([0, 0, 0, 3, 3, 3]), 2, 5).tolist() == [0, 1]
+
+
+def test_each_filter_of_a_run_goes_in_time_and_nothing_of_it_is_lost() -> None:
+    team = Team("hylo:least=45,rate=0.05,delay=4", CONV, 2)
+    scale = torch.logspace(-4, 0, 20).unsqueeze(1)
+    since, total, came = torch.zeros(20), torch.zeros(20, 36), torch.zeros(20, 36)
+    for seed in range(15):
+        gradients = [[(own[0].view(20, 36) * scale).view(-1)] for own in team.gradients(seed)]
+        total += gradients[0][0].view(20, 36) + gradients[1][0].view(20, 36)
+        out = team.step(gradients)[0].view(20, 36)
+        came += 2 * out
+        since = torch.where(out.any(1), 0.0, since + 1)
+        assert float(since.max()) <= 4
+    torch.testing.assert_close(came + team.unsent("w").view(20, 36).float(), total, rtol=0, atol=1e-4)
+
+
+def test_small_layers_are_bit_equal_to_no_compression() -> None:
+    shapes = {"small": (10, 3, 3, 3), "bias": (9,)}
+    team, plain = Team("hylo", shapes, 3), Team("none", shapes, 3)
+    for left, right in zip(team.step(team.gradients(0)), plain.step(plain.gradients(0)), strict=True):
+        assert same_bits(left, right)
+
+
+def test_with_everything_sent_it_is_the_mean() -> None:
+    team, plain = Team("hylo:least=45,rate=1", CONV, 3), Team("none", CONV, 3)
+    assert same_bits(team.step(team.gradients(0))[0], plain.step(plain.gradients(0))[0])
+
+
+def test_waiting_times_of_other_options_are_refused() -> None:
+    spec = TensorSpec("w", CONV["w"])
+    coder = FilterCoder(spec, 5, 9)
+    with pytest.raises(CheckpointError, match="waits more than 9 steps"):
+        coder.load_state_dict({"waited": torch.full((20,), 10)})
+    with pytest.raises(CheckpointError, match="20 filters"):
+        coder.load_state_dict({"waited": torch.zeros(19)})
+
+
+def test_it_is_named_like_the_others() -> None:
+    assert parse_codec("hylo").stateful

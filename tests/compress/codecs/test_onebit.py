@@ -1,0 +1,132 @@
+"""Why: 1-bit SGD is held to the numbers that follow from its paper, not to itself."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridpar.compress import TensorSpec, parse_codec
+from hybridpar.compress.codecs.onebit import OneBit, SignQuantiser
+from hybridpar.compress.feedback import FeedbackCoder
+from hybridpar.compress.packing import unpack_bits
+from hybridpar.compress.residual import KeptResidual, Residual
+from hybridpar.compress.scratch import Scratch
+from tests.compress.team import Team, same_bits
+
+SCRATCH = Scratch(torch.device("cpu"))
+
+GOLDEN = torch.tensor([[0.5, -1, 0], [-0.25, 2, 0], [0.75, -3, 0], [-0.75, 0.5, 0]])
+
+
+def encoded(quantiser: SignQuantiser, values: Tensor, residual: Residual | None = None) -> Tensor:
+    shaped = quantiser.view(values)
+    message = torch.empty(quantiser.size(shaped.shape), dtype=torch.uint8)
+    quantiser.encode(shaped, residual or Residual(), message, SCRATCH)
+    return message
+
+
+def decoded(quantiser: SignQuantiser, message: Tensor, count: int) -> Tensor:
+    out = torch.full((count,), torch.nan)
+    quantiser.decode(message, quantiser.view(out), 1, SCRATCH)
+    return out
+
+
+def test_golden_vector_by_columns() -> None:
+    team = Team("onebit:group=column,least=1", {"w": (4, 3)}, 1)
+    coder = team.coders("w")[0]
+    assert isinstance(coder, FeedbackCoder)
+    (first,) = team.step([[GOLDEN.view(-1)]])
+    assert first.view(4, 3).tolist() == [[0.625, -2, 0], [-0.5, 1.25, 0], [0.625, -2, 0], [-0.5, 1.25, 0]]
+    assert coder.unsent().view(4, 3).tolist() == [[-0.125, 1, 0], [0.25, 0.75, 0], [0.125, -1, 0], [-0.25, -0.75, 0]]
+    # The second step tells the residual g + r - C(g + r) from the misprinted g - C(g + r).
+    (second,) = team.step([[GOLDEN.view(-1)]])
+    third = 5 / 12
+    expected = [[third, 1.375, 0], [third, 1.375, 0], [third, -2.125, 0], [-1, -2.125, 0]]
+    torch.testing.assert_close(second.view(4, 3), torch.tensor(expected))
+    left = [[-third / 10, -1.375, 0], [-third, 1.375, 0], [third * 1.1, -1.875, 0], [0, 1.875, 0]]
+    torch.testing.assert_close(coder.unsent().view(4, 3), torch.tensor(left))
+
+
+def test_golden_bits() -> None:
+    quantiser = SignQuantiser((4, 3), by_columns=True)
+    message = encoded(quantiser, GOLDEN.view(-1))
+    bits = unpack_bits(message[24:], 12).view(3, 4).t().int()
+    assert bits.tolist() == [[1, 0, 1], [0, 1, 1], [1, 0, 1], [0, 1, 1]]
+
+
+def test_with_one_worker_the_gradient_is_quantised_twice() -> None:
+    team = Team("onebit:feedback=off", {"w": (6, 50)}, 1)
+    (gradient,) = team.gradients(0)[0]
+    quantiser = SignQuantiser((6, 50), by_columns=False)
+    once = decoded(quantiser, encoded(quantiser, gradient), 300)
+    twice = decoded(quantiser, encoded(quantiser, once), 300)
+    assert same_bits(team.step([[gradient]])[0], twice)
+
+
+def test_residuals_of_each_level_sum_to_nothing() -> None:
+    residual = KeptResidual.zeros(20 * 77, torch.device("cpu"))
+    values = torch.randn(20 * 77)
+    encoded(SignQuantiser((20, 77), by_columns=False), values, residual)
+    left, ones = residual.pending.view(20, 77).double(), values.view(20, 77) >= 0
+    assert (left * ones).sum(1).abs().max() < 1e-5
+    assert (left * ~ones).sum(1).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(("draw", "error"), [("normal", 1 - 2 / math.pi), ("laplace", 0.5)])
+def test_squared_error_of_one_shot(draw: str, error: float) -> None:
+    shape = (20, 5000)
+    values = torch.randn(shape) if draw == "normal" else torch.distributions.Laplace(0.0, 1.0).sample(shape)
+    quantiser = SignQuantiser(shape, by_columns=False)
+    found = decoded(quantiser, encoded(quantiser, values.view(-1)), values.numel())
+    assert float((found.view(shape) - values).square().sum() / values.square().sum()) == pytest.approx(error, rel=0.02)
+
+
+@pytest.mark.parametrize(("length", "ratio"), [(27, 9.5), (576, 28.8), (2048, 31.0)])
+def test_compression_by_length_of_groups(length: int, ratio: float) -> None:
+    rounds = OneBit(least=1).bind(TensorSpec("w", (800, length), workers=2)).rounds
+    assert 4 * 800 * length / rounds[0].bytes == pytest.approx(ratio, rel=0.01)
+
+
+def test_what_is_compressed() -> None:
+    codec = parse_codec("onebit")
+    assert codec.fits((64, 3, 7, 7))
+    assert not codec.fits((64,))
+    assert not codec.fits((64, 1, 3, 3))
+    assert not codec.fits((64, 31))
+    assert not codec.fits((0, 64))
+    assert OneBit(group="column").fits((64, 31))
+    assert not OneBit(group="column").fits((31, 64))
+    assert OneBit(group="column").fits((31, 64, 1, 1))
+
+
+@pytest.mark.parametrize("length", [1, 3, 33, 64, 65_536, 70_001])
+def test_groups_of_any_length(length: int) -> None:
+    groups = 5 if length > 60_000 else 3001
+    values = torch.randn(groups * length)
+    quantiser = SignQuantiser((groups, length), by_columns=False)
+    residual = KeptResidual.zeros(values.numel(), torch.device("cpu"))
+    message = encoded(quantiser, values, residual)
+    found = decoded(quantiser, message, values.numel())
+    torch.testing.assert_close(found + residual.pending, values)
+    assert torch.equal(found >= 0, (values >= 0))
+    total = torch.ones(groups, length)
+    quantiser.add(message, total, SCRATCH)
+    torch.testing.assert_close(total.view(-1), found + 1)
+
+
+def test_a_small_value_among_large_ones_of_the_other_sign_keeps_its_mean() -> None:
+    values = torch.full((1, 64), -1e4)
+    values[0, 7] = 1e-3
+    quantiser = SignQuantiser((1, 64), by_columns=False)
+    assert decoded(quantiser, encoded(quantiser, values.view(-1)), 64)[7].item() == pytest.approx(1e-3)
+
+
+def test_identical_workers_get_what_one_gets() -> None:
+    (gradient,) = Team("onebit", {"w": (6, 50)}, 1).gradients(0)[0]
+    alone = Team("onebit", {"w": (6, 50)}, 1).step([[gradient]])[0]
+    for workers in (2, 3, 4):
+        many = Team("onebit", {"w": (6, 50)}, workers).step([[gradient]] * workers)[0]
+        torch.testing.assert_close(many, alone)

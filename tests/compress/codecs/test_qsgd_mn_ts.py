@@ -1,0 +1,64 @@
+"""Why: two grids are worth their extra round only if small elements gain, and only if there is still no bias."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridpar.compress import TensorSpec, parse_codec
+from tests.compress.team import Team
+
+SHAPES = {"w": (50, 40)}
+
+
+def limit(scale: float, coarse: int, fine: int) -> float:
+    return scale * coarse / fine
+
+
+def test_small_elements_have_the_error_of_the_fine_grid() -> None:
+    team = Team("qsgd_mn_ts:bits=4,high=8", SHAPES, 3)
+    for seed in range(3):
+        gradients = team.gradients(seed)
+        (out,) = team.step(gradients)
+        values = torch.stack([own[0] for own in gradients])
+        scale = float(values.abs().max())
+        error = (out - values.mean(0)).abs()
+        small = (values.abs() <= 0.999 * limit(scale, 15, 255)).all(0)
+        assert small.any()
+        assert float(error.max()) < scale / 15
+        assert float(error[small].max()) < scale / 255
+        assert float(error[~small].max()) > scale / 255, "large ones are on the coarse grid"
+
+
+def test_the_largest_is_exact() -> None:
+    gradient = torch.randn(2000)
+    gradient[7], gradient[8] = 10, -10
+    out = Team("qsgd_mn_ts", SHAPES, 2).step([[gradient]] * 2)[0]
+    assert out[7] == 10
+    assert out[8] == -10
+
+
+def test_unbiased_also_at_the_limit_between_the_grids() -> None:
+    times, coarse, fine = 2000, 3, 63
+    edge = limit(1.0, coarse, fine)
+    gradient = torch.linspace(edge - 1 / fine, edge + 1 / fine, 100)
+    gradient[0] = 1.0
+    team = Team("qsgd_mn_ts:bits=2,high=6,least=1", {"w": (10, 10)}, 1)
+    mean = torch.stack([team.step([[gradient]])[0] for _ in range(times)]).double().mean(0)
+    fine_ones = gradient.abs() * fine <= coarse
+    assert float((mean - gradient)[fine_ones].abs().max()) < 5 * (1 / (2 * fine)) / times**0.5
+    assert float((mean - gradient)[~fine_ones].abs().max()) < 5 * (1 / (2 * coarse)) / times**0.5
+
+
+def test_it_costs_one_bit_more_than_one_scale() -> None:
+    spec = TensorSpec("w", (100, 80), workers=2)
+    one, two = (parse_codec(text).bind(spec).rounds for text in ("qsgd_mn:bits=4", "qsgd_mn_ts:bits=4"))
+    assert sum(entry.bytes for entry in two) == sum(entry.bytes for entry in one) + 1000
+
+
+def test_two_scales_have_less_error_than_one() -> None:
+    def error(text: str) -> float:
+        team = Team(text, SHAPES, 2)
+        gradients = team.gradients(0)
+        return float((team.step(gradients)[0] - (gradients[0][0] + gradients[1][0]) / 2).norm())
+
+    assert error("qsgd_mn_ts:bits=4,high=5") < 0.8 * error("qsgd_mn:bits=4")

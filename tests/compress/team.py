@@ -1,0 +1,106 @@
+"""Why: tests of codecs want several workers, several parameters and some steps, in one line."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress import Coder, Exchange, TensorSpec, bind, parse_codec, run_together
+from hybridpar.compress.feedback import FeedbackCoder
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Team:
+    """All workers of a job, in one process."""
+
+    def __init__(self, text: str, shapes: Shapes, workers: int, **spec: Any) -> None:
+        codec = parse_codec(text)
+        self.shapes = dict(shapes)
+        self.workers = workers
+        self.exchanges = [
+            Exchange([bind(codec, TensorSpec(name, shape, rank, workers, **spec)) for name, shape in shapes.items()])
+            for rank in range(workers)
+        ]
+
+    def coders(self, name: str) -> list[Coder]:
+        """The coders of a parameter, by rank."""
+        index = list(self.shapes).index(name)
+        return [exchange.coders[index] for exchange in self.exchanges]
+
+    def meet(self, gradients: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """One step, neither committed nor rolled back; results by worker and parameter."""
+        outs = [[torch.full((gradient.numel(),), torch.nan) for gradient in own] for own in gradients]
+        run_together(self.exchanges, gradients, outs)
+        return outs
+
+    def step(self, gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """One step that counts; all workers must have one result."""
+        outs = self.meet(gradients)
+        for own in outs[1:]:
+            for left, right in zip(outs[0], own, strict=True):
+                assert same_bits(left, right)
+        self.commit()
+        return outs[0]
+
+    def commit(self) -> None:
+        for exchange in self.exchanges:
+            exchange.commit()
+
+    def rollback(self) -> None:
+        for exchange in self.exchanges:
+            exchange.rollback()
+
+    def gradients(self, seed: int, scale: float = 1.0) -> list[list[Tensor]]:
+        """Normal gradients by worker and parameter."""
+        draw = torch.Generator().manual_seed(seed)
+        return [
+            [scale * torch.randn(TensorSpec(name, shape).count, generator=draw) for name, shape in self.shapes.items()]
+            for _ in range(self.workers)
+        ]
+
+    def unsent(self, name: str) -> Tensor:
+        """What all workers keep of a parameter, float64."""
+        coders = self.coders(name)
+        total = torch.zeros(coders[0].spec.count, dtype=torch.float64)
+        for coder in coders:
+            if isinstance(coder, FeedbackCoder):
+                total += coder.unsent()
+        return total
+
+    def state(self) -> bytes:
+        """All state of all coders as a file that holds no code."""
+        states = [{coder.spec.name: coder.state_dict() for coder in exchange.coders} for exchange in self.exchanges]
+        file = io.BytesIO()
+        torch.save(states, file)
+        return file.getvalue()
+
+    def restore(self, state: bytes) -> None:
+        states = torch.load(io.BytesIO(state), weights_only=True)
+        for exchange, own in zip(self.exchanges, states, strict=True):
+            for coder in exchange.coders:
+                coder.load_state_dict(own[coder.spec.name])
+
+    def snapshot(self) -> list[Any]:
+        """All state, to be compared by `equal`."""
+        return [{coder.spec.name: coder.state_dict() for coder in exchange.coders} for exchange in self.exchanges]
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two float32 tensors are equal bit for bit, NaN and the sign of zero included."""
+    return torch.equal(left.contiguous().view(torch.int32), right.contiguous().view(torch.int32))
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Whether two states are equal, tensors bit for bit."""
+    if isinstance(left, Tensor):
+        return left.dtype == right.dtype and left.numpy().tobytes() == right.numpy().tobytes()
+    if isinstance(left, Mapping):
+        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(equal, left, right))
+    return bool(left == right)

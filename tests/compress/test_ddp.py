@@ -1,0 +1,169 @@
+"""The hook under vanilla DistributedDataParallel: the same mathematics, whatever DDP does with its buckets."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hybridpar.compress.ddp import CodecState, ddp_hook
+from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.pipeline.world import World
+from tests.ranks import run_ranks
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 40), nn.ReLU(), nn.Linear(40, 5)
+    )
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(4, 3, 8, 8, generator=generator), torch.randint(0, 5, (4,), generator=generator)
+
+
+def make(codec: str | None, model: nn.Module, **options: Any) -> tuple[DistributedDataParallel, CodecState | None]:
+    # Small buckets, so that there are several and that they are cut anew after the first step.
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02)
+    if codec is None:
+        return ddp, None
+    state, hook = ddp_hook(codec, model, **options)
+    ddp.register_comm_hook(state, hook)
+    return ddp, state
+
+
+def train(ddp: DistributedDataParallel, rank: int, steps: range, parts: int = 1) -> None:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for step in steps:
+        optimizer.zero_grad()
+        for part in range(parts):
+            with ddp.no_sync() if part < parts - 1 else nullcontext():
+                images, labels = batch(rank, step * parts + part)
+                F.cross_entropy(ddp(images), labels).backward()
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def train_rank(world: World, codec: str | None, parts: int, lanes: int) -> Tensor:
+    model = net()
+    ddp, state = make(codec, model, lanes=lanes) if codec else make(None, model)
+    with state or nullcontext():
+        train(ddp, world.rank, range(4), parts)
+    return weights(model)
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_none_is_plain_ddp(parts: int) -> None:
+    plain = run_ranks(train_rank, 2, None, parts, 1)
+    ours = run_ranks(train_rank, 2, "none", parts, 2)
+    for one, other in zip(plain, ours, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("codec", ["onebit", "qsgd_mn", "powersgd", "twobit", "fp16"])
+def test_replicas_stay_equal_bit_for_bit(codec: str) -> None:
+    one, other = run_ranks(train_rank, 2, codec, 2, 2)
+    assert torch.equal(one, other)
+    assert not torch.equal(one, weights(net()))
+
+
+def poisoned_rank(world: World) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    """Two steps, one that is not finite on rank 1, and one more; residuals before and after the bad one."""
+    model = net()
+    ddp, state = make("onebit", model)
+    assert state is not None
+
+    def residuals() -> list[Tensor]:
+        saved = state.state_dict()["parameters"]
+        return [
+            entry["residuals"][key] for entry in saved.values() if "residuals" in entry for key in entry["residuals"]
+        ]
+
+    with state:
+        train(ddp, world.rank, range(2))
+        before = residuals()
+        images, labels = batch(world.rank, 2)
+        loss = F.cross_entropy(ddp(images), labels)
+        (loss * (float("inf") if world.rank == 1 else 1.0)).backward()
+        finite = torch.stack([parameter.grad.isfinite().all() for parameter in model.parameters()])  # type: ignore[union-attr]
+        after = residuals()
+        train(ddp, world.rank, range(3, 4))
+        return before, after, finite
+
+
+def test_a_step_that_is_not_finite_leaves_residuals_as_they_were() -> None:
+    for before, after, finite in run_ranks(poisoned_rank, 2):
+        assert not bool(finite.all())
+        assert len(before) > 0
+        assert any(bool(residual.any()) for residual in before)
+        assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def resumed_rank(world: World) -> tuple[Tensor, Tensor]:
+    """Four steps, and two, saved, two more in new objects."""
+    model = net()
+    ddp, state = make("onebit", model)
+    with state or nullcontext():
+        train(ddp, world.rank, range(4))
+    whole = weights(model)
+    first = net()
+    ddp, state = make("onebit", first)
+    assert state is not None
+    with state:
+        train(ddp, world.rank, range(2))
+        saved = copy.deepcopy(state.state_dict())
+    second = net()
+    second.load_state_dict(first.state_dict())
+    ddp, state = make("onebit", second)
+    assert state is not None
+    with state:
+        state.load_state_dict(saved)
+        train(ddp, world.rank, range(2, 4))
+    return whole, weights(second)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit() -> None:
+    for whole, resumed in run_ranks(resumed_rank, 2):
+        assert torch.equal(whole, resumed)
+
+
+def other_codec(world: World) -> str:
+    _ddp, state = make("onebit", net())
+    assert state is not None
+    with state, pytest.raises(CheckpointError) as caught:
+        state.load_state_dict({"codec": "twobit", "parameters": {}})
+    return str(caught.value)
+
+
+def disagreeing(world: World) -> str:
+    with pytest.raises(UsageError) as caught:
+        ddp_hook(["onebit", "fp16"][world.rank])
+    return str(caught.value)
+
+
+def strange_model(world: World) -> str:
+    ddp = DistributedDataParallel(net())
+    state, hook = ddp_hook("onebit", net())
+    ddp.register_comm_hook(state, hook)
+    with state, pytest.raises(Exception, match="lacks") as caught:
+        train(ddp, world.rank, range(1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"), [(other_codec, "twobit"), (disagreeing, "fp16"), (strange_model, "lacks")]
+)
+def test_what_cannot_be_is_one_error_on_every_worker(function: Any, expected: str) -> None:
+    for text in run_ranks(function, 2):
+        assert expected in text

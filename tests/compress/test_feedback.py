@@ -1,0 +1,149 @@
+"""Why: error feedback is what makes biased codecs converge, and a residual wrong by a little is never noticed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridpar.compress import parse_codec
+from hybridpar.compress.feedback import FeedbackCoder
+from hybridpar.errors import CheckpointError
+from tests.compress.team import Team, equal, same_bits
+
+SHAPES = {"w": (8, 40)}
+
+
+def coder_of(team: Team, rank: int = 0) -> FeedbackCoder:
+    coder = team.coders("w")[rank]
+    assert isinstance(coder, FeedbackCoder)
+    return coder
+
+
+def residual(team: Team) -> Tensor:
+    return coder_of(team).residual("worker").clone()
+
+
+def test_what_is_left_out_is_left_out_of_the_sum_of_gradient_and_residual() -> None:
+    team = Team("onebit", SHAPES, 1)
+    (gradient,) = team.gradients(0)[0]
+    team.step([[gradient]])
+    first = residual(team)
+    team.step([[gradient]])
+    alone = Team("onebit", SHAPES, 1)
+    alone.step([[gradient + first]])
+    assert same_bits(residual(team), residual(alone))
+
+
+def test_decay_damps_what_was_kept() -> None:
+    team = Team("onebit:decay=0.5", SHAPES, 1)
+    (gradient,) = team.gradients(0)[0]
+    team.step([[gradient]])
+    kept = residual(team)
+    team.step([[gradient]])
+    alone = Team("onebit", SHAPES, 1)
+    alone.step([[gradient + 0.5 * kept]])
+    torch.testing.assert_close(residual(team), residual(alone))
+
+
+def test_warm_up_is_full_precision_and_then_it_ends() -> None:
+    team, plain = Team("onebit:warmup=2", SHAPES, 3), Team("none", SHAPES, 3)
+    full = plain.exchanges[0].traffic
+    for seed in range(2):
+        assert team.exchanges[0].traffic == full
+        gradients = team.gradients(seed)
+        assert same_bits(team.step(gradients)[0], plain.step(gradients)[0])
+        assert not residual(team).any()
+    assert team.exchanges[0].traffic.payload < full.payload / 2
+    gradients = team.gradients(2)
+    assert same_bits(team.step(gradients)[0], Team("onebit", SHAPES, 3).step(gradients)[0])
+
+
+def test_a_step_that_does_not_count_is_no_step_of_the_warm_up() -> None:
+    team = Team("onebit:warmup=1", SHAPES, 2)
+    full = team.exchanges[0].traffic
+    team.meet(team.gradients(0))
+    team.rollback()
+    assert team.exchanges[0].traffic == full
+
+
+def test_residuals_follow_the_learning_rate() -> None:
+    team = Team("onebit:rescale=on", SHAPES, 1)
+    (gradient,) = team.gradients(0)[0]
+    team.exchanges[0].rescale(0.4)
+    team.step([[gradient]])
+    kept = residual(team)
+    team.exchanges[0].rescale(0.1)
+    team.meet([[gradient]])
+    team.rollback()  # the rate of a step that did not count is forgotten, too
+    team.step([[gradient]])
+    alone = Team("onebit", SHAPES, 1)
+    alone.step([[gradient + 4 * kept]])
+    torch.testing.assert_close(residual(team), residual(alone))
+    assert coder_of(team).state_dict()["learning_rate"] == 0.1
+
+
+def test_a_learning_rate_of_zero_moves_nothing() -> None:
+    team, other = Team("onebit:rescale=on", SHAPES, 1), Team("onebit", SHAPES, 1)
+    for rate, seed in ((0.1, 0), (0.0, 1), (0.1, 2)):
+        team.exchanges[0].rescale(rate)
+        team.step(team.gradients(seed))
+        other.step(other.gradients(seed))
+    assert same_bits(residual(team), residual(other))
+
+
+def test_without_the_option_the_learning_rate_changes_nothing() -> None:
+    team, other = Team("onebit", SHAPES, 1), Team("onebit", SHAPES, 1)
+    for seed in range(3):
+        team.exchanges[0].rescale(10.0**-seed)
+        team.step(team.gradients(seed))
+        other.step(other.gradients(seed))
+    assert same_bits(residual(team), residual(other))
+
+
+def test_a_parameter_that_nobody_used_keeps_its_residual() -> None:
+    team = Team("onebit", {"w": (8, 40), "v": (4, 50)}, 2)
+    team.step(team.gradients(0))
+    before = team.snapshot()
+    gradients = team.gradients(1)
+    for own in gradients:
+        own[0].zero_()
+    team.meet(gradients)
+    for exchange in team.exchanges:
+        exchange.commit(unused={"w"})
+    after = team.snapshot()
+    for left, right in zip(before, after, strict=True):
+        assert equal(left["w"], right["w"])
+        assert not equal(left["v"], right["v"])
+
+
+def test_state_of_another_size_is_refused_and_nothing_is_taken_over() -> None:
+    team, other = Team("onebit", SHAPES, 2), Team("onebit", SHAPES, 3)
+    team.step(team.gradients(0))
+    other.step(other.gradients(1))
+    before = other.snapshot()
+    with pytest.raises(CheckpointError, match="the number of workers"):
+        other.coders("w")[0].load_state_dict(team.coders("w")[0].state_dict())
+    assert equal(other.snapshot(), before)
+
+
+def test_error_feedback_pays() -> None:
+    """Workers that always say the same are heard right on average with feedback, and wrong for ever without."""
+
+    def error(text: str, steps: int) -> float:
+        team = Team(text, SHAPES, 3)
+        gradients = team.gradients(0)
+        mean = (gradients[0][0] + gradients[1][0] + gradients[2][0]) / 3
+        came = torch.zeros(320)
+        for _ in range(steps):
+            came += team.step(gradients)[0]
+        return float((came / steps - mean).norm() / mean.norm())
+
+    assert error("onebit:feedback=off", 60) == pytest.approx(error("onebit:feedback=off", 6))
+    assert error("onebit", 400) < error("onebit", 40) / 5
+    assert error("onebit", 400) < error("onebit:feedback=off", 6) / 5
+
+
+def test_every_text_says_whether_it_feeds_back() -> None:
+    assert parse_codec("onebit").stateful
+    assert not parse_codec("onebit:feedback=off").stateful

@@ -1,0 +1,156 @@
+"""Why: one wrong bit on the wire is a wrong gradient that no error reports."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybridpar.compress import packing
+from hybridpar.compress.packing import Fields, bits_size, pack_bits, pack_pairs, pair_table, pairs_size, unpack_bits
+from hybridpar.compress.scratch import CHUNK, Scratch
+
+CPU = torch.device("cpu")
+
+
+@given(st.lists(st.booleans(), max_size=70))
+def test_bits_come_back(values: list[bool]) -> None:
+    bits = torch.tensor(values, dtype=torch.bool)
+    out = torch.full((bits_size(len(values)),), 255, dtype=torch.uint8)
+    pack_bits(bits, out)
+    assert torch.equal(unpack_bits(out, len(values)), bits)
+
+
+def test_the_first_bit_is_the_most_significant() -> None:
+    out = torch.empty(2, dtype=torch.uint8)
+    pack_bits(torch.tensor([1, 0, 0, 0, 0, 0, 1, 1, 1], dtype=torch.bool), out)
+    assert out.tolist() == [0b10000011, 0b10000000]
+
+
+def test_bits_without_numpy_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    bits = torch.rand(1003) < 0.5
+    expected = torch.from_numpy(np.packbits(bits.numpy()))
+    # A tensor subclass that says it is elsewhere takes the way of other devices.
+    elsewhere = bits.as_subclass(_Elsewhere)
+    out = torch.empty(bits_size(1003), dtype=torch.uint8)
+    pack_bits(elsewhere, out)
+    assert torch.equal(out, expected)
+    assert torch.equal(unpack_bits(out.as_subclass(_Elsewhere), 1003).as_subclass(Tensor), bits)
+
+
+class _Elsewhere(Tensor):
+    @property
+    def device(self) -> _Device:  # type: ignore[override]
+        return _Device()
+
+
+class _Device(str):
+    """Means the CPU to torch and something else to those who ask."""
+
+    def __new__(cls) -> _Device:
+        return super().__new__(cls, "cpu")
+
+    type = "elsewhere"
+
+
+def test_selecting_is_bit_exact() -> None:
+    bits = torch.rand(5, 70) < 0.5
+    one = torch.tensor([1.0, -0.0, torch.inf, 1e-40, torch.nan]).unsqueeze(1)
+    zero = torch.tensor([0.0, 2.0, -3.0, torch.nan, 1e30]).unsqueeze(1)
+    out = torch.empty(5, 70)
+    packing.select(bits, one, zero, out)
+    assert torch.equal(out.view(torch.int32), torch.where(bits, one, zero).view(torch.int32))
+
+
+def test_thresholds_are_inclusive_and_nan_is_below() -> None:
+    out = torch.empty(4, dtype=torch.bool)
+    packing.at_least(torch.tensor([0.0, -0.0, -1e-40, torch.nan]), 0.0, out)
+    assert out.tolist() == [True, True, False, False]
+
+
+def test_sizes_are_asserted() -> None:
+    with pytest.raises(AssertionError, match="2 packed elements, where 1 are needed"):
+        pack_bits(torch.ones(8, dtype=torch.bool), torch.empty(2, dtype=torch.uint8))
+    with pytest.raises(AssertionError, match="needed"):
+        unpack_bits(torch.empty(2, dtype=torch.uint8), 17)
+
+
+def test_pairs_lie_as_in_mxnet() -> None:
+    # The codes of the test vector of apache/mxnet's 2-bit compression: -, 0, 0, +, +, +, 0, -, -, -
+    values = torch.tensor([-1, 0, 0, 1, 1, 1, 0, -1, -1, -1])
+    out = torch.full((pairs_size(10),), 255, dtype=torch.uint8)
+    pack_pairs(values != 0, values > 0, out, Scratch(CPU))
+    assert out.tolist() == [0x83, 0xF2, 0xA0, 0x00]
+
+
+@given(st.lists(st.sampled_from([-1, 0, 1]), max_size=70))
+def test_pairs_come_back(values: list[int]) -> None:
+    codes, scratch = torch.tensor(values), Scratch(CPU)
+    out = torch.empty(pairs_size(len(values)), dtype=torch.uint8)
+    pack_pairs(codes != 0, codes > 0, out, scratch)
+    found = packing.unpack_pairs(out, len(values), pair_table(CPU), scratch)
+    assert found.tolist() == [float(value) for value in values]
+
+
+def packed(fields: Fields, codes: Tensor) -> Tensor:
+    words = torch.empty(fields.words, dtype=fields.word)
+
+    def code(start: int, stop: int, into: Tensor) -> None:
+        into.copy_(codes[start:stop])
+
+    fields.pack(words, code, Scratch(CPU))
+    return words
+
+
+def unpacked(fields: Fields, words: Tensor) -> Tensor:
+    out = torch.full((fields.count,), -1.0)
+
+    def use(start: int, stop: int, values: Tensor) -> None:
+        out[start:stop] = values
+
+    fields.unpack(words, use, Scratch(CPU))
+    return out
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 200), st.integers(1, 24), st.integers(0, 2**30))
+def test_fields_come_back(count: int, width: int, seed: int) -> None:
+    fields = Fields.of(count, width)
+    codes = torch.randint(0, 1 << width, (count,), generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(unpacked(fields, packed(fields, codes)).long(), codes)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 90), st.integers(1, 300), st.integers(1, 9))
+def test_sums_do_not_carry_into_the_next_field(count: int, largest: int, workers: int) -> None:
+    fields = Fields.summable(count, largest, workers)
+    codes = torch.randint(0, largest + 1, (workers, count), generator=torch.Generator().manual_seed(count))
+    codes[:, ::2] = largest  # the most that can come
+    words = torch.zeros(fields.words, dtype=fields.word)
+    for row in codes:
+        words += packed(fields, row)
+    assert (words >= 0).all(), "a signed word overflowed"
+    assert torch.equal(unpacked(fields, words).long(), codes.sum(0))
+
+
+def test_fields_longer_than_a_chunk() -> None:
+    for width in (4, 5, 9):
+        fields = Fields.of(2 * CHUNK * (31 // width) + 5, width)
+        codes = torch.randint(0, 1 << width, (fields.count,))
+        assert torch.equal(unpacked(fields, packed(fields, codes)).long(), codes)
+
+
+@pytest.mark.parametrize(
+    ("width", "bits_per_value"), [(1, 1), (2, 2), (3, 3.05), (4, 4), (5, 5.34), (6, 6.4), (7, 7.12), (8, 8), (9, 9.15)]
+)
+def test_fields_take_the_fewest_bytes(width: int, bits_per_value: float) -> None:
+    fields = Fields.of(100_000, width)
+    assert 8 * fields.bytes / fields.count <= bits_per_value
+
+
+def test_fields_must_fit_into_a_word() -> None:
+    with pytest.raises(ValueError, match="64 bits"):
+        Fields.of(3, 64)

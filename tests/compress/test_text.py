@@ -1,0 +1,80 @@
+"""Why: the text of a codec is typed by people and kept in files; a slip must be named, and one meaning has one text."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridpar.compress import Cast, ErrorFeedback, format_codec, parse_codec
+from hybridpar.compress.codecs.none import NoCompression
+from hybridpar.compress.codecs.onebit import OneBit
+from hybridpar.errors import UsageError
+
+
+def test_a_biased_codec_comes_with_error_feedback() -> None:
+    assert parse_codec("onebit") == ErrorFeedback(OneBit())
+    assert parse_codec("onebit:feedback=off") == OneBit()
+
+
+def test_options_go_where_they_belong() -> None:
+    codec = parse_codec(" onebit : decay=0.9, group=column ,warmup=20".replace(" : ", ":"))
+    assert codec == ErrorFeedback(OneBit(group="column"), decay=0.9, warmup=20)
+    assert parse_codec("none:cast=bf16") == Cast(NoCompression(), "bf16")
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        ("onebit:", "onebit"),
+        ("onebit:feedback=on", "onebit"),
+        ("onebit:warmup=20,decay=0.90,group=row", "onebit:decay=0.9,warmup=20"),
+        ("onebit:rescale=TRUE", "onebit:rescale=on"),
+        ("onebit:feedback=off,least=64", "onebit:least=64,feedback=off"),
+        ("none:cast=fp16", "none:cast=fp16"),
+        ("powersgd:cast=bf16,rank=4,decay=0.5", "powersgd:rank=4,decay=0.5,cast=bf16"),
+        ("twobit:threshold=auto", "twobit"),
+        ("twobit:threshold=1e-3", "twobit:threshold=0.001"),
+    ],
+)
+def test_one_meaning_has_one_text(text: str, short: str) -> None:
+    assert format_codec(parse_codec(text)) == short
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("onebits", "unknown codec 'onebits'\nDid you mean onebit"),
+        ("onebit:decat=0.9", "codec 'onebit' has no option 'decat'\nDid you mean decay"),
+        ("onebit:decay", "'decay' in 'onebit:decay'"),
+        ("onebit:decay=0.9,decay=0.8", "given twice"),
+        ("onebit:decay=much", "decay=much\nThe value of decay is a number"),
+        ("onebit:warmup=1.5", "The value of warmup is a whole number"),
+        ("onebit:rescale=perhaps", "The value of rescale is on or off"),
+        ("onebit:decay=1.5", "decay=1.5\nIt is above 0"),
+        ("onebit:warmup=-1", "warmup=-1"),
+        ("onebit:group=rows", "group=rows\nIt says which values share levels.\nDid you mean row?"),
+        ("onebit:least=0", "least=0"),
+        ("onebit:cast=fp16", "nothing to cast"),
+        ("none:cast=fp61", "cast=fp61\nIt names a 16-bit type.\nDid you mean fp16"),
+        ("none:feedback=on", "'none' with error feedback\nIt is unbiased"),
+        ("none:decay=0.9", "decay in 'none:decay=0.9'"),
+        ("", "unknown codec ''"),
+        ("qsgd_mn:bits=9", "bits=9\nCodes have 1 to 8 bits."),
+        ("qsgd_mn:meet=sumed", "Did you mean sum?"),
+        ("qsgd_mn:feedback=on", "It is unbiased"),
+        ("powersgd:rank=0", "rank=0"),
+        ("powersgd:gain=-1", "gain=-1"),
+        ("twobit:threshold=0", "threshold=0\nIt is above 0."),
+        ("twobit:threshold=1,levels=mean", "threshold=1 with levels=mean"),
+        ("twobit:cap=1.5", "cap=1.5\nAbove 1 nothing might be sent."),
+        ("twobit:factor=nan", "factor=nan"),
+        ("twobit:pull=none", "pull=none"),
+        ("hylo:rate=0", "rate=0"),
+        ("hylo:power=-1", "power=-1"),
+        ("hylo:delay=-1", "delay=-1"),
+        ("hylo:cap=0", "cap=0"),
+    ],
+)
+def test_slips_are_named(text: str, message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_codec(text)
+    assert message in str(caught.value)
