@@ -90,7 +90,8 @@ class Run:
         self.model_name = model_name
         self.world = world
         self.rule = rule
-        world.from_main(lambda: check_timeline(config, world.device.type))
+        alone_on_gpus = world.device.type == "cuda" and world.size == 1
+        world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
         # Rank = position * replicas + replica: the workers of one replica are given the same samples.
         replicas = self.replicas = shape_of(config, world.size).replicas
         self.batches = TrainBatches(

@@ -28,12 +28,12 @@ from hybridpar.trainer import Trainer
 TIMELINE_STEPS = 3
 
 
-def check_timeline(config: TrainConfig, device: str) -> None:
+def check_timeline(config: TrainConfig, devices: int = 1) -> None:
     """Refuse a timeline that could not be written, before anything has been trained; for the worker that writes it.
 
     Args:
         config: Options.
-        device: Type of the device.
+        devices: How many devices a worker has.
 
     Raises:
         UsageError: There will be nothing to show, or nowhere to write it.
@@ -47,11 +47,11 @@ def check_timeline(config: TrainConfig, device: str) -> None:
             "A timeline shows the passes of stages on their lanes; without stages the host runs the model as a whole.",
             "Add --stages 2, or profile a plain run with torch.profiler.",
         )
-    if device == "cuda":
+    if devices > 1:
         raise UsageError(
-            f"--timeline {path} on a GPU",
-            "When an action ran is recorded on the CPU only.",
-            "Leave it out, or look at the GPU with torch.profiler or Nsight Systems.",
+            f"--timeline {path} with {devices} GPUs under one worker",
+            "The times of events on different GPUs cannot be compared.",
+            f"Use --workers {devices}, one for each, or look at them with torch.profiler or Nsight Systems.",
         )
     folder = path.absolute().parent
     if not folder.is_dir():

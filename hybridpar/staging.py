@@ -290,6 +290,7 @@ def pipeline_options(plan: StagePlan, config: TrainConfig, sync: SyncOptions, de
         sync=sync,
         sync_lanes=config.sync_lanes,
         capture=config.cuda_graph,
+        record=config.timeline is not None,
     )
 
 

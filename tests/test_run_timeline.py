@@ -117,19 +117,19 @@ def test_a_run_that_is_stopped_shows_what_it_has(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "device", "said"),
+    ("options", "devices", "said"),
     [
-        ({"stages": 1}, "cpu", ["without stages", "--stages 2"]),
-        ({"stages": 2}, "cuda", ["GPU", "Nsight"]),
-        ({"stages": 2, "timeline": Path("nowhere/trace.json")}, "cpu", ["no directory", "mkdir -p"]),
-        ({"stages": 2, "timeline": Path()}, "cpu", ["is a directory", "trace.json"]),
+        ({"stages": 1}, 1, ["without stages", "--stages 2"]),
+        ({"stages": 2}, 4, ["4 GPUs", "--workers 4", "Nsight"]),
+        ({"stages": 2, "timeline": Path("nowhere/trace.json")}, 1, ["no directory", "mkdir -p"]),
+        ({"stages": 2, "timeline": Path()}, 1, ["is a directory", "trace.json"]),
     ],
 )
-def test_a_timeline_that_cannot_be_is_refused(tmp_path, monkeypatch, options, device, said):
+def test_a_timeline_that_cannot_be_is_refused(tmp_path, monkeypatch, options, devices, said):
     monkeypatch.chdir(tmp_path)
     config = TrainConfig(**{"timeline": Path("trace.json"), **options})
     with pytest.raises(UsageError) as caught:
-        check_timeline(config, device)
+        check_timeline(config, devices)
     for part in said:
         assert part in str(caught.value)
     assert str(config.timeline) in caught.value.what

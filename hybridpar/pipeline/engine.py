@@ -186,6 +186,7 @@ class PipelineEngine:
             self.grid.receivers if self.grid is not None else {},
             sync_lanes=max(1, len(sync_lanes)),
             on_device=on_device,
+            record=options.record and not options.devices,
         )
 
     # ------------------------------------------------------------------ a step

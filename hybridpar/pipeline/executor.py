@@ -46,6 +46,7 @@ class Executor:
         receivers: Where those from other positions come from.
         sync_lanes: Number of lanes that gradients are summed on.
         on_device: Leave the decision on the device; the optimizers can obey it there.
+        record: Note when every action ran also where that takes events.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Executor:
         *,
         sync_lanes: int = 1,
         on_device: bool = False,
+        record: bool = False,
     ) -> None:
         self.stages = stages
         self.borders = borders
@@ -79,6 +81,7 @@ class Executor:
         self._agreement = Agreement(stages, world, replicas, lanes)
         self._sync_lanes = sync_lanes
         self._on_device = on_device
+        self._record = record or None  # None leaves it to the kind of device
         self._programs: dict[tuple[Any, ...], Program] = {}
         self._running: list[LateOutcome] = []
         self._ends: list[Event] = []  # of the step before
@@ -107,7 +110,7 @@ class Executor:
         program = self.program = self._program(request, facts[0])
         flights = {index: stage.new_flight() for index, stage in self.stages.items()}
         # What is captured runs many times, so it has no times of its own.
-        spans = SpanRecorder(self._lanes.device, enabled=None if request.wishes is None else False)
+        spans = SpanRecorder(self._lanes.device, enabled=self._record if request.wishes is None else False)
         step = StepState(self.steps + 1, request, facts, flights, spans)
         given = self._lanes.caller.record()
         for index, stage in self.stages.items():

@@ -33,6 +33,7 @@ class PipelineOptions:
         saved_bytes: For every stage the activations that a micro-batch keeps for its backward pass.
         memory_cap: Most bytes of activations that a worker may keep; None for no limit. Only `greedy` obeys it.
         capture: Steps are to be captured, so the host must not decide on them.
+        record: On a GPU, note when every action ran, by two events each. On a CPU that is always done.
     """
 
     lane_of: tuple[int, ...]
@@ -55,6 +56,7 @@ class PipelineOptions:
     sync: SyncOptions = field(default_factory=SyncOptions)
     sync_lanes: int = 2
     capture: bool = False
+    record: bool = False
 
     def layout(self, stages: int, edges: tuple[Edge, ...] = ()) -> Layout:
         """Where the stages are, and what flows between them.

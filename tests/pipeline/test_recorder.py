@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import hybridpar.pipeline.executor as executor_module
+import hybridpar.pipeline.recorder as recorder_module
 from hybridpar.pipeline.actions import Action, Kind
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.recorder import SpanRecorder
@@ -69,6 +72,55 @@ def test_where_it_is_off_work_is_left_as_it_is() -> None:
         pass
 
     assert SpanRecorder(CPU, enabled=False).timed(("compute", 0, 0), Action(0, Kind.FORWARD, 0), work) is work
+
+
+def test_on_a_gpu_it_takes_events_and_is_done_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter((3.0, 5.0, 6.0, 6.5, 9.0))
+
+    class Event:
+        """Takes its time from a list, as the stream would come to it."""
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+            self.at = -1.0
+            self.waited = False
+
+        def record(self) -> None:
+            self.at = next(moments)
+
+        def synchronize(self) -> None:
+            self.waited = True
+
+        def elapsed_time(self, other: Event) -> float:
+            assert other.waited or other.at < 9.0
+            return other.at - self.at
+
+    monkeypatch.setattr(recorder_module, "cuda", SimpleNamespace(Event=Event))
+    device = torch.device("cuda", 0)
+    assert not SpanRecorder(device).enabled
+    recorder = SpanRecorder(device, enabled=True)
+    backward, add = Action(0, Kind.BACKWARD, 0), Action(0, Kind.SYNC, 0)
+    recorder.timed(("compute", 0, 0), backward, lambda: recorder.ready(add))()
+    recorder.timed(("sync", 0, 0), add, lambda: None)()
+    first, second = recorder.collect().spans
+    assert (first.start_ms, first.end_ms, second.start_ms, second.end_ms) == (0.0, 3.0, 3.5, 6.0)
+    assert second.ready_ms == 2.0
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_what_the_options_ask_for_reaches_the_recorder(record: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool | None] = []
+
+    def note(device: torch.device, enabled: bool | None = None) -> SpanRecorder:
+        asked.append(enabled)
+        return SpanRecorder(device, enabled)
+
+    monkeypatch.setattr(executor_module, "SpanRecorder", note)
+    model = seeded(Residuals)
+    train_stages(
+        model, cut(model, images(2)[0], 2), batches_of(8, 1), Setting(), places(2), together=True, record=record
+    )
+    assert asked == [True if record else None]
 
 
 def test_collecting_twice_is_once() -> None:
