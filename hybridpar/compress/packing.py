@@ -9,7 +9,7 @@ Three layouts:
   j + W, ..., so that packing is a shift of a contiguous slice. Words can be added, by any collective, as long as
   no field outgrows its w bits: then nothing carries into the next.
 
-Bits and pairs use numpy on a CPU, where it is 30 times as fast as torch; elsewhere torch.
+Bits and pairs use numpy on a CPU, which has both as vectorised operations; elsewhere torch.
 """
 
 from __future__ import annotations

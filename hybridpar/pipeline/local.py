@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridpar.pipeline.compression import Compression
 from hybridpar.pipeline.control import Pending
 
 
@@ -25,6 +26,7 @@ class LocalGradients:
     """
 
     layout = 0
+    compression: Compression | None = None
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device, measure: bool) -> None:
         self._parameters = list(parameters.values())

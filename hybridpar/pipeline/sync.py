@@ -163,7 +163,7 @@ class GradientSync:
             wishes: `stop` and `save` as a float64 tensor on the device, in place of what the host says.
         """
         self.reducer.open()
-        if isinstance(self.reducer, GradientReducer) and self.reducer.compression is not None:
+        if self.reducer.compression is not None:
             self.reducer.compression.set_rate(rate)
         if self.batch_norm is not None:
             self.batch_norm.discard()
@@ -280,7 +280,7 @@ class GradientSync:
                 self.batch_norm.commit(self._batch_norm_sums, where=outcome.commit)
             elif outcome.committed:
                 self.batch_norm.commit(self._batch_norm_sums)
-        if isinstance(self.reducer, GradientReducer) and self.reducer.compression is not None:
+        if self.reducer.compression is not None:
             # On a GPU this waits for the step: what codecs keep is put back or kept by the host.
             self.reducer.compression.settle(outcome.committed, self._unused)
         self._step = None

@@ -20,13 +20,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, TensorSpec
-from hybridpar.compress.noise import Noise
+from hybridpar.compress.noise import Noise, NoisyCoder
 from hybridpar.compress.packing import Fields, magnitude
 from hybridpar.compress.residual import NO_RESIDUAL, Residual
 from hybridpar.compress.scratch import Scratch
@@ -128,7 +127,7 @@ class _Grid:
         fields.unpack(words, use, scratch)
 
 
-class SummedLevels(Coder):
+class SummedLevels(NoisyCoder):
     """Agrees on a scale, then adds codes.
 
     Args:
@@ -138,7 +137,8 @@ class SummedLevels(Coder):
 
     def __init__(self, spec: TensorSpec, steps: int) -> None:
         super().__init__(spec)
-        self._grid = _Grid(steps, Noise(spec))
+        self._noise = Noise(spec)
+        self._grid = _Grid(steps, self._noise)
         self._fields = Fields.summable(spec.count, 2 * steps, spec.workers)
         self._rounds = (
             Round(Meeting.MAX, torch.float32, (1,)),
@@ -154,7 +154,7 @@ class SummedLevels(Coder):
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
         """See `Coder`."""
         self._gradient = gradient
-        self._grid.noise.begin()
+        self._noise.begin()
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
         """See `Coder`."""
@@ -179,20 +179,8 @@ class SummedLevels(Coder):
 
         self._grid.decode(self._words, self._fields, self.spec.workers, self.spec.divisor, put, self._scratch)
 
-    def commit(self) -> None:
-        """See `Coder`."""
-        self._grid.noise.commit()
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `Coder`."""
-        return self._grid.noise.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Coder`."""
-        self._grid.noise.load_state_dict(state)
-
-
-class ShardedLevels(ShardedCoder):
+class ShardedLevels(NoisyCoder, ShardedCoder):
     """Exchanges codes stripe by stripe.
 
     Args:
@@ -208,18 +196,6 @@ class ShardedLevels(ShardedCoder):
         """See `Coder`."""
         super().begin(gradient, residuals)
         self._noise.begin()
-
-    def commit(self) -> None:
-        """See `Coder`."""
-        self._noise.commit()
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Coder`."""
-        return self._noise.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Coder`."""
-        self._noise.load_state_dict(state)
 
 
 class LevelQuantiser(Quantiser):

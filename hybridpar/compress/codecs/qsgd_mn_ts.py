@@ -16,14 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, TensorSpec
+from hybridpar.compress.codec import CODECS, Codec, Meeting, Round, TensorSpec
 from hybridpar.compress.codecs.qsgd_mn import scale_of
-from hybridpar.compress.noise import Noise
+from hybridpar.compress.noise import Noise, NoisyCoder
 from hybridpar.compress.packing import Fields, bits_size, pack_bits, unpack_bits
 from hybridpar.compress.residual import NO_RESIDUAL, Residual
 from hybridpar.compress.scratch import CHUNK
@@ -67,7 +66,7 @@ class QsgdTwoScale(Codec):
         return TwoScale(spec, 2**self.bits - 1, 2**self.high - 1)
 
 
-class TwoScale(Coder):
+class TwoScale(NoisyCoder):
     """Agrees on a scale, then on which elements are small, then adds codes.
 
     Args:
@@ -136,18 +135,6 @@ class TwoScale(Coder):
             torch.mul(sums, self._scale, out=out[start:stop])
 
         self._fields.unpack(self._words, put, self._scratch)
-
-    def commit(self) -> None:
-        """See `Coder`."""
-        self._noise.commit()
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Coder`."""
-        return self._noise.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Coder`."""
-        self._noise.load_state_dict(state)
 
     def _say_which_are_small(self, out: Tensor) -> None:
         for start in range(0, self.spec.count, CHUNK):
