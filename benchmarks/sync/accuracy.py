@@ -44,14 +44,14 @@ RESULTS = Path(__file__).parent / "results"
 
 #: What is compared, the first with all others.
 METHODS = ("none", "onebit", "hylo", "qsgd_mn:bits=4", "powersgd:rank=2")
-RATES = (0.005, 0.01, 0.02, 0.05)
+RATES = (0.01, 0.02, 0.05)
 FOLDS = 5
 SEEDS = (1, 2, 3)
 TUNING_SEED = 100
 WORKERS = 2
 #: Per worker.
 BATCH = 16
-EPOCHS = 6
+EPOCHS = 5
 
 #: Mean difference, and lower end of its 95 % interval, in points, that a codec may lose.
 MOST_LOST = 0.5
