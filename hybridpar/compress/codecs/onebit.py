@@ -60,6 +60,7 @@ class OneBit(Codec):
 
     def bind(self, spec: TensorSpec) -> ShardedCoder:
         """See `Codec`."""
+        kernels.prepare(self, spec.device)
         return ShardedCoder(spec, SignQuantiser(spec.shape, self._by_columns(spec.shape)))
 
     def _by_columns(self, shape: Sequence[int]) -> bool:

@@ -28,7 +28,7 @@ def define(w: Writer) -> dict[str, Any]:
 
 def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
     t = w.t
-    zero, one, two = (t.int64(index) for index in range(3))
+    zero, one = t.int64(0), t.int64(1)
 
     def body(
         values: Any,
@@ -119,7 +119,6 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
         if keeps:
             w.when(stream != 0, lambda: t.evaluate(w.call("int32", "hp_fence")))
 
-    del two
     return body
 
 
