@@ -247,7 +247,7 @@ class LevelQuantiser(Quantiser):
         self._grid.decode(message[_HEAD:].view(fields.word), fields, 1, divisor, put, scratch)
 
     def _fields(self, count: int) -> Fields:
-        return Fields.summable(count, 2 * self._grid.steps, 1)
+        return Fields.dense(count, 2 * self._grid.steps)
 
 
 def scale_of(values: Tensor) -> Tensor:

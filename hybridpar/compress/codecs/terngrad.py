@@ -81,7 +81,7 @@ class TernaryCoder(NoisyCoder):
         self._noise = Noise(spec)
         self._clip = clip
         self._stripes = cut_stripes(spec.count, _UNIT, spec.workers)
-        self._sums = [Fields.summable(stop - start, 2, spec.workers) for start, stop in self._stripes]
+        self._sums = [Fields.dense(stop - start, 2 * spec.workers) for start, stop in self._stripes]
         codes = tuple(aligned(pairs_size(stop - start)) for start, stop in self._stripes)
         self._rounds = (
             Round(Meeting.MAX, torch.float32, (1,)),
