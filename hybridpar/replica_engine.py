@@ -13,7 +13,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.lanes import Lanes
 from hybridpar.optim import Rates, fill_momentum, load_optimizer_state, optimizer_state
 from hybridpar.pipeline.capture_rules import check_capturable
-from hybridpar.pipeline.compression import check_compression
+from hybridpar.pipeline.compression import check_compression, check_momentum
 from hybridpar.pipeline.control import DecidedOutcome, StepOutcome
 from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
 from hybridpar.pipeline.replicate import average_buffers
@@ -55,6 +55,7 @@ class ReplicaEngine:
             check_capturable(world.device, world, [optimizer], compiled=config.compile)
         self._rates = Rates(optimizer, world.device if config.cuda_graph else None)
         check_compression(config.compress, world.size)
+        check_momentum(config.compress, [optimizer])
         self.sync = GradientSync(model, world, lanes, sync_options(config), micro_batches=config.micro_batches)
         self._forward: Callable[..., Any] = torch.compile(model) if config.compile else model
         # The optimizer can obey a decision that the host has not read; see GradScaler for the same protocol.

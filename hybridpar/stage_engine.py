@@ -14,7 +14,7 @@ from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.optim import Rates, fill_momentum, load_optimizer_state, optimizer_state
 from hybridpar.pipeline.capture_rules import check_capturable
-from hybridpar.pipeline.compression import check_compression
+from hybridpar.pipeline.compression import check_compression, check_momentum
 from hybridpar.pipeline.control import StepOutcome
 from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
 from hybridpar.pipeline.engine import PipelineEngine
@@ -74,6 +74,7 @@ class StageEngine:
             config.micro_batches,
         )
         check_compression(config.compress, self.pipeline.replicas)
+        check_momentum(config.compress, self.optimizers)
         if config.cuda_graph:
             self.graph = self._make_graph(lanes)
 

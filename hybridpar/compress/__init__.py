@@ -14,7 +14,7 @@ from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, Tenso
 from hybridpar.compress.exchange import Exchange, Traffic
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.group import Group, TorchGroup
-from hybridpar.compress.text import bind, format_codec, parse_codec
+from hybridpar.compress.text import bind, check_optimizer, format_codec, parse_codec
 from hybridpar.compress.together import run_together
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "TorchGroup",
     "Traffic",
     "bind",
+    "check_optimizer",
     "format_codec",
     "parse_codec",
     "run_together",

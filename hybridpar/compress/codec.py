@@ -38,6 +38,8 @@ class Meeting(enum.Enum):
     AND = "and"
     #: Each worker sends stripe k to worker k, which merges what it gets; everybody receives all merged stripes.
     SHARD = "shard"
+    #: Everybody receives the messages of all workers, by rank.
+    GATHER = "gather"
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ class Coder(ABC):
 
         Args:
             index: Number of the round.
-            parts: The reduced message, or all merged stripes by rank.
+            parts: The reduced message; or by rank all merged stripes, or all workers' messages.
         """
 
     @abstractmethod
@@ -230,6 +232,10 @@ class Codec(ABC):
     castable: ClassVar[bool] = False
     #: Whether there are compiled kernels for it, see `hybridpar.compress.kernels`.
     kernels: ClassVar[bool] = False
+    #: Whether error feedback can be put around it: what it leaves out is v - C(v), and nothing else remembers that.
+    takes_feedback: ClassVar[bool] = True
+    #: Whether it keeps the momentum itself, so that the optimizer must have none; see `check_optimizer`.
+    refuses_momentum: ClassVar[bool] = False
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a parameter of this shape should be compressed; others travel in full."""

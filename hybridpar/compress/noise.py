@@ -32,7 +32,7 @@ class Noise:
 
     def __init__(self, spec: TensorSpec) -> None:
         self._spec = spec
-        self._generator = torch.Generator(device=spec.device)
+        self._generator: torch.Generator | None = None  # a coder of which only the bytes are asked draws nothing
         self._places = random.Random()
         self._ring = torch.empty(0)
         self._steps = 0
@@ -40,6 +40,8 @@ class Noise:
     def begin(self) -> None:
         """Start the draws of a step; they are the same until it is committed."""
         seed = self._spec.draw_seed("noise", self._spec.rank, self._steps)
+        if self._generator is None:
+            self._generator = torch.Generator(device=self._spec.device)
         self._generator.manual_seed(seed)
         self._places.seed(seed)
 

@@ -7,13 +7,23 @@ are cut as they are. It runs on the sync lane that the bucket's sum would have r
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress import Codec, Coder, Exchange, TensorSpec, TorchGroup, bind, format_codec, parse_codec
+from hybridpar.compress import (
+    Codec,
+    Coder,
+    Exchange,
+    TensorSpec,
+    TorchGroup,
+    bind,
+    check_optimizer,
+    format_codec,
+    parse_codec,
+)
 from hybridpar.errors import SyncError
 from hybridpar.pipeline.buckets import Bucket
 from hybridpar.pipeline.collective import BackendSum, SumGroup
@@ -144,6 +154,17 @@ def check_compression(text: str, replicas: int) -> None:
     """
     if format_codec(parse_codec(text)) != "none" and replicas == 1:
         _log.warning("--compress %s can gain nothing: there is one replica, and its gradients go nowhere", text)
+
+
+def check_momentum(text: str, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Check that no momentum is kept twice: by the codec, and by an optimizer.
+
+    Raises:
+        UsageError: One is, or the text names no codec.
+    """
+    codec = parse_codec(text)
+    for optimizer in optimizers:
+        check_optimizer(codec, optimizer)
 
 
 def make_compression(text: str, world: World, groups: Sequence[SumGroup], seed: int) -> Compression | None:

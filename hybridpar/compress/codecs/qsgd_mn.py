@@ -260,7 +260,7 @@ class LevelQuantiser(Quantiser):
         self._grid.decode(words, fields, 1, 1, put, scratch)
 
     def _fields(self, count: int) -> Fields:
-        return Fields.summable(count, 2 * self._grid.steps, 1)
+        return Fields.dense(count, 2 * self._grid.steps)
 
 
 def scale_of(values: Tensor) -> Tensor:
