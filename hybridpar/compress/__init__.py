@@ -14,6 +14,7 @@ from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, Tenso
 from hybridpar.compress.exchange import Exchange, Traffic
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.group import Group, TorchGroup
+from hybridpar.compress.policy import Policy, read_policy
 from hybridpar.compress.text import bind, format_codec, parse_codec
 from hybridpar.compress.together import run_together
 
@@ -26,6 +27,7 @@ __all__ = [
     "Exchange",
     "Group",
     "Meeting",
+    "Policy",
     "Round",
     "TensorSpec",
     "TorchGroup",
@@ -33,5 +35,6 @@ __all__ = [
     "bind",
     "format_codec",
     "parse_codec",
+    "read_policy",
     "run_together",
 ]
