@@ -96,6 +96,10 @@ class Policy:
         """The codec of a parameter."""
         return next((rule.codec for rule in self.rules if rule.matches(name)), _NONE)
 
+    def text_of(self, name: str) -> str:
+        """The codec of a parameter, as text."""
+        return format_codec(self.codec_of(name))
+
     def bind(self, spec: TensorSpec) -> Coder:
         """A coder for one parameter; of `none` where no rule matches, or its codec does not fit."""
         return bind(self.codec_of(spec.name), spec)
@@ -122,7 +126,7 @@ class Policy:
         for number, (mine, theirs) in enumerate(zip(self.rules, other.rules, strict=False), 1):
             if str(mine) != str(theirs):
                 return f"rule {number} is {theirs} and not {mine}"
-        return f"it has {len(other.rules)} rules and not {len(self.rules)}"
+        return f"it has {len(other.rules)} rule(s) and not {len(self.rules)}"
 
     def to_toml(self) -> str:
         """The policy as a file."""

@@ -49,7 +49,9 @@ def test_a_codec_is_a_policy_of_one_rule():
     policy.check([])
 
 
-@pytest.mark.parametrize("text", ["onebit", "none", "layer4.* -> powersgd:rank=1; *.weight -> onebit", "a[12]? -> fp16"])
+@pytest.mark.parametrize(
+    "text", ["onebit", "none", "layer4.* -> powersgd:rank=1; *.weight -> onebit", "a[12]? -> fp16"]
+)
 def test_text_and_policy_are_the_same_thing(text, tmp_path):
     policy = read_policy(text)
     assert str(policy) == text
@@ -80,12 +82,14 @@ def test_the_fingerprint_is_that_of_what_is_said(tmp_path):
 def test_the_difference_of_two_policies_is_named():
     mine = read_policy("a -> onebit; b -> fp16")
     assert mine.difference(read_policy("a -> onebit; b -> bf16")) == "rule 2 is b -> bf16 and not b -> fp16"
-    assert mine.difference(read_policy("a -> onebit")) == "it has 1 rules and not 2"
+    assert mine.difference(read_policy("a -> onebit")) == "it has 1 rule(s) and not 2"
 
 
 def test_rules_for_single_parameters_match_nothing_else():
     policy = exact_rules([("a.weight", "onebit"), ("b[0].weight", "fp16")])
-    assert [rule.matches(name) for rule, name in zip(policy.rules, ["a.weight", "b[0].weight"], strict=True)] == [True] * 2
+    assert [rule.matches(name) for rule, name in zip(policy.rules, ["a.weight", "b[0].weight"], strict=True)] == [
+        True
+    ] * 2
     assert format_codec(policy.codec_of("b0.weight")) == "none"
 
 
