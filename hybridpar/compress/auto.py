@@ -131,22 +131,36 @@ def choose(
         The policy, what is predicted of it, and what is predicted of `none`.
     """
     plain = [_plain_times(bucket, link) for bucket in layers.buckets]
-    chosen, best = [], []
+    rules, best = list[list[tuple[str, str]]](), list[BucketTimes]()
     for bucket, without in zip(layers.buckets, plain, strict=True):
-        times, rules = without, list[tuple[str, str]]()
+        times, chosen = without, list[tuple[str, str]]()
         for text, codec in codecs.items():
             if text in rates:
                 with_codec, names = _times(bucket, codec, rates[text], link, layers.workers)
                 if names and with_codec.total < min(times.total, _MARGIN * without.total):
-                    times, rules = with_codec, [(name, text) for name in names]
+                    times, chosen = with_codec, [(name, text) for name in names]
         best.append(times)
-        chosen += rules
+        rules.append(chosen)
+    _spare_hidden(best, rules, plain, layers)
     none, mixed = predict(plain, layers), predict(best, layers)
+    chosen = [rule for bucket in rules for rule in bucket]
     if not chosen or mixed.exposed_ms > _MARGIN * none.exposed_ms:
         return Policy.of(parse_codec("none")), none, none
     if len(chosen) == sum(map(len, layers.buckets)) and len({text for _, text in chosen}) == 1:
         return Policy.of(parse_codec(chosen[0][1])), mixed, none
     return exact_rules(chosen), mixed, none
+
+
+def _spare_hidden(
+    best: list[BucketTimes], rules: list[list[tuple[str, str]]], plain: Sequence[BucketTimes], layers: Layers
+) -> None:
+    """Let buckets travel as they are where nobody would wait longer for it."""
+    least = predict(best, layers).exposed_ms
+    for index, without in enumerate(plain):
+        if rules[index]:
+            trial = [*best[:index], without, *best[index + 1 :]]
+            if predict(trial, layers).exposed_ms <= least:
+                best[index], rules[index] = without, []
 
 
 def predict(buckets: Sequence[BucketTimes], layers: Layers) -> Prediction:

@@ -26,7 +26,7 @@ Kind = tuple[Meeting, torch.dtype]
 
 _SMALL_BYTES = 4 << 10
 _LARGE_BYTES = 512 << 10
-_SMALL_REPEATS, _LARGE_REPEATS = 7, 2
+_SMALL_REPEATS, _LARGE_REPEATS = 7, 3
 
 #: Elements of the largest piece of a parameter that a codec is tried on.
 _MOST_ELEMENTS = 1 << 20
