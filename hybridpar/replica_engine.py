@@ -188,7 +188,7 @@ class ReplicaEngine:
 
     def travelling(self) -> Travelling:
         """What gradients travel as; a collective."""
-        return Travelling(self.sync.policy, self.sync.layer_bytes(), self.sync.choice)
+        return Travelling(self.sync.options.policy, self.sync.layer_bytes(), self.sync.choice)
 
     def close(self) -> None:
         """Remove all hooks. The model stays as trained."""

@@ -247,7 +247,7 @@ class StageEngine:
 
     def travelling(self) -> Travelling:
         """What gradients travel as; a collective."""
-        return Travelling(self.pipeline.policy, self.pipeline.layer_bytes(), self.pipeline.choice)
+        return Travelling(self.pipeline.options.sync.policy, self.pipeline.layer_bytes(), self.pipeline.choice)
 
     def close(self) -> None:
         """Remove all hooks and leave the grid. The model stays as trained."""

@@ -6,6 +6,7 @@ workers. What is optimised, saved and evaluated is always the model, under its o
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from hybridpar.compress import Policy
 from hybridpar.errors import ScheduleError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.pipeline.actions import Edge, Layout
@@ -280,21 +280,11 @@ class PipelineEngine:
             return 0
         return sum(facts.saved_bytes[index] * stage.run.peak_in_flight for index, stage in self.stages.items())
 
-    @property
-    def policy(self) -> Policy:
-        """What gradients travel as."""
-        policy = self.options.sync.codec
-        assert isinstance(policy, Policy)
-        return policy
-
     def layer_bytes(self) -> list[LayerBytes]:
         """What each parameter travels as, of all stages; empty where gradients are added as they are. A collective."""
-        mine = [stage.gradients.bytes_by_parameter() for stage in self.stages.values()]
-        known = {name: row for rows in mine for name, row in rows.items()}
-        parts = self.world.gather(known)
-        return layer_bytes(
-            self.model, {name: row for part in parts if isinstance(part, dict) for name, row in part.items()}
-        )
+        mine = ChainMap(*(stage.gradients.bytes_by_parameter() for stage in self.stages.values()))
+        parts: list[Any] = self.world.gather(dict(mine))
+        return layer_bytes(self.model, ChainMap(*parts))
 
     def collect(self) -> None:
         """Make the model whole on every worker: stages are copied from where they are trained. A collective.

@@ -71,6 +71,12 @@ class SyncOptions:
     fidelity: str = "exact"
     seed: int = 0
 
+    @property
+    def policy(self) -> Policy:
+        """What gradients travel as, once workers have agreed on it."""
+        assert isinstance(self.codec, Policy)
+        return self.codec
+
 
 @dataclass
 class _Step:
@@ -317,13 +323,6 @@ class GradientSync:
             compression.settle_later(outcome, self._unused, outcome.costs)
         else:
             compression.settle(outcome.committed, self._unused, outcome.costs)
-
-    @property
-    def policy(self) -> Policy:
-        """What gradients travel as."""
-        policy = self.options.codec
-        assert isinstance(policy, Policy)
-        return policy
 
     def layer_bytes(self) -> list[LayerBytes]:
         """What each parameter travels as; empty where gradients are added as they are."""
