@@ -112,7 +112,8 @@ class PipelineEngine:
                 "One worker alone may drive several devices, each lane one; gradients meet between workers of one.",
                 "Start a worker per device.",
             )
-        policy = agree_on_policy(options.sync.codec, dict(model.named_parameters()), world)
+        names = dict(model.named_parameters())
+        policy = agree_on_policy(options.sync.codec, names, world, options.sync.fidelity)
         options = self.options = replace(options, sync=replace(options.sync, codec=policy))
         #: What was measured and chosen for gradients to travel as, where that was asked for.
         self.choice: Choice | None = None

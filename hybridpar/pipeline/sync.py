@@ -120,7 +120,7 @@ class GradientSync:
         self.world = world
         self.options = options or SyncOptions()
         parameters = dict(model.named_parameters())
-        policy = agree_on_policy(self.options.codec, parameters, world)
+        policy = agree_on_policy(self.options.codec, parameters, world, self.options.fidelity)
         #: What was measured and chosen, where that was asked for.
         self.choice: Choice | None = None
         if is_auto(policy):

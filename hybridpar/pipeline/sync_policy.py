@@ -24,13 +24,14 @@ def is_auto(codec: str | Policy) -> bool:
     return isinstance(codec, str) and codec.strip() == AUTO
 
 
-def agree_on_policy(codec: str | Policy, names: Collection[str], world: World) -> str | Policy:
+def agree_on_policy(codec: str | Policy, names: Collection[str], world: World, fidelity: str = "") -> str | Policy:
     """Read a policy on all workers and compare them; a collective.
 
     Args:
         codec: A policy or its text, which may be `auto`.
         names: All parameters of the model.
         world: The workers.
+        fidelity: What `auto` may choose from.
 
     Returns:
         The policy; `auto` as it is.
@@ -44,7 +45,8 @@ def agree_on_policy(codec: str | Policy, names: Collection[str], world: World) -
         mine = AUTO if is_auto(codec) else _read(codec, names)
     except HybridparError as error:
         mine = error
-    answers = world.gather(_told(mine))
+    told = f"{AUTO} with fidelity {fidelity}" if mine == AUTO else str(mine)
+    answers = world.gather(("", mine.what) if isinstance(mine, HybridparError) else (told, ""))
     if isinstance(mine, HybridparError):
         raise mine
     for rank, answer in enumerate(answers):
@@ -56,10 +58,10 @@ def agree_on_policy(codec: str | Policy, names: Collection[str], world: World) -
                 "All workers compress alike.",
                 "Give every worker the same policy.",
             )
-        if text != str(mine):
+        if text != told:
             raise UsageError(
                 f"worker {rank} was given another compression policy than worker {world.rank}: "
-                f"{_difference(mine, text)}",
+                f"{_difference(told, text)}",
                 "What one worker writes another one reads, by the same rules.",
                 "Start all workers with the same --compress, and give them the same policy file.",
             )
@@ -87,13 +89,9 @@ def _read(codec: str | Policy, names: Collection[str]) -> Policy:
     return policy
 
 
-def _told(mine: str | Policy | HybridparError) -> tuple[str, str]:
-    return ("", mine.what) if isinstance(mine, HybridparError) else (str(mine), "")
-
-
-def _difference(mine: str | Policy, theirs: str) -> str:
-    """Where they differ; fingerprints, so that files can be told apart, and the first rule."""
-    if isinstance(mine, str) or theirs == AUTO:
+def _difference(mine: str, theirs: str) -> str:
+    """Where they differ; the fingerprints too, by which files can be told apart."""
+    if AUTO in (mine.split()[0], theirs.split()[0]):
         return f"{theirs} and not {mine}"
-    other = read_policy(theirs)
-    return f"{mine.difference(other)} ({other.fingerprint[:8]} and {mine.fingerprint[:8]})"
+    own, other = read_policy(mine), read_policy(theirs)
+    return f"{own.difference(other)} (fingerprints {other.fingerprint} and {own.fingerprint})"

@@ -42,7 +42,7 @@ def failing(world: World, texts: list[str], files: dict[str, str]) -> tuple[str,
     [
         (["onebit", "twobit"], ["worker 1", "rule 1 is * -> twobit and not * -> onebit"]),
         (["second.* -> onebit; *.weight -> fp16", "second.* -> onebit"], ["it has 1 rule(s) and not 2"]),
-        (["auto", "fp16"], ["fp16 and not auto"]),
+        (["auto", "fp16"], ["fp16 and not auto with fidelity exact"]),
         (["fp16", "missing.toml"], ["worker 1 cannot use", "there is no policy file missing.toml"]),
         (["fp16", "secnd.* -> fp16"], ["worker 1 cannot use", "'secnd.*'"]),
     ],
@@ -52,6 +52,19 @@ def test_workers_with_different_policies_are_refused_at_the_start(texts, told):
     for part in told:
         assert part in texts_of_workers[0][0]
     assert [code for _, code in texts_of_workers] == [2, 2]
+
+
+def of_other_fidelity(world: World) -> str:
+    config = TrainConfig(compress="auto", fidelity="close" if world.rank else "exact")
+    with pytest.raises(HybridparError) as caught:
+        Trainer(Net(), config=config, world=world)
+    return str(caught.value)
+
+
+def test_workers_that_may_choose_from_different_codecs_are_refused_before_they_measure():
+    for text in run_ranks(of_other_fidelity, 2, shared_memory=False):
+        assert "auto with fidelity close" in text
+        assert "auto with fidelity exact" in text
 
 
 def test_a_pattern_about_nothing_is_refused_on_all_workers_with_the_nearest_names():
@@ -124,7 +137,7 @@ def test_the_norm_of_what_was_not_sent_is_taken_now_and_then():
         assert rest == [None, None]
 
 
-def late(world: World, poisoned: bool) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+def late(world: World, poisoned: bool) -> tuple[list[str], dict[str, Tensor]]:
     """Three steps of which the second is poisoned, with the decision left where it is; and when it was read."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 5))
@@ -137,7 +150,6 @@ def late(world: World, poisoned: bool) -> tuple[list[str], dict[str, Tensor], di
 
     with Lanes(world.device) as lanes:
         sync = GradientSync(model, world, lanes, SyncOptions(bucket_bytes=4096, codec="onebit"))
-        residuals = []
         for step in range(3):
             inputs, targets = batch(world.rank, step)
             doing = f"beginning of {step}"
@@ -152,10 +164,9 @@ def late(world: World, poisoned: bool) -> tuple[list[str], dict[str, Tensor], di
             outcome = Watched(done.values, done.exposed_sync_ms, done.bytes_sent, done._copy, costs=done.costs)
             sync.end(outcome, decided_on_device=True)
         before = list(reads)
-        for _ in range(1):
-            residuals.append({name: one["residuals"]["worker"] for name, one in _parameters(sync).items() if one})
+        residuals = {name: one["residuals"]["worker"] for name, one in _parameters(sync).items() if one}
         sync.close()
-    return before, residuals[0], {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    return before, residuals
 
 
 def _parameters(sync: GradientSync) -> dict[str, Any]:
@@ -165,7 +176,7 @@ def _parameters(sync: GradientSync) -> dict[str, Any]:
 
 @pytest.mark.parametrize("poisoned", [False, True])
 def test_a_decision_that_is_left_on_the_device_is_not_read_before_the_next_backward_pass(poisoned):
-    for reads, residuals, _ in run_ranks(late, 2, poisoned, shared_memory=False):
+    for reads, residuals in run_ranks(late, 2, poisoned, shared_memory=False):
         # The buckets are cut anew at the beginning of the second step, and for that codecs must have settled.
         assert reads == ["beginning of 1", "backward pass of 2"]
         assert all(bool(torch.isfinite(residual).all()) for residual in residuals.values())
