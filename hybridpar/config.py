@@ -73,15 +73,29 @@ class SyncConfig:
     """`pooled`: running statistics of the whole batch over replicas and micro-batches; `sync`: also normalise over the
     replicas; `local`: stock behaviour, averaged over replicas at checkpoints."""
     compress: str = "none"
-    """What gradients travel as between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`, ...
-    A codec other than `none` changes the result."""
+    """What gradients travel as between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`, ...; a
+    policy file (.toml) of parameter names and codecs; or `auto`, which measures. Anything but `none` changes the
+    result."""
+    fidelity: Literal["exact", "close", "lossy"] = "exact"
+    """What `--compress auto` may choose from: `exact`: only `none`; `close`: also fp16 and bf16; `lossy`: also codecs
+    that are known to keep the accuracy."""
     timeout: float = 120.0
     """Seconds after which a worker that does not answer is an error."""
 
     @property
     def compresses(self) -> bool:
-        """Whether gradients travel as something else than they are."""
-        return self.compress.strip() != "none"
+        """Whether gradients may travel as something else than they are."""
+        return self.compress.strip() not in ("none", "auto") or (self.chooses and self.fidelity != "exact")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether what gradients travel as is to be measured."""
+        return self.compress.strip() == "auto"
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether workers of one machine may add through shared memory, which is as fast as it gets, but only adds."""
+        return not self.compresses or self.chooses
 
     @property
     def sum_groups(self) -> int:

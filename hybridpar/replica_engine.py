@@ -13,11 +13,12 @@ from hybridpar.config import TrainConfig
 from hybridpar.lanes import Lanes
 from hybridpar.optim import Rates, fill_momentum, load_optimizer_state, optimizer_state
 from hybridpar.pipeline.capture_rules import check_capturable
-from hybridpar.pipeline.compression import check_compression, check_momentum
+from hybridpar.pipeline.compression_table import Travelling
 from hybridpar.pipeline.control import DecidedOutcome, StepOutcome
 from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
 from hybridpar.pipeline.replicate import average_buffers
 from hybridpar.pipeline.sync import GradientSync, SyncOptions
+from hybridpar.pipeline.sync_policy import check_compression
 from hybridpar.pipeline.world import World
 
 
@@ -54,8 +55,7 @@ class ReplicaEngine:
         if config.cuda_graph:
             check_capturable(world.device, world, [optimizer], compiled=config.compile)
         self._rates = Rates(optimizer, world.device if config.cuda_graph else None)
-        check_compression(config.compress, world.size)
-        check_momentum(config.compress, [optimizer])
+        check_compression(config.compress, dict(model.named_parameters()), world.size, [optimizer])
         self.sync = GradientSync(model, world, lanes, sync_options(config), micro_batches=config.micro_batches)
         self._forward: Callable[..., Any] = torch.compile(model) if config.compile else model
         # The optimizer can obey a decision that the host has not read; see GradScaler for the same protocol.
@@ -186,6 +186,10 @@ class ReplicaEngine:
         """Name of the first parameter whose gradient is not finite."""
         return self.sync.first_bad_parameter()
 
+    def travelling(self) -> Travelling:
+        """What gradients travel as; a collective."""
+        return Travelling(self.sync.options.policy, self.sync.layer_bytes(), self.sync.choice)
+
     def close(self) -> None:
         """Remove all hooks. The model stays as trained."""
         self.sync.close()
@@ -200,6 +204,7 @@ def sync_options(config: TrainConfig) -> SyncOptions:
         pool_batch_norm=config.batch_norm != "local",
         sync_batch_norm=config.batch_norm == "sync",
         codec=config.compress,
+        fidelity=config.fidelity,
         seed=config.seed,
     )
 

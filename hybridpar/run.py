@@ -41,6 +41,7 @@ from hybridpar.pipeline.world import World
 from hybridpar.plan import ModelInfo, Plan
 from hybridpar.process import describe as describe_process
 from hybridpar.run_plan import plan_of_run
+from hybridpar.run_sync import sync_fields, tell_travelling
 from hybridpar.run_timeline import StageWatch, check_timeline
 from hybridpar.rundir import claim_place, find_place
 from hybridpar.save_rule import SaveRule
@@ -68,7 +69,7 @@ def run_training(config: TrainConfig, model_name: str) -> int:
     """
     config.check()
     rule = SaveRule.parse(config.checkpoint_every)
-    world = World.join(lanes=config.sum_groups, timeout=config.timeout, shared_memory=not config.compresses)
+    world = World.join(lanes=config.sum_groups, timeout=config.timeout, shared_memory=config.shares_memory)
     try:
         tune_worker(config, world)
         data = _load_data(config, world)
@@ -186,7 +187,10 @@ class Run:
             parameters=parameters,
             input=data.sample_shape,
         )
-        plan = plan_of_run(self.trainer, self.config, model, device)
+        travelling = self.trainer.engine.travelling()
+        notes += tell_travelling(travelling, self.place.directory if self.world.is_main else None)
+        self.choice = travelling.choice
+        plan = plan_of_run(self.trainer, self.config, model, device, travelling.policy)
         if self.world.is_main:
             replace_file(self.place.directory / "plan.json", [plan.to_json().encode()])
         assert plan.pipeline is not None
@@ -206,6 +210,7 @@ class Run:
             replicas=self.replicas,
             micro_batches=plan.pipeline.micro_batches,
             schedule=plan.pipeline.schedule,
+            codec=str(travelling.policy),
         )
 
     # -------------------------------------------------------------------- loop
@@ -303,11 +308,12 @@ class Run:
     def _record(self, result: StepResult, epoch: int, data_ms: float) -> tuple[StepRecord, StepSpans]:
         """A step in figures, and what ran in it."""
         spans, exposed = _spans(result), result.outcome.exposed_sync_ms
+        sync = result.outcome.sync
         if spans.spans:
             times, spans = self.clock.divide(spans, data_ms)
         else:
             times = StepTimes(result.host_ms - exposed, exposed, data_ms)
-        self.timings.add(times, result.outcome.bytes_sent, spans)
+        self.timings.add(times, result.outcome.bytes_sent, spans, sync)
         record = StepRecord(
             step=result.step,
             epoch=epoch,
@@ -321,6 +327,7 @@ class Run:
             bytes_sent=result.outcome.bytes_sent,
             skipped=result.skipped,
             grad_norm=result.grad_norm,
+            **sync_fields(sync, exposed),
         )
         return record, spans
 
@@ -374,6 +381,8 @@ class Run:
             summary["peak_saved_bytes"] = max(peaks)
         if self.watch.forecast is not None:
             summary["predicted_step_ms"] = round(self.watch.forecast.simulation.step_ms, 3)
+        if self.choice is not None and self.choice.predicted is not None:
+            summary["predicted_sync_ms"] = round(self.choice.predicted.sync_ms, 3)
         files = [write_summary(self.place.directory, summary)]
         if (picture := draw_loss(self.place.directory, self.info)) is not None:
             files.append(picture)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridpar.compress import Policy, format_codec
 from hybridpar.config import TrainConfig
 from hybridpar.observe.running import WARM_UP_STEPS
 from hybridpar.pipeline.clocks import clock_identity
@@ -15,7 +16,18 @@ from hybridpar.pipeline.costs import Link
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.predict import StepOfAll, gather_facts, predicted_costs, whole_program
 from hybridpar.pipeline.simulate import Simulation, simulate
-from hybridpar.plan import Measured, ModelInfo, Pipeline, Placement, Plan, Predicted, StagePlacement, Sync, trivial_plan
+from hybridpar.plan import (
+    Measured,
+    ModelInfo,
+    Pipeline,
+    Placement,
+    Plan,
+    Predicted,
+    StagePlacement,
+    Sync,
+    SyncRule,
+    trivial_plan,
+)
 from hybridpar.process import available_cores
 from hybridpar.stage_engine import StageEngine
 from hybridpar.trainer import Trainer
@@ -47,7 +59,7 @@ class Forecast:
         )
 
 
-def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device: str) -> Plan:
+def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device: str, policy: Policy) -> Plan:
     """The plan that a run follows, before anything is predicted.
 
     Args:
@@ -55,9 +67,11 @@ def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device:
         config: Its options.
         model: What it trains.
         device: Name of the device.
+        policy: What gradients travel as.
     """
     world, engine = trainer.world, trainer.engine
-    sync = Sync(lanes=config.sync_lanes, bucket_bytes=config.bucket_bytes, batch_norm=config.batch_norm)
+    rules = tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in policy.rules)
+    sync = Sync(lanes=config.sync_lanes, bucket_bytes=config.bucket_bytes, policy=rules, batch_norm=config.batch_norm)
     measured = Measured(
         device=device,
         threads=torch.get_num_threads(),

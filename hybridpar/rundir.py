@@ -3,6 +3,8 @@
     runs/NAME/
       run.json       model, options, versions, and the job that writes here
       plan.json      the plan
+      compress.csv   what each parameter travels as, where gradients are compressed
+      policy.toml    the same as rules, where they were measured
       metrics.jsonl  a line per step
       summary.json   the result
       loss.png       the loss as a picture
@@ -30,7 +32,7 @@ from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.observe.files import replace_file, run_directory_error
 
 RUN_FILE = "run.json"
-_OWN_FILES = (RUN_FILE, "plan.json", "metrics.jsonl", "summary.json", "loss.png")
+_OWN_FILES = (RUN_FILE, "plan.json", "compress.csv", "policy.toml", "metrics.jsonl", "summary.json", "loss.png")
 _OWN_FOLDERS = ("checkpoints", "tensorboard")
 
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _WIDTH = 80
 _ANY_WIDTH = 10**9
 
+#: Rules of what gradients travel as that are shown.
+_MOST_RULES = 12
+
 
 def run_show(path: Path, draw: Path | None = None, console: Console | None = None) -> int:
     """Print what a file says, and draw it where that is asked for; returns the exit code.
@@ -195,6 +198,12 @@ def plan_lines(plan: Plan) -> list[str]:
         if pipeline.recompute:
             text += f", stages {' '.join(map(str, pipeline.recompute))} computed again"
         lines.append(text)
+    if plan.sync is not None and any(rule.codec != "none" for rule in plan.sync.policy):
+        width = min(36, max(len(rule.pattern) for rule in plan.sync.policy))
+        rules = [f"{rule.pattern[:width]:{width}} as {rule.codec[:28]}" for rule in plan.sync.policy]
+        lines += [f"{'' if index else 'gradients':9} {rule}" for index, rule in enumerate(rules[:_MOST_RULES])]
+        if len(rules) > _MOST_RULES:
+            lines.append(f"{'':9} and {len(rules) - _MOST_RULES} more rules")
     if plan.predicted is not None:
         predicted = plan.predicted
         parts = [

@@ -14,13 +14,14 @@ from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.optim import Rates, fill_momentum, load_optimizer_state, optimizer_state
 from hybridpar.pipeline.capture_rules import check_capturable
-from hybridpar.pipeline.compression import check_compression, check_momentum
+from hybridpar.pipeline.compression_table import Travelling
 from hybridpar.pipeline.control import StepOutcome
 from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.replicate import average_buffers
 from hybridpar.pipeline.step import LateOutcome, StepState
 from hybridpar.pipeline.sync import refused_by_others
+from hybridpar.pipeline.sync_policy import check_compression
 from hybridpar.pipeline.world import World
 from hybridpar.replica_engine import autocast, obey, sync_options
 from hybridpar.staging import StagePlan, pipeline_options
@@ -73,8 +74,7 @@ class StageEngine:
             pipeline_options(plan, config, sync_options(config), lanes.device),
             config.micro_batches,
         )
-        check_compression(config.compress, self.pipeline.replicas)
-        check_momentum(config.compress, self.optimizers)
+        check_compression(config.compress, dict(model.named_parameters()), self.pipeline.replicas, self.optimizers)
         if config.cuda_graph:
             self.graph = self._make_graph(lanes)
 
@@ -244,6 +244,10 @@ class StageEngine:
     def bad_parameter(self, outcome: StepOutcome) -> str | None:
         """Name of a parameter of this worker's stages whose gradient was not finite."""
         return outcome.bad_parameter if isinstance(outcome, LateOutcome) else None
+
+    def travelling(self) -> Travelling:
+        """What gradients travel as; a collective."""
+        return Travelling(self.pipeline.options.sync.policy, self.pipeline.layer_bytes(), self.pipeline.choice)
 
     def close(self) -> None:
         """Remove all hooks and leave the grid. The model stays as trained."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridpar.pipeline.spans import Computed, StepSpans, joint_bubble
+from hybridpar.pipeline.sync_figures import SyncFigures
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,10 @@ class StepClock:
 
 
 #: Figures that are told as medians over the steps.
-MEDIANS = ("compute_ms", "exposed_sync_ms", "data_ms", "bytes_sent")
+MEDIANS = ("compute_ms", "exposed_sync_ms", "data_ms", "bytes_sent", "encode_ms", "wire_ms", "decode_ms", "covered_ms")
+
+#: Names in the summary, where they differ: `sync_ms` here is added over the lanes, in the summary it is not.
+_TOLD_AS = {"covered_ms": "sync_ms"}
 
 
 @dataclass
@@ -94,21 +98,35 @@ class Timings:
     exposed_sync_ms: list[float] = field(default_factory=list)
     data_ms: list[float] = field(default_factory=list)
     bytes_sent: list[float] = field(default_factory=list)
+    encode_ms: list[float] = field(default_factory=list)
+    wire_ms: list[float] = field(default_factory=list)
+    decode_ms: list[float] = field(default_factory=list)
+    covered_ms: list[float] = field(default_factory=list)
     sync_ms: list[float] = field(default_factory=list)
     computed: list[Computed] = field(default_factory=list)
+    bytes_before: int = 0
+    bytes_after: int = 0
 
-    def add(self, times: StepTimes, bytes_sent: int, spans: StepSpans) -> None:
+    def add(self, times: StepTimes, bytes_sent: int, spans: StepSpans, sync: SyncFigures | None = None) -> None:
         """Take a step into account.
 
         Args:
             times: Its times.
             bytes_sent: What this worker sent.
             spans: What ran in it; empty where that was not recorded.
+            sync: What its sync of gradients took.
         """
         self.compute_ms.append(times.compute_ms)
         self.exposed_sync_ms.append(times.exposed_sync_ms)
         self.data_ms.append(times.data_ms)
         self.bytes_sent.append(bytes_sent)
+        if sync is not None:
+            self.bytes_before += sync.bytes_before
+            self.bytes_after += sync.bytes_after
+            parts = ("encode_ms", sync.encode_ms), ("wire_ms", sync.wire_ms), ("decode_ms", sync.decode_ms)
+            for key, value in (*parts, ("covered_ms", sync.sync_ms)):
+                if value is not None:
+                    getattr(self, key).append(value)
         if spans.spans:
             self.sync_ms.append(spans.sync_ms)
             self.computed.append(spans.computed)
@@ -129,7 +147,7 @@ class Timings:
             one._replace(begin=one.begin - ahead, end=one.end - ahead)
             for one in self.computed[warmup:] or self.computed
         ]
-        return Share(medians, sum(sync), sum(exposed), moved)
+        return Share(medians, sum(sync), sum(exposed), moved, self.bytes_before, self.bytes_after)
 
 
 @dataclass(frozen=True)
@@ -141,12 +159,16 @@ class Share:
         sync_ms: Time of all its sums of gradients.
         exposed_ms: What of it outlasted computation.
         computed: Per step, on one clock for all workers.
+        bytes_before: What all-reduces of its gradients in float32 would have sent in all steps.
+        bytes_after: What was sent of them.
     """
 
     medians: dict[str, float]
     sync_ms: float
     exposed_ms: float
     computed: list[Computed]
+    bytes_before: int = 0
+    bytes_after: int = 0
 
 
 def combine(shares: Sequence[Share], replicas: int) -> dict[str, Any]:
@@ -157,14 +179,17 @@ def combine(shares: Sequence[Share], replicas: int) -> dict[str, Any]:
         replicas: Number of replicas.
 
     Returns:
-        Means over the workers of the medians; `bubble`, the mean over steps and replicas; and `overlap`, the part of
-        all sums of gradients that did not outlast computation. Only what was measured.
+        Means over the workers of the medians; `compression_ratio`, over all their bytes; `bubble`, the mean over steps
+        and replicas; and `overlap`, the part of all sums of gradients that did not outlast computation. Only what was
+        measured.
     """
     result: dict[str, Any] = {}
     for key in MEDIANS:
         known = [one.medians[key] for one in shares if key in one.medians]
         if known:
-            result[key] = round(statistics.mean(known), 3)
+            result[_TOLD_AS.get(key, key)] = round(statistics.mean(known), 3)
+    if sent := sum(one.bytes_after for one in shares):
+        result["compression_ratio"] = round(sum(one.bytes_before for one in shares) / sent, 3)
     bubbles = [
         joint_bubble(step)
         for replica in range(replicas)

@@ -107,7 +107,7 @@ class Trainer:
         self.config = config or TrainConfig()
         self._owns_world = world is None
         self.world = world or World.join(
-            lanes=self.config.sum_groups, timeout=self.config.timeout, shared_memory=not self.config.compresses
+            lanes=self.config.sum_groups, timeout=self.config.timeout, shared_memory=self.config.shares_memory
         )
         self._owns_lanes = lanes is None
         self.lanes = lanes or Lanes(self.world.device)

@@ -51,8 +51,8 @@ ROOMS: dict[str, set[str]] = {
     "rundir": {"checkpoint", "config", "errors", "observe"},
     "doctor": {"cluster", "errors", "probe", "process"},
     "run": {
-        *("checkpoint", "cluster", "config", "data", "errors", "launch", "models", "observe", "pipeline", "plan"),
-        *("process", "rundir", "trainer"),
+        *("checkpoint", "cluster", "compress", "config", "data", "errors", "launch", "models", "observe", "pipeline"),
+        *("plan", "process", "rundir", "trainer"),
     },
     "show": {"errors", "observe", "partition", "pipeline", "plan"},
     "cli": {"cluster", "config", "doctor", "errors", "launch", "partition", "run", "show"},
@@ -66,7 +66,7 @@ SHARED_ROOMS = {
     "probe_worker": "probe",
     "kernel_writer": "kernel_build",
     "checkup": "doctor",
-    **dict.fromkeys(("run_plan", "run_timeline", "save_rule", "timings", "worker"), "run"),
+    **dict.fromkeys(("run_plan", "run_sync", "run_timeline", "save_rule", "timings", "worker"), "run"),
     **dict.fromkeys(("evaluation", "replica_engine", "stage_engine", "staging", "step_result"), "trainer"),
 }
 

@@ -12,7 +12,18 @@ from hybridpar.errors import HybridparError, UsageError
 from hybridpar.observe import write_timeline
 from hybridpar.pipeline.actions import place_stages
 from hybridpar.pipeline.schedules import ScheduleRequest, make
-from hybridpar.plan import ModelInfo, Partition, Pipeline, Placement, Plan, Predicted, Stage, StagePlacement
+from hybridpar.plan import (
+    ModelInfo,
+    Partition,
+    Pipeline,
+    Placement,
+    Plan,
+    Predicted,
+    Stage,
+    StagePlacement,
+    Sync,
+    SyncRule,
+)
 from hybridpar.show import run_show
 from tests.observe.test_timeline_views import texts
 from tests.observe.timelines import a_timeline
@@ -94,6 +105,18 @@ def test_a_wrong_schedule_is_refused(tmp_path, text, said):
     path.write_text(text)
     with pytest.raises(HybridparError, match=said):
         shown(path)
+
+
+def test_a_plan_says_what_gradients_travel_as(tmp_path):
+    rules = [SyncRule(pattern="layer4." + "x" * 50, codec="powersgd:rank=2,decay=0.95,warmup=1000")]
+    rules += [SyncRule(pattern=f"layer{index}.*", codec="onebit") for index in range(20)]
+    a_plan(sync=Sync(policy=tuple(rules))).save(tmp_path / "plan.json")
+    text = shown(tmp_path / "plan.json")
+    assert f"          layer0.*{' ' * 28} as onebit" in text
+    assert "and 9 more rules" in text
+    assert max(len(line) for line in text.splitlines()) <= 80
+    a_plan(sync=Sync()).save(tmp_path / "plan.json")
+    assert "gradients" not in shown(tmp_path / "plan.json")
 
 
 def test_a_plan_is_printed_with_what_it_predicts(tmp_path):

@@ -14,6 +14,8 @@ from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, Tenso
 from hybridpar.compress.exchange import Exchange, Traffic
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.group import Group, TorchGroup
+from hybridpar.compress.laps import Laps, Turn, TurnTimes
+from hybridpar.compress.policy import Policy, read_policy
 from hybridpar.compress.text import bind, check_optimizer, format_codec, parse_codec
 from hybridpar.compress.together import run_together
 
@@ -25,14 +27,19 @@ __all__ = [
     "ErrorFeedback",
     "Exchange",
     "Group",
+    "Laps",
     "Meeting",
+    "Policy",
     "Round",
     "TensorSpec",
     "TorchGroup",
     "Traffic",
+    "Turn",
+    "TurnTimes",
     "bind",
     "check_optimizer",
     "format_codec",
     "parse_codec",
+    "read_policy",
     "run_together",
 ]

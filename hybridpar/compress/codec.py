@@ -67,6 +67,12 @@ class Round:
         """Bytes of all parts that a worker writes."""
         return sum(self.sizes) * self.dtype.itemsize
 
+    def sent(self, workers: int) -> int:
+        """Bytes that a worker sends to others for it, their mean; as `Exchange` counts them, but for its alignment."""
+        if self.meeting is Meeting.SHARD:  # a stripe to each owner, and the merged one from there to everybody
+            return (self.bytes + sum(self.merged)) * (workers - 1) // workers
+        return 2 * self.bytes * (workers - 1) // workers
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -136,6 +142,15 @@ class Coder(ABC):
     @abstractmethod
     def rounds(self) -> tuple[Round, ...]:
         """The rounds of the next step, equal on all workers."""
+
+    @property
+    def lasting_rounds(self) -> tuple[Round, ...]:
+        """The rounds once a warm-up is over."""
+        return self.rounds
+
+    def residual_squares(self) -> Tensor | None:
+        """Sum of squares of what this worker has not sent yet, 0-d, in a pass over it; None where nothing is kept."""
+        return None
 
     @abstractmethod
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:

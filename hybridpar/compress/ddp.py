@@ -27,7 +27,7 @@ from hybridpar.compress.codec import Codec, Coder, TensorSpec
 from hybridpar.compress.exchange import Exchange, Traffic
 from hybridpar.compress.group import TorchGroup
 from hybridpar.compress.kernels import prepare
-from hybridpar.compress.text import bind, format_codec, parse_codec
+from hybridpar.compress.policy import Policy, read_policy
 from hybridpar.errors import CheckpointError, UsageError
 
 #: `torch.distributed.GradBucket`, which torch's stubs do not have.
@@ -36,7 +36,7 @@ Hook = Callable[["CodecState", GradBucket], "torch.futures.Future[Tensor]"]
 
 
 def ddp_hook(
-    codec: str | Codec,
+    codec: str | Codec | Policy,
     model: nn.Module | None = None,
     *,
     group: dist.ProcessGroup | None = None,
@@ -47,7 +47,8 @@ def ddp_hook(
     """State and hook for `DistributedDataParallel.register_comm_hook`; a collective of all workers of the job.
 
     Args:
-        codec: What gradients travel as: a codec or its text, such as `onebit` or `powersgd:rank=2`.
+        codec: What gradients travel as: a codec, a policy, or the text of one, such as `powersgd:rank=2`. A policy of
+            names needs the model; `auto` is for hybridpar's own training alone.
         model: The model inside of DDP, whose parameters' names state is kept under. Without it they are numbered in
             the order in which DDP first hands them over, which is the same for the same model.
         group: The process group that DDP was given; None for the default one.
@@ -71,7 +72,7 @@ class CodecState:
 
     def __init__(
         self,
-        codec: str | Codec,
+        codec: str | Codec | Policy,
         model: nn.Module | None = None,
         *,
         group: dist.ProcessGroup | None = None,
@@ -79,10 +80,18 @@ class CodecState:
         seed: int = 0,
         timeout: float = 120.0,
     ) -> None:
-        self.codec = parse_codec(codec) if isinstance(codec, str) else codec
+        policy = read_policy(codec) if isinstance(codec, str) else codec
+        self.policy = policy if isinstance(policy, Policy) else Policy.of(policy)
         self._names: dict[Tensor, str] = {}
         if model is not None:
             self._names = {parameter: name for name, parameter in model.named_parameters()}
+            self.policy.check(self._names.values())
+        elif any(rule.pattern != "*" for rule in self.policy.rules):
+            raise UsageError(
+                f"the policy {str(self.policy)!r} without a model",
+                "Its rules are about names of parameters, which DDP does not know.",
+                "Give the model that DDP was given: ddp_hook(policy, model).",
+            )
         self._named_by_model = model is not None
         self._seed = seed
         self._coders: dict[str, Coder] = {}
@@ -93,9 +102,10 @@ class CodecState:
         #: Bytes of the step under way, or of the last one.
         self.traffic = Traffic()
         if dist.get_backend(group) != "nccl":
-            prepare(self.codec)
+            for rule in self.policy.rules:
+                prepare(rule.codec)
         ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-        _require_agreement(format_codec(self.codec), seed, lanes, group)
+        _require_agreement(str(self.policy), seed, lanes, group)
         limit = datetime.timedelta(seconds=timeout)
         self._groups: list[Any] = [dist.new_group(ranks, timeout=limit) for _ in range(lanes)]
         threads = torch.get_num_threads()
@@ -166,7 +176,7 @@ class CodecState:
         """What a resumed run needs: the codec, and its state by parameter, the worker's own. Settles the last step."""
         self.settle()
         return {
-            "codec": format_codec(self.codec),
+            "codec": str(self.policy),
             "parameters": {name: one.state_dict() for name, one in self._coders.items()},
         }
 
@@ -176,9 +186,9 @@ class CodecState:
         Raises:
             CheckpointError: The state is that of another codec, or of another number of workers.
         """
-        if state["codec"] != format_codec(self.codec):
+        if state["codec"] != str(self.policy):
             raise CheckpointError(
-                f"the state is that of codec {state['codec']!r}, and {format_codec(self.codec)!r} is used",
+                f"the state is that of codec {state['codec']!r}, and {str(self.policy)!r} is used",
                 "What a codec keeps means nothing to another one.",
                 "Use the same codec, or start without its state.",
             )
@@ -225,7 +235,7 @@ class CodecState:
                 self._seed,
                 parameter.device,
             )
-            self._coders[name] = coder = bind(self.codec, spec)
+            self._coders[name] = coder = self.policy.bind(spec)
             if name in self._saved:
                 coder.load_state_dict(self._saved.pop(name))
         return self._coders[name]

@@ -12,7 +12,7 @@ a group of torch.distributed (`hybridpar.compress.group`), or one process that p
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybridpar.compress.codec import Coder, Meeting, Round, TensorSpec
 from hybridpar.compress.group import Group
+from hybridpar.compress.laps import Laps, Turn
 from hybridpar.compress.scratch import Scratch
 from hybridpar.errors import UsageError
 
@@ -73,11 +74,13 @@ class Traffic:
         payload: Handed to collectives.
         wire: Sent to others, by the collectives' own factor: 2 (K - 1) / K of the payload for a ring's all-reduce.
         pull: Of these, bytes of results: what owners of stripes send to all, and the second half of an all-reduce.
+        laps: Where its time went; None for a step that has not been done.
     """
 
     payload: int = 0
     wire: int = 0
     pull: int = 0
+    laps: Laps | None = field(default=None, compare=False, repr=False)
 
     @property
     def push(self) -> int:
@@ -101,12 +104,15 @@ class _Fused:
         wire = 2 * payload * (workers - 1) // workers
         self.traffic = Traffic(payload, wire, wire // 2)
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self, laps: Laps) -> Iterator[Request]:
         for coder, parts in self._parts:
             coder.write(self._index, parts)
+        laps.end(Turn.ENCODE)
         yield AllReduce(self._buffer, self._meeting)
+        laps.end(Turn.WIRE)
         for coder, parts in self._parts:
             coder.read(self._index, parts)
+        laps.end(Turn.DECODE)
 
 
 class _Sharded:
@@ -134,15 +140,20 @@ class _Sharded:
         pull = (workers - 1) * most
         self.traffic = Traffic(self._inp.numel() + most, self._inp.numel() - self._in_sizes[rank] + pull, pull)
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self, laps: Laps) -> Iterator[Request]:
         for coder, parts in zip(self._coders, self._to_owners, strict=True):
             coder.write(self._index, parts)
+        laps.end(Turn.ENCODE)
         yield AllToAll(self._received, self._inp, self._out_sizes, self._in_sizes)
+        laps.end(Turn.WIRE)
         for coder, parts, out in zip(self._coders, self._from_all, self._merged, strict=True):
             coder.merge(self._index, parts, out)
+        laps.end(Turn.DECODE)
         yield AllGather(self._gathered, self._own)
+        laps.end(Turn.WIRE)
         for coder, parts in zip(self._coders, self._all_merged, strict=True):
             coder.read(self._index, parts)
+        laps.end(Turn.DECODE)
 
 
 class _Gathered:
@@ -159,12 +170,15 @@ class _Gathered:
         payload = self._own.numel() * first.dtype.itemsize
         self.traffic = Traffic(payload, (workers - 1) * payload)
 
-    def requests(self) -> Iterator[Request]:
+    def requests(self, laps: Laps) -> Iterator[Request]:
         for coder, parts in zip(self._coders, self._mine, strict=True):
             coder.write(self._index, parts)
+        laps.end(Turn.ENCODE)
         yield AllGather(self._all, self._own)
+        laps.end(Turn.WIRE)
         for coder, parts in zip(self._coders, self._views, strict=True):
             coder.read(self._index, parts)
+        laps.end(Turn.DECODE)
 
 
 def split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -217,6 +231,7 @@ class Exchange:
         self._workers = coders[0].spec.workers
         self._rounds: tuple[tuple[Round, ...], ...] = ()
         self._stages: list[_Fused | _Sharded | _Gathered] = []
+        self._laps: Laps | None = None
         scratch = Scratch(coders[0].spec.device)
         for coder in coders:
             coder.use(scratch)
@@ -239,20 +254,23 @@ class Exchange:
                 coder is bound to. Nothing was started then, and `rollback` is not needed.
         """
         self._lay_out()
+        laps = self._laps = Laps(self.coders[0].spec.device)
         for coder, gradient in zip(self.coders, gradients, strict=True):
             _check_gradient(coder.spec, gradient)
         for coder, gradient in zip(self.coders, gradients, strict=True):
             coder.begin(gradient)
+        laps.end(Turn.ENCODE)
         for stage in self._stages:
-            yield from stage.requests()
+            yield from stage.requests(laps)
         for coder, out in zip(self.coders, outs, strict=True):
             coder.finish(out)
+        laps.end(Turn.DECODE)
 
     def run(self, group: Group, gradients: Sequence[Tensor], outs: Sequence[Tensor]) -> Traffic:
         """Do a step over a group of workers; see `requests`.
 
         Returns:
-            Bytes that it took.
+            Bytes that it took, and where its time went.
 
         Raises:
             ValueError: The coders are not bound to this worker of the group.
@@ -265,7 +283,8 @@ class Exchange:
             )
         for request in self.requests(gradients, outs):
             request.through(group)
-        return sum((stage.traffic for stage in self._stages), Traffic())
+        done = sum((stage.traffic for stage in self._stages), Traffic())
+        return replace(done, laps=self._laps)
 
     def commit(self, unused: Collection[str] = ()) -> None:
         """The step counts.

@@ -111,6 +111,16 @@ class FeedbackCoder(Coder):
         """Those of the codec inside, or of full precision while warming up."""
         return (self._full if self.warm else self._inner).rounds
 
+    @property
+    def lasting_rounds(self) -> tuple[Round, ...]:
+        """See `Coder`."""
+        return self._inner.rounds
+
+    def residual_squares(self) -> Tensor | None:
+        """See `Coder`."""
+        squares = [torch.dot(kept.kept, kept.kept) for kept in self._kept.values()]
+        return torch.stack(squares).sum() if squares else None
+
     def residual(self, key: str) -> Tensor:
         """What is kept under a key of the inner coder's `residuals`; 1-D float32, not a copy."""
         return self._kept[key].kept

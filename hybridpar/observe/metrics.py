@@ -42,6 +42,14 @@ STEP_COLUMNS = (
     "bytes_sent",
     "skipped",
     "grad_norm",
+    "bytes_before",
+    "bytes_after",
+    "encode_ms",
+    "wire_ms",
+    "decode_ms",
+    "sync_ms",
+    "hidden_share",
+    "residual_norm",
 )
 
 
@@ -102,6 +110,14 @@ class MetricsWriter:
                 "bytes_sent": record.bytes_sent,
                 "skipped": record.skipped,
                 "grad_norm": None if record.grad_norm is None else _finite(record.grad_norm),
+                "bytes_before": record.bytes_before,
+                "bytes_after": record.bytes_after,
+                "encode_ms": _known(record.encode_ms),
+                "wire_ms": _known(record.wire_ms),
+                "decode_ms": _known(record.decode_ms),
+                "sync_ms": _known(record.sync_ms),
+                "hidden_share": _known(record.hidden_share),
+                "residual_norm": None if record.residual_norm is None else _finite(record.residual_norm),
             }
         )
         self._events.add_step(record, rate)
@@ -223,6 +239,10 @@ def _finite(value: float) -> float | None:
 def _rounded(value: float) -> float | None:
     """A time to the microsecond: finer digits are noise that only makes the file longer."""
     return round(value, 3) if math.isfinite(value) else None
+
+
+def _known(value: float | None) -> float | None:
+    return None if value is None else _rounded(value)
 
 
 def _number(value: object) -> float:

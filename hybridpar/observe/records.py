@@ -38,6 +38,22 @@ class StepRecord:
     """Whether the step was rolled back because of non-finite gradients."""
     grad_norm: float | None
     """Global L2 norm of the gradients before clipping, where it was computed."""
+    bytes_before: int | None = None
+    """Bytes that one worker would have sent of its gradients in an all-reduce of float32."""
+    bytes_after: int | None = None
+    """Bytes that it sent of them."""
+    encode_ms: float | None = None
+    """Time in which messages of gradients were written, over all sync lanes."""
+    wire_ms: float | None = None
+    """Time in which they travelled, or waited for other workers."""
+    decode_ms: float | None = None
+    """Time in which they were read."""
+    sync_ms: float | None = None
+    """Time in which any sync lane was at it."""
+    hidden_share: float | None = None
+    """Part of `sync_ms` that computation hid, 0 to 1."""
+    residual_norm: float | None = None
+    """Global L2 norm of what this worker has not sent yet; only in some steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,5 +106,7 @@ class RunInfo:
     """Copies of the model, or of the whole pipeline."""
     micro_batches: int = 1
     """Micro-batches per replica and step."""
+    codec: str = "none"
+    """What gradients travel as: a codec, or the rules of a policy."""
     schedule: str = "accumulate"
     """Name of the pipeline schedule; `accumulate` without stages."""

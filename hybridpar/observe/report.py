@@ -18,6 +18,8 @@ from hybridpar.observe.text import format_accuracy, format_bytes, format_duratio
 #: Parts of a step: key of the summary and name on the screen.
 _PARTS = (("compute_ms", "compute"), ("exposed_sync_ms", "exposed sync"), ("data_ms", "waiting for data"))
 
+_SYNC_PARTS = (("encode_ms", "encode"), ("wire_ms", "wire"), ("decode_ms", "decode"))
+
 
 def print_report(summary: Mapping[str, Any], files: Sequence[Path] = (), console: Console | None = None) -> None:
     """Print the final table of a run.
@@ -68,8 +70,26 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows += _pipeline_rows(summary)
     if summary["bytes_sent_per_step"] is not None:
         rows.append(("sent", f"{format_bytes(summary['bytes_sent_per_step'])} per worker and step", ""))
+    rows += _sync_rows(summary)
     if summary["skipped_steps"]:
         rows.append(("skipped", f"{_count(summary['skipped_steps'], 'step')} with non-finite gradients", "yellow"))
+    return rows
+
+
+def _sync_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What only a run that compresses gradients, or was to choose, has to tell."""
+    rows = []
+    if summary["codec"] != "none":
+        codec = summary["codec"] if ";" not in summary["codec"] else f"{summary['codec'].count(';') + 1} rules"
+        saved = f", {summary['compression_ratio']:.1f}x less" if summary["compression_ratio"] else ""
+        rows.append(("gradients", f"as {codec}{saved}", ""))
+        parts = [(key, name) for key, name in _SYNC_PARTS if summary[key] is not None]
+        if parts:
+            rows.append(("", ", ".join(f"{name} {summary[key]:.2f} ms" for key, name in parts), ""))
+    predicted, measured = summary["predicted_sync_ms"], summary["sync_ms"]
+    if predicted is not None and measured is not None:
+        apart = f", {100 * (measured / predicted - 1):+.0f}%" if predicted else ""
+        rows.append(("sync", f"predicted {predicted:.2f} ms, measured {measured:.2f} ms{apart}", ""))
     return rows
 
 

@@ -88,6 +88,12 @@ def summarize(
         "compute_ms": _median(steps["compute_ms"][steady]),
         "exposed_sync_ms": _median(steps["exposed_sync_ms"][steady]),
         "data_ms": _median(steps["data_ms"][steady]),
+        "codec": info.codec,
+        "compression_ratio": _ratio(steps["bytes_before"], steps["bytes_after"]),
+        "encode_ms": _median(steps["encode_ms"][steady]),
+        "wire_ms": _median(steps["wire_ms"][steady]),
+        "decode_ms": _median(steps["decode_ms"][steady]),
+        "sync_ms": _median(steps["sync_ms"][steady]),
         "stages": info.stages,
         "replicas": info.replicas,
         "micro_batches": info.micro_batches,
@@ -97,6 +103,7 @@ def summarize(
         "overlap": None,
         "peak_saved_bytes": None,
         "predicted_step_ms": None,
+        "predicted_sync_ms": None,
         "versions": _installed_versions() | dict(versions or {}),
     }
 
@@ -134,6 +141,11 @@ def _steady(step: NDArray[np.float64], resumed_from: int | None) -> NDArray[np.b
 def _median(values: NDArray[np.float64]) -> float | None:
     finite = values[np.isfinite(values)]
     return round(float(np.median(finite)), 3) if len(finite) else None
+
+
+def _ratio(before: NDArray[np.float64], after: NDArray[np.float64]) -> float | None:
+    sent = float(np.nansum(after))
+    return round(float(np.nansum(before)) / sent, 3) if sent > 0 else None
 
 
 def _installed_versions() -> dict[str, str]:

@@ -1,77 +1,104 @@
 """Why: buckets are cut anew while training goes on, and what a codec keeps of a parameter must outlive them.
 
 Coders are made once per parameter and live as long as training; the `Exchange` of a bucket lives as long as the buckets
-are cut as they are. It runs on the sync lane that the bucket's sum would have run on.
+are cut as they are. It runs on the sync lane that the bucket's sum would have run on. A bucket of which nothing is
+compressed is added as it is.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress import (
-    Codec,
-    Coder,
-    Exchange,
-    TensorSpec,
-    TorchGroup,
-    bind,
-    check_optimizer,
-    format_codec,
-    parse_codec,
-)
+from hybridpar.compress import Coder, Exchange, Laps, Policy, TensorSpec, TorchGroup, Turn, read_policy
+from hybridpar.compress.codecs.none import Full
 from hybridpar.errors import SyncError
+from hybridpar.lanes import Lane
 from hybridpar.pipeline.buckets import Bucket
 from hybridpar.pipeline.collective import BackendSum, SumGroup
-from hybridpar.pipeline.control import all_reduce_bytes
+from hybridpar.pipeline.control import all_reduce_bytes, start_copy
+from hybridpar.pipeline.sync_figures import BucketCost, SyncCosts
 from hybridpar.pipeline.world import World
 
-_log = logging.getLogger(__name__)
+#: The norm of what was not sent takes a pass over it, so it is taken in the first step and then in each of so many.
+RESIDUAL_EVERY = 50
+
+
+class Committed(Protocol):
+    """What knows, sooner or later, whether a step counts."""
+
+    @property
+    def committed(self) -> bool:
+        """Whether it does; reading it may wait."""
+
+
+class Decision:
+    """A decision on a device, on its way to the host.
+
+    Args:
+        commit: 1 where the step counts, else 0; 0-d.
+        lane: The lane that works with it.
+    """
+
+    def __init__(self, commit: Tensor, lane: Lane) -> None:
+        self._copy = start_copy(commit)
+        self._copied = None if commit.device.type == "cpu" else lane.record()
+
+    @property
+    def committed(self) -> bool:
+        """See `Committed`."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return float(self._copy) > 0
 
 
 class Compression:
     """Adds gradients over the workers as a codec's messages, and remembers what was not sent.
 
     The calls of a step: `add` for each bucket, on its sync lane; then `settle`, when it is known whether the step
-    counts, before the next step's first `add`.
+    counts, or `settle_later`, where that is left on the device; in that case `catch_up` before the next step's first
+    `add`.
 
     Args:
-        codec: What gradients travel as.
+        policy: What gradients travel as.
         world: The workers, at least two.
         groups: What the sync lanes add on.
-        seed: For what the codec draws at random; equal on all workers.
+        seed: For what codecs draw at random; equal on all workers.
 
     Raises:
         SyncError: The workers meet in shared memory, where only sums can be taken.
     """
 
-    def __init__(self, codec: Codec, world: World, groups: Sequence[SumGroup], seed: int = 0) -> None:
+    def __init__(self, policy: Policy, world: World, groups: Sequence[SumGroup], seed: int = 0) -> None:
         if not all(isinstance(group, BackendSum) for group in groups):
             raise SyncError(
-                f"codec {format_codec(codec)!r} between workers that share memory",
+                f"codec {str(policy)!r} between workers that share memory",
                 "Shared memory only adds; a codec needs the collectives of a process group.",
                 "Join with World.join(shared_memory=False).",
             )
-        self._codec = codec
+        self.policy = policy
         self._world = world
         self._seed = seed
         self._coders: dict[str, Coder] = {}
         self._saved: dict[str, Any] = {}
         self._exchanges: dict[int, Exchange] = {}
+        self._steps = 0
+        self._undecided: tuple[Committed, list[str], SyncCosts | None] | None = None
 
     def cut(self, buckets: Sequence[Bucket]) -> None:
         """Follow how the buckets are cut; no step is under way. Only float32 is compressed."""
-        self._exchanges = {
-            bucket.index: Exchange([self._coder(slot.name, slot.parameter) for slot in bucket.slots])
-            for bucket in buckets
-            if bucket.dtype == torch.float32
-        }
+        self.catch_up()
+        self._exchanges = {}
+        for bucket in buckets:
+            if bucket.dtype == torch.float32:
+                coders = [self._coder(slot.name, slot.parameter) for slot in bucket.slots]
+                if not all(map(_is_plain, coders)):
+                    self._exchanges[bucket.index] = Exchange(coders)
 
-    def add(self, bucket: Bucket, flat: Tensor, group: SumGroup) -> int:
+    def add(self, bucket: Bucket, flat: Tensor, group: SumGroup) -> BucketCost:
         """Replace a bucket's gradients by what the workers make of their sum; equal bit for bit on all of them.
 
         Args:
@@ -80,51 +107,84 @@ class Compression:
             group: What the sync lane adds on.
 
         Returns:
-            Bytes that this worker sent.
+            What it cost.
 
         Raises:
             RuntimeError: A peer died or did not come in time.
         """
         exchange = self._exchanges.get(bucket.index)
         if exchange is None:
-            group.all_reduce(flat)
-            return all_reduce_bytes(bucket.bytes, self._world.size)
+            return add_plainly(bucket, flat, group, self._world.size)
         assert isinstance(group, BackendSum)
         sizes = [slot.parameter.numel() for slot in bucket.slots]
         parts: list[Tensor] = list(torch.split(flat, sizes))
-        return exchange.run(TorchGroup(group.group), parts, parts).wire
+        done = exchange.run(TorchGroup(group.group), parts, parts)
+        return BucketCost(all_reduce_bytes(bucket.bytes, self._world.size), done.wire, done.laps)
 
-    def settle(self, committed: bool, unused: Collection[str] = ()) -> None:
+    def settle(self, committed: bool, unused: Collection[str] = (), costs: SyncCosts | None = None) -> None:
         """A step is over, in which all buckets were added.
 
         Args:
             committed: Whether it counts. If not, all that codecs keep is as it was before.
             unused: Names of parameters for which it does not: no worker had a gradient for them.
+            costs: Where the size of what is kept goes, in the steps in which it is taken.
         """
         for exchange in self._exchanges.values():
             if committed:
                 exchange.commit(unused)
             else:
                 exchange.rollback()
+        if costs is not None and self._steps % RESIDUAL_EVERY == 0:
+            squares = (coder.residual_squares() for coder in self._coders.values())
+            costs.residuals += [one for one in squares if one is not None]
+        self._steps += 1
+
+    def settle_later(self, outcome: Committed, unused: Collection[str] = (), costs: SyncCosts | None = None) -> None:
+        """As `settle`, for a step whose decision the host has not read.
+
+        What a codec keeps is the host's to swap. It does so when the next step's first bucket is full: then the device
+        has that step's forward pass to do, so that it does not wait for the host, which waits for it.
+        """
+        self._undecided = (outcome, list(unused), costs)
+
+    def catch_up(self) -> None:
+        """Settle the step that `settle_later` was told of, if there is one."""
+        if self._undecided is not None:
+            (outcome, unused, costs), self._undecided = self._undecided, None
+            self.settle(outcome.committed, unused, costs)
 
     def set_rate(self, learning_rate: float) -> None:
         """Say which learning rate the coming steps use."""
         for coder in self._coders.values():
             coder.rescale(learning_rate)
 
+    def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
+        """For each parameter the codec that it travels as, and bytes of a step: as it is, and as that codec.
+
+        What a worker sends to others, as `SyncFigures` counts it. Warm-ups are over.
+        """
+        workers, rows = self._world.size, {}
+        for name, coder in self._coders.items():
+            full = all_reduce_bytes(4 * coder.spec.count, workers)
+            sent = sum(entry.sent(workers) for entry in coder.lasting_rounds)
+            rows[name] = ("none", full, full) if _is_plain(coder) else (self.policy.text_of(name), full, sent)
+        return rows
+
     def state_dict(self) -> dict[str, Any]:
-        """What this worker needs to go on bit for bit: the codec, and its state by parameter."""
+        """What this worker needs to go on bit for bit: the policy, and the codecs' state by parameter."""
+        self.catch_up()
         parameters = {name: coder.state_dict() for name, coder in self._coders.items()}
-        return {"codec": format_codec(self._codec), "parameters": parameters}
+        return {"codec": str(self.policy), "parameters": parameters}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; what another codec kept means nothing to this one, and is left.
+        """Restore what `state_dict` returned; what another policy kept means nothing to this one, and is left.
 
         Raises:
             CheckpointError: A parameter's state does not fit it.
         """
-        if state["codec"] != format_codec(self._codec):
+        if state["codec"] != str(self.policy):
             return
+        self.catch_up()
         self._saved = dict(state["parameters"])
         for name, coder in self._coders.items():
             if name in self._saved:
@@ -136,43 +196,33 @@ class Compression:
             spec = TensorSpec(
                 name, tuple(parameter.shape), world.rank, world.size, self._seed, parameter.device, average=False
             )
-            self._coders[name] = coder = bind(self._codec, spec)
+            self._coders[name] = coder = self.policy.bind(spec)
             if name in self._saved:
                 coder.load_state_dict(self._saved.pop(name))
         return self._coders[name]
 
 
-def check_compression(text: str, replicas: int) -> None:
-    """Check what `--compress` says also where nothing is exchanged, and say so.
-
-    Args:
-        text: Name and options of a codec.
-        replicas: Workers that exchange gradients.
-
-    Raises:
-        UsageError: The text names no codec.
-    """
-    if format_codec(parse_codec(text)) != "none" and replicas == 1:
-        _log.warning("--compress %s can gain nothing: there is one replica, and its gradients go nowhere", text)
+def add_plainly(bucket: Bucket, flat: Tensor, group: SumGroup, workers: int) -> BucketCost:
+    """Add a bucket's gradients as they are. On a GPU, where this may be part of a graph, no times are noted."""
+    laps = Laps(flat.device) if flat.device.type == "cpu" else None
+    group.all_reduce(flat)
+    if laps is not None:
+        laps.end(Turn.WIRE)
+    sent = all_reduce_bytes(bucket.bytes, workers)
+    return BucketCost(sent, sent, laps)
 
 
-def check_momentum(text: str, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Check that no momentum is kept twice: by the codec, and by an optimizer.
-
-    Raises:
-        UsageError: One is, or the text names no codec.
-    """
-    codec = parse_codec(text)
-    for optimizer in optimizers:
-        check_optimizer(codec, optimizer)
-
-
-def make_compression(text: str, world: World, groups: Sequence[SumGroup], seed: int) -> Compression | None:
+def make_compression(codec: str | Policy, world: World, groups: Sequence[SumGroup], seed: int) -> Compression | None:
     """What `--compress` asks for; None where gradients are added as they are.
 
     Raises:
-        UsageError: The text names no codec.
+        UsageError: The text names no policy.
         SyncError: See `Compression`.
     """
-    codec = parse_codec(text)
-    return None if format_codec(codec) == "none" else Compression(codec, world, groups, seed)
+    policy = read_policy(codec) if isinstance(codec, str) else codec
+    return None if policy.changes_nothing else Compression(policy, world, groups, seed)
+
+
+def _is_plain(coder: Coder) -> bool:
+    """Whether a coder only adds float32."""
+    return isinstance(coder, Full) and coder.spec.wire == torch.float32

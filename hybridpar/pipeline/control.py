@@ -19,6 +19,7 @@ from torch import Tensor
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.pipeline.constants import Constants
+from hybridpar.pipeline.sync_figures import SyncCosts, SyncFigures, add_up
 from hybridpar.pipeline.world import World
 
 # Layout of a forward report; BatchNorm sums follow.
@@ -39,6 +40,11 @@ class StepOutcome(ABC):
 
     exposed_sync_ms: float
     bytes_sent: int
+
+    @property
+    @abstractmethod
+    def sync(self) -> SyncFigures:
+        """What the sync of gradients took on this worker."""
 
     @abstractmethod
     def _value(self, index: int) -> float:
@@ -85,6 +91,7 @@ class DecidedOutcome(StepOutcome):
 
     Attributes:
         values: float64 tensor on the device: loss, samples, stop, save, commit (1 or 0), squared gradient norm.
+        costs: What is known of the sync of gradients.
     """
 
     values: Tensor
@@ -92,19 +99,27 @@ class DecidedOutcome(StepOutcome):
     bytes_sent: int
     _copy: Tensor = field(repr=False)
     _copied: Event | None = field(default=None, repr=False)
+    costs: SyncCosts = field(default_factory=SyncCosts, repr=False)
     _host: list[float] | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, values: Tensor, exposed_sync_ms: float, bytes_sent: int, lanes: Lanes) -> DecidedOutcome:
+    def of(
+        cls, values: Tensor, exposed_sync_ms: float, bytes_sent: int, lanes: Lanes, costs: SyncCosts | None = None
+    ) -> DecidedOutcome:
         """Start the copy to the host."""
         copy = start_copy(values)
         copied = None if values.device.type == "cpu" else lanes.caller.record()
-        return cls(values, exposed_sync_ms, bytes_sent, copy, copied)
+        return cls(values, exposed_sync_ms, bytes_sent, copy, copied, costs or SyncCosts())
 
     @classmethod
     def bare(cls, values: Tensor, bytes_sent: int) -> DecidedOutcome:
         """What nobody on the host is going to read."""
         return cls(values, 0.0, bytes_sent, values)
+
+    @property
+    def sync(self) -> SyncFigures:
+        """See `StepOutcome`. On a GPU reading it waits for the end of the sync."""
+        return add_up([self.costs])
 
     @property
     def commit(self) -> Tensor:

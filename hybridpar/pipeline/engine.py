@@ -6,6 +6,7 @@ workers. What is optimised, saved and evaluated is always the model, under its o
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from hybridpar.errors import ScheduleError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.pipeline.actions import Edge, Layout
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
+from hybridpar.pipeline.compression_table import LayerBytes, layer_bytes
 from hybridpar.pipeline.executor import Executor
 from hybridpar.pipeline.grid import Grid
 from hybridpar.pipeline.local_stage import LocalStage, OptimizerStep
@@ -39,6 +41,8 @@ from hybridpar.pipeline.stage_run import (
     module_of,
 )
 from hybridpar.pipeline.step import LateOutcome, MicroBatch, StepRequest, StepState
+from hybridpar.pipeline.sync_choice import Choice, choose_policy
+from hybridpar.pipeline.sync_policy import agree_on_policy, is_auto
 from hybridpar.pipeline.world import World
 
 Loss = Callable[[Any, Any], Tensor]
@@ -108,6 +112,11 @@ class PipelineEngine:
                 "One worker alone may drive several devices, each lane one; gradients meet between workers of one.",
                 "Start a worker per device.",
             )
+        names = dict(model.named_parameters())
+        policy = agree_on_policy(options.sync.codec, names, world, options.sync.fidelity)
+        options = self.options = replace(options, sync=replace(options.sync, codec=policy))
+        #: What was measured and chosen for gradients to travel as, where that was asked for.
+        self.choice: Choice | None = None
         # How many cores a host has is its own affair.
         shared = replace(options, threads=1)
         replicate(model, world, agree=(shared, micro_batches, [_names(stage) for stage in stages]))
@@ -129,6 +138,8 @@ class PipelineEngine:
         mine = [index for index in range(layout.stages) if layout.home(index) == self.position]
         alone = World(device=self.world.device, timeout=self.world.timeout)
         replicas = self.grid.replica_world if self.grid is not None else alone
+        if is_auto(options.sync.codec):
+            options = self.options = self._choose(options, replicas)
         self._move_stages(layout)
         forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
         self.borders = BorderTable(self._all_stages, forwards, mine, options.recompute, loss, options.compile)
@@ -188,6 +199,21 @@ class PipelineEngine:
             on_device=on_device,
             record=options.record and not options.devices,
         )
+
+    def _choose(self, options: PipelineOptions, replicas: World) -> PipelineOptions:
+        """Measure what gradients should travel as; a collective of all workers."""
+        backward = options.backward_ms
+        self.choice = choose_policy(
+            dict(self.model.named_parameters()),
+            replicas,
+            fidelity=options.sync.fidelity,
+            bucket_bytes=options.sync.bucket_bytes,
+            sync_lanes=options.sync_lanes,
+            # The last pass of a stage is what its own sync begins behind.
+            backward_ms=sum(backward) / len(backward) if backward else None,
+            job=self.world,
+        )
+        return replace(options, sync=replace(options.sync, codec=self.choice.policy))
 
     # ------------------------------------------------------------------ a step
 
@@ -254,6 +280,12 @@ class PipelineEngine:
         if facts is None:
             return 0
         return sum(facts.saved_bytes[index] * stage.run.peak_in_flight for index, stage in self.stages.items())
+
+    def layer_bytes(self) -> list[LayerBytes]:
+        """What each parameter travels as, of all stages; empty where gradients are added as they are. A collective."""
+        mine = ChainMap(*(stage.gradients.bytes_by_parameter() for stage in self.stages.values()))
+        parts: list[Any] = self.world.gather(dict(mine))
+        return layer_bytes(self.model, ChainMap(*parts))
 
     def collect(self) -> None:
         """Make the model whole on every worker: stages are copied from where they are trained. A collective.

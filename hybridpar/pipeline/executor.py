@@ -354,7 +354,8 @@ class Executor:
             kept = [tensor for tensor in (message, values) if tensor is not None]
             flight = step.flights[index]
             stage.lane.keep(*kept, *(flight.flats if flight is not None else ()))
-            bad = stage.apply(values, message, factor, on_device=self._on_device)
+            costs = flight.costs if flight is not None else None
+            bad = stage.apply(values, message, factor, costs, on_device=self._on_device)
             if bad is not None:
                 step.bad.append(bad)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hybridpar.pipeline.compression import Compression
 from hybridpar.pipeline.control import Pending
+from hybridpar.pipeline.sync_figures import SyncCosts
 
 
 class LocalGradients:
@@ -27,6 +28,7 @@ class LocalGradients:
 
     layout = 0
     compression: Compression | None = None
+    costs: SyncCosts | None = None
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device, measure: bool) -> None:
         self._parameters = list(parameters.values())
@@ -63,6 +65,10 @@ class LocalGradients:
         if any(norm.device != self._device for norm in norms):
             norms = tuple(norm.to(self._device) for norm in norms)
         return torch.stack(norms).double().square().sum().reshape(1)
+
+    def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
+        """Nothing is sent."""
+        return {}
 
     def close_step(self) -> None:
         """End the step."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.pipeline.batchnorm import BatchNormPool
 from hybridpar.pipeline.collective import SumGroup
+from hybridpar.pipeline.compression import Decision
 from hybridpar.pipeline.constants import Constants
 from hybridpar.pipeline.local import LocalGradients
 from hybridpar.pipeline.reducer import Flight, SyncLanes
@@ -22,6 +23,7 @@ from hybridpar.pipeline.rollback import BufferRollback
 from hybridpar.pipeline.stage_reducer import StageReducer
 from hybridpar.pipeline.stage_run import StageRun, module_of
 from hybridpar.pipeline.sync import SyncOptions, clip_factor, first_bad_parameter
+from hybridpar.pipeline.sync_figures import SyncCosts
 from hybridpar.pipeline.world import World
 
 OptimizerStep = Callable[[float | None, Tensor | None], None]
@@ -139,7 +141,13 @@ class LocalStage:
             self._used = self.reducer.flush()
 
     def apply(
-        self, values: Tensor | None, message: Tensor | None, factor: float | None, *, on_device: bool
+        self,
+        values: Tensor | None,
+        message: Tensor | None,
+        factor: float | None,
+        costs: SyncCosts | None = None,
+        *,
+        on_device: bool,
     ) -> str | None:
         """Commit the step or roll it back.
 
@@ -148,6 +156,7 @@ class LocalStage:
                 every step counts and nobody needs the norm.
             message: The summed message to the replicas.
             factor: Of the learning rate; None where the rates have been set.
+            costs: What is known of the sync of this step.
             on_device: Do not read the decision on the host.
 
         Returns:
@@ -162,9 +171,7 @@ class LocalStage:
             count = len(self._used)
             unused = self.gradients.keep_used(message[:count], self._used)
             sums = message[count:]
-            if self.reducer.compression is not None:
-                counts = values is None or not self.guarded or bool(values[4])
-                self.reducer.compression.settle(counts, unused)
+            self._settle(values, unused, costs, on_device)
         if on_device and values is not None:
             commit = values[4]
             if self._step_optimizer is not None:
@@ -183,6 +190,18 @@ class LocalStage:
         if self._rollback is not None:
             self._rollback.restore()
         return first_bad_parameter(self.module)
+
+    def _settle(self, values: Tensor | None, unused: list[str], costs: SyncCosts | None, on_device: bool) -> None:
+        """Let codecs keep what the step left, or put it back."""
+        compression = self.reducer.compression if self.reducer is not None else None
+        if compression is None:
+            return
+        if values is None or not self.guarded:
+            compression.settle(True, unused, costs)
+        elif on_device:
+            compression.settle_later(Decision(values[4], self.lane), unused, costs)
+        else:
+            compression.settle(bool(values[4]), unused, costs)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

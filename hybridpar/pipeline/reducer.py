@@ -21,13 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hybridpar.compress import Policy
 from hybridpar.errors import SyncError
 from hybridpar.lane_base import Work
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.pipeline.buckets import Bucket, Slot, layout_fingerprint, make_buckets
 from hybridpar.pipeline.collective import SumGroup
-from hybridpar.pipeline.compression import make_compression
-from hybridpar.pipeline.control import Pending, all_reduce_bytes, check_layout
+from hybridpar.pipeline.compression import add_plainly, make_compression
+from hybridpar.pipeline.control import Pending, check_layout
+from hybridpar.pipeline.sync_figures import SyncCosts
 from hybridpar.pipeline.world import World
 
 
@@ -41,16 +43,11 @@ class Flight:
     checked: set[Lane] = field(default_factory=set)
     landed: list[Event] = field(default_factory=list)
     next_bucket: int = 0
-    wire: dict[int, int] = field(default_factory=dict)  # bytes sent by bucket, written by the sync lanes
+    costs: SyncCosts = field(default_factory=SyncCosts)  # by bucket, written by the sync lanes
     report: Pending | None = None  # the forward report, in which workers compare their layouts
     flats: list[Tensor] = field(default_factory=list)  # gathered buckets, by index
     marks: list[Event] = field(default_factory=list)  # where another lane gathers them: passed when each is gathered
     on_ready: Callable[[int], None] | None = None  # told of each, on that lane
-
-    @property
-    def sent(self) -> int:
-        """Bytes that this worker sent; known when all buckets have landed."""
-        return sum(self.wire.values())
 
 
 SyncLanes = Sequence[tuple[Lane, SumGroup]]
@@ -80,7 +77,7 @@ class GradientReducer:
         bucket_bytes: Size at which a bucket is full.
         measure: Whether to take the sums of squares of the reduced gradients.
         sync_lanes: Lanes that are open already, each with what adds on it; None opens one for each of the world's.
-        codec: What gradients travel as; `none` adds them as they are.
+        codec: What gradients travel as, a policy or its text; `none` adds them as they are.
         seed: For what the codec draws at random; equal on all workers.
 
     Raises:
@@ -96,7 +93,7 @@ class GradientReducer:
         bucket_bytes: int,
         measure: bool,
         sync_lanes: SyncLanes | None = None,
-        codec: str = "none",
+        codec: str | Policy = "none",
         seed: int = 0,
     ) -> None:
         self._parameters = parameters
@@ -176,7 +173,7 @@ class GradientReducer:
         with self._world.named_errors("reducing gradients"):
             for event in flight.landed:
                 self._lanes.caller.wait(event)
-        return flight.squares, flight.sent
+        return flight.squares, flight.costs.sent
 
     def close_step(self) -> None:
         """End the step; after the first one, cut the buckets by the order in which gradients really came."""
@@ -207,6 +204,12 @@ class GradientReducer:
         for bucket in self.buckets:
             flat = bucket.flat()
             flat.mul_(factor.to(flat.dtype))
+
+    @property
+    def costs(self) -> SyncCosts:
+        """What is known of the sync of the step under way."""
+        assert self._flight is not None
+        return self._flight.costs
 
     # ----------------------------------------------------------------- sending
 
@@ -241,6 +244,8 @@ class GradientReducer:
         """A bucket is full, and all before it have left."""
         self._refuse_sparse(bucket)
         flight.flats.append(bucket.collect())
+        if self.compression is not None:  # before the mark: it may leave work of its own on this lane
+            self.compression.catch_up()
         with self._lanes.on_behalf():
             self._send(bucket, flight, self._lanes.caller.record())
 
@@ -269,10 +274,9 @@ class GradientReducer:
             flat, squares = flight.flats[bucket.index], flight.squares[bucket.index]
             lane.keep(flat, squares)
             if self.compression is not None:
-                flight.wire[bucket.index] = self.compression.add(bucket, flat, group)
+                flight.costs.buckets[bucket.index] = self.compression.add(bucket, flat, group)
             else:
-                group.all_reduce(flat)
-                flight.wire[bucket.index] = all_reduce_bytes(bucket.bytes, self._world.size)
+                flight.costs.buckets[bucket.index] = add_plainly(bucket, flat, group, self._world.size)
             if mine:
                 squares.copy_(sum_of_squares(flat))
 
@@ -332,6 +336,11 @@ class GradientReducer:
         self._order = [names[index] for index in order.tolist()]
         self._observed = None
         self._trainable = ()
+
+    def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
+        """See `Compression.bytes_by_parameter`; empty where gradients are added as they are."""
+        self.follow_trainable()
+        return {} if self.compression is None else self.compression.bytes_by_parameter()
 
     def state_dict(self) -> dict[str, Any]:
         """The agreed order, by parameter name, so that a resumed run adds in the same order; and what codecs keep."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
+from hybridpar.compress import Policy
 from hybridpar.lane_base import Work
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.pipeline.buckets import Bucket
@@ -45,7 +46,7 @@ class StageReducer(GradientReducer):
         bucket_bytes: int,
         measure: bool,
         sync_lanes: SyncLanes,
-        codec: str = "none",
+        codec: str | Policy = "none",
         seed: int = 0,
     ) -> None:
         super().__init__(parameters, replicas, lanes, bucket_bytes, measure, sync_lanes, codec, seed)
@@ -67,8 +68,10 @@ class StageReducer(GradientReducer):
             on_ready: Called on the lane when a bucket is gathered, with its number.
             rate: Learning rate of the step, in any unit.
         """
-        if self.compression is not None and rate is not None:
-            self.compression.set_rate(rate)
+        if self.compression is not None:
+            self.compression.catch_up()
+            if rate is not None:
+                self.compression.set_rate(rate)
         flight.releasing = True
         flight.on_ready = on_ready
 

@@ -15,6 +15,7 @@ from hybridpar.pipeline.borders import BorderFacts
 from hybridpar.pipeline.control import StepOutcome
 from hybridpar.pipeline.recorder import SpanRecorder, StepSpans
 from hybridpar.pipeline.reducer import Flight
+from hybridpar.pipeline.sync_figures import SyncCosts, SyncFigures, add_up
 from hybridpar.pipeline.world import World
 
 
@@ -91,6 +92,7 @@ class LateOutcome(StepOutcome):
         self._values: list[float] | None = None
         self._spans: StepSpans | None = None
         self._bytes_sent = 0
+        self._costs: list[SyncCosts] = []
 
     def wait(self) -> None:
         """Wait until this worker has finished the step.
@@ -103,8 +105,8 @@ class LateOutcome(StepOutcome):
         for event in self._step.ends:
             self._wait_for(event, "finishing a step")
         self._read_values(self._step)
-        flights = [flight for flight in self._step.flights.values() if flight is not None]
-        self._bytes_sent = self._step.bytes_sent + sum(flight.sent for flight in flights)
+        self._costs = [flight.costs for flight in self._step.flights.values() if flight is not None]
+        self._bytes_sent = self._step.bytes_sent + sum(costs.sent for costs in self._costs)
         self._step = None
 
     @property
@@ -120,6 +122,12 @@ class LateOutcome(StepOutcome):
         """Bytes this worker sent, gradients and activations."""
         self.wait()
         return self._bytes_sent
+
+    @property
+    def sync(self) -> SyncFigures:
+        """What the sync of this worker's gradients took."""
+        self.wait()
+        return add_up(self._costs)
 
     @property
     def exposed_sync_ms(self) -> float:  # type: ignore[override]

@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hybridpar.compress import Policy
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.batchnorm import BatchNormPool
+from hybridpar.pipeline.compression import Compression
+from hybridpar.pipeline.compression_table import LayerBytes, layer_bytes
 from hybridpar.pipeline.constants import Constants
 from hybridpar.pipeline.control import (
     HEAD,
@@ -37,6 +40,8 @@ from hybridpar.pipeline.local import LocalGradients
 from hybridpar.pipeline.reducer import GradientReducer, open_sync_lanes
 from hybridpar.pipeline.replicate import replicate
 from hybridpar.pipeline.rollback import BufferRollback
+from hybridpar.pipeline.sync_choice import Choice, choose_policy
+from hybridpar.pipeline.sync_policy import agree_on_policy, is_auto
 from hybridpar.pipeline.world import World
 
 
@@ -51,8 +56,10 @@ class SyncOptions:
         pool_batch_norm: Pool BatchNorm's running statistics over micro-batches and workers.
         sync_batch_norm: Also normalise by the moments over the replicas. The last of the world's groups that add is
             taken for it.
-        codec: What gradients travel as, as text; see `hybridpar.compress`. Anything but `none` needs process groups.
-        seed: For what the codec draws at random.
+        codec: What gradients travel as: a policy of `hybridpar.compress` or its text, or `auto`, which measures.
+            Anything but `none` needs process groups.
+        fidelity: What `auto` may choose from: `exact`, `close` or `lossy`.
+        seed: For what codecs draw at random.
     """
 
     bucket_bytes: int = 8 << 20
@@ -60,8 +67,15 @@ class SyncOptions:
     clip_norm: float | None = None
     pool_batch_norm: bool = True
     sync_batch_norm: bool = False
-    codec: str = "none"
+    codec: str | Policy = "none"
+    fidelity: str = "exact"
     seed: int = 0
+
+    @property
+    def policy(self) -> Policy:
+        """What gradients travel as, once workers have agreed on it."""
+        assert isinstance(self.codec, Policy)
+        return self.codec
 
 
 @dataclass
@@ -105,11 +119,25 @@ class GradientSync:
         self.model = model
         self.world = world
         self.options = options or SyncOptions()
+        parameters = dict(model.named_parameters())
+        policy = agree_on_policy(self.options.codec, parameters, world, self.options.fidelity)
+        #: What was measured and chosen, where that was asked for.
+        self.choice: Choice | None = None
+        if is_auto(policy):
+            lanes_left = len(world.lane_sums) - int(self.options.sync_batch_norm)
+            self.choice = choose_policy(
+                parameters,
+                world,
+                fidelity=self.options.fidelity,
+                bucket_bytes=self.options.bucket_bytes,
+                sync_lanes=max(1, lanes_left),
+            )
+            policy = self.choice.policy
+        self.options = replace(self.options, codec=policy)
         self._measure = self.options.guard or self.options.clip_norm is not None
         self._lanes = lanes
         self._control = ControlLane(world, lanes)
         self._constants = Constants(world.device)
-        parameters = dict(model.named_parameters())
         synced = self.options.sync_batch_norm and world.size > 1
         if synced and len(world.lane_sums) < 2:
             raise SyncError(
@@ -261,7 +289,9 @@ class GradientSync:
         values = decide(report, votes[0], guard=self.options.guard, measured=self._measure)
         exposed = (time.perf_counter() - started) * 1e3
         sent += step.message_bytes
-        return DecidedOutcome.of(values, exposed, sent, self._lanes) if copy else DecidedOutcome.bare(values, sent)
+        if not copy:
+            return DecidedOutcome.bare(values, sent)
+        return DecidedOutcome.of(values, exposed, sent, self._lanes, self.reducer.costs)
 
     def end(self, outcome: DecidedOutcome, *, decided_on_device: bool = False) -> None:
         """Commit or roll back what the forward passes left: BatchNorm's running statistics, and other buffers.
@@ -281,10 +311,22 @@ class GradientSync:
             elif outcome.committed:
                 self.batch_norm.commit(self._batch_norm_sums)
         if self.reducer.compression is not None:
-            # On a GPU this waits for the step: what codecs keep is put back or kept by the host.
-            self.reducer.compression.settle(outcome.committed, self._unused)
+            self._settle(self.reducer.compression, outcome, decided_on_device)
         self._step = None
         self.reducer.close_step()
+
+    def _settle(self, compression: Compression, outcome: DecidedOutcome, decided_on_device: bool) -> None:
+        """Let codecs keep what the step left, or put it back."""
+        if not self.options.guard:  # every step counts, which the host knows by itself
+            compression.settle(True, self._unused, outcome.costs)
+        elif decided_on_device:
+            compression.settle_later(outcome, self._unused, outcome.costs)
+        else:
+            compression.settle(outcome.committed, self._unused, outcome.costs)
+
+    def layer_bytes(self) -> list[LayerBytes]:
+        """What each parameter travels as; empty where gradients are added as they are."""
+        return layer_bytes(self.model, self.reducer.bytes_by_parameter())
 
     def first_bad_parameter(self) -> str | None:
         """Name of the first parameter, in the model's order, whose reduced gradient is not finite."""

@@ -167,3 +167,25 @@ def strange_model(world: World) -> str:
 def test_what_cannot_be_is_one_error_on_every_worker(function: Any, expected: str) -> None:
     for text in run_ranks(function, 2):
         assert expected in text
+
+
+def with_rules(world: World) -> tuple[dict[str, str], str, str]:
+    model = net()
+    ddp, state = make("3.* -> onebit; *.weight -> fp16", model)
+    assert state is not None
+    with state:
+        train(ddp, world.rank, range(2))
+        kinds = {name: type(coder).__name__ for name, coder in state._coders.items()}
+    with pytest.raises(UsageError) as unnamed:
+        ddp_hook("3.* -> onebit")
+    with pytest.raises(UsageError) as unmatched:
+        ddp_hook("7.* -> onebit", model)
+    return kinds, str(unnamed.value), str(unmatched.value)
+
+
+def test_a_policy_says_what_each_parameter_travels_as() -> None:
+    for kinds, unnamed, unmatched in run_ranks(with_rules, 2):
+        assert kinds["3.weight"] == "FeedbackCoder"
+        assert {kinds[name] for name in ("0.weight", "0.bias", "3.bias", "5.bias")} == {"Full"}
+        assert "Give the model" in unnamed
+        assert "'7.*'" in unmatched

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels, parse_codec
+from hybridpar.compress.codec import TensorSpec
 from hybridpar.compress.codecs.onebit import SignQuantiser
 from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser, _Grid, scale_of
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
-from hybridpar.compress.codec import TensorSpec
 from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields
 from hybridpar.compress.residual import KeptResidual, Residual
@@ -192,7 +192,9 @@ def test_special_values(both: list[bool], kind: str) -> None:
             if kind == "zeros":
                 assert out.tolist() == [0.0] * 100
             elif not finite:
-                assert not out.isfinite().any() if not isinstance(quantiser, SignQuantiser) else not out.sum().isfinite()
+                assert (
+                    not out.isfinite().any() if not isinstance(quantiser, SignQuantiser) else not out.sum().isfinite()
+                )
     for _ in both:
         largest = torch.empty(1)
         assert kernels.largest(values, largest) or True

@@ -45,6 +45,18 @@ def test_one_object_per_step_with_the_promised_keys(tmp_path, make_step, make_ep
     }
 
 
+def test_what_the_sync_took_is_told_where_it_is_known(tmp_path, make_step):
+    figures = {"bytes_before": 4000, "bytes_after": 130, "encode_ms": 1.0004, "wire_ms": 5.0, "decode_ms": 0.5}
+    with MetricsWriter(tmp_path) as writer:
+        writer.write_step(make_step(1, **figures, sync_ms=6.0, hidden_share=0.75, residual_norm=math.inf))
+        writer.write_step(make_step(2))
+    first, second = rows(tmp_path)
+    assert {key: first[key] for key in figures} == {**figures, "encode_ms": 1.0}
+    assert (first["hidden_share"], first["residual_norm"]) == (0.75, None)
+    assert [second[key] for key in figures] == [None] * 5
+    assert np.isnan(read_metrics(tmp_path).steps["wire_ms"][1])
+
+
 def test_a_line_is_with_the_system_as_soon_as_it_is_written(tmp_path, make_step):
     writer = MetricsWriter(tmp_path)
     for step in (1, 2, 3):

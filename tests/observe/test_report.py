@@ -39,6 +39,13 @@ SUMMARY = {
     "overlap": None,
     "peak_saved_bytes": None,
     "predicted_step_ms": None,
+    "codec": "none",
+    "compression_ratio": 1.0,
+    "encode_ms": 0.0,
+    "wire_ms": 9.0,
+    "decode_ms": 0.0,
+    "sync_ms": 8.0,
+    "predicted_sync_ms": None,
 }
 
 GOLDEN = """
@@ -90,6 +97,26 @@ def test_a_pipeline_shows_predicted_beside_measured():
         "pipeline       4 stages, 1 micro-batch, greedy",
         "               bubble 27%, 87.6 MB kept for backward",
     ]
+
+
+def test_a_run_that_compresses_says_what_it_saved_and_what_that_took():
+    codec = {"codec": "onebit:warmup=20", "compression_ratio": 28.04, "encode_ms": 4.0, "decode_ms": 1.5}
+    assert printed(SUMMARY | codec).splitlines()[11:13] == [
+        "gradients      as onebit:warmup=20, 28.0x less",
+        "               encode 4.00 ms, wire 9.00 ms, decode 1.50 ms",
+    ]
+    rules = {"codec": "a.* -> onebit; * -> fp16", "compression_ratio": None, "encode_ms": None, "decode_ms": None}
+    assert printed(SUMMARY | rules | {"wire_ms": None}).splitlines()[11:13] == [
+        "gradients      as 2 rules",
+        "skipped        4 steps with non-finite gradients",
+    ]
+
+
+def test_a_choice_that_was_predicted_is_shown_beside_what_was_measured():
+    assert printed(SUMMARY | {"predicted_sync_ms": 6.4}).splitlines()[11] == (
+        "sync           predicted 6.40 ms, measured 8.00 ms, +25%"
+    )
+    assert "predicted" not in printed(SUMMARY | {"predicted_sync_ms": 6.4, "sync_ms": None})
 
 
 def test_what_was_not_measured_has_no_row():

@@ -81,6 +81,13 @@ def test_a_whole_run_in_numbers(whole):
         "overlap": None,
         "peak_saved_bytes": None,
         "predicted_step_ms": None,
+        "codec": "none",
+        "compression_ratio": None,
+        "encode_ms": None,
+        "wire_ms": None,
+        "decode_ms": None,
+        "sync_ms": None,
+        "predicted_sync_ms": None,
     }
 
 
@@ -91,12 +98,27 @@ def test_what_the_run_is_told_of_its_pipeline(info, record):
     assert [summary[key] for key in ("stages", "replicas", "micro_batches", "schedule")] == [2, 3, 4, "1f1b"]
 
 
+def test_the_sync_of_gradients_in_numbers(info, record):
+    times = {"encode_ms": 2.0, "wire_ms": 5.0, "decode_ms": 1.0, "sync_ms": 6.5}
+    table = record([20.0] * 19, bytes_before=4000, bytes_after=125, **times)
+    summary = summarize(replace(info, codec="onebit"), table, seed=7, ended="finished")
+    SCHEMA.validate(summary)
+    assert {key: summary[key] for key in times} == times
+    assert (summary["codec"], summary["compression_ratio"]) == ("onebit", 32.0)
+
+
+def test_the_ratio_covers_all_steps_those_in_full_precision_too(info, record):
+    record([20.0] * 4, bytes_before=4000, bytes_after=4000)
+    table = record([20.0] * 4, first=5, resume_step=4, bytes_before=4000, bytes_after=100)
+    assert summarize(info, table, seed=7, ended="finished")["compression_ratio"] == round(32000 / 16400, 3)
+
+
 def test_the_promised_keys_are_required():
     promised = (
         "model data workers epochs steps test_accuracy train_seconds step_ms_median images_per_second "
         "bytes_sent_per_step compute_ms exposed_sync_ms data_ms device versions seed batch_size best_test_accuracy "
         "skipped_steps resumed_from exit stages replicas micro_batches schedule bubble overlap peak_saved_bytes "
-        "predicted_step_ms"
+        "predicted_step_ms codec compression_ratio encode_ms wire_ms decode_ms sync_ms predicted_sync_ms"
     )
     assert set(promised.split()) == set(summary_schema()["required"])
 

@@ -8,7 +8,7 @@ import torch
 from hybridpar.compress import TensorSpec, check_optimizer, parse_codec
 from hybridpar.compress.codecs.dgc import DeepGradient, MomentumCoder
 from hybridpar.errors import CheckpointError, UsageError
-from hybridpar.pipeline.compression import check_momentum
+from hybridpar.pipeline.sync_policy import check_compression
 from tests.compress.team import Team, same_bits
 
 SHAPES = {"w": (40, 50)}
@@ -101,10 +101,10 @@ def test_an_optimizer_with_momentum_is_refused_and_told_which() -> None:
             check_optimizer(parse_codec(text), sgd)
         assert "Set momentum=0 in SGD (--momentum 0)" in caught.value.fix
     with pytest.raises(UsageError, match=r"AdamW, whose betas"):
-        check_momentum("dgc", [torch.optim.AdamW(weight)])
-    check_momentum("dgc", [torch.optim.SGD(weight, lr=0.1)])
+        check_compression("dgc", [], 2, [torch.optim.AdamW(weight)])
+    check_compression("dgc", [], 2, [torch.optim.SGD(weight, lr=0.1)])
     for text in ("onebit", "none", "topk:cast=bf16"):
-        check_momentum(text, [sgd])
+        check_compression(text, [], 2, [sgd])
 
 
 def test_error_feedback_around_it_is_refused() -> None:

@@ -1,0 +1,216 @@
+"""Why: on a fast link every codec is a loss and on a slow one a large win, so the choice is measured and predicted.
+
+For each layer and each codec that may be used: the time of its messages on this link and of the codec on this device.
+Layers travel in buckets, and each kind of message that a bucket holds costs the latency of a collective; so a bucket is
+given one codec, for those of its layers that it makes faster, or none. The prediction is that of the sync: lanes work
+side by side, the link serves one after the other, and what backward hides does not count where its time is known.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybridpar.compress.codec import Codec, Meeting
+from hybridpar.compress.policy import Policy, exact_rules
+from hybridpar.compress.rates import CodecRate, Kind, LinkCost, lasting_rounds
+from hybridpar.compress.text import parse_codec
+from hybridpar.errors import UsageError, nearest
+
+_log = logging.getLogger(__name__)
+
+#: Casts, whose rounding is that of mixed precision.
+CLOSE = ("fp16", "bf16")
+
+#: Codecs, as text, for which a table in the repository shows that the accuracy stays: the mean difference to float32 is
+#: above -0.5 points, and the lower end of its 95 % interval above -1.0. There is no such table yet, so there are none:
+#: `lossy` chooses from what `close` does. Whoever commits one names it here, and adds the codecs that pass.
+PROVEN: tuple[str, ...] = ()
+
+#: What may be chosen from. Whoever asks for no less than the exact result gets no codec.
+FIDELITIES: dict[str, tuple[str, ...]] = {"exact": (), "close": CLOSE, "lossy": (*CLOSE, *PROVEN)}
+
+#: A codec is chosen where the prediction is at most this part of that without: less is within the measurements' noise.
+_MARGIN = 0.9
+
+#: Gradients as they are.
+PLAIN: Kind = (Meeting.SUM, torch.float32)
+
+
+def candidates_of(fidelity: str) -> dict[str, Codec]:
+    """The codecs that a fidelity allows besides `none`, by their text.
+
+    Raises:
+        UsageError: There is no such fidelity.
+    """
+    if fidelity not in FIDELITIES:
+        raise UsageError(f"unknown fidelity {fidelity!r}", fix=nearest(fidelity, FIDELITIES))
+    return {text: parse_codec(text) for text in FIDELITIES[fidelity]}
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """Milliseconds that a bucket takes on a sync lane.
+
+    Attributes:
+        encode: Writing its messages.
+        wire: On the link.
+        decode: Reading them.
+    """
+
+    encode: float
+    wire: float
+    decode: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.encode + self.wire + self.decode
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the sync of a step is predicted to take.
+
+    Attributes:
+        sync_ms: Time in which any lane is at it.
+        exposed_ms: Time by which it outlasts backward; all of it where backward's time is not known.
+    """
+
+    sync_ms: float
+    exposed_ms: float
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The parameters of a model in the order in which their gradients come, cut into buckets.
+
+    Attributes:
+        buckets: Names and shapes.
+        workers: How many workers exchange them.
+        lanes: Sync lanes.
+        backward_ms: Time of the backward pass that the sync can hide behind; None where it is not known.
+    """
+
+    buckets: Sequence[Sequence[tuple[str, tuple[int, ...]]]]
+    workers: int
+    lanes: int = 1
+    backward_ms: float | None = None
+
+
+def kinds_of(codecs: Mapping[str, Codec], layers: Layers) -> list[Kind]:
+    """How the messages of codecs meet, those of gradients as they are included; equal on all workers."""
+    kinds = {PLAIN: None}
+    shapes = {shape for bucket in layers.buckets for _, shape in bucket}
+    for codec in codecs.values():
+        fitting = sorted((shape for shape in shapes if codec.fits(shape)), key=math.prod)
+        for entry in lasting_rounds(codec, fitting[0], layers.workers) if fitting else ():
+            kinds[entry.meeting, entry.dtype] = None
+    return list(kinds)
+
+
+def choose(
+    layers: Layers,
+    codecs: Mapping[str, Codec],
+    rates: Mapping[str, CodecRate],
+    link: Mapping[Kind, LinkCost],
+) -> tuple[Policy, Prediction, Prediction]:
+    """The policy with which a step is predicted to be fastest.
+
+    Args:
+        layers: What travels.
+        codecs: What it may travel as besides `none`.
+        rates: How fast those are that fit any layer.
+        link: How long each kind of message takes.
+
+    Returns:
+        The policy, what is predicted of it, and what is predicted of `none`.
+    """
+    plain = [_plain_times(bucket, link) for bucket in layers.buckets]
+    rules, best = list[list[tuple[str, str]]](), list[BucketTimes]()
+    for bucket, without in zip(layers.buckets, plain, strict=True):
+        times, chosen = without, list[tuple[str, str]]()
+        for text, codec in codecs.items():
+            if text in rates:
+                with_codec, names = _times(bucket, codec, rates[text], link, layers.workers)
+                if names and with_codec.total < min(times.total, _MARGIN * without.total):
+                    times, chosen = with_codec, [(name, text) for name in names]
+        best.append(times)
+        rules.append(chosen)
+    _spare_hidden(best, rules, plain, layers)
+    none, mixed = predict(plain, layers), predict(best, layers)
+    chosen = [rule for bucket in rules for rule in bucket]
+    if not chosen or mixed.exposed_ms > _MARGIN * none.exposed_ms:
+        return Policy.of(parse_codec("none")), none, none
+    if len(chosen) == sum(map(len, layers.buckets)) and len({text for _, text in chosen}) == 1:
+        return Policy.of(parse_codec(chosen[0][1])), mixed, none
+    return exact_rules(chosen), mixed, none
+
+
+def _spare_hidden(
+    best: list[BucketTimes], rules: list[list[tuple[str, str]]], plain: Sequence[BucketTimes], layers: Layers
+) -> None:
+    """Let buckets travel as they are where nobody would wait longer for it."""
+    least = predict(best, layers).exposed_ms
+    for index, without in enumerate(plain):
+        if rules[index]:
+            trial = [*best[:index], without, *best[index + 1 :]]
+            if predict(trial, layers).exposed_ms <= least:
+                best[index], rules[index] = without, []
+
+
+def predict(buckets: Sequence[BucketTimes], layers: Layers) -> Prediction:
+    """What buckets take together: lanes work side by side, and the link serves one message after the other."""
+    sizes = [sum(math.prod(shape) for _, shape in bucket) for bucket in layers.buckets]
+    ready, gathered = 0.0, 0
+    free = [0.0] * layers.lanes
+    link_free, end, busy = 0.0, 0.0, 0.0
+    for index, times in enumerate(buckets):
+        gathered += sizes[index]
+        if layers.backward_ms is not None:
+            # Gradients come as fast as there are parameters: no better is known of single layers.
+            ready = layers.backward_ms * gathered / max(1, sum(sizes))
+        lane = index % layers.lanes
+        start = max(free[lane], ready)
+        link_free = max(start + times.encode, link_free) + times.wire
+        free[lane] = link_free + times.decode
+        busy += max(0.0, free[lane] - max(start, end))
+        end = max(end, free[lane])
+    return Prediction(busy, max(0.0, end - (layers.backward_ms or 0.0)))
+
+
+def _plain_times(bucket: Sequence[tuple[str, tuple[int, ...]]], link: Mapping[Kind, LinkCost]) -> BucketTimes:
+    size = sum(4 * math.prod(shape) for _, shape in bucket)
+    return BucketTimes(0.0, link[PLAIN].ms(size), 0.0)
+
+
+def _times(
+    bucket: Sequence[tuple[str, tuple[int, ...]]],
+    codec: Codec,
+    rate: CodecRate,
+    link: Mapping[Kind, LinkCost],
+    workers: int,
+) -> tuple[BucketTimes, list[str]]:
+    """What a bucket takes if a codec is used for those layers that it makes faster; and which."""
+    encode = wire = decode = 0.0
+    names, collectives = [], set[tuple[int, Kind]]()
+    for name, shape in bucket:
+        count = math.prod(shape)
+        plain = 4 * count * link[PLAIN].ms_per_byte
+        if codec.fits(shape):
+            writing, reading = rate.times(count)
+            rounds = lasting_rounds(codec, shape, workers)
+            moving = sum(entry.bytes * link[entry.meeting, entry.dtype].ms_per_byte for entry in rounds)
+            if writing + moving + reading < plain:
+                encode, wire, decode = encode + writing, wire + moving, decode + reading
+                collectives |= {(index, (entry.meeting, entry.dtype)) for index, entry in enumerate(rounds)}
+                names.append(name)
+                continue
+        wire += plain
+        collectives.add((0, PLAIN))
+    wire += sum(link[kind].latency_ms for _, kind in collectives)
+    return BucketTimes(encode, wire, decode), names

@@ -1,0 +1,202 @@
+"""Why: whether a codec pays depends on this link and this device, so both are measured, for a fraction of a second.
+
+A link is measured by the collectives that codecs really use, each in the type in which its messages travel: how long a
+small message takes, and how much longer a large one. A codec is measured by a whole exchange of a few of the model's
+shapes, over a group that sends nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress.codec import Codec, Meeting, Round, TensorSpec
+from hybridpar.compress.exchange import Exchange, split
+from hybridpar.compress.group import Group
+
+#: How a message meets the others, and its type.
+Kind = tuple[Meeting, torch.dtype]
+
+_SMALL_BYTES = 4 << 10
+_LARGE_BYTES = 512 << 10
+_SMALL_REPEATS, _LARGE_REPEATS = 7, 3
+
+#: Elements of the largest piece of a parameter that a codec is tried on.
+_MOST_ELEMENTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """What it takes until messages of one kind have met.
+
+    Attributes:
+        latency_ms: Of a message of 4 KB.
+        ms_per_byte: For each byte more that a worker hands over.
+    """
+
+    latency_ms: float
+    ms_per_byte: float
+
+    def ms(self, size: int) -> float:
+        """Time of a message of so many bytes."""
+        return self.latency_ms + self.ms_per_byte * size
+
+    @classmethod
+    def slowest(cls, costs: Sequence[LinkCost]) -> LinkCost:
+        """What holds for all of several links."""
+        return cls(max(one.latency_ms for one in costs), max(one.ms_per_byte for one in costs))
+
+
+@torch.no_grad()
+def measure_link(
+    kinds: Iterable[Kind], meet: Callable[[Kind, Tensor], None], device: torch.device
+) -> dict[Kind, LinkCost]:
+    """Measure how long messages take to meet; every worker calls this with the same kinds.
+
+    Args:
+        kinds: What to measure.
+        meet: Lets messages meet, as `meet_over` does; it must add float64.
+        device: Where messages are.
+
+    Returns:
+        The mean over the workers, which is the same on all of them.
+    """
+    found = {}
+    for kind in kinds:
+        small, large = (
+            _median_ms(lambda message, kind=kind: meet(kind, message), kind[1], size, device, repeats)  # type: ignore[misc]
+            for size, repeats in ((_SMALL_BYTES, _SMALL_REPEATS), (_LARGE_BYTES, _LARGE_REPEATS))
+        )
+        found[kind] = LinkCost(small, max(large - small, 0.0) / (_LARGE_BYTES - _SMALL_BYTES))
+    flat = [value for cost in found.values() for value in (cost.latency_ms, cost.ms_per_byte)]
+    told = torch.tensor([*flat, 1.0], dtype=torch.float64, device=device)
+    meet((Meeting.SUM, torch.float64), told)
+    *sums, workers = told.tolist()
+    means = [value / workers for value in sums]
+    return {kind: LinkCost(*means[2 * place : 2 * place + 2]) for place, kind in enumerate(found)}
+
+
+def meet_over(group: Group) -> Callable[[Kind, Tensor], None]:
+    """Messages that meet over a group as `Exchange` lets them meet; stripes are of one size."""
+
+    def meet(kind: Kind, message: Tensor) -> None:
+        if kind[0] is not Meeting.SHARD:
+            group.all_reduce(message, kind[0])
+            return
+        stripe = message.numel() // group.size
+        whole = message[: stripe * group.size]
+        sizes = [stripe] * group.size
+        received = torch.empty_like(whole)
+        group.all_to_all(received, whole, sizes, sizes)
+        group.all_gather(whole, received[:stripe].clone())
+
+    return meet
+
+
+def _median_ms(
+    work: Callable[[Tensor], None], dtype: torch.dtype, size: int, device: torch.device, repeats: int
+) -> float:
+    message = torch.zeros(size // dtype.itemsize, dtype=dtype, device=device)
+    times = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        work(message)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(1e3 * (time.perf_counter() - started))
+    return statistics.median(times[1:])
+
+
+class _Alone:
+    """A group of which this worker is the first and the only one: whatever it sends comes back from all the others."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def all_reduce(self, tensor: Tensor, meeting: Meeting) -> None:
+        """See `Group`."""
+
+    def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
+        """See `Group`."""
+        own = split(inp, in_sizes)[self.rank]
+        for piece in split(out, out_sizes):
+            piece.copy_(own)
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> None:
+        """See `Group`."""
+        out.view(self.size, -1).copy_(inp.expand(self.size, -1))
+
+
+@dataclass(frozen=True)
+class CodecRate:
+    """How fast a codec is on this device.
+
+    Attributes:
+        tried: For each number of elements that it was tried on: milliseconds to write messages and to read them.
+    """
+
+    tried: Mapping[int, tuple[float, float]]
+
+    def times(self, count: int) -> tuple[float, float]:
+        """Milliseconds to write and to read a parameter of so many elements: in proportion to the nearest tried."""
+        nearest = min(self.tried, key=lambda known: abs(math.log(known / count)))
+        encode, decode = self.tried[nearest]
+        return encode * count / nearest, decode * count / nearest
+
+
+@torch.no_grad()
+def measure_codec(
+    codec: Codec, shapes: Iterable[tuple[int, ...]], workers: int, device: torch.device
+) -> CodecRate | None:
+    """Try a codec on a few of a model's shapes; None where it fits none of them.
+
+    Args:
+        codec: The codec.
+        shapes: Shapes of the parameters.
+        workers: How many workers there are.
+        device: Where gradients are.
+    """
+    fitting = sorted({shape for shape in shapes if codec.fits(shape)}, key=math.prod)
+    if not fitting:
+        return None
+    tried = {}
+    for place in sorted({0, len(fitting) // 2, len(fitting) - 1}):
+        shape = _piece(codec, fitting[place])
+        tried[math.prod(shape)] = _time_exchange(codec, shape, workers, device)
+    return CodecRate(tried)
+
+
+@functools.cache
+def lasting_rounds(codec: Codec, shape: tuple[int, ...], workers: int) -> tuple[Round, ...]:
+    """The rounds of a parameter once a warm-up is over."""
+    return codec.bind(TensorSpec("trial", shape, workers=workers)).lasting_rounds
+
+
+def _piece(codec: Codec, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """As much of a shape as is worth trying, cut along the first dimension."""
+    rows = max(1, _MOST_ELEMENTS // max(1, math.prod(shape[1:])))
+    cut = (min(rows, shape[0]), *shape[1:]) if shape else shape
+    return cut if codec.fits(cut) else shape
+
+
+def _time_exchange(codec: Codec, shape: tuple[int, ...], workers: int, device: torch.device) -> tuple[float, float]:
+    exchange = Exchange([codec.bind(TensorSpec("trial", shape, workers=workers, device=device))])
+    gradient = torch.randn(math.prod(shape), generator=torch.Generator().manual_seed(0)).to(device)
+    out = torch.empty_like(gradient)
+    best = (math.inf, math.inf)
+    for _ in range(3):  # the first one makes the scratch memory
+        laps = exchange.run(_Alone(workers), [gradient], [out]).laps
+        exchange.commit()
+        assert laps is not None
+        times = laps.times()
+        best = min(best, (times.encode, times.decode), key=sum)
+    return best

@@ -1,0 +1,142 @@
+"""The measured choice: what is predicted from known figures, and that measured figures are those of the link."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hybridpar.compress import Meeting, TorchGroup, parse_codec
+from hybridpar.compress.auto import (
+    FIDELITIES,
+    PLAIN,
+    PROVEN,
+    BucketTimes,
+    Layers,
+    candidates_of,
+    choose,
+    kinds_of,
+    predict,
+)
+from hybridpar.compress.rates import CodecRate, LinkCost, lasting_rounds, measure_codec, measure_link, meet_over
+from hybridpar.errors import UsageError
+from hybridpar.pipeline.world import World
+from tests.ranks import run_ranks
+
+BUCKETS = [
+    [("fc.weight", (1000, 512))],
+    [("conv.weight", (256, 256, 3, 3)), ("bn.weight", (256,)), ("bn.bias", (256,))],
+]
+HALF = (Meeting.SUM, torch.float16)
+BYTES = (Meeting.SHARD, torch.uint8)
+#: A pass over float32 at 2 GB/s to write and one to read, per element.
+SLOW_CPU = CodecRate({1 << 20: (2.1, 2.1)})
+
+
+def link(megabytes_per_second: float, latency_ms: float = 0.1) -> dict[Any, LinkCost]:
+    cost = LinkCost(latency_ms, 1 / (1e3 * megabytes_per_second))
+    return dict.fromkeys((PLAIN, HALF, BYTES), cost)
+
+
+def chosen(layers: Layers, speed: float, *texts: str, latency_ms: float = 0.1) -> str:
+    codecs = {text: parse_codec(text) for text in texts or ("fp16",)}
+    return str(choose(layers, codecs, dict.fromkeys(codecs, SLOW_CPU), link(speed, latency_ms))[0])
+
+
+def test_a_slow_link_gets_a_codec_and_a_fast_one_none():
+    layers = Layers(BUCKETS, workers=2)
+    assert chosen(layers, 12.5) == "fp16"
+    assert chosen(layers, 5000.0) == "none"
+
+
+def test_of_several_codecs_the_fastest_is_taken_layer_by_layer():
+    text = chosen(Layers(BUCKETS, workers=2), 12.5, "fp16", "onebit")
+    # Vectors do not fit onebit, and with it they travel as they are.
+    assert text == "fc.weight -> onebit; conv.weight -> onebit"
+
+
+def test_small_layers_stay_as_they_are_where_a_message_costs_more_than_their_bytes():
+    small = [[("a", (64,)), ("b", (64,))], *BUCKETS]
+    text = chosen(Layers(small, workers=2), 12.5, latency_ms=1.0)
+    assert "a ->" not in text
+    assert "fc.weight -> fp16" in text
+
+
+def test_what_backward_hides_needs_no_codec():
+    assert chosen(Layers(BUCKETS, workers=2, backward_ms=20.0), 12.5) == "fp16"
+    # Only the first layer's gradient, the last to come, has nothing to hide behind.
+    buckets = [*BUCKETS, [("first.weight", (512, 512))]]
+    assert chosen(Layers(buckets, workers=2, backward_ms=5000.0), 12.5) == "first.weight -> fp16"
+    assert chosen(Layers(buckets, workers=2), 12.5) == "fp16"
+
+
+def test_both_predictions_come_with_the_choice():
+    layers = Layers(BUCKETS, workers=2)
+    codecs = {"fp16": parse_codec("fp16")}
+    _, predicted, without = choose(layers, codecs, {"fp16": SLOW_CPU}, link(12.5))
+    elements = sum(torch.Size(shape).numel() for bucket in BUCKETS for _, shape in bucket)
+    assert without.sync_ms == pytest.approx(elements * 4 / 12.5e3 + 2 * 0.1)
+    codec_ms = elements / (1 << 20) * 4.2
+    assert predicted.sync_ms == pytest.approx(elements * 2 / 12.5e3 + 2 * 0.1 + codec_ms)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "backward", "sync", "exposed"),
+    [
+        (1, None, 2 * (1 + 10 + 2), 26.0),
+        # Both lanes write at once; the second message waits for the link; the first is read meanwhile.
+        (2, None, 1 + 10 + 10 + 2, 23.0),
+        # Half of the bytes are there after half of backward, the rest at its end.
+        (2, 100.0, 26.0, 13.0),
+    ],
+)
+def test_lanes_work_side_by_side_and_share_the_link(lanes, backward, sync, exposed):
+    layers = Layers([[("a", (8,))], [("b", (8,))]], workers=2, lanes=lanes, backward_ms=backward)
+    found = predict([BucketTimes(1.0, 10.0, 2.0)] * 2, layers)
+    assert (found.sync_ms, found.exposed_ms) == pytest.approx((sync, exposed))
+
+
+def test_fidelity_says_what_may_be_chosen():
+    assert list(candidates_of("exact")) == []
+    assert list(candidates_of("close")) == ["fp16", "bf16"]
+    assert list(candidates_of("lossy")) == ["fp16", "bf16", *PROVEN]
+    for texts in FIDELITIES.values():
+        assert all(parse_codec(text) for text in texts)
+    with pytest.raises(UsageError, match="unknown fidelity 'closer'") as caught:
+        candidates_of("closer")
+    assert "close" in caught.value.fix
+
+
+def test_the_kinds_are_those_of_the_messages_that_travel():
+    codecs = {text: parse_codec(text) for text in ("fp16", "onebit:warmup=5", "powersgd")}
+    assert kinds_of({}, Layers(BUCKETS, 2)) == [PLAIN]
+    assert kinds_of(codecs, Layers(BUCKETS, 2)) == [PLAIN, HALF, BYTES]
+
+
+@pytest.mark.parametrize("text", ["fp16", "onebit:warmup=5", "qsgd_mn:meet=shard", "qsgd_mn", "powersgd"])
+def test_a_codec_is_tried_on_pieces_of_the_model(text):
+    codec = parse_codec(text)
+    rate = measure_codec(codec, {(4096, 1024), (64, 64), (8,)}, 3, torch.device("cpu"))
+    assert rate is not None
+    assert max(rate.tried) <= 1 << 20
+    assert all(min(times) >= 0 and sum(times) > 0 for times in rate.tried.values())
+    encode, decode = rate.times(2 * max(rate.tried))
+    assert (encode, decode) == pytest.approx([2 * part for part in rate.tried[max(rate.tried)]])
+    assert measure_codec(parse_codec("powersgd"), {(8,), (3, 3)}, 3, torch.device("cpu")) is None
+
+
+def test_a_warm_up_is_not_what_is_predicted():
+    assert lasting_rounds(parse_codec("onebit:warmup=5"), (64, 64), 2)[0].meeting is Meeting.SHARD
+
+
+def measured(world: World) -> dict[Any, LinkCost]:
+    group = TorchGroup(world.lane_sums[0].group)  # type: ignore[attr-defined]
+    return measure_link([PLAIN, HALF, BYTES], meet_over(group), world.device)
+
+
+def test_all_workers_know_the_same_link():
+    one, *others = run_ranks(measured, 3, shared_memory=False)
+    assert list(one) == [PLAIN, HALF, BYTES]
+    assert all(cost.latency_ms > 0 and cost.ms_per_byte >= 0 for cost in one.values())
+    assert others == [one, one]
