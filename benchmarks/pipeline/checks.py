@@ -52,9 +52,9 @@ class Check:
         return "met" if above and below else "missed"
 
 
-def write_checks(checks: Sequence[Check], output: str | None) -> None:
-    """Print checks, and add them to a table where one is named."""
-    table = Table(title="pipeline", title_justify="left")
+def write_checks(checks: Sequence[Check], output: str | None, title: str = "pipeline") -> None:
+    """Print checks under a title, and add them to a table where one is named."""
+    table = Table(title=title, title_justify="left")
     for column in ("setting", "link", "what", "value [lowest, highest]", "promised", "verdict", "extra"):
         table.add_column(column)
     for check in checks:
