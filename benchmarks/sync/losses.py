@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from benchmarks.pipeline.checks import Check, write_checks
+from benchmarks.pipeline.checks import Check, append_checks, print_checks
 from benchmarks.rig.rank import link, process_group
 from benchmarks.sync.methods import TINY, Setting, Workplace, make_method
 from hybridpar.config import TrainConfig
@@ -38,6 +38,7 @@ def measure(quick: bool, methods: list[str], seeds: int, output: str | None, pee
         peers: Folder with the peers' checkouts.
     """
     steps, last = (4, 2) if quick else (STEPS, LAST)
+    rows = []
     with process_group(timeout=180) as (rank, ranks):
         for name in methods:
             try:
@@ -50,7 +51,7 @@ def measure(quick: bool, methods: list[str], seeds: int, output: str | None, pee
                 ends = [statistics.fmean(one[-last:]) for one in found]
                 early = {str(at): statistics.fmean(one[at - 1] for one in found) for at in (20, 50) if at <= steps}
                 row = Check(
-                    setting=f"{Setting()}, digits, rate {RATE}, {ranks} ranks, {steps} steps, {seeds} seeds",
+                    setting=f"{_setting(quick, 0)}, digits, rate {RATE}, {ranks} ranks, {steps} steps, {seeds} seeds",
                     link=link(),
                     what=f"loss, {name}",
                     value=statistics.fmean(ends),
@@ -58,12 +59,21 @@ def measure(quick: bool, methods: list[str], seeds: int, output: str | None, pee
                     high=max(ends),
                     extra=json.dumps({"by_seed": [round(end, 4) for end in ends], "at_step": early}),
                 )
-                write_checks([row], str(Path(output) / "loss.csv") if output else None, title="sync")
+                rows.append(row)
+                print(f"{name}: {row.value:.3f} [{row.low:.3f}, {row.high:.3f}]", flush=True)
+                if output is not None:
+                    append_checks([row], Path(output) / "loss.csv")  # at once: the next one takes minutes
+    if rows:
+        print_checks(rows, "sync")
+
+
+def _setting(quick: bool, seed: int) -> Setting:
+    return Setting(TINY, 32, 4, RATE, seed) if quick else Setting(rate=RATE, seed=seed)
 
 
 def _train(name: str, seed: int, steps: int, quick: bool, rank: int, ranks: int, peers: str | None) -> list[float]:
     """Mean loss over the ranks in each step."""
-    setting = Setting(TINY, 32, 4, RATE, seed) if quick else Setting(rate=RATE, seed=seed)
+    setting = _setting(quick, seed)
     batches = TrainBatches(
         load_dataset(TrainConfig(data="digits", seed=seed)),
         seed=seed,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import importlib
 import importlib.util
 import json
 import os
@@ -94,8 +95,14 @@ def measure_in_processes(request: BenchCodecs) -> list[CodecSpeed]:
     for text in request.codec:
         parse_codec(text)  # an unknown one is an error before anything is measured
     codes = [_KERNELS, _FALLBACK] if has_kernels() else [_FALLBACK]
-    by_code = [_in_process(request, code) for code in codes]
-    return [speed for same in zip(*by_code, strict=True) for speed in same]
+    by_code = {code: _in_process(request, code) for code in codes}
+    # Where a codec has no kernels, or they cannot be had here, the process that was to use them has used torch as well.
+    return [
+        speed
+        for same in zip(*by_code.values(), strict=True)
+        for code, speed in zip(by_code, same, strict=True)
+        if speed.code == code
+    ]
 
 
 def has_kernels() -> bool:
@@ -103,19 +110,25 @@ def has_kernels() -> bool:
     return importlib.util.find_spec("hybridpar.kernel_build") is not None
 
 
-def measure_speeds(request: BenchCodecs, code: str = _FALLBACK) -> list[CodecSpeed]:
-    """Measure in this process, whatever kernels it uses.
+def code_of(codec: Codec) -> str:
+    """What a codec runs on in this process: `compiled` kernels, or `torch` alone."""
+    inner: Any = codec
+    while hasattr(inner, "inner"):
+        inner = inner.inner
+    if not (has_kernels() and getattr(inner, "kernels", False)):
+        return _FALLBACK
+    kernels: Any = importlib.import_module("hybridpar.compress.kernels")
+    return _KERNELS if kernels.table() else _FALLBACK
 
-    Args:
-        request: What to measure; its file is not written.
-        code: What to call the kernels.
-    """
+
+def measure_speeds(request: BenchCodecs) -> list[CodecSpeed]:
+    """Measure in this process, with the kernels that it has; the request's file is not written."""
     shapes = {name: tuple(one.shape) for name, one in build_model(request.model, request.classes).named_parameters()}
     draw = torch.Generator().manual_seed(0)
     gradients = [0.01 * torch.randn(count, generator=draw) for count in map(_count, shapes.values())]
     limit = memcpy_rate(gradients, request.repeats)
     full = wire_bytes(parse_codec("none"), shapes, request.workers)
-    return [_measure(text, shapes, gradients, request, code, limit, full) for text in request.codec]
+    return [_measure(text, shapes, gradients, request, limit, full) for text in request.codec]
 
 
 def memcpy_rate(tensors: Sequence[Tensor], repeats: int) -> float:
@@ -191,7 +204,6 @@ def _measure(
     shapes: Mapping[str, tuple[int, ...]],
     gradients: Sequence[Tensor],
     request: BenchCodecs,
-    code: str,
     limit: float,
     full: int,
 ) -> CodecSpeed:
@@ -216,7 +228,7 @@ def _measure(
     size = sum(gradient.nbytes for gradient in gradients)
     return CodecSpeed(
         codec=text,
-        code=code,
+        code=code_of(codec),
         encode=_rate(size, encode[1:]),
         decode_add=_decode_add(codec, shapes, gradients, request.repeats),
         merge=_rate(size, merge[1:]) if any(merge) else None,
@@ -270,7 +282,7 @@ def _in_process(request: BenchCodecs, code: str) -> list[CodecSpeed]:
     if code == _FALLBACK:
         environment[KERNELS_VARIABLE] = "off"
     told = json.dumps({**dataclasses.asdict(request), "csv": None})
-    command = [sys.executable, "-m", "hybridpar.bench.codecs", told, code]
+    command = [sys.executable, "-m", "hybridpar.bench.codecs", told]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode == UsageError.exit_code:
         raise UsageError(*json.loads(done.stderr.splitlines()[-1]))
@@ -279,12 +291,12 @@ def _in_process(request: BenchCodecs, code: str) -> list[CodecSpeed]:
     return [CodecSpeed(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
 
 
-def _main(told: str, code: str) -> None:
+def _main(told: str) -> None:
     """What the measuring process does."""
     torch.set_num_threads(1)
     request = BenchCodecs(**json.loads(told))
     try:
-        speeds = measure_speeds(dataclasses.replace(request, codec=tuple(request.codec)), code)
+        speeds = measure_speeds(dataclasses.replace(request, codec=tuple(request.codec)))
     except UsageError as error:  # the parent tells the user
         print(json.dumps([error.what, error.why, error.fix]), file=sys.stderr)
         sys.exit(error.exit_code)
@@ -336,4 +348,4 @@ def write_speeds(path: Path, speeds: Sequence[CodecSpeed]) -> None:
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _main(sys.argv[1])
