@@ -12,11 +12,12 @@ PYTEST_ARGS ?=
 # Test files at a time: most tests wait for processes of their own, so one at a time leaves cores idle.
 TEST_JOBS ?= 2
 DATA_ROOT ?= data
+SYNC_ARGS ?=
 THESIS_ARGS ?=
 BENCHMARKS := $(wildcard benchmarks/*/main.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench bench-thesis gpu-check images clean partition-sweep
+.PHONY: help venv demo test lint bench bench-sync bench-thesis gpu-check images clean partition-sweep
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do \
@@ -47,6 +48,9 @@ bench: $(READY) ## Repeat the committed benchmarks; as root, for links of a give
 	@test -n "$(BENCHMARKS)" || echo "no benchmark has been committed yet"
 	@set -e; for file in $(BENCHMARKS); do \
 		module=$$(echo "$${file%.py}" | tr / .); echo "== $$module"; $(BIN)/python -m "$$module"; done
+
+bench-sync: $(READY) ## Compressed gradients against their peers, an hour, as root; SYNC_ARGS="--peers DIR"
+	$(BIN)/python -m benchmarks.sync.main $(SYNC_ARGS)
 
 bench-thesis: $(READY) ## ResNets on CIFAR and Caltech-101 against all peers; DATA_ROOT=DIR, GPUs, hours
 	$(BIN)/python -m benchmarks.thesis --data-root '$(DATA_ROOT)' $(THESIS_ARGS)

@@ -55,7 +55,8 @@ ROOMS: dict[str, set[str]] = {
         *("plan", "process", "rundir", "trainer"),
     },
     "show": {"errors", "observe", "partition", "pipeline", "plan"},
-    "cli": {"cluster", "config", "doctor", "errors", "launch", "partition", "run", "show"},
+    "bench": {"compress", "config", "errors", "launch", "models", "optim", "pipeline", "process", "trainer"},
+    "cli": {"bench", "cluster", "config", "doctor", "errors", "launch", "partition", "run", "show"},
     "__main__": {"cli"},
     "__init__": {"config", "errors", "partition", "plan", "trainer"},
 }
