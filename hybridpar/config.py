@@ -75,6 +75,9 @@ class SyncConfig:
     compress: str = "none"
     """What gradients travel as between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`, ...
     A codec other than `none` changes the result."""
+    hierarchy: bool = True
+    """Where there are several nodes with several workers, add in full precision inside a node and use the codec of
+    `--compress` between nodes alone."""
     timeout: float = 120.0
     """Seconds after which a worker that does not answer is an error."""
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from hybridpar.checkpoint import (
     CheckpointData,
     load_checkpoint,
+    load_rank_parts,
     random_state,
     restore_random_state,
     save_checkpoint,
@@ -31,6 +32,7 @@ from hybridpar.lanes import Lanes
 from hybridpar.models import model_fingerprint
 from hybridpar.optim import build_optimizer, rate_factor
 from hybridpar.pipeline.capture_rules import check_capturable
+from hybridpar.pipeline.compression import codec_states, put_together
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan
 from hybridpar.replica_engine import ReplicaEngine, autocast
@@ -339,9 +341,21 @@ class Trainer:
         else:
             # Another layout: no worker's generators fit, so each gets new ones that depend on the step.
             torch.manual_seed(self.config.seed + 1000003 * data.step + self.world.rank)
+        self._load_codecs(Path(path), data)
         extra = data.training["extra"]
         assert isinstance(extra, dict)
         return extra
+
+    def _load_codecs(self, path: Path, data: CheckpointData) -> None:
+        """Take over what codecs kept on other workers than these."""
+        codecs = self.engine.codecs
+        own = codec_states(data.local["sync"]) if data.local is not None else []
+        same = data.workers == self.world.size and len(own) == len(codecs)
+        if not codecs or (same and all(codec.fits(state) for codec, state in zip(codecs, own, strict=True))):
+            return
+        states = [state for part in load_rank_parts(path) for state in codec_states(part["sync"])]
+        for codec in codecs if states else ():
+            codec.load_state_dict(put_together(states))
 
     def close(self) -> None:
         """Release hooks, lanes and, where the trainer joined it, the job. Safe to call twice."""

@@ -53,6 +53,8 @@ class SyncOptions:
             taken for it.
         codec: What gradients travel as, as text; see `hybridpar.compress`. Anything but `none` needs process groups.
         seed: For what the codec draws at random.
+        hierarchy: Where there are several nodes, and one of them has several workers, the codec is used between nodes
+            alone.
     """
 
     bucket_bytes: int = 8 << 20
@@ -62,6 +64,7 @@ class SyncOptions:
     sync_batch_norm: bool = False
     codec: str = "none"
     seed: int = 0
+    hierarchy: bool = True
 
 
 @dataclass
@@ -128,6 +131,7 @@ class GradientSync:
                 open_sync_lanes(world, lanes, spared=int(synced)),
                 self.options.codec,
                 self.options.seed,
+                self.options.hierarchy,
             )
             if world.size > 1
             else LocalGradients(parameters, world.device, self._measure)
