@@ -118,7 +118,7 @@ class CodecState:
             The bucket's buffer, which then holds the mean over the workers.
 
         Raises:
-            UsageError: Gradients are not dense float32, a parameter is another than before, or this is closed.
+            UsageError: Gradients are not dense float32, a parameter is not of the model, or this is closed.
         """
         if not self._paths:
             raise UsageError(
@@ -131,9 +131,10 @@ class CodecState:
             raise UsageError(
                 "sparse gradients", "Codecs take dense float32 gradients.", "Build the layer with sparse=False."
             )
-        if flat.dtype != torch.float32:
+        wrong = flat.dtype if flat.dtype != torch.float32 else _complex_among(bucket.parameters())
+        if wrong is not None:
             raise UsageError(
-                f"gradients of type {flat.dtype}",
+                f"gradients of type {wrong}",
                 "Codecs take dense float32 gradients.",
                 "Keep the parameters in float32 (autocast leaves them there).",
             )
@@ -292,13 +293,6 @@ class CodecState:
         """DDP cuts its buckets anew after the first step, so coders are kept by parameter and exchanges by bucket."""
         parameters: list[Tensor] = bucket.parameters()
         names = tuple(map(self._name, parameters))
-        for name, parameter in zip(names, parameters, strict=True):
-            if name in self._coders and self._coders[name].spec.shape != parameter.shape:
-                raise UsageError(
-                    f"{name!r} has shape {tuple(parameter.shape)} now, and had {self._coders[name].spec.shape}",
-                    "What was not sent belongs to the old one.",
-                    "Make a new hook for the model as it is now.",
-                )
         if names not in self._exchanges:
             self._exchanges[names] = self._new_exchange(names, parameters)
         return self._exchanges[names]
@@ -374,6 +368,11 @@ def _hook(state: CodecState, bucket: GradBucket) -> torch.futures.Future[Tensor]
 
 
 _hook.__annotations__ = {}  # DDP compares them with its own types, and ours are text
+
+
+def _complex_among(parameters: Sequence[Tensor]) -> torch.dtype | None:
+    """A complex type, if one is there; DDP hands over such gradients as twice as many real numbers."""
+    return next((parameter.dtype for parameter in parameters if parameter.is_complex()), None)
 
 
 def _on_cpu(state: Any) -> Any:
