@@ -7,6 +7,7 @@ the learning rate as a function of the step. The same program runs on one proces
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ from hybridpar.stage_engine import StageEngine
 from hybridpar.staging import make_stage_plan, shape_of
 from hybridpar.step_result import BadSteps
 from hybridpar.step_result import StepResult as StepResult
+
+_log = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, Tensor], Tensor]
 
@@ -349,6 +352,8 @@ class Trainer:
     def _load_codecs(self, path: Path, data: CheckpointData) -> None:
         """Take over what codecs kept on other workers than these."""
         codecs = self.engine.codecs
+        if self.config.compresses and self.world.size == 1 and data.workers > 1:
+            _log.warning("what %d workers had not sent is dropped: one worker sends nothing", data.workers)
         own = codec_states(data.local["sync"]) if data.local is not None else []
         same = data.workers == self.world.size and len(own) == len(codecs)
         if not codecs or (same and all(codec.fits(state) for codec, state in zip(codecs, own, strict=True))):
