@@ -9,6 +9,8 @@ READY := $(VENV)/.ready
 DEMO_DIR := runs/demo
 DEMO_ARGS := resnet18 --data digits --run-dir $(DEMO_DIR) --overwrite
 PYTEST_ARGS ?=
+# Test files at a time: most tests wait for processes of their own, so one at a time leaves cores idle.
+TEST_JOBS ?= 2
 DATA_ROOT ?= data
 THESIS_ARGS ?=
 BENCHMARKS := $(wildcard benchmarks/*/main.py)
@@ -34,7 +36,7 @@ demo: $(READY) ## Train ResNet-18 on real images; minutes on a laptop, no downlo
 	$(BIN)/hybridpar train $(DEMO_ARGS)
 
 test: $(READY) ## Run the tests; PYTEST_ARGS="-k sync" chooses
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(READY) ## Check style and types
 	$(BIN)/ruff check .

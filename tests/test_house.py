@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import hybridpar
 from hybridpar import cli
@@ -38,7 +39,8 @@ ROOMS: dict[str, set[str]] = {
     "launch": {"errors", "process"},
     "lanes": {"errors"},
     "data": {"config", "errors", "registry"},
-    "compress": {"errors", "process", "registry"},
+    "kernel_build": {"cluster"},
+    "compress": {"errors", "kernel_build", "process", "registry"},
     "partition": {"config", "errors", "models", "plan", "process", "registry"},
     "cluster": {"process"},
     "probe": {"cluster", "errors", "process"},
@@ -62,6 +64,7 @@ ROOMS: dict[str, set[str]] = {
 SHARED_ROOMS = {
     **dict.fromkeys(("lane_base", "lane_check", "lane_cpu", "lane_cuda", "lane_ops"), "lanes"),
     "probe_worker": "probe",
+    "kernel_writer": "kernel_build",
     "checkup": "doctor",
     **dict.fromkeys(("run_plan", "run_timeline", "save_rule", "timings", "worker"), "run"),
     **dict.fromkeys(("evaluation", "replica_engine", "stage_engine", "staging", "step_result"), "trainer"),
@@ -179,12 +182,14 @@ def requirements() -> dict[str, list[Requirement]]:
 
 
 def test_what_is_imported_is_a_dependency() -> None:
-    declared = {requirement.name for listed in requirements().values() for requirement in listed}
+    declared = {canonicalize_name(requirement.name) for listed in requirements().values() for requirement in listed}
     distributions = importlib.metadata.packages_distributions()
     for path in python_files("hybridpar", "benchmarks"):
         for name in {name.partition(".")[0] for name in imports(path)} - {"hybridpar", "benchmarks"}:
             if name not in sys.stdlib_module_names:
-                assert declared.intersection(distributions.get(name, ())), f"{relative(path)} imports {name}"
+                assert declared.intersection(map(canonicalize_name, distributions.get(name, ()))), (
+                    f"{relative(path)} imports {name}"
+                )
 
 
 def test_constraints_pin_every_dependency_to_a_version_it_allows() -> None:

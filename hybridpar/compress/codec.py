@@ -242,6 +242,8 @@ class Codec(ABC):
     feedback: ClassVar[bool] = False
     #: Whether floating-point messages travel, which could be sent in a shorter type.
     castable: ClassVar[bool] = False
+    #: Whether there are compiled kernels for it, see `hybridpar.compress.kernels`.
+    kernels: ClassVar[bool] = False
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a parameter of this shape should be compressed; others travel in full."""

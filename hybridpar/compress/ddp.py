@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from hybridpar.compress.codec import Codec, Coder, TensorSpec
 from hybridpar.compress.exchange import Exchange, Traffic
 from hybridpar.compress.hierarchy import Leaders, NodeExchange, Nodes
+from hybridpar.compress.kernels import prepare
 from hybridpar.compress.paths import open_paths, require_agreement
 from hybridpar.compress.redivide import put_together, restore
 from hybridpar.compress.text import bind, format_codec, parse_codec
@@ -97,6 +98,8 @@ class CodecState:
         self._used: list[Exchange | NodeExchange] = []
         #: Bytes of the step under way, or of the last one.
         self.traffic = Traffic()
+        if dist.get_backend(group) != "nccl":
+            prepare(self.codec)
         self._group = group
         names = require_agreement((format_codec(self.codec), seed, lanes, hierarchical), group)
         nodes = Nodes.of(names)

@@ -192,6 +192,14 @@ class Fields:
         """Bytes of the words."""
         return self.words * self.word.itemsize
 
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """For each chunk of words, and each place in them, the range of values there; empty ranges included."""
+        for first in range(0, self.words, CHUNK):
+            long = min(CHUNK, self.words - first)
+            for place in range(self.per_word):
+                start = min(place * self.words + first, self.count)
+                yield start, min(start + long, self.count)
+
     def pack(self, out: Tensor, code: Callable[[int, int, Tensor], None], scratch: Scratch) -> None:
         """Fill words.
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Codec, TensorSpec
 from hybridpar.compress.packing import at_least, bits_size, pack_bits, select, unpack_bits
 from hybridpar.compress.residual import Residual
@@ -45,6 +46,7 @@ class OneBit(Codec):
     name = "onebit"
     biased = True
     feedback = True
+    kernels = True
 
     def __post_init__(self) -> None:
         if self.group not in _GROUPS:
@@ -58,6 +60,7 @@ class OneBit(Codec):
 
     def bind(self, spec: TensorSpec) -> ShardedCoder:
         """See `Codec`."""
+        kernels.prepare(self, spec.device)
         return ShardedCoder(spec, SignQuantiser(spec.shape, self._by_columns(spec.shape)))
 
     def _by_columns(self, shape: Sequence[int]) -> bool:
@@ -93,6 +96,8 @@ class SignQuantiser(Quantiser):
         """See `Quantiser`."""
         groups, length = values.shape
         lower, upper, packed = _parts(out, groups)
+        if kernels.onebit_encode(values, residual, lower, upper, packed):
+            return
         for first, last in _chunks(groups, length):
             size = (last - first) * length
             v = residual.take(values[first:last], first * length)
@@ -115,6 +120,8 @@ class SignQuantiser(Quantiser):
         """See `Quantiser`."""
         groups, length = out.shape
         lower, upper, packed = _parts(message, groups)
+        if kernels.onebit_decode(lower, upper, packed, out, divisor):
+            return
         a0, a1 = (lower / divisor).unsqueeze(1), (upper / divisor).unsqueeze(1)
         for first, last in _chunks(groups, length):
             bits = _bits(packed, first, last, length)
@@ -126,6 +133,8 @@ class SignQuantiser(Quantiser):
         """See `Quantiser`."""
         groups, length = total.shape
         lower, upper, packed = _parts(message, groups)
+        if kernels.onebit_add(lower, upper, packed, total):
+            return
         for first, last in _chunks(groups, length):
             bits = _bits(packed, first, last, length)
             decoded = scratch.take("half", bits.numel()).view(bits.shape)
