@@ -17,7 +17,7 @@ THESIS_ARGS ?=
 BENCHMARKS := $(wildcard benchmarks/*/main.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench bench-sync bench-thesis gpu-check images clean partition-sweep
+.PHONY: help venv demo test lint bench bench-sync bench-thesis gpu-check images clean partition-sweep hang-hunt
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do \
@@ -68,3 +68,8 @@ clean: ## Remove what was built; runs/ and data/ stay
 partition-sweep: $(READY) ## Check random cuts of 29 models against the whole; an hour
 	$(BIN)/python -m benchmarks.partition.sweep
 	$(BIN)/python -m pytest -m sweep
+
+HANG_ARGS ?=
+
+hang-hunt: $(READY) ## 500 steps of every codec with random buckets, lanes and delays, 2 and 3 workers; HANG_ARGS="--seed 7"
+	$(BIN)/python -m tests.compress.hang_hunt $(HANG_ARGS)

@@ -13,6 +13,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.lanes import Lanes
 from hybridpar.optim import Rates, fill_momentum, load_optimizer_state, optimizer_state
 from hybridpar.pipeline.capture_rules import check_capturable
+from hybridpar.pipeline.compression import Compression
 from hybridpar.pipeline.compression_table import Travelling
 from hybridpar.pipeline.control import DecidedOutcome, StepOutcome
 from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
@@ -179,6 +180,12 @@ class ReplicaEngine:
         if "order" in state or not state:
             self.sync.load_state_dict(dict(state))
 
+    @property
+    def codecs(self) -> list[Compression]:
+        """What compresses gradients here, if anything does."""
+        compression = self.sync.reducer.compression
+        return [] if compression is None else [compression]
+
     def go_on_from(self, step: int) -> None:
         """Nothing here depends on the number of the step."""
 
@@ -206,6 +213,7 @@ def sync_options(config: TrainConfig) -> SyncOptions:
         codec=config.compress,
         fidelity=config.fidelity,
         seed=config.seed,
+        hierarchy=config.hierarchy,
     )
 
 
