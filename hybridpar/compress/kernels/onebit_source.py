@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybridpar.kernel_writer import LANES, Writer
+from hybridpar.kernel_writer import INFINITE, LANES, Writer
 
 #: What the encoders take: addresses, then numbers. `stream` is 1 where what is left is to be written past the caches.
 ENCODE = ("values", "kept", "pending", "lower", "upper", "bits", "groups", "length", "stream")
@@ -100,7 +100,8 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
             zeros = t.max(t.cast(length, "int32") - ones[zero], 1)
             a0 = w.keep(sums[zero] / t.cast(zeros, "float32"))
             mean = w.keep(sums[one] / t.cast(t.max(ones[zero], 1), "float32"))
-            a1 = w.keep(t.Select(a0 == a0, mean, a0))  # where a value is NaN, so are both levels
+            # A NaN was added to the lower level; both are NaN then. Infinity is of one side only.
+            a1 = w.keep(t.Select((t.reinterpret("int32", a0) & 0x7FFFFFFF) > INFINITE, a0, mean))
             w.store(a0s, row, a0)
             w.store(a1s, row, a1)
             if keeps:
