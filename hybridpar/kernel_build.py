@@ -40,7 +40,7 @@ from hybridpar.cluster import cache_directory
 _log = logging.getLogger(__name__)
 
 #: Seconds after which a build is given up.
-TIMEOUT = 120.0
+TIMEOUT = 300.0
 _DIGEST = hashlib.sha256().digest_size
 _session: Any = None
 _loading = threading.Lock()
