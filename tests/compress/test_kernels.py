@@ -33,19 +33,18 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kernels.table.cache_clear()
 
 
-@pytest.fixture
-def both(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """Ways to go: with kernels and without."""
-    found = kernels.table()
+class Ways:
+    """Iterating goes with kernels, then without."""
 
-    class Ways:
-        def __iter__(self) -> Iterator[bool]:
+    def __iter__(self) -> Iterator[bool]:
+        found = kernels.table()
+        with pytest.MonkeyPatch.context() as patch:
             for use in (True, False):
-                monkeypatch.setattr(kernels, "table", lambda use=use: found if use else {})
+                patch.setattr(kernels, "table", lambda use=use: found if use else {})
                 yield use
 
-    yield Ways()  # type: ignore[misc]
-    monkeypatch.undo()
+
+BOTH = Ways()
 
 
 def placed(values: Tensor, offset: int) -> Tensor:
@@ -77,11 +76,11 @@ class Done:
         return out, total
 
 
-def compare(both: list[bool], quantiser: Quantiser, values: Tensor, kept: Tensor | None, offset: int = 0) -> list[Done]:
+def compare(quantiser: Quantiser, values: Tensor, kept: Tensor | None, offset: int = 0) -> list[Done]:
     """Go both ways, and see that what one wrote both read alike, bit by bit."""
-    made = [Done(quantiser, values, kept, offset, 1.0) for _ in both]
+    made = [Done(quantiser, values, kept, offset, 1.0) for _ in BOTH]
     for done in made:
-        (fast, fast_sum), (slow, slow_sum) = [done.read(quantiser, values.numel(), offset) for _ in both]
+        (fast, fast_sum), (slow, slow_sum) = [done.read(quantiser, values.numel(), offset) for _ in BOTH]
         assert same_bits(fast, slow)
         torch.testing.assert_close(fast_sum, slow_sum, rtol=1e-6, atol=0, equal_nan=True)
     return made
@@ -92,11 +91,11 @@ SIZES = [(1, 1), (3, 5), (2, 16), (7, 27), (64, 147), (5, 1000), (9, 31), (130, 
 
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize(("groups", "length"), SIZES)
-def test_onebit(both: list[bool], groups: int, length: int, offset: int) -> None:
+def test_onebit(groups: int, length: int, offset: int) -> None:
     quantiser = SignQuantiser((groups, length), by_columns=False)
     values, kept = torch.randn(groups * length), torch.randn(groups * length)
     for own in (None, kept):
-        fast, slow = compare(both, quantiser, values, own, offset)
+        fast, slow = compare(quantiser, values, own, offset)
         assert torch.equal(fast.message[8 * groups :], slow.message[8 * groups :])
         levels = [one.message[: 8 * groups].view(torch.float32) for one in (fast, slow)]
         torch.testing.assert_close(*levels, rtol=1e-5, atol=1e-6)
@@ -112,11 +111,11 @@ RULES = [Threshold(), Threshold(fixed=0.5), Threshold(by_mean=True), Threshold(f
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 1000, 4096, 70_001])
-def test_twobit(both: list[bool], rule: Threshold, count: int) -> None:
+def test_twobit(rule: Threshold, count: int) -> None:
     quantiser = TernaryQuantiser(rule, CPU)
     values, kept = torch.randn(count), torch.randn(count)
     for own, offset in ((None, 0), (kept, 0), (kept, 3)):
-        fast, slow = compare(both, quantiser, values, own, offset)
+        fast, slow = compare(quantiser, values, own, offset)
         levels = [one.message[:4].view(torch.float32) for one in (fast, slow)]
         torch.testing.assert_close(*levels, rtol=1e-5, atol=0)
         if own is not None:
@@ -140,14 +139,14 @@ def test_mxnets_golden_vector_by_kernel() -> None:
 
 @pytest.mark.parametrize("bits", [1, 3, 4, 7, 8])
 @pytest.mark.parametrize("count", [1, 31, 1000, 12_345, 5 * CHUNK + 77])
-def test_qsgd(both: list[bool], bits: int, count: int) -> None:
+def test_qsgd(bits: int, count: int) -> None:
     def quantiser() -> LevelQuantiser:
         noise = Noise(TensorSpec("w", (count,)))
         noise.begin()
         return LevelQuantiser(_Grid(2**bits - 1, noise))
 
     values = torch.randn(count)
-    fast, slow = [Done(quantiser(), values, None, 0, 1.0) for _ in both]
+    fast, slow = [Done(quantiser(), values, None, 0, 1.0) for _ in BOTH]
     assert torch.equal(fast.message[:8], slow.message[:8])
     fields = Fields.summable(count, 2 * (2**bits - 1), 1)
     codes = []
@@ -159,7 +158,7 @@ def test_qsgd(both: list[bool], bits: int, count: int) -> None:
     assert float((codes[0] - codes[1]).abs().max()) <= 1
     assert int((codes[0] != codes[1]).sum()) <= 1 + count // 10_000
     for one in (fast, slow):
-        (left, left_sum), (right, right_sum) = [one.read(quantiser(), count, 1) for _ in both]
+        (left, left_sum), (right, right_sum) = [one.read(quantiser(), count, 1) for _ in BOTH]
         assert same_bits(left, right)
         torch.testing.assert_close(left_sum, right_sum, rtol=1e-6, atol=1e-6)
 
@@ -175,8 +174,8 @@ SPECIAL = {
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_special_values(both: list[bool], kind: str) -> None:
-    values = torch.tensor(SPECIAL[kind]).repeat(40)[:100]
+def test_special_values(kind: str) -> None:
+    values = torch.tensor(SPECIAL[kind]).repeat(100)[:100]
     finite = bool(values.isfinite().all())
     noise = Noise(TensorSpec("w", (100,)))
     for quantiser in (
@@ -185,23 +184,22 @@ def test_special_values(both: list[bool], kind: str) -> None:
         TernaryQuantiser(Threshold(by_mean=True), CPU),
         LevelQuantiser(_Grid(15, noise)),
     ):
-        for _ in both:
+        for _ in BOTH:
             noise.begin()
             out = torch.empty(100)
             quantiser.decode(Done(quantiser, values, None, 0, 1.0).message, quantiser.view(out), 1, SCRATCH)
             if kind == "zeros":
                 assert out.tolist() == [0.0] * 100
+            elif kind == "inf" and isinstance(quantiser, SignQuantiser):
+                assert out.isposinf().sum() == 67  # of one side only; the caller puts all of it back
             elif not finite:
-                assert (
-                    not out.isfinite().any() if not isinstance(quantiser, SignQuantiser) else not out.sum().isfinite()
-                )
-    for _ in both:
-        largest = torch.empty(1)
-        assert kernels.largest(values, largest) or True
-    assert scale_of(values).isfinite() == finite
+                assert not out.isfinite().any()
+    largest = torch.empty(1)
+    assert kernels.largest(values, largest)
+    assert largest.item() == scale_of(values).item()
 
 
-def test_the_largest_magnitude(both: list[bool]) -> None:
+def test_the_largest_magnitude() -> None:
     for count in (1, 63, 64, 1000):
         values = torch.randn(count)
         values[count // 2] = -7.0
@@ -250,9 +248,9 @@ def test_replicas_are_equal_and_steps_can_be_taken_back(text: str, workers: int)
 
 
 @pytest.mark.parametrize("text", ["onebit", "twobit", "qsgd_mn", "qsgd_mn:meet=shard"])
-def test_training_goes_the_same_way(both: list[bool], text: str) -> None:
+def test_training_goes_the_same_way(text: str) -> None:
     results = []
-    for _ in both:
+    for _ in BOTH:
         team = Team(text, {"conv": (24, 7, 3, 3), "fc": (40, 50)}, 2)
         results.append([team.step(team.gradients(seed)) for seed in range(3)])
     for fast, slow in zip(*results, strict=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybridpar.kernel_writer import LANES, Writer
+from hybridpar.kernel_writer import INFINITE, LANES, Writer
 
 #: `noise` is what to add, `places` where in it each run of up to `chunk` values begins: one number per chunk and place.
 ENCODE = ("values", "scale", "words", "noise", "places", "count", "total", "width", "per_word", "steps", "chunk")
@@ -56,7 +56,7 @@ def _scale(w: Writer) -> Callable[..., None]:
             w.store(widest, zero, t.max(widest[zero], w.folded(top, t.max)))
         with t.serial(0, count - whole * (4 * LANES)) as step:
             w.store(widest, zero, t.max(widest[zero], bits[whole * (4 * LANES) + step] & 0x7FFFFFFF))
-        w.store(result, zero, t.min(widest[zero], t.int32(0x7F800000)))
+        w.store(result, zero, t.min(widest[zero], t.int32(INFINITE)))
 
     return body
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybridpar.kernel_writer import LANES, Writer
+from hybridpar.kernel_writer import INFINITE, LANES, Writer
 
 #: `mode`: 0, the threshold is `fixed`; 1, it is min(scale * mean, cap * largest); 2, values above scale * mean are
 #: sent, as the mean of those sent.
@@ -20,8 +20,6 @@ DECODE = ("level", "codes", "out", "count", "stream")
 
 #: Values whose sum is made in float32; a multiple of `LANES`.
 BLOCK = 1024
-
-_INFINITE = 0x7F800000
 
 
 def define(w: Writer) -> dict[str, Any]:
@@ -81,7 +79,6 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
         w.store(widest, zero, t.int32(0))
 
         def magnitudes(value: Any, magnitude: Any, wide: bool) -> Any:
-            # As integers magnitudes are in the same order, with infinity and NaN above all numbers.
             if wide:
                 bits = t.reinterpret("int32x16", value) & w.lanes(t.int32(0x7FFFFFFF))
                 w.store(top, w.at(zero), t.max(top[w.at(zero)], bits))
@@ -118,8 +115,7 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
             w.store(limit, zero, t.reinterpret("float32", t.reinterpret("int32", threshold) + 1))
 
         w.when(mode == 2, by_mean)
-        nan = t.reinterpret("float32", t.int32(0x7FC00000))
-        w.store(levels, zero, t.Select(widest[zero] < _INFINITE, decoded[zero], nan))
+        w.store(levels, zero, t.Select(widest[zero] < INFINITE, decoded[zero], w.nan()))
         least, sent_as = w.keep(limit[zero]), w.keep(levels[zero])
 
         def blocks(past: bool) -> None:
@@ -173,7 +169,7 @@ def _decode(w: Writer, add: bool) -> Callable[..., None]:
         packed, result = w.view(codes, "uint8"), w.view(out, "float32")
         unit = w.view(level, "float32")[t.int64(0)]
         unit = w.keep(unit if add else unit / divisor)
-        nothing = w.keep(unit * t.float32(0))  # NaN where the level is
+        nothing = w.keep(t.Select(w.finite(unit), t.float32(0), w.nan()))  # all that is decoded is NaN, or nothing
 
         def value_of(code: Any, wide: Callable[[Any], Any]) -> Any:
             minus = t.Select(code == wide(t.int32(2)), wide(-unit), wide(nothing))
