@@ -222,6 +222,11 @@ class Fields:
         return min(cls.of(count, width), Planes(count, width, torch.uint8, 8), key=lambda fields: fields.bytes)
 
     @property
+    def whole(self) -> bool:
+        """Whether every value lies in one word; compiled kernels read no others."""
+        return True
+
+    @property
     def words(self) -> int:
         """How many words there are."""
         return -(-self.count // self.per_word)
@@ -291,6 +296,11 @@ class Fields:
 
 class Planes(Fields):
     """Values that lie 8 in `width` bytes, some of them in two bytes. They cannot be added."""
+
+    @property
+    def whole(self) -> bool:
+        """See `Fields`."""
+        return False
 
     @property
     def bytes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from hybridpar.compress import CODECS, TensorSpec, parse_codec, run_together
 from hybridpar.compress.feedback import FeedbackCoder
@@ -110,15 +111,21 @@ def test_after_a_gradient_of_zero_training_goes_on(text: str) -> None:
 @pytest.mark.parametrize("largest", [1, 2, 6, 14, 30, 62, 126, 510])
 def test_every_level_has_a_code_of_its_own(largest: int) -> None:
     """There: Elias codes made levels 0 and 1 one, and left out the last. GRACE inverts a mask of bytes bit by bit."""
-    levels = torch.arange(largest + 1, dtype=torch.float32)
+    levels, scratch = torch.arange(largest + 1, dtype=torch.float32), Scratch(torch.device("cpu"))
+    found = torch.empty(largest + 1)
+
+    def write(start: int, stop: int, into: Tensor) -> None:
+        into.copy_(levels[start:stop])
+
+    def keep(start: int, stop: int, values: Tensor) -> None:
+        found[start:stop] = values
+
     for fields in (Fields.summable(largest + 1, largest, 1), Fields.dense(largest + 1, largest)):
         out = torch.empty(fields.bytes // fields.word.itemsize, dtype=fields.word)
-        fields.pack(out, lambda start, stop, into: into.copy_(levels[start:stop]), Scratch(torch.device("cpu")))
-        found = torch.empty(largest + 1)
-        fields.unpack(
-            out, lambda start, stop, values, to=found: to[start:stop].copy_(values), Scratch(torch.device("cpu"))
-        )
+        fields.pack(out, write, scratch)
+        fields.unpack(out, keep, scratch)
         assert torch.equal(found, levels)
+        found.fill_(-1)
 
 
 @pytest.mark.parametrize("workers", [2, 3])
