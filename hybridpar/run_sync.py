@@ -28,7 +28,7 @@ def tell_travelling(travelling: Travelling, directory: Path | None) -> list[str]
         lines += choice.lines
         if directory is not None and not travelling.policy.changes_nothing:
             replace_file(directory / POLICY_FILE, [travelling.policy.to_toml().encode()])
-            lines.append(f"auto     as rules in {directory / POLICY_FILE}, for --compress of another run")
+            lines.append(f"auto     kept as {POLICY_FILE} in the run directory, for --compress of another run")
     if travelling.layers:
         if directory is not None:
             replace_file(directory / TABLE_FILE, [table_csv(travelling.layers)])

@@ -143,11 +143,8 @@ def _sums(rows: Sequence[LayerBytes]) -> tuple[int, int]:
 
 
 def _short(text: str, width: int) -> str:
-    """A text without its middle, where it is too long."""
-    if len(text) <= width:
-        return text
-    tail = (width - 2) * 2 // 3
-    return f"{text[: width - 2 - tail]}..{text[-tail:]}"
+    """A name without its beginning, where it is too long: its end tells layers apart."""
+    return text if len(text) <= width else f"..{text[2 - width :]}"
 
 
 def _named(codec: str, width: int) -> str:
@@ -162,4 +159,4 @@ def _size(count: int) -> str:
         if value < 999.5:
             break
         value, unit = value / 1000, larger
-    return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}"
+    return f"{value:.0f} B" if unit == "B" else f"{value:#.3g}".rstrip(".") + f" {unit}"

@@ -116,15 +116,15 @@ def _lines(
     speed = "bytes at no cost that could be measured"
     if link.ms_per_byte > 0:
         speed = f"{all_reduce_bytes(1_000_000, world.size) / (1e9 * link.ms_per_byte):,.3g} MB/s"
-    without_codec = f"{without.sync_ms:,.1f} ms a step"
     if policy.changes_nothing:
-        chosen, expected = "none", f"sync predicted {without_codec}"
+        chosen, expected = "none", f"sync predicted {without.sync_ms:,.1f} ms a step"
     else:
         texts = sorted({format_codec(rule.codec) for rule in policy.rules})
         where = "all" if policy.rules[0].pattern == "*" else f"{len(policy.rules)}"
         chosen = f"{', '.join(texts)} for {where} parameters"
-        expected = f"sync predicted {predicted.sync_ms:,.1f} ms a step, {without_codec} with none"
+        expected = f"sync predicted {predicted.sync_ms:,.1f} ms a step, with none {without.sync_ms:,.1f} ms"
     return (
         f"auto     link between replicas: {world.transport}, {speed}, {link.latency_ms:.2f} ms a message",
-        f"auto     {chosen} ({excuse or 'of none, ' + ', '.join(tried)}); {expected}",
+        f"auto     {chosen} ({excuse or 'of none, ' + ', '.join(tried)})",
+        f"auto     {expected}",
     )
