@@ -49,7 +49,7 @@ bench: $(READY) ## Repeat the committed benchmarks; as root, for links of a give
 	@set -e; for file in $(BENCHMARKS); do \
 		module=$$(echo "$${file%.py}" | tr / .); echo "== $$module"; $(BIN)/python -m "$$module"; done
 
-bench-sync: $(READY) ## Compressed gradients against their peers, an hour, as root; SYNC_ARGS="--peers DIR"
+bench-sync: $(READY) ## Compressed gradients against their peers, as root; SYNC_ARGS="--peers DIR"
 	$(BIN)/python -m benchmarks.sync.main $(SYNC_ARGS)
 
 bench-thesis: $(READY) ## ResNets on CIFAR and Caltech-101 against all peers; DATA_ROOT=DIR, GPUs, hours

@@ -133,7 +133,8 @@ def _replicas_equal(method: Method) -> bool:
 def _show(rows: list[Row], kept: list[Row]) -> None:
     print_rows(rows)
     for entry in rows:
-        print(f"  {entry.method}: {_bytes(entry.extra)}, replicas equal: {entry.extra['replicas_equal']}")
+        note = f" ({entry.extra['note']})" if "note" in entry.extra else ""
+        print(f"  {entry.method}: {_bytes(entry.extra)}, replicas equal: {entry.extra['replicas_equal']}{note}")
     print_promises(kept)
 
 

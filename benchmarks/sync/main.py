@@ -122,7 +122,7 @@ def _check(options: Options) -> None:
         place_of(link)
     named = [codec for codec in map(codec_of, options.methods) if codec is not None]
     for codec in (*options.codecs, *named):
-        if codec != "auto" and not codec.endswith(".toml"):
+        if codec.partition(":")[0] != "auto" and not codec.endswith(".toml"):
             parse_codec(codec)
 
 

@@ -7,6 +7,7 @@ A method is a name, as it stands in the table:
     ddp-psgd1, ddp-psgd4      torch's PowerSGD hook of rank 1 and 4, in one bucket; with several it can hang on gloo
     epfml-..., grace-..., seed-...   see `benchmarks.sync.peers`
     own:CODEC[@LANES]         hybridpar's trainer with `--compress CODEC --sync-lanes LANES`
+    own:auto[:FIDELITY]       the same, with a codec that it measures and chooses itself
     hook:CODEC                hybridpar's hook on DistributedDataParallel
 """
 
@@ -275,12 +276,19 @@ class _Own(Method):
 
     def __init__(self, place: Workplace, codec: str, lanes: int) -> None:
         setting = place.setting
-        config = TrainConfig(compress=codec, sync_lanes=lanes, seed=setting.seed)
+        name, _, fidelity = codec.partition(":")
+        options: dict[str, Any] = {"compress": codec}
+        if name == "auto" and fidelity:
+            options = {"compress": name, "fidelity": fidelity}
+        config = TrainConfig(**options, sync_lanes=lanes, seed=setting.seed)
         world = place.world(lanes, shared_memory=not config.compresses)
         self.model = setting.build()
         self._trainer = Trainer(self.model, setting.optimizer, nn.CrossEntropyLoss(), config, world=world)
         self._sent = 0
         self.note = f"{lanes} lanes, {world.transport}"
+        if name == "auto":
+            engine: Any = self._trainer.engine
+            self.note += f", chose {engine.sync.policy}"
 
     def step(self, images: Tensor, labels: Tensor) -> float:
         """See `Method`."""

@@ -6,6 +6,8 @@ import csv
 import dataclasses
 import io
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,7 +103,34 @@ def test_each_kind_of_code_has_its_process_and_its_rows(monkeypatch: pytest.Monk
     assert asked == [*([(None, "1")] if kernels else []), ("off", "1")]
 
 
-def test_the_command_measures_in_a_process_and_writes_a_file(tmp_path) -> None:
+@pytest.mark.sweep
+def test_a_process_of_its_own_measures() -> None:
+    (speed,) = measure_in_processes(dataclasses.replace(SMALL, codec=("fp16",)))
+    assert (speed.codec, speed.code) == ("fp16", "torch")
+
+
+def _here(capsys: pytest.CaptureFixture[str]) -> Callable[..., object]:
+    """What the measuring process does, in this one."""
+
+    def run(command: list[str], **more: object) -> object:
+        threads = torch.get_num_threads()
+        code: object = 0
+        try:
+            codecs._main(command[-1])
+        except SystemExit as ended:
+            code = ended.code
+        finally:
+            torch.set_num_threads(threads)
+        said = capsys.readouterr()
+        return type("Done", (), {"returncode": code, "stdout": said.out, "stderr": said.err})
+
+    return run
+
+
+def test_the_command_shows_the_figures_and_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(codecs.subprocess, "run", _here(capsys))
     path = tmp_path / "folder" / "speeds.csv"
     request = dataclasses.replace(SMALL, codec=("fp16",), csv=path)
     console = Console(record=True, width=80, file=io.StringIO())
@@ -129,17 +158,10 @@ def test_a_process_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
         measure_in_processes(SMALL)
 
 
-def test_an_unknown_model_is_a_wrong_request(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    def run(command: list[str], **more: object) -> object:  # what the process does, in this one
-        threads = torch.get_num_threads()
-        try:
-            codecs._main(command[-1])
-        except SystemExit as ended:
-            return type("Done", (), {"returncode": ended.code, "stdout": "", "stderr": capsys.readouterr().err})
-        finally:
-            torch.set_num_threads(threads)
-
-    monkeypatch.setattr(codecs.subprocess, "run", run)
+def test_an_unknown_model_is_a_wrong_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(codecs.subprocess, "run", _here(capsys))
     with pytest.raises(UsageError, match="no factory 'nothing'"):
         run_bench_codecs(dataclasses.replace(SMALL, model="tests.small_nets:nothing"))
 
