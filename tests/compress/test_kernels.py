@@ -192,7 +192,9 @@ def test_special_values(both: list[bool], kind: str) -> None:
             if kind == "zeros":
                 assert out.tolist() == [0.0] * 100
             elif not finite:
-                assert not out.isfinite().any() if not isinstance(quantiser, SignQuantiser) else not out.sum().isfinite()
+                assert (
+                    not out.isfinite().any() if not isinstance(quantiser, SignQuantiser) else not out.sum().isfinite()
+                )
     for _ in both:
         largest = torch.empty(1)
         assert kernels.largest(values, largest) or True
