@@ -150,11 +150,12 @@ def test_a_worker_that_has_nothing_to_send_does_not_stop_the_others() -> None:
 
 def test_tensors_are_made_on_the_device_of_the_gradient(text: str) -> None:
     """[grace#16: the wrong GPU] Another default device must make no difference; on `meta` nothing can be computed."""
-    team, other = Team(text, SHAPES, 2), Team(text, SHAPES, 2)
-    gradients = team.gradients(0)
+    other = Team(text, SHAPES, 2)
+    gradients = other.gradients(0)
     outs = [[torch.empty_like(one) for one in own] for own in gradients]
     torch.set_default_device("meta")
     try:
+        team = Team(text, SHAPES, 2)
         run_together(team.exchanges, gradients, outs)
     finally:
         torch.set_default_device(None)
@@ -258,6 +259,8 @@ def test_memory_is_in_units_of_the_gradient(text: str) -> None:
 
 def test_vectors_are_divided_once(text: str) -> None:
     """[PowerSGD of small tensors divided by K twice, and added to what an old buffer held]."""
+    if getattr(CODECS.get(text.partition(":")[0]), "refuses_momentum", False):
+        pytest.skip("it adds up what vectors were")
     team = Team(text, SHAPES, 3)
     for seed in range(3):
         gradients = team.gradients(seed)
@@ -298,7 +301,7 @@ def test_a_parameter_of_no_elements_trains() -> None:
 def unlike(world: World) -> str:
     torch.manual_seed(0)
     config = TrainConfig(compress=["onebit", "twobit"][world.rank], lr=0.05)
-    with pytest.raises(Exception, match="other options") as caught, Trainer(Net(), config=config, world=world):
+    with pytest.raises(Exception, match="other") as caught, Trainer(Net(), config=config, world=world):
         pass
     return str(caught.value)
 
