@@ -211,16 +211,17 @@ def test_the_largest_magnitude() -> None:
 def test_other_layouts_and_devices_go_the_other_way() -> None:
     every_other = torch.randn(8, 64)[:, ::2]
     levels, packed = torch.empty(8), torch.empty(32, dtype=torch.uint8)
-    assert not kernels.onebit_encode(every_other, Residual(), levels, levels, packed)
-    assert not kernels.onebit_encode(every_other.contiguous().double(), Residual(), levels, levels, packed)
-    assert not kernels.onebit_encode(torch.empty(8, 32, device="meta"), Residual(), levels, levels, packed)
-    assert kernels.onebit_encode(every_other.contiguous(), Residual(), levels, levels.clone(), packed)
+    assert not kernels.onebit_encode(every_other.contiguous().double(), Residual(), levels, levels, packed, SCRATCH)
+    assert not kernels.onebit_encode(torch.empty(8, 32, device="meta"), Residual(), levels, levels, packed, SCRATCH)
+    assert kernels.onebit_encode(every_other.contiguous(), Residual(), levels, levels.clone(), packed, SCRATCH)
 
 
 def test_sizes_are_checked_before_addresses_are_used() -> None:
     levels = torch.empty(8)
     with pytest.raises(AssertionError):
-        kernels.onebit_encode(torch.randn(8, 32), Residual(), levels, levels, torch.empty(31, dtype=torch.uint8))
+        kernels.onebit_encode(
+            torch.randn(8, 32), Residual(), levels, levels, torch.empty(31, dtype=torch.uint8), SCRATCH
+        )
     with pytest.raises(AssertionError):
         kernels.twobit_decode(levels[:1], torch.empty(4, dtype=torch.uint8), torch.empty(17), 1)
 

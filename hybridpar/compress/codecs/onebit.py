@@ -96,7 +96,7 @@ class SignQuantiser(Quantiser):
         """See `Quantiser`."""
         groups, length = values.shape
         lower, upper, packed = _parts(out, groups)
-        if kernels.onebit_encode(values, residual, lower, upper, packed):
+        if kernels.onebit_encode(values, residual, lower, upper, packed, scratch):
             return
         for first, last in _chunks(groups, length):
             size = (last - first) * length

@@ -102,7 +102,7 @@ class _Grid:
             scratch: Memory to borrow.
         """
         self.noise.draw(fields.words, scratch)
-        if kernels.qsgd_encode(values, scale, self.noise, self.steps, fields, out):
+        if kernels.qsgd_encode(values, scale, self.noise, self.steps, fields, out, scratch):
             return
         divisor = torch.where(scale > 0, scale, 1.0)
 

@@ -149,7 +149,7 @@ class TernaryQuantiser(Quantiser):
 
     def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
         """See `Quantiser`. Where a value is not finite the level is NaN, and so is all that is decoded."""
-        if kernels.twobit_encode(values, residual, self._kernel, out[:_HEAD].view(torch.float32), out[_HEAD:]):
+        if kernels.twobit_encode(values, residual, self._kernel, out[:_HEAD].view(torch.float32), out[_HEAD:], scratch):
             return
         mean, largest = self._magnitudes(values, residual, scratch)
         level = out[:_HEAD].view(torch.float32)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress.residual import KeptResidual, Residual
-from hybridpar.compress.scratch import CHUNK
+from hybridpar.compress.scratch import CHUNK, Scratch
 from hybridpar.kernel_build import Function, load_kernels
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ def prepare(codec: Codec, device: torch.device | None = None) -> None:
         inner = getattr(inner, "inner", None)
 
 
-def onebit_encode(values: Tensor, residual: Residual, lower: Tensor, upper: Tensor, packed: Tensor) -> bool:
+def onebit_encode(
+    values: Tensor, residual: Residual, lower: Tensor, upper: Tensor, packed: Tensor, scratch: Scratch
+) -> bool:
     """Encode groups, and leave what is not sent.
 
     Args:
@@ -68,8 +70,10 @@ def onebit_encode(values: Tensor, residual: Residual, lower: Tensor, upper: Tens
         lower: Where the lower levels go, one per group.
         upper: Where the upper levels go.
         packed: Where the bits go.
+        scratch: Memory to borrow, where values do not lie side by side.
     """
     kept, pending, factor = _halves(residual)
+    values = _side_by_side(values, scratch)
     if not _dense(values, kept, pending):
         return False
     groups, length = values.shape
@@ -113,7 +117,9 @@ class ThresholdRule:
     cap: float
 
 
-def twobit_encode(values: Tensor, residual: Residual, rule: ThresholdRule, level: Tensor, codes: Tensor) -> bool:
+def twobit_encode(
+    values: Tensor, residual: Residual, rule: ThresholdRule, level: Tensor, codes: Tensor, scratch: Scratch
+) -> bool:
     """Encode values, and leave what is not sent.
 
     Args:
@@ -122,8 +128,10 @@ def twobit_encode(values: Tensor, residual: Residual, rule: ThresholdRule, level
         rule: What is sent.
         level: Where the level goes, one element.
         codes: Where the codes go, whole words of 32 bits.
+        scratch: Memory to borrow, where values do not lie side by side.
     """
     kept, pending, factor = _halves(residual)
+    values = _side_by_side(values, scratch)
     if not _dense(values, kept, pending):
         return False
     count = values.numel()
@@ -158,7 +166,9 @@ def largest(values: Tensor, out: Tensor) -> bool:
     return True
 
 
-def qsgd_encode(values: Tensor, scale: Tensor, noise: Noise, steps: int, fields: Fields, words: Tensor) -> bool:
+def qsgd_encode(
+    values: Tensor, scale: Tensor, noise: Noise, steps: int, fields: Fields, words: Tensor, scratch: Scratch
+) -> bool:
     """Round values to codes of a grid, and pack them as code + steps.
 
     Args:
@@ -168,7 +178,9 @@ def qsgd_encode(values: Tensor, scale: Tensor, noise: Noise, steps: int, fields:
         steps: Of the grid, from zero to the scale.
         fields: Where codes lie.
         words: What to fill.
+        scratch: Memory to borrow, where values do not lie side by side.
     """
+    values = _side_by_side(values, scratch)
     if not _dense(values, scale):
         return False
     assert values.numel() == fields.count
@@ -227,6 +239,13 @@ def _halves(residual: Residual) -> tuple[Tensor | None, Tensor | None, float]:
     if isinstance(residual, KeptResidual):
         return residual.kept, residual.pending, residual.factor
     return None, None, 1.0
+
+
+def _side_by_side(values: Tensor, scratch: Scratch) -> Tensor:
+    """The values, copied where they lie apart: so a gradient's strides change nothing in what is made of it."""
+    if values.is_contiguous() or values.device.type != "cpu" or values.dtype != torch.float32 or not table():
+        return values
+    return scratch.take("side by side", values.numel()).view(values.shape).copy_(values)
 
 
 def _dense(*tensors: Tensor | None) -> bool:
