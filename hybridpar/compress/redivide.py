@@ -61,6 +61,17 @@ def divide(codec: Codec, spec: TensorSpec, saved: Sequence[Mapping[str, Tensor]]
     return divided
 
 
+def even_share(spec: TensorSpec, saved: Sequence[Tensor]) -> Tensor:
+    """What one worker takes over of something that each old worker kept for the whole gradient.
+
+    Args:
+        spec: The parameter, and the worker that goes on.
+        saved: What each old worker kept, of one shape.
+    """
+    scale = spec.divisor / (len(saved) if spec.average else 1) / spec.workers
+    return torch.stack([one.double() for one in saved]).sum(0).mul_(scale).float()
+
+
 def _zeros(spec: TensorSpec) -> Tensor:
     return torch.zeros(spec.count, dtype=torch.float64)
 

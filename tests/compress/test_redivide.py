@@ -236,3 +236,17 @@ def test_a_checkpoint_goes_on_with_other_workers(
     for _, _, weights in after[1:]:
         for name, tensor in weights.items():
             assert torch.equal(tensor, after[0][2][name]), name
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_momentum_that_a_codec_keeps_is_divided_too(average: bool) -> None:
+    old = settled("dgc:least=1", 2, average=average)
+    new = resume(old, "dgc:least=1", 3, average=average)
+    for key in ("momentum", "unsent"):
+        sums = [
+            torch.stack([coder.state_dict()[key] for coder in team.coders("conv")]).sum(0)
+            / (team.workers if average else 1)
+            for team in (old, new)
+        ]
+        assert bool(sums[0].any())
+        torch.testing.assert_close(*sums, rtol=0, atol=1e-5)

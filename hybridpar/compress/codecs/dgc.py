@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, Codec, Coder, Round, TensorSpec
+from hybridpar.compress.redivide import even_share
 from hybridpar.compress.residual import NO_RESIDUAL, Residual
 from hybridpar.compress.sparse import Picks, largest
 from hybridpar.errors import CheckpointError, UsageError
@@ -159,6 +160,14 @@ class MomentumCoder(Coder):
         self._steps = int(state["steps"])
         self._momentum.copy_(state["momentum"])
         self._unsent.copy_(state["unsent"])
+
+    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """See `Coder`. Momentum and what was not sent are divided evenly."""
+        if len(states) == self.spec.workers:
+            self.load_state_dict(states[self.spec.rank])
+            return
+        shares = {key: even_share(self.spec, [state[key] for state in states]) for key in ("momentum", "unsent")}
+        self.load_state_dict({**states[0], **shares})
 
     @property
     def _picks(self) -> Picks:

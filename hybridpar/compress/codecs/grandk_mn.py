@@ -148,7 +148,9 @@ class QueueCoder(Coder):
         queue, turn = divmod(self._steps, len(self._turns))
         if queue != self._drawn:
             draw = torch.Generator().manual_seed(self.spec.draw_seed("queue", queue))
-            self._queue = torch.randperm(self.spec.count, generator=draw, dtype=torch.int32).to(self.spec.device)
+            self._queue = torch.randperm(self.spec.count, generator=draw, dtype=torch.int32, device="cpu").to(
+                self.spec.device
+            )
             self._drawn = queue
         start, stop = self._turns[turn]
         return self._queue[start:stop].to(torch.int64)
