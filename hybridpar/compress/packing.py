@@ -223,8 +223,13 @@ class Fields:
 
     @property
     def whole(self) -> bool:
-        """Whether every value lies in one word; compiled kernels read no others."""
+        """Whether every value lies in one word."""
         return True
+
+    @property
+    def in_words(self) -> Fields | None:
+        """The layout itself; of planes that of the 64-bit words whose bytes they are, None where these do not fit."""
+        return self
 
     @property
     def words(self) -> int:
@@ -301,6 +306,11 @@ class Planes(Fields):
     def whole(self) -> bool:
         """See `Fields`."""
         return False
+
+    @property
+    def in_words(self) -> Fields | None:
+        """See `Fields`."""
+        return Fields(self.count, self.width, torch.int64, self.per_word) if self.width <= 8 else None
 
     @property
     def bytes(self) -> int:

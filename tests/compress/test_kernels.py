@@ -148,7 +148,7 @@ def test_qsgd(bits: int, count: int) -> None:
     values = torch.randn(count)
     fast, slow = [Done(quantiser(), values, None, 0, 1.0) for _ in BOTH]
     assert torch.equal(fast.message[:8], slow.message[:8])
-    fields = Fields.summable(count, 2 * (2**bits - 1), 1)
+    fields = Fields.dense(count, 2 * (2**bits - 1))
     codes = []
     for one in (fast, slow):
         seen = torch.empty(count)

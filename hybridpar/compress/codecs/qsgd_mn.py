@@ -180,7 +180,7 @@ class SummedLevels(NoisyCoder):
         """See `Coder`."""
         spec, steps = self.spec, self._grid.steps
         zero, unit = spec.workers * steps, spec.divisor * steps
-        if kernels.qsgd_decode(self._words, self._scale, self._fields, zero, unit, out):
+        if kernels.qsgd_decode(self._words, self._scale, self._fields, zero, unit, out, self._scratch):
             return
 
         def put(start: int, stop: int, values: Tensor) -> None:
@@ -238,7 +238,7 @@ class LevelQuantiser(Quantiser):
         scale = message[:4].view(torch.float32)
         fields, steps = self._fields(out.numel()), self._grid.steps
         words = message[_HEAD:].view(fields.word)
-        if kernels.qsgd_decode(words, scale, fields, steps, steps * divisor, out):
+        if kernels.qsgd_decode(words, scale, fields, steps, steps * divisor, out, scratch):
             return
 
         def put(start: int, stop: int, values: Tensor) -> None:
@@ -251,7 +251,7 @@ class LevelQuantiser(Quantiser):
         scale = message[:4].view(torch.float32)
         fields, steps = self._fields(total.numel()), self._grid.steps
         words = message[_HEAD:].view(fields.word)
-        if kernels.qsgd_add(words, scale, fields, steps, steps, total):
+        if kernels.qsgd_add(words, scale, fields, steps, steps, total, scratch):
             return
 
         def put(start: int, stop: int, values: Tensor) -> None:

@@ -181,32 +181,50 @@ def qsgd_encode(
         scratch: Memory to borrow, where values do not lie side by side.
     """
     values = _side_by_side(values, scratch)
-    if not _dense(values, scale):
+    lies = fields.in_words
+    if lies is None or not _dense(values, scale):
         return False
     assert values.numel() == fields.count
+    planes, planar = words, lies is not fields
+    if planar:
+        assert planes.numel() == fields.bytes
+        words, fields = scratch.take("plane words", lies.words, lies.word), lies
     assert words.numel() == fields.words
     # A run without values draws no place, as in torch, so that both ways round alike.
     places = torch.tensor([noise.place(stop - start) if stop > start else 0 for start, stop in fields.runs()])
     fixed = (fields.count, fields.words, fields.width, fields.per_word, steps, CHUNK)
     addresses = (values.data_ptr(), scale.data_ptr(), words.data_ptr(), noise.ring.data_ptr(), places.data_ptr())
     table()[f"qsgd_encode{words.itemsize * 8}"](*addresses, *fixed)
+    if planar:
+        table()["qsgd_spread"](words.data_ptr(), planes.data_ptr(), fields.words, fields.width)
     return True
 
 
-def qsgd_decode(words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor) -> bool:
+def qsgd_decode(
+    words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, scratch: Scratch
+) -> bool:
     """Set out = (code - zero) / unit * scale."""
-    return _qsgd("decode", words, scale, fields, zero, unit, out)
+    return _qsgd("decode", words, scale, fields, zero, unit, out, scratch)
 
 
-def qsgd_add(words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, total: Tensor) -> bool:
+def qsgd_add(
+    words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, total: Tensor, scratch: Scratch
+) -> bool:
     """Add (code - zero) / unit * scale to `total`."""
-    return _qsgd("add", words, scale, fields, zero, unit, total)
+    return _qsgd("add", words, scale, fields, zero, unit, total, scratch)
 
 
-def _qsgd(name: str, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor) -> bool:
-    if not _dense(scale, out):
+def _qsgd(
+    name: str, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, scratch: Scratch
+) -> bool:
+    lies = fields.in_words
+    if lies is None or not _dense(scale, out):
         return False
     assert out.numel() == fields.count
+    if lies is not fields:
+        assert words.numel() == fields.bytes
+        planes, words, fields = words, scratch.take("plane words", lies.words, lies.word), lies
+        table()["qsgd_collect"](planes.data_ptr(), words.data_ptr(), fields.words, fields.width)
     assert words.numel() == fields.words
     addresses = (words.data_ptr(), scale.data_ptr(), out.data_ptr())
     fixed = (fields.count, fields.words, fields.width, fields.per_word, zero)
