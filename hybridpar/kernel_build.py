@@ -40,7 +40,7 @@ from hybridpar.cluster import cache_directory
 _log = logging.getLogger(__name__)
 
 #: Seconds after which a build is given up.
-TIMEOUT = 120.0
+TIMEOUT = 300.0
 _DIGEST = hashlib.sha256().digest_size
 _session: Any = None
 _loading = threading.Lock()
@@ -123,10 +123,10 @@ def _content(name: str, sources: Sequence[Path]) -> bytes:
     """The content of the cache file, built if need be."""
     path = kernel_path(name, sources)
     _private_directory(path.parent)
-    content = _verified(path)
+    content = _verified(path, logging.DEBUG)
     if content is None:
         with _lock(path.with_suffix(".lock")):
-            content = _verified(path)  # another process may have built it while this one waited
+            content = _verified(path, logging.WARNING)  # another process may have built it while this one waited
             if content is None:
                 began = time.perf_counter()
                 content = _built(path, sources)
@@ -154,8 +154,8 @@ def _private(about: os.stat_result) -> bool:
     return about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def _verified(path: Path) -> bytes | None:
-    """The content of a cache file without its hash, or None where there is none to be trusted."""
+def _verified(path: Path, level: int) -> bytes | None:
+    """The content of a cache file without its hash, or None where there is none to be trusted, said at a log level."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
             about = os.fstat(file.fileno())
@@ -163,13 +163,13 @@ def _verified(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        _log.warning("%s cannot be read (%s) and is built anew", path, error.strerror)
+        _log.log(level, "%s cannot be read (%s) and is built anew", path, error.strerror)
         return None
     if not _private(about):
-        _log.warning("%s could have been written by another user and is built anew", path)
+        _log.log(level, "%s could have been written by another user and is built anew", path)
         return None
     if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
-        _log.warning("%s is damaged and is built anew", path)
+        _log.log(level, "%s is damaged and is built anew", path)
         return None
     return data[_DIGEST:]
 

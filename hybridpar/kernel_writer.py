@@ -15,6 +15,9 @@ from typing import Any
 #: Values that are worked on at a time: one register of AVX-512, two of AVX2, four of NEON.
 LANES = 16
 
+#: Infinity as an integer. So read, magnitudes are in the same order, with infinity and NaN above all numbers.
+INFINITE = 0x7F800000
+
 _ORDER = ", ".join(f"i32 {lane}" for lane in reversed(range(LANES)))
 _POWERS = ", ".join(f"i32 {1 << lane}" for lane in reversed(range(LANES)))
 
@@ -148,6 +151,14 @@ class Writer:
         while len(parts) > 1:
             parts = [combine(left, right) for left, right in zip(parts[::2], parts[1::2], strict=True)]
         return parts[0]
+
+    def finite(self, value: Any) -> Any:
+        """Whether one float32 is neither infinite nor NaN; TIR simplifies comparisons and products that would tell."""
+        return (self.t.reinterpret("int32", value) & 0x7FFFFFFF) < INFINITE
+
+    def nan(self) -> Any:
+        """NaN, float32."""
+        return self.t.reinterpret("float32", self.t.int32(0x7FC00000))
 
     def either(self, condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
         """Write both branches."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from hybridpar.compress.codec import Codec, Coder, TensorSpec
 from hybridpar.compress.exchange import Exchange, Traffic
 from hybridpar.compress.group import TorchGroup
+from hybridpar.compress.kernels import prepare
 from hybridpar.compress.text import bind, format_codec, parse_codec
 from hybridpar.errors import CheckpointError, UsageError
 
@@ -91,6 +92,8 @@ class CodecState:
         self._used: list[Exchange] = []
         #: Bytes of the step under way, or of the last one.
         self.traffic = Traffic()
+        if dist.get_backend(group) != "nccl":
+            prepare(self.codec)
         ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
         _require_agreement(format_codec(self.codec), seed, lanes, group)
         limit = datetime.timedelta(seconds=timeout)

@@ -56,6 +56,22 @@ def pack_bits(bits: Tensor, out: Tensor) -> None:
     out.copy_((padded.view(-1, 8) << _shifts(bits.device)).sum(1, dtype=torch.uint8))
 
 
+def count_ones(bits: Tensor, packed: Tensor) -> Tensor:
+    """How many bits of each row are set, float32; from the packed bits where rows are whole words of them.
+
+    Args:
+        bits: bool, one row per group.
+        packed: What `pack_bits` made of all rows.
+    """
+    rows, length = bits.shape
+    if bits.device.type == "cpu" and length % 64 == 0:
+        words = packed.numpy()[: rows * length // 8].reshape(rows, -1)
+        if words.ctypes.data % 8 == 0:
+            words = words.view(np.uint64)
+        return torch.from_numpy(np.bitwise_count(words).sum(1, dtype=np.int32)).to(torch.float32)
+    return bits.view(torch.uint8).sum(1, dtype=torch.int32).to(torch.float32)
+
+
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
     """The inverse of `pack_bits`.
 
@@ -96,7 +112,8 @@ def select(bits: Tensor, one: Tensor, zero: Tensor, out: Tensor) -> None:
         out: float32 of the shape of `bits`, contiguous.
     """
     first, second = zero.view(torch.int32), one.view(torch.int32)
-    mask = out.view(torch.int32).copy_(bits.view(torch.uint8)).neg_()
+    # A byte of -1 becomes a word of -1; bytes are four times as fast to negate.
+    mask = out.view(torch.int32).copy_(bits.view(torch.int8).neg())
     mask.bitwise_and_(first ^ second).bitwise_xor_(first)
 
 
@@ -191,6 +208,14 @@ class Fields:
     def bytes(self) -> int:
         """Bytes of the words."""
         return self.words * self.word.itemsize
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """For each chunk of words, and each place in them, the range of values there; empty ranges included."""
+        for first in range(0, self.words, CHUNK):
+            long = min(CHUNK, self.words - first)
+            for place in range(self.per_word):
+                start = min(place * self.words + first, self.count)
+                yield start, min(start + long, self.count)
 
     def pack(self, out: Tensor, code: Callable[[int, int, Tensor], None], scratch: Scratch) -> None:
         """Fill words.

@@ -57,6 +57,7 @@ class Hylo(Codec):
     stateful = True
     feedback = True
     castable = True
+    kernels = True
 
     def __post_init__(self) -> None:
         if self.least < 1:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Codec, TensorSpec
-from hybridpar.compress.packing import at_least, bits_size, pack_bits, select, unpack_bits
+from hybridpar.compress.packing import at_least, bits_size, count_ones, pack_bits, select, unpack_bits
 from hybridpar.compress.residual import Residual
 from hybridpar.compress.scratch import CHUNK, Scratch
 from hybridpar.compress.sharded import Quantiser, ShardedCoder
@@ -60,6 +60,7 @@ class OneBit(Codec):
 
     def bind(self, spec: TensorSpec) -> ShardedCoder:
         """See `Codec`."""
+        kernels.prepare(self, spec.device)
         return ShardedCoder(spec, SignQuantiser(spec.shape, self._by_columns(spec.shape)))
 
     def _by_columns(self, shape: Sequence[int]) -> bool:
@@ -95,7 +96,7 @@ class SignQuantiser(Quantiser):
         """See `Quantiser`."""
         groups, length = values.shape
         lower, upper, packed = _parts(out, groups)
-        if kernels.onebit_encode(values, residual, lower, upper, packed):
+        if kernels.onebit_encode(values, residual, lower, upper, packed, scratch):
             return
         for first, last in _chunks(groups, length):
             size = (last - first) * length
@@ -104,13 +105,14 @@ class SignQuantiser(Quantiser):
             half = scratch.take("half", size).view(v.shape)
             a0, a1 = lower[first:last], upper[first:last]
             at_least(v, 0.0, bits)
-            ones = bits.view(torch.uint8).sum(1, dtype=torch.int32).to(torch.float32)
+            start = first * length // 8
+            own = packed[start : start + bits_size(size)]
+            pack_bits(bits.view(-1), own)
+            ones = count_ones(bits, own)
             torch.sum(torch.clamp(v, max=0, out=half), 1, out=a0)
             torch.sum(torch.clamp(v, min=0, out=half), 1, out=a1)
             a0.div_((length - ones).clamp_(min=1))
             a1.div_(ones.clamp_(min=1))
-            start = first * length // 8
-            pack_bits(bits.view(-1), packed[start : start + bits_size(size)])
             if residual.keeps:
                 select(bits, a1.unsqueeze(1), a0.unsqueeze(1), half)
                 v.sub_(half)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +20,15 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress.residual import KeptResidual, Residual
+from hybridpar.compress.scratch import CHUNK, Scratch
 from hybridpar.kernel_build import Function, load_kernels
 
 if TYPE_CHECKING:
     from hybridpar.compress.codec import Codec
+    from hybridpar.compress.noise import Noise
+    from hybridpar.compress.packing import Fields
 
-_SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in ("onebit",)]
+_SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in ("onebit", "twobit", "qsgd")]
 
 #: From so many values on, what is written is not read again before it would have left the caches.
 _STREAM = 1 << 16
@@ -36,7 +40,7 @@ def table() -> Mapping[str, Function]:
     return load_kernels("codec", _SOURCES) or {}
 
 
-def prepare(codec: Codec) -> None:
+def prepare(codec: Codec, device: torch.device | None = None) -> None:
     """Build or load what a codec needs, so that no step waits for it; no collective.
 
     The first time on a machine it takes as long as TVM takes to start and compile, some 10 seconds; after that it takes
@@ -44,7 +48,10 @@ def prepare(codec: Codec) -> None:
 
     Args:
         codec: Any codec; most need nothing.
+        device: Where gradients will be; None for a CPU. Elsewhere torch does the work.
     """
+    if device is not None and device.type != "cpu":
+        return
     inner: Any = codec
     while inner is not None:
         if inner.kernels:
@@ -52,7 +59,9 @@ def prepare(codec: Codec) -> None:
         inner = getattr(inner, "inner", None)
 
 
-def onebit_encode(values: Tensor, residual: Residual, lower: Tensor, upper: Tensor, packed: Tensor) -> bool:
+def onebit_encode(
+    values: Tensor, residual: Residual, lower: Tensor, upper: Tensor, packed: Tensor, scratch: Scratch
+) -> bool:
     """Encode groups, and leave what is not sent.
 
     Args:
@@ -61,8 +70,10 @@ def onebit_encode(values: Tensor, residual: Residual, lower: Tensor, upper: Tens
         lower: Where the lower levels go, one per group.
         upper: Where the upper levels go.
         packed: Where the bits go.
+        scratch: Memory to borrow, where values do not lie side by side.
     """
     kept, pending, factor = _halves(residual)
+    values = _side_by_side(values, scratch)
     if not _dense(values, kept, pending):
         return False
     groups, length = values.shape
@@ -88,6 +99,130 @@ def onebit_add(lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> b
     return _onebit("onebit_add", lower, upper, packed, total)
 
 
+@dataclass(frozen=True)
+class ThresholdRule:
+    """How a threshold follows from the values; see `hybridpar.compress.codecs.twobit`.
+
+    Attributes:
+        mode: 0 for `fixed`; 1 for the lesser of scale * mean and cap * largest; 2 for scale * mean, with what is sent
+            decoded as the mean of what is sent.
+        fixed: A threshold.
+        scale: Of the mean magnitude.
+        cap: Of the largest magnitude.
+    """
+
+    mode: int
+    fixed: float
+    scale: float
+    cap: float
+
+
+def twobit_encode(
+    values: Tensor, residual: Residual, rule: ThresholdRule, level: Tensor, codes: Tensor, scratch: Scratch
+) -> bool:
+    """Encode values, and leave what is not sent.
+
+    Args:
+        values: 1-D.
+        residual: Gives v, and is left as v - C(v).
+        rule: What is sent.
+        level: Where the level goes, one element.
+        codes: Where the codes go, whole words of 32 bits.
+        scratch: Memory to borrow, where values do not lie side by side.
+    """
+    kept, pending, factor = _halves(residual)
+    values = _side_by_side(values, scratch)
+    if not _dense(values, kept, pending):
+        return False
+    count = values.numel()
+    assert codes.numel() == -(-count // 16) * 4
+    places = (level.data_ptr(), codes.data_ptr(), count, rule.mode, int(count >= _STREAM))
+    numbers = (rule.fixed, rule.scale, rule.cap)
+    if kept is None or pending is None:
+        table()["twobit_encode"](values.data_ptr(), 0, 0, *places, *numbers)
+    else:
+        assert kept.numel() == pending.numel() == count
+        halves = (kept.data_ptr(), pending.data_ptr())
+        table()["twobit_encode_keep"](values.data_ptr(), *halves, *places, *numbers, factor)
+    return True
+
+
+def twobit_decode(level: Tensor, codes: Tensor, out: Tensor, divisor: int) -> bool:
+    """Set out = C(v) / divisor."""
+    return _twobit("twobit_decode", level, codes, out, float(divisor))
+
+
+def twobit_add(level: Tensor, codes: Tensor, total: Tensor) -> bool:
+    """Add C(v) to `total`."""
+    return _twobit("twobit_add", level, codes, total)
+
+
+def largest(values: Tensor, out: Tensor) -> bool:
+    """Set out to the largest magnitude, infinite where a value is not finite."""
+    if not _dense(values, out):
+        return False
+    assert out.numel() == 1
+    table()["qsgd_scale"](values.data_ptr(), out.data_ptr(), values.numel())
+    return True
+
+
+def qsgd_encode(
+    values: Tensor, scale: Tensor, noise: Noise, steps: int, fields: Fields, words: Tensor, scratch: Scratch
+) -> bool:
+    """Round values to codes of a grid, and pack them as code + steps.
+
+    Args:
+        values: 1-D.
+        scale: One element, at least as large as any value.
+        noise: Drawn for this message.
+        steps: Of the grid, from zero to the scale.
+        fields: Where codes lie.
+        words: What to fill.
+        scratch: Memory to borrow, where values do not lie side by side.
+    """
+    values = _side_by_side(values, scratch)
+    if not _dense(values, scale):
+        return False
+    assert values.numel() == fields.count
+    assert words.numel() == fields.words
+    # A run without values draws no place, as in torch, so that both ways round alike.
+    places = torch.tensor([noise.place(stop - start) if stop > start else 0 for start, stop in fields.runs()])
+    fixed = (fields.count, fields.words, fields.width, fields.per_word, steps, CHUNK)
+    addresses = (values.data_ptr(), scale.data_ptr(), words.data_ptr(), noise.ring.data_ptr(), places.data_ptr())
+    table()[f"qsgd_encode{words.itemsize * 8}"](*addresses, *fixed)
+    return True
+
+
+def qsgd_decode(words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor) -> bool:
+    """Set out = (code - zero) / unit * scale."""
+    return _qsgd("decode", words, scale, fields, zero, unit, out)
+
+
+def qsgd_add(words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, total: Tensor) -> bool:
+    """Add (code - zero) / unit * scale to `total`."""
+    return _qsgd("add", words, scale, fields, zero, unit, total)
+
+
+def _qsgd(name: str, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor) -> bool:
+    if not _dense(scale, out):
+        return False
+    assert out.numel() == fields.count
+    assert words.numel() == fields.words
+    addresses = (words.data_ptr(), scale.data_ptr(), out.data_ptr())
+    fixed = (fields.count, fields.words, fields.width, fields.per_word, zero)
+    table()[f"qsgd_{name}{words.itemsize * 8}"](*addresses, *fixed, float(unit))
+    return True
+
+
+def _twobit(name: str, level: Tensor, codes: Tensor, out: Tensor, *floats: float) -> bool:
+    if not _dense(out):
+        return False
+    assert codes.numel() * 4 >= out.numel()
+    stream = int(out.numel() >= _STREAM)
+    table()[name](level.data_ptr(), codes.data_ptr(), out.data_ptr(), out.numel(), stream, *floats)
+    return True
+
+
 def _onebit(name: str, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, *floats: float) -> bool:
     if not _dense(out):
         return False
@@ -104,6 +239,13 @@ def _halves(residual: Residual) -> tuple[Tensor | None, Tensor | None, float]:
     if isinstance(residual, KeptResidual):
         return residual.kept, residual.pending, residual.factor
     return None, None, 1.0
+
+
+def _side_by_side(values: Tensor, scratch: Scratch) -> Tensor:
+    """The values, copied where they lie apart: so a gradient's strides change nothing in what is made of it."""
+    if values.is_contiguous() or values.device.type != "cpu" or values.dtype != torch.float32 or not table():
+        return values
+    return scratch.take("side by side", values.numel()).view(values.shape).copy_(values)
 
 
 def _dense(*tensors: Tensor | None) -> bool:

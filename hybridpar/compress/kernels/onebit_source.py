@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybridpar.kernel_writer import LANES, Writer
+from hybridpar.kernel_writer import INFINITE, LANES, Writer
 
 #: What the encoders take: addresses, then numbers. `stream` is 1 where what is left is to be written past the caches.
 ENCODE = ("values", "kept", "pending", "lower", "upper", "bits", "groups", "length", "stream")
@@ -28,7 +28,7 @@ def define(w: Writer) -> dict[str, Any]:
 
 def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
     t = w.t
-    zero, one, two = (t.int64(index) for index in range(3))
+    zero, one = t.int64(0), t.int64(1)
 
     def body(
         values: Any,
@@ -55,6 +55,9 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
             place = w.at(index) if wide else index
             return g[place] + (w.lanes(factor) if wide else factor) * r[place] if keeps else g[place]
 
+        def store_16(index: Any, new: Any) -> None:
+            t.evaluate(w.call("void", "hp_store16", t.address_of(packed[index * 2]), new))
+
         def put(new: Any, count: Any) -> None:
             """Append bits, fewer than 17; fill stays below 16."""
             w.store(rest, zero, (rest[zero] << count) | new)
@@ -62,8 +65,7 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
 
             def flush() -> None:
                 w.store(fill, zero, fill[zero] - 16)
-                place = t.address_of(packed[written[zero] * 2])
-                t.evaluate(w.call("void", "hp_store16", place, rest[zero] >> fill[zero]))
+                store_16(written[zero], rest[zero] >> fill[zero])
                 w.store(written, zero, written[zero] + 1)
                 w.store(rest, zero, rest[zero] & ((1 << fill[zero]) - 1))
 
@@ -78,14 +80,24 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
             for sums_of in (below, above):
                 w.store(sums_of, first, w.zeros())
             w.store(counts, first, w.lanes(t.int32(0)))
-            with t.serial(0, blocks) as block:
-                value = w.keep(v(start + block * LANES, True))
-                positive = value >= w.zeros()
-                put(w.call("int32", "hp_bits", positive), t.int32(16))
-                # NaN is not positive, so it reaches the lower level.
-                w.store(above, first, above[first] + t.Select(positive, value, w.zeros()))
-                w.store(below, first, below[first] + t.Select(positive, w.zeros(), value))
-                w.store(counts, first, counts[first] + t.Select(positive, w.lanes(t.int32(1)), w.lanes(t.int32(0))))
+
+            def whole(put_16: Callable[[Any, Any], None], start: Any = start) -> None:
+                with t.serial(0, blocks) as block:
+                    value = w.keep(v(start + block * LANES, True))
+                    positive = value >= w.zeros()
+                    put_16(block, w.call("int32", "hp_bits", positive))
+                    # NaN is not positive, so it reaches the lower level.
+                    w.store(above, first, above[first] + t.Select(positive, value, w.zeros()))
+                    w.store(below, first, below[first] + t.Select(positive, w.zeros(), value))
+                    w.store(counts, first, counts[first] + t.Select(positive, w.lanes(t.int32(1)), w.lanes(t.int32(0))))
+
+            def aligned() -> None:
+                began = w.keep(written[zero])
+                whole(lambda block, new: store_16(began + block, new))
+                w.store(written, zero, began + blocks)
+
+            # Most rows begin where 16 bits begin, and then all their bits do.
+            w.either(fill[zero] == 0, aligned, lambda: whole(lambda _block, new: put(new, t.int32(16))))
             w.store(sums, zero, w.folded(below, lambda x, y: x + y))
             w.store(sums, one, w.folded(above, lambda x, y: x + y))
             w.store(ones, zero, w.folded(counts, lambda x, y: x + y))
@@ -100,7 +112,8 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
             zeros = t.max(t.cast(length, "int32") - ones[zero], 1)
             a0 = w.keep(sums[zero] / t.cast(zeros, "float32"))
             mean = w.keep(sums[one] / t.cast(t.max(ones[zero], 1), "float32"))
-            a1 = w.keep(t.Select(a0 == a0, mean, a0))  # where a value is NaN, so are both levels
+            # A NaN was added to the lower level; both are NaN then. Infinity is of one side only.
+            a1 = w.keep(t.Select((t.reinterpret("int32", a0) & 0x7FFFFFFF) > INFINITE, a0, mean))
             w.store(a0s, row, a0)
             w.store(a1s, row, a1)
             if keeps:
@@ -119,7 +132,6 @@ def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
         if keeps:
             w.when(stream != 0, lambda: t.evaluate(w.call("int32", "hp_fence")))
 
-    del two
     return body
 
 
