@@ -9,12 +9,15 @@ READY := $(VENV)/.ready
 DEMO_DIR := runs/demo
 DEMO_ARGS := resnet18 --data digits --run-dir $(DEMO_DIR) --overwrite
 PYTEST_ARGS ?=
+# Test files at a time: most tests wait for processes of their own, so one at a time leaves cores idle.
+TEST_JOBS ?= 2
 DATA_ROOT ?= data
+SYNC_ARGS ?=
 THESIS_ARGS ?=
 BENCHMARKS := $(wildcard benchmarks/*/main.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench bench-thesis gpu-check images clean partition-sweep
+.PHONY: help venv demo test lint bench bench-sync bench-thesis gpu-check images clean partition-sweep hang-hunt
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do \
@@ -34,7 +37,7 @@ demo: $(READY) ## Train ResNet-18 on real images; minutes on a laptop, no downlo
 	$(BIN)/hybridpar train $(DEMO_ARGS)
 
 test: $(READY) ## Run the tests; PYTEST_ARGS="-k sync" chooses
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 lint: $(READY) ## Check style and types
 	$(BIN)/ruff check .
@@ -45,6 +48,9 @@ bench: $(READY) ## Repeat the committed benchmarks; as root, for links of a give
 	@test -n "$(BENCHMARKS)" || echo "no benchmark has been committed yet"
 	@set -e; for file in $(BENCHMARKS); do \
 		module=$$(echo "$${file%.py}" | tr / .); echo "== $$module"; $(BIN)/python -m "$$module"; done
+
+bench-sync: $(READY) ## Compressed gradients against their peers, as root; SYNC_ARGS="--peers DIR"
+	$(BIN)/python -m benchmarks.sync.main $(SYNC_ARGS)
 
 bench-thesis: $(READY) ## ResNets on CIFAR and Caltech-101 against all peers; DATA_ROOT=DIR, GPUs, hours
 	$(BIN)/python -m benchmarks.thesis --data-root '$(DATA_ROOT)' $(THESIS_ARGS)
@@ -62,3 +68,8 @@ clean: ## Remove what was built; runs/ and data/ stay
 partition-sweep: $(READY) ## Check random cuts of 29 models against the whole; an hour
 	$(BIN)/python -m benchmarks.partition.sweep
 	$(BIN)/python -m pytest -m sweep
+
+HANG_ARGS ?=
+
+hang-hunt: $(READY) ## 500 steps of every codec with random buckets, lanes and delays, 2 and 3 workers; HANG_ARGS="--seed 7"
+	$(BIN)/python -m tests.compress.hang_hunt $(HANG_ARGS)

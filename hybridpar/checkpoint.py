@@ -8,8 +8,9 @@ A checkpoint is a directory `step-N`:
     manifest.json  step, model fingerprint, worker count, and each file's size and SHA-256
 
 It is written under another name and renamed when every file is on disk, each worker writing its own. All files load
-with `weights_only=True`, so reading a checkpoint runs no code. Any number of workers can resume it: state that
-belongs to a worker which no longer exists is dropped, and a new worker starts with state derived from the seed.
+with `weights_only=True`, so reading a checkpoint runs no code. Any number of workers can resume it: generators of
+a worker which no longer exists are dropped, a new worker's start from the seed, and what codecs had not sent is divided
+anew (`hybridpar.compress.redivide`).
 """
 
 from __future__ import annotations
@@ -129,6 +130,20 @@ def load_checkpoint(path: Path, rank: int = 0) -> CheckpointData:
     training = _read(path, "training.pt", manifest)
     local = _read(path, own, manifest) if own in manifest["files"] else None
     return CheckpointData(manifest["step"], manifest["model"], model, training, local, manifest["workers"])
+
+
+def load_rank_parts(path: Path) -> list[dict[str, Any]]:
+    """The own parts of all workers that wrote a checkpoint, by rank.
+
+    Args:
+        path: See `load_checkpoint`.
+
+    Raises:
+        CheckpointError: See `load_checkpoint`.
+    """
+    path = resolve_checkpoint(path)
+    manifest = _manifest(path)
+    return [_read(path, f"rank-{rank}.pt", manifest) for rank in range(manifest["workers"])]
 
 
 def resolve_checkpoint(path: Path) -> Path:

@@ -15,6 +15,7 @@ from typing import Annotated
 
 import tyro
 
+from hybridpar.bench.request import Bench, BenchCodecs, BenchSync
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, LaunchError, SyncError
 from hybridpar.partition.command import run_plan
@@ -50,10 +51,18 @@ class Show:
     """Draw it into this .svg, .png or .pdf file; of a plan, the schedule with its predicted times."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """Measure on this machine what compressing gradients costs and gains."""
+
+    what: Bench
+
+
 Command = Annotated[
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[PlanConfig, tyro.conf.subcommand("plan")]
     | Annotated[Show, tyro.conf.subcommand("show")]
+    | Annotated[Benchmark, tyro.conf.subcommand("bench")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")],
     tyro.conf.OmitSubcommandPrefixes,
 ]
@@ -89,6 +98,8 @@ def main(arguments: Sequence[str] | None = None, *, program: Sequence[str] | Non
             return _plan(command, program)
         if isinstance(command, Show):
             return run_show(command.file, command.draw)
+        if isinstance(command, Benchmark):
+            return _bench(command.what, arguments)
         return _train(command, arguments, program)
     except HybridparError as error:
         return _fail(error, debug)
@@ -107,6 +118,28 @@ def _plan(command: PlanConfig, program: Sequence[str]) -> int:
     if command.wants_tuned_process:
         restart_with_environment(program)
     return run_plan(command)
+
+
+def _bench(request: Bench, arguments: Sequence[str]) -> int:
+    request.check()
+    if isinstance(request, BenchCodecs):
+        from hybridpar.bench.codecs import run_bench_codecs
+
+        return run_bench_codecs(request)
+    return _bench_sync(request, arguments)
+
+
+def _bench_sync(request: BenchSync, arguments: Sequence[str]) -> int:
+    from hybridpar.launch import follow_launcher, in_job, launch_workers
+
+    if not in_job():
+        from hybridpar.cluster import has_gpu
+
+        return launch_workers(arguments, request.workers, tune=request.tune_process and not has_gpu(), restarts=0)
+    follow_launcher()
+    from hybridpar.bench.sync import run_bench_sync
+
+    return run_bench_sync(request)
 
 
 def _train(command: Train, arguments: Sequence[str], program: Sequence[str]) -> int:

@@ -79,6 +79,9 @@ class SyncConfig:
     fidelity: Literal["exact", "close", "lossy"] = "exact"
     """What `--compress auto` may choose from: `exact`: only `none`; `close`: also fp16 and bf16; `lossy`: also codecs
     that are known to keep the accuracy."""
+    hierarchy: bool = True
+    """Where there are several nodes with several workers, add in full precision inside a node and use the codec of
+    `--compress` between nodes alone."""
     timeout: float = 120.0
     """Seconds after which a worker that does not answer is an error."""
 

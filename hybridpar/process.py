@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,6 +33,21 @@ _ALLOCATOR = {
 }
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _OTHER_ALLOCATORS = ("jemalloc", "tcmalloc", "mimalloc")
+
+
+def host_identity() -> str:
+    """Equal in two processes exactly where they may share memory and nothing lies between them.
+
+    Processes of one machine in different network namespaces count as different hosts: who puts workers there wants
+    their traffic on the link between the namespaces.
+    """
+    parts = [socket.gethostname()]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/ipc"):
+        try:
+            parts.append(os.readlink(path) if path.startswith("/proc/self/ns") else Path(path).read_text().strip())
+        except OSError:
+            parts.append("?")
+    return "|".join(parts)
 
 
 def available_cores() -> list[int]:

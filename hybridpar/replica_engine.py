@@ -13,6 +13,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.lanes import Lanes
 from hybridpar.optim import Rates, fill_momentum, load_optimizer_state, optimizer_state
 from hybridpar.pipeline.capture_rules import check_capturable
+from hybridpar.pipeline.compression import Compression
 from hybridpar.pipeline.compression_table import Travelling
 from hybridpar.pipeline.control import DecidedOutcome, StepOutcome
 from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
@@ -55,7 +56,7 @@ class ReplicaEngine:
         if config.cuda_graph:
             check_capturable(world.device, world, [optimizer], compiled=config.compile)
         self._rates = Rates(optimizer, world.device if config.cuda_graph else None)
-        check_compression(config.compress, dict(model.named_parameters()), world.size)
+        check_compression(config.compress, dict(model.named_parameters()), world.size, [optimizer])
         self.sync = GradientSync(model, world, lanes, sync_options(config), micro_batches=config.micro_batches)
         self._forward: Callable[..., Any] = torch.compile(model) if config.compile else model
         # The optimizer can obey a decision that the host has not read; see GradScaler for the same protocol.
@@ -179,6 +180,12 @@ class ReplicaEngine:
         if "order" in state or not state:
             self.sync.load_state_dict(dict(state))
 
+    @property
+    def codecs(self) -> list[Compression]:
+        """What compresses gradients here, if anything does."""
+        compression = self.sync.reducer.compression
+        return [] if compression is None else [compression]
+
     def go_on_from(self, step: int) -> None:
         """Nothing here depends on the number of the step."""
 
@@ -206,6 +213,7 @@ def sync_options(config: TrainConfig) -> SyncOptions:
         codec=config.compress,
         fidelity=config.fidelity,
         seed=config.seed,
+        hierarchy=config.hierarchy,
     )
 
 

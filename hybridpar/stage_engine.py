@@ -14,6 +14,7 @@ from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.optim import Rates, fill_momentum, load_optimizer_state, optimizer_state
 from hybridpar.pipeline.capture_rules import check_capturable
+from hybridpar.pipeline.compression import Compression
 from hybridpar.pipeline.compression_table import Travelling
 from hybridpar.pipeline.control import StepOutcome
 from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
@@ -74,7 +75,7 @@ class StageEngine:
             pipeline_options(plan, config, sync_options(config), lanes.device),
             config.micro_batches,
         )
-        check_compression(config.compress, dict(model.named_parameters()), self.pipeline.replicas)
+        check_compression(config.compress, dict(model.named_parameters()), self.pipeline.replicas, self.optimizers)
         if config.cuda_graph:
             self.graph = self._make_graph(lanes)
 
@@ -236,6 +237,12 @@ class StageEngine:
         """Restore what `state_dict` returned, where it fits."""
         if "pipeline" in state:
             self.pipeline.load_state_dict(state["pipeline"])
+
+    @property
+    def codecs(self) -> list[Compression]:
+        """What compresses gradients here, for each of this worker's stages that has replicas."""
+        reducers = [stage.reducer for stage in self.pipeline.stages.values()]
+        return [one.compression for one in reducers if one is not None and one.compression is not None]
 
     def go_on_from(self, step: int) -> None:
         """Number of the last step, on which dropout depends."""

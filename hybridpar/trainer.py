@@ -7,6 +7,7 @@ the learning rate as a function of the step. The same program runs on one proces
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from hybridpar.checkpoint import (
     CheckpointData,
     load_checkpoint,
+    load_rank_parts,
     random_state,
     restore_random_state,
     save_checkpoint,
@@ -31,6 +33,7 @@ from hybridpar.lanes import Lanes
 from hybridpar.models import model_fingerprint
 from hybridpar.optim import build_optimizer, rate_factor
 from hybridpar.pipeline.capture_rules import check_capturable
+from hybridpar.pipeline.compression import codec_states, put_together
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan
 from hybridpar.replica_engine import ReplicaEngine, autocast
@@ -38,6 +41,8 @@ from hybridpar.stage_engine import StageEngine
 from hybridpar.staging import make_stage_plan, shape_of
 from hybridpar.step_result import BadSteps
 from hybridpar.step_result import StepResult as StepResult
+
+_log = logging.getLogger(__name__)
 
 LossFunction = Callable[[Any, Tensor], Tensor]
 
@@ -339,9 +344,23 @@ class Trainer:
         else:
             # Another layout: no worker's generators fit, so each gets new ones that depend on the step.
             torch.manual_seed(self.config.seed + 1000003 * data.step + self.world.rank)
+        self._load_codecs(Path(path), data)
         extra = data.training["extra"]
         assert isinstance(extra, dict)
         return extra
+
+    def _load_codecs(self, path: Path, data: CheckpointData) -> None:
+        """Take over what codecs kept on other workers than these."""
+        codecs = self.engine.codecs
+        if self.config.compresses and self.world.size == 1 and data.workers > 1:
+            _log.warning("what %d workers had not sent is dropped: one worker sends nothing", data.workers)
+        own = codec_states(data.local["sync"]) if data.local is not None else []
+        same = data.workers == self.world.size and len(own) == len(codecs)
+        if not codecs or (same and all(codec.fits(state) for codec, state in zip(codecs, own, strict=True))):
+            return
+        states = [state for part in load_rank_parts(path) for state in codec_states(part["sync"])]
+        for codec in codecs if states else ():
+            codec.load_state_dict(put_together(states))
 
     def close(self) -> None:
         """Release hooks, lanes and, where the trainer joined it, the job. Safe to call twice."""

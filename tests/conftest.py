@@ -13,6 +13,8 @@ import torch
 @pytest.fixture(autouse=True)
 def _same_start(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    if "HYBRIDPAR_KERNELS" not in os.environ:  # compiling takes seconds; tests of kernels switch them on
+        monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)

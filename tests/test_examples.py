@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -170,3 +171,21 @@ def test_a_ddp_loop_of_ones_own_with_a_codec(tmp_path: Path) -> None:
     assert done.stdout.count("test accuracy") == 1
     saved = torch.load(tmp_path / "runs/ddp-hook-1.pt", weights_only=True)
     assert saved["codec"]["codec"] == "onebit:warmup=10"
+
+
+@pytest.mark.parametrize(
+    ("library", "start"),
+    [
+        ("lightning", ["lightning_hook.py"]),
+        ("accelerate", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "accelerate_hook.py"]),
+    ],
+)
+def test_codecs_in_trainers_that_people_have(library: str, start: list[str], tmp_path: Path) -> None:
+    pytest.importorskip(library)
+    start = [*start[:-1], str(ROOT / "examples" / start[-1])]
+    done = run([*start, "--epochs", "6"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "test accuracy" in line]  # rank 0 alone speaks
+    accuracy, full, sent = re.findall(r"[0-9.]+", line)
+    assert float(accuracy) > 60
+    assert int(sent) < int(full) / 8

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import hybridpar
 from hybridpar import cli
@@ -38,11 +39,12 @@ ROOMS: dict[str, set[str]] = {
     "launch": {"errors", "process"},
     "lanes": {"errors"},
     "data": {"config", "errors", "registry"},
-    "compress": {"errors", "registry"},
+    "kernel_build": {"cluster"},
+    "compress": {"errors", "kernel_build", "process", "registry"},
     "partition": {"config", "errors", "models", "plan", "process", "registry"},
     "cluster": {"process"},
     "probe": {"cluster", "errors", "process"},
-    "pipeline": {"compress", "errors", "lanes", "registry"},
+    "pipeline": {"compress", "errors", "lanes", "process", "registry"},
     "optim": {"config", "errors"},
     "checkpoint": {"errors", "pipeline"},
     "trainer": {"checkpoint", "config", "errors", "lanes", "models", "optim", "partition", "pipeline", "plan"},
@@ -53,7 +55,8 @@ ROOMS: dict[str, set[str]] = {
         *("plan", "process", "rundir", "trainer"),
     },
     "show": {"errors", "observe", "partition", "pipeline", "plan"},
-    "cli": {"cluster", "config", "doctor", "errors", "launch", "partition", "run", "show"},
+    "bench": {"compress", "config", "errors", "launch", "models", "optim", "pipeline", "process", "trainer"},
+    "cli": {"bench", "cluster", "config", "doctor", "errors", "launch", "partition", "run", "show"},
     "__main__": {"cli"},
     "__init__": {"config", "errors", "partition", "plan", "trainer"},
 }
@@ -62,6 +65,7 @@ ROOMS: dict[str, set[str]] = {
 SHARED_ROOMS = {
     **dict.fromkeys(("lane_base", "lane_check", "lane_cpu", "lane_cuda", "lane_ops"), "lanes"),
     "probe_worker": "probe",
+    "kernel_writer": "kernel_build",
     "checkup": "doctor",
     **dict.fromkeys(("run_plan", "run_sync", "run_timeline", "save_rule", "timings", "worker"), "run"),
     **dict.fromkeys(("evaluation", "replica_engine", "stage_engine", "staging", "step_result"), "trainer"),
@@ -179,12 +183,14 @@ def requirements() -> dict[str, list[Requirement]]:
 
 
 def test_what_is_imported_is_a_dependency() -> None:
-    declared = {requirement.name for listed in requirements().values() for requirement in listed}
+    declared = {canonicalize_name(requirement.name) for listed in requirements().values() for requirement in listed}
     distributions = importlib.metadata.packages_distributions()
     for path in python_files("hybridpar", "benchmarks"):
         for name in {name.partition(".")[0] for name in imports(path)} - {"hybridpar", "benchmarks"}:
             if name not in sys.stdlib_module_names:
-                assert declared.intersection(distributions.get(name, ())), f"{relative(path)} imports {name}"
+                assert declared.intersection(map(canonicalize_name, distributions.get(name, ()))), (
+                    f"{relative(path)} imports {name}"
+                )
 
 
 def test_constraints_pin_every_dependency_to_a_version_it_allows() -> None:

@@ -52,9 +52,16 @@ class Check:
         return "met" if above and below else "missed"
 
 
-def write_checks(checks: Sequence[Check], output: str | None) -> None:
-    """Print checks, and add them to a table where one is named."""
-    table = Table(title="pipeline", title_justify="left")
+def write_checks(checks: Sequence[Check], output: str | None, title: str = "pipeline") -> None:
+    """Print checks under a title, and add them to a table where one is named."""
+    print_checks(checks, title)
+    if output is not None:
+        append_checks(checks, Path(output))
+
+
+def print_checks(checks: Sequence[Check], title: str) -> None:
+    """Print checks for people."""
+    table = Table(title=title, title_justify="left")
     for column in ("setting", "link", "what", "value [lowest, highest]", "promised", "verdict", "extra"):
         table.add_column(column)
     for check in checks:
@@ -70,9 +77,10 @@ def write_checks(checks: Sequence[Check], output: str | None) -> None:
             check.extra,
         )
     wide_console().print(table)
-    if output is None:
-        return
-    path = Path(output)
+
+
+def append_checks(checks: Sequence[Check], path: Path) -> None:
+    """Add checks to a table; folder and table are made where they are missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     names = [field.name for field in fields(Check)]
     header = ["date", "commit", *names, "verdict", "device", "torch", "python"]

@@ -16,7 +16,7 @@ from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.group import Group, TorchGroup
 from hybridpar.compress.laps import Laps, Turn, TurnTimes
 from hybridpar.compress.policy import Policy, read_policy
-from hybridpar.compress.text import bind, format_codec, parse_codec
+from hybridpar.compress.text import bind, check_optimizer, format_codec, parse_codec
 from hybridpar.compress.together import run_together
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "Turn",
     "TurnTimes",
     "bind",
+    "check_optimizer",
     "format_codec",
     "parse_codec",
     "read_policy",

@@ -55,6 +55,11 @@ class Cast(Codec):
         """As the codec inside."""
         return self.inner.feedback
 
+    @property
+    def refuses_momentum(self) -> bool:  # type: ignore[override]
+        """As the codec inside."""
+        return self.inner.refuses_momentum
+
     def fits(self, shape: Sequence[int]) -> bool:
         """As the codec inside."""
         return self.inner.fits(shape)

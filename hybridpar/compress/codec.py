@@ -38,6 +38,8 @@ class Meeting(enum.Enum):
     AND = "and"
     #: Each worker sends stripe k to worker k, which merges what it gets; everybody receives all merged stripes.
     SHARD = "shard"
+    #: Everybody receives the messages of all workers, by rank.
+    GATHER = "gather"
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,7 @@ class Coder(ABC):
 
         Args:
             index: Number of the round.
-            parts: The reduced message, or all merged stripes by rank.
+            parts: The reduced message; or by rank all merged stripes, or all workers' messages.
         """
 
     @abstractmethod
@@ -226,6 +228,20 @@ class Coder(ABC):
             CheckpointError: The state belongs to another shape, worker or number of workers.
         """
 
+    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore what all workers of a job saved, be there as many of them now or not.
+
+        With as many each takes its own. Else a coder takes what is equal on all workers from any of them; one that
+        keeps more than that says how it is divided.
+
+        Args:
+            states: What `state_dict` returned, by rank.
+
+        Raises:
+            CheckpointError: The states belong to another shape.
+        """
+        self.load_state_dict(states[self.spec.rank if len(states) == self.spec.workers else 0])
+
 
 class Codec(ABC):
     """How gradients are compressed: a configuration, a frozen dataclass of plain values.
@@ -243,6 +259,12 @@ class Codec(ABC):
     feedback: ClassVar[bool] = False
     #: Whether floating-point messages travel, which could be sent in a shorter type.
     castable: ClassVar[bool] = False
+    #: Whether there are compiled kernels for it, see `hybridpar.compress.kernels`.
+    kernels: ClassVar[bool] = False
+    #: Whether error feedback can be put around it: what it leaves out is v - C(v), and nothing else remembers that.
+    takes_feedback: ClassVar[bool] = True
+    #: Whether it keeps the momentum itself, so that the optimizer must have none; see `check_optimizer`.
+    refuses_momentum: ClassVar[bool] = False
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a parameter of this shape should be compressed; others travel in full."""

@@ -13,8 +13,7 @@ every parameter's residual is put back, as a loss scaler skips the whole step.
 
 from __future__ import annotations
 
-import datetime
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -25,8 +24,11 @@ from torch import Tensor, nn
 
 from hybridpar.compress.codec import Codec, Coder, TensorSpec
 from hybridpar.compress.exchange import Exchange, Traffic
-from hybridpar.compress.group import TorchGroup
+from hybridpar.compress.hierarchy import Leaders, NodeExchange, Nodes
+from hybridpar.compress.kernels import prepare
+from hybridpar.compress.paths import open_paths, require_agreement
 from hybridpar.compress.policy import Policy, read_policy
+from hybridpar.compress.redivide import put_together, restore
 from hybridpar.errors import CheckpointError, UsageError
 
 #: `torch.distributed.GradBucket`, which torch's stubs do not have.
@@ -42,8 +44,9 @@ def ddp_hook(
     lanes: int = 1,
     seed: int = 0,
     timeout: float = 120.0,
+    hierarchical: bool = False,
 ) -> tuple[CodecState, Hook]:
-    """State and hook for `DistributedDataParallel.register_comm_hook`; a collective of all workers of the job.
+    """State and hook for `DistributedDataParallel.register_comm_hook`; a collective of all workers of the group.
 
     Args:
         codec: What gradients travel as: a codec, a policy, or the text of one, such as `powersgd:rank=2`. A policy of
@@ -54,11 +57,13 @@ def ddp_hook(
         lanes: Exchanges that may be under way at one time, each with a process group of its own.
         seed: For what codecs draw at random; equal on all workers.
         timeout: Seconds after which a silent worker is an error.
+        hierarchical: Add in full precision inside a node and use the codec between nodes alone, where there are several
+            nodes and one of them has several workers; elsewhere this changes nothing.
 
     Raises:
         UsageError: The codec is unknown, or the workers do not agree on it.
     """
-    state = CodecState(codec, model, group=group, lanes=lanes, seed=seed, timeout=timeout)
+    state = CodecState(codec, model, group=group, lanes=lanes, seed=seed, timeout=timeout, hierarchical=hierarchical)
     return state, _hook
 
 
@@ -78,6 +83,7 @@ class CodecState:
         lanes: int = 1,
         seed: int = 0,
         timeout: float = 120.0,
+        hierarchical: bool = False,
     ) -> None:
         policy = read_policy(codec) if isinstance(codec, str) else codec
         self.policy = policy if isinstance(policy, Policy) else Policy.of(policy)
@@ -94,16 +100,22 @@ class CodecState:
         self._named_by_model = model is not None
         self._seed = seed
         self._coders: dict[str, Coder] = {}
-        self._exchanges: dict[tuple[str, ...], Exchange] = {}
+        self._exchanges: dict[tuple[str, ...], Exchange | NodeExchange] = {}
         self._saved: dict[str, Any] = {}
+        self._shapes: dict[str, list[int]] = {}  # of saved parameters
         self._finite: list[Tensor] = []  # of the step under way, one per bucket
-        self._used: list[Exchange] = []
+        self._used: list[Exchange | NodeExchange] = []
         #: Bytes of the step under way, or of the last one.
         self.traffic = Traffic()
-        ranks = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
-        _require_agreement(str(self.policy), seed, lanes, group)
-        limit = datetime.timedelta(seconds=timeout)
-        self._groups: list[Any] = [dist.new_group(ranks, timeout=limit) for _ in range(lanes)]
+        if dist.get_backend(group) != "nccl":
+            for rule in self.policy.rules:
+                prepare(rule.codec)
+        self._group = group
+        names = require_agreement((str(self.policy), seed, lanes, hierarchical), group)
+        nodes = Nodes.of(names)
+        self._nodes = nodes if hierarchical and nodes.pays else None
+        self._leaders = Leaders(nodes.leaders)
+        self._paths = [open_paths(self._nodes, group, timeout) for _ in range(lanes)]
         threads = torch.get_num_threads()
         self._threads = [
             ThreadPoolExecutor(1, f"codec-{lane}", torch.set_num_threads, (threads,)) for lane in range(lanes)
@@ -119,12 +131,23 @@ class CodecState:
             The bucket's buffer, which then holds the mean over the workers.
 
         Raises:
-            UsageError: Gradients are not dense float32.
+            UsageError: Gradients are not dense float32, a parameter is not of the model, or this is closed.
         """
-        flat: Tensor = bucket.buffer()
-        if flat.dtype != torch.float32 or flat.is_sparse:
+        if not self._paths:
             raise UsageError(
-                f"gradients of type {flat.dtype}",
+                "the hook of a state that is closed",
+                "Its threads and process groups are gone.",
+                "Close it after the last backward pass, or register a new hook with a new DDP.",
+            )
+        flat: Tensor = bucket.buffer()
+        if flat.is_sparse:
+            raise UsageError(
+                "sparse gradients", "Codecs take dense float32 gradients.", "Build the layer with sparse=False."
+            )
+        wrong = flat.dtype if flat.dtype != torch.float32 else _complex_among(bucket.parameters())
+        if wrong is not None:
+            raise UsageError(
+                f"gradients of type {wrong}",
                 "Codecs take dense float32 gradients.",
                 "Keep the parameters in float32 (autocast leaves them there).",
             )
@@ -134,10 +157,15 @@ class CodecState:
         self.traffic += exchange.traffic
         self._used.append(exchange)
         parts = flat.split([parameter.numel() for parameter in bucket.parameters()])  # type: ignore[no-untyped-call]
-        lane = bucket.index() % len(self._groups)
+        lane = bucket.index() % len(self._paths)
+        path = self._paths[lane]
 
         def run() -> Tensor:
-            exchange.run(TorchGroup(self._groups[lane]), parts, parts)
+            if isinstance(exchange, NodeExchange):
+                exchange.run(path.add, path.codec, flat)
+            else:
+                assert path.codec is not None
+                exchange.run(path.codec, parts, parts)
             # Not finite on one worker is not finite on all of them, so all conclude the same.
             self._finite.append(torch.isfinite(flat.sum()))
             return flat
@@ -169,37 +197,79 @@ class CodecState:
     # ------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs: the codec, and its state by parameter, the worker's own. Settles the last step."""
+        """What a resumed run needs: the codec, its state by parameter, and the worker's place. Settles the last step.
+
+        It is this worker's own: each saves what `state_dict` returned there, or one of them what `gather_state_dicts`
+        did.
+        """
         self.settle()
+        rank, workers = self._place
         return {
             "codec": str(self.policy),
+            "rank": rank,
+            "workers": workers,
+            "nodes": self._node_sizes,
+            "leaders": dict(self._leaders.chosen),
+            "shapes": {name: list(one.spec.shape) for name, one in self._coders.items()},
             "parameters": {name: one.state_dict() for name, one in self._coders.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned on this worker.
+    def gather_state_dicts(self) -> list[dict[str, Any]]:
+        """The states of all workers, by rank, on worker 0, and nothing on the others; a collective.
+
+        For whoever writes one file. Tensors come on the CPU.
+        """
+        own = _on_cpu(self.state_dict())
+        answers: list[Any] | None = [None] * dist.get_world_size(self._group) if self._is_first else None
+        dist.gather_object(own, answers, group=self._group, group_dst=0)
+        return answers or []
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Restore what `state_dict` returned on this worker, or on all workers of the run that is resumed.
+
+        With the states of all workers there may be more or fewer of them now, and parameters may be spread over nodes
+        in another way: what the old workers together had not sent is divided among the new ones.
+
+        Args:
+            state: This worker's state, or a list of those of all workers, by rank.
 
         Raises:
-            CheckpointError: The state is that of another codec, or of another number of workers.
+            CheckpointError: The state is that of another codec, of another place or number of workers, of parameters of
+                other shapes, or one is missing.
         """
+        if not isinstance(state, Mapping):
+            rank, count = dist.get_rank(self._group), dist.get_world_size(self._group)
+            shapes = {name: shape for one in state for name, shape in one["shapes"].items()}
+            # As it was, bit for bit, where nothing has changed.
+            same = len(state) == count and self._fits(state[rank])
+            state = state[rank] if same else {**put_together(state), "shapes": shapes}
+        elif not self._fits(state):
+            raise CheckpointError(
+                f"the state of worker {state['rank']} of {state['workers']}, and this is {self._place[0]} of "
+                f"{self._place[1]}",
+                "Each worker keeps what it did not send.",
+                "Give load_state_dict a list with the states of all workers of that run.",
+            )
         if state["codec"] != str(self.policy):
             raise CheckpointError(
                 f"the state is that of codec {state['codec']!r}, and {str(self.policy)!r} is used",
                 "What a codec keeps means nothing to another one.",
                 "Use the same codec, or start without its state.",
             )
-        self._saved = dict(state["parameters"])
-        for name, coder in self._coders.items():
-            if name in self._saved:
-                coder.load_state_dict(self._saved.pop(name))
+        self._saved, self._shapes = dict(state["parameters"]), dict(state["shapes"])
+        if self._nodes is not None and "leaders" in state:
+            self._leaders.adopt(state["leaders"])
+            self._coders, self._exchanges = {}, {}  # made again, by those who lead now
+        for coder in self._coders.values():
+            self._restore(coder)
 
     def close(self) -> None:
         """End threads and process groups. Safe to call twice."""
         for thread in self._threads:
             thread.shutdown(cancel_futures=True)
-        groups, self._groups = self._groups, []
+        paths, self._paths = self._paths, []
         if dist.is_initialized():
-            for group in groups:
+            for group in [group for path in paths for group in path.groups]:
                 dist.destroy_process_group(group)
 
     def __enter__(self) -> CodecState:
@@ -212,29 +282,64 @@ class CodecState:
 
     # ----------------------------------------------------------------- helpers
 
-    def _exchange_of(self, bucket: GradBucket) -> Exchange:
+    @property
+    def _place(self) -> tuple[int, int]:
+        """This worker's number among those that exchange with it by the codec, and how many they are."""
+        rank, workers = dist.get_rank(self._group), dist.get_world_size(self._group)
+        if self._nodes is None:
+            return rank, workers
+        column = next(column for column in self._nodes.columns if rank in column)
+        return column.index(rank), len(column)
+
+    @property
+    def _node_sizes(self) -> list[int]:
+        return [] if self._nodes is None else [len(node) for node in self._nodes.members]
+
+    @property
+    def _is_first(self) -> bool:
+        return dist.get_rank(self._group) == 0
+
+    def _fits(self, state: Mapping[str, Any]) -> bool:
+        return (*self._place, self._node_sizes) == (state["rank"], state["workers"], state["nodes"])
+
+    def _exchange_of(self, bucket: GradBucket) -> Exchange | NodeExchange:
         """DDP cuts its buckets anew after the first step, so coders are kept by parameter and exchanges by bucket."""
-        names = tuple(self._name(parameter) for parameter in bucket.parameters())
+        parameters: list[Tensor] = bucket.parameters()
+        names = tuple(map(self._name, parameters))
         if names not in self._exchanges:
-            coders = [self._coder(name, one) for name, one in zip(names, bucket.parameters(), strict=True)]
-            self._exchanges[names] = Exchange(coders)
+            self._exchanges[names] = self._new_exchange(names, parameters)
         return self._exchanges[names]
+
+    def _new_exchange(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Exchange | NodeExchange:
+        if self._nodes is None:
+            return Exchange([self._coder(name, one) for name, one in zip(names, parameters, strict=True)])
+        place = self._nodes.place_of(dist.get_rank(self._group))
+        coders = [
+            self._coder(name, one) if self._leaders.of(name, one.numel()) == place else None
+            for name, one in zip(names, parameters, strict=True)
+        ]
+        # A node hands over the part of the mean that it has to add.
+        share = len(self._nodes.members) / dist.get_world_size(self._group)
+        return NodeExchange([one.numel() for one in parameters], coders, share)
 
     def _coder(self, name: str, parameter: Tensor) -> Coder:
         if name not in self._coders:
-            group = self._groups[0]
-            spec = TensorSpec(
-                name,
-                tuple(parameter.shape),
-                dist.get_rank(group),
-                dist.get_world_size(group),
-                self._seed,
-                parameter.device,
-            )
+            spec = TensorSpec(name, tuple(parameter.shape), *self._place, self._seed, parameter.device)
             self._coders[name] = coder = self.policy.bind(spec)
-            if name in self._saved:
-                coder.load_state_dict(self._saved.pop(name))
+            self._restore(coder)
         return self._coders[name]
+
+    def _restore(self, coder: Coder) -> None:
+        name, shape = coder.spec.name, coder.spec.shape
+        if name not in self._saved:
+            return
+        if tuple(self._shapes[name]) != shape:
+            raise CheckpointError(
+                f"{name!r} was saved with shape {tuple(self._shapes[name])} and has {shape} now",
+                "What was not sent belongs to the parameter as it was.",
+                "Start without the state of the hook.",
+            )
+        restore(coder, self._saved.pop(name))
 
     def _name(self, parameter: Tensor) -> str:
         if parameter not in self._names:
@@ -262,7 +367,7 @@ class CodecState:
     def _on_stream(self, run: Callable[[], Tensor], device: torch.device, lane: int) -> torch.futures.Future[Tensor]:
         if device not in self._streams:
             new: Any = torch.cuda.Stream
-            self._streams[device] = [new(device) for _ in self._groups]
+            self._streams[device] = [new(device) for _ in self._paths]
         streams = self._streams[device]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[device])
         streams[lane].wait_stream(torch.cuda.current_stream(device))
@@ -278,16 +383,13 @@ def _hook(state: CodecState, bucket: GradBucket) -> torch.futures.Future[Tensor]
 _hook.__annotations__ = {}  # DDP compares them with its own types, and ours are text
 
 
-def _require_agreement(text: str, seed: int, lanes: int, group: dist.ProcessGroup | None) -> None:
-    """All workers use the same codec; a collective.
+def _complex_among(parameters: Sequence[Tensor]) -> torch.dtype | None:
+    """A complex type, if one is there; DDP hands over such gradients as twice as many real numbers."""
+    return next((parameter.dtype for parameter in parameters if parameter.is_complex()), None)
 
-    Raises:
-        UsageError: They do not.
-    """
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (text, seed, lanes), group=group)
-    if len(set(answers)) > 1:
-        table = "; ".join(
-            f"worker {rank}: {codec}, seed {own}, {count} lane(s)" for rank, (codec, own, count) in enumerate(answers)
-        )
-        raise UsageError(f"the workers do not agree: {table}", "One codec is used by all.", "Start all alike.")
+
+def _on_cpu(state: Any) -> Any:
+    """A state with all tensors on the CPU."""
+    if isinstance(state, Tensor):
+        return state.cpu()
+    return {key: _on_cpu(value) for key, value in state.items()} if isinstance(state, dict) else state

@@ -18,10 +18,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Coder, Meeting, Round
+from hybridpar.compress.codec import Coder, Meeting, Round, TensorSpec
 from hybridpar.compress.group import Group
 from hybridpar.compress.laps import Laps, Turn
 from hybridpar.compress.scratch import Scratch
+from hybridpar.errors import UsageError
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,15 +73,22 @@ class Traffic:
     Attributes:
         payload: Handed to collectives.
         wire: Sent to others, by the collectives' own factor: 2 (K - 1) / K of the payload for a ring's all-reduce.
+        pull: Of these, bytes of results: what owners of stripes send to all, and the second half of an all-reduce.
         laps: Where its time went; None for a step that has not been done.
     """
 
     payload: int = 0
     wire: int = 0
+    pull: int = 0
     laps: Laps | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def push(self) -> int:
+        """Bytes sent to where gradients are added up."""
+        return self.wire - self.pull
+
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.payload + other.payload, self.wire + other.wire)
+        return Traffic(self.payload + other.payload, self.wire + other.wire, self.pull + other.pull)
 
 
 class _Fused:
@@ -93,7 +101,8 @@ class _Fused:
         self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=members[0][0].spec.device)
         self._parts = [(coder, (view,)) for (coder, _), view in zip(members, split(self._buffer, sizes), strict=True)]
         payload = self._buffer.numel() * first.dtype.itemsize
-        self.traffic = Traffic(payload, 2 * payload * (workers - 1) // workers)
+        wire = 2 * payload * (workers - 1) // workers
+        self.traffic = Traffic(payload, wire, wire // 2)
 
     def requests(self, laps: Laps) -> Iterator[Request]:
         for coder, parts in self._parts:
@@ -128,9 +137,8 @@ class _Sharded:
         self._from_all = _by_coder(split(self._received, self._out_sizes), [sent[rank]] * workers)
         self._merged = [views[0] for views in _by_coder([self._own], [merged[rank]])]
         self._all_merged = _by_coder(split(self._gathered, [most] * workers), merged)
-        self.traffic = Traffic(
-            self._inp.numel() + most, self._inp.numel() - self._in_sizes[rank] + (workers - 1) * most
-        )
+        pull = (workers - 1) * most
+        self.traffic = Traffic(self._inp.numel() + most, self._inp.numel() - self._in_sizes[rank] + pull, pull)
 
     def requests(self, laps: Laps) -> Iterator[Request]:
         for coder, parts in zip(self._coders, self._to_owners, strict=True):
@@ -148,9 +156,53 @@ class _Sharded:
         laps.end(Turn.DECODE)
 
 
+class _Gathered:
+    """The messages of one round that everybody receives from everybody."""
+
+    def __init__(self, index: int, first: Round, members: Sequence[tuple[Coder, Round]], workers: int) -> None:
+        self._index, self._coders = index, [coder for coder, _ in members]
+        sizes = [sum(entry.sizes) for _, entry in members]
+        device = members[0][0].spec.device
+        self._own = torch.zeros(sum(sizes), dtype=first.dtype, device=device)
+        self._all = torch.zeros(workers * sum(sizes), dtype=first.dtype, device=device)
+        self._mine = _by_coder([self._own], [sizes])
+        self._views = _by_coder(split(self._all, [sum(sizes)] * workers), [sizes] * workers)
+        payload = self._own.numel() * first.dtype.itemsize
+        self.traffic = Traffic(payload, (workers - 1) * payload)
+
+    def requests(self, laps: Laps) -> Iterator[Request]:
+        for coder, parts in zip(self._coders, self._mine, strict=True):
+            coder.write(self._index, parts)
+        laps.end(Turn.ENCODE)
+        yield AllGather(self._all, self._own)
+        laps.end(Turn.WIRE)
+        for coder, parts in zip(self._coders, self._views, strict=True):
+            coder.read(self._index, parts)
+        laps.end(Turn.DECODE)
+
+
 def split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     """Pieces of these sizes from the start on; what is left over belongs to none."""
     return [tensor[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True)]
+
+
+def _check_gradient(spec: TensorSpec, gradient: Tensor) -> None:
+    if gradient.layout == torch.strided and gradient.dtype == torch.float32 and gradient.shape == (spec.count,):
+        return
+    kind = "" if gradient.layout == torch.strided else "sparse "
+    fix = "Hand over gradients as views: parameter.grad.view(-1)."
+    if kind:
+        fix = "Give layers such as nn.Embedding sparse=False, or leave their parameters out of the exchange."
+    elif gradient.dtype != torch.float32:
+        fix = "Keep the parameters in float32; a complex one can be trained as torch.view_as_real."
+    elif gradient.numel() != spec.count:
+        fix = "Bind a new coder where a layer changes its shape; what was kept for the old shape ends with it."
+    raise UsageError(
+        f"the gradient of {spec.name!r} is {kind}{gradient.dtype} of shape {tuple(gradient.shape)}, "
+        f"and torch.float32 of shape {(spec.count,)} is needed",
+        "Codecs take dense gradients, flat, of the shape that they were bound to.",
+        fix,
+    )
 
 
 def _by_coder(regions: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> list[tuple[Tensor, ...]]:
@@ -178,7 +230,7 @@ class Exchange:
         self.coders = tuple(coders)
         self._workers = coders[0].spec.workers
         self._rounds: tuple[tuple[Round, ...], ...] = ()
-        self._stages: list[_Fused | _Sharded] = []
+        self._stages: list[_Fused | _Sharded | _Gathered] = []
         self._laps: Laps | None = None
         scratch = Scratch(coders[0].spec.device)
         for coder in coders:
@@ -198,16 +250,14 @@ class Exchange:
             outs: Where the mean over the workers goes, or the sum; 1-D float32. They may be the gradients.
 
         Raises:
-            ValueError: A gradient is not flat, not float32, or of another size than its parameter.
+            UsageError: A gradient is sparse, not flat, not float32, or of another size than the parameter that its
+                coder is bound to. Nothing was started then, and `rollback` is not needed.
         """
         self._lay_out()
         laps = self._laps = Laps(self.coders[0].spec.device)
         for coder, gradient in zip(self.coders, gradients, strict=True):
-            if gradient.dtype != torch.float32 or gradient.shape != (coder.spec.count,):
-                raise ValueError(
-                    f"the gradient of {coder.spec.name!r} is {gradient.dtype} of shape {tuple(gradient.shape)}, "
-                    f"and torch.float32 of shape {(coder.spec.count,)} is needed"
-                )
+            _check_gradient(coder.spec, gradient)
+        for coder, gradient in zip(self.coders, gradients, strict=True):
             coder.begin(gradient)
         laps.end(Turn.ENCODE)
         for stage in self._stages:
@@ -223,7 +273,8 @@ class Exchange:
             Bytes that it took, and where its time went.
 
         Raises:
-            ValueError: The coders are not bound to this worker of the group, or a gradient does not fit.
+            ValueError: The coders are not bound to this worker of the group.
+            UsageError: A gradient does not fit.
         """
         spec = self.coders[0].spec
         if (spec.rank, spec.workers) != (group.rank, group.size):
@@ -272,5 +323,7 @@ class Exchange:
             for (meeting, _), members in kinds.items():
                 if meeting is Meeting.SHARD:
                     self._stages.append(_Sharded(index, members, self._workers))
+                elif meeting is Meeting.GATHER:
+                    self._stages.append(_Gathered(index, members[0][1], members, self._workers))
                 else:
                     self._stages.append(_Fused(index, members[0][1], members, self._workers))

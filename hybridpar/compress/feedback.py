@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybridpar.compress.codec import Codec, Coder, Round, TensorSpec
 from hybridpar.compress.codecs.none import Full
+from hybridpar.compress.redivide import divide
 from hybridpar.compress.residual import NO_RESIDUAL, KeptResidual, Residual
 from hybridpar.compress.scratch import Scratch
 from hybridpar.errors import CheckpointError, UsageError
@@ -205,7 +206,19 @@ class FeedbackCoder(Coder):
                 "Resume with the same of these, or without residuals.",
             )
         self._inner.load_state_dict(state["inner"])
-        for key, residual in saved.items():
+        self._take_over(state, saved)
+
+    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """See `Coder`. What other than these many workers had not sent is divided as `divide` says."""
+        if len(states) == self.spec.workers:
+            self.load_state_dict(states[self.spec.rank])
+            return
+        residuals = divide(self._config.inner, self.spec, [state["residuals"] for state in states])
+        self._inner.load_states([state["inner"] for state in states])
+        self._take_over(states[0], residuals)
+
+    def _take_over(self, state: Mapping[str, Any], residuals: Mapping[str, Tensor]) -> None:
+        for key, residual in residuals.items():
             self._kept[key].kept.copy_(residual)
         self._progress = _Progress(int(state["steps"]), float(state["learning_rate"]))
         self._flight = None

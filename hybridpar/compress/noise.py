@@ -32,7 +32,7 @@ class Noise:
 
     def __init__(self, spec: TensorSpec) -> None:
         self._spec = spec
-        self._generator = torch.Generator(device=spec.device)
+        self._generator: torch.Generator | None = None  # a coder of which only the bytes are asked draws nothing
         self._places = random.Random()
         self._ring = torch.empty(0)
         self._steps = 0
@@ -40,6 +40,8 @@ class Noise:
     def begin(self) -> None:
         """Start the draws of a step; they are the same until it is committed."""
         seed = self._spec.draw_seed("noise", self._spec.rank, self._steps)
+        if self._generator is None:
+            self._generator = torch.Generator(device=self._spec.device)
         self._generator.manual_seed(seed)
         self._places.seed(seed)
 
@@ -51,12 +53,24 @@ class Noise:
             scratch: Memory to borrow until the message is written.
         """
         self._ring = scratch.take("noise", min(count, CHUNK) * 5 // 4 + 1)
-        self._ring.uniform_(generator=self._generator).mul_(GRAINS).floor_().div_(GRAINS)
+        # 64 bits at a time are four grains; a draw of a float would cost as much as all of them.
+        drawn = scratch.take("drawn", -(-self._ring.numel() // 4), torch.int64)
+        grains = drawn.random_(-(1 << 63), None, generator=self._generator).view(torch.int16)
+        self._ring.copy_(grains[: self._ring.numel()]).add_(GRAINS // 2).div_(GRAINS)
 
     def take(self, count: int) -> Tensor:
         """Noise for so many values, at most a chunk: uniform in [0, 1), to be read only."""
-        start = self._places.randrange(self._ring.numel() - count + 1)
+        start = self.place(count)
         return self._ring[start : start + count]
+
+    @property
+    def ring(self) -> Tensor:
+        """What `draw` drew last."""
+        return self._ring
+
+    def place(self, count: int) -> int:
+        """Where in the ring the noise of so many values begins; each call draws anew, as `take` does."""
+        return self._places.randrange(self._ring.numel() - count + 1)
 
     def commit(self) -> None:
         """The step counts; the next one draws anew."""

@@ -8,6 +8,7 @@ Three layouts:
 * **fields**: values of w bits, so many as fit into a word of 8, 32 or 64 bits. Of W words, word j holds values j,
   j + W, ..., so that packing is a shift of a contiguous slice. Words can be added, by any collective, as long as
   no field outgrows its w bits: then nothing carries into the next.
+* **planes**: fields that nobody adds, 8 in w bytes, so that no bit is left over; a word is a byte of each of w planes.
 
 Bits and pairs use numpy on a CPU, which has both as vectorised operations; elsewhere torch.
 """
@@ -22,9 +23,13 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress.scratch import CHUNK, Scratch
+from hybridpar.errors import UsageError
 
 #: Messages begin at multiples of this, so that they can be looked at as any type.
 ALIGN = 8
+
+#: Whole numbers below this are exact in float32.
+_EXACT = 1 << 24
 
 #: Words with the bits that may be used in them. The sign bit of a signed word stays free, so that no sum overflows.
 _WORDS = ((torch.uint8, 8), (torch.int32, 31), (torch.int64, 63))
@@ -54,6 +59,22 @@ def pack_bits(bits: Tensor, out: Tensor) -> None:
     padded = torch.zeros(out.numel() * 8, dtype=torch.uint8, device=bits.device)
     padded[: bits.numel()] = bits
     out.copy_((padded.view(-1, 8) << _shifts(bits.device)).sum(1, dtype=torch.uint8))
+
+
+def count_ones(bits: Tensor, packed: Tensor) -> Tensor:
+    """How many bits of each row are set, float32; from the packed bits where rows are whole words of them.
+
+    Args:
+        bits: bool, one row per group.
+        packed: What `pack_bits` made of all rows.
+    """
+    rows, length = bits.shape
+    if bits.device.type == "cpu" and length % 64 == 0:
+        words = packed.numpy()[: rows * length // 8].reshape(rows, -1)
+        if words.ctypes.data % 8 == 0:
+            words = words.view(np.uint64)
+        return torch.from_numpy(np.bitwise_count(words).sum(1, dtype=np.int32)).to(torch.float32)
+    return bits.view(torch.uint8).sum(1, dtype=torch.int32).to(torch.float32)
 
 
 def unpack_bits(packed: Tensor, count: int) -> Tensor:
@@ -96,7 +117,8 @@ def select(bits: Tensor, one: Tensor, zero: Tensor, out: Tensor) -> None:
         out: float32 of the shape of `bits`, contiguous.
     """
     first, second = zero.view(torch.int32), one.view(torch.int32)
-    mask = out.view(torch.int32).copy_(bits.view(torch.uint8)).neg_()
+    # A byte of -1 becomes a word of -1; bytes are four times as fast to negate.
+    mask = out.view(torch.int32).copy_(bits.view(torch.int8).neg())
     mask.bitwise_and_(first ^ second).bitwise_xor_(first)
 
 
@@ -179,8 +201,30 @@ class Fields:
 
     @classmethod
     def summable(cls, count: int, largest: int, workers: int) -> Fields:
-        """The layout for values of 0 to `largest` that so many workers may add without a carry."""
+        """The layout for values of 0 to `largest` that so many workers may add without a carry.
+
+        Raises:
+            UsageError: The sum is not exact in float32, in which it is decoded.
+        """
+        if largest * workers >= _EXACT:
+            bits = ((_EXACT - 1) // workers + 2).bit_length() - 2  # of the magnitude: the largest of 2 (2**bits - 1)
+            raise UsageError(
+                f"codes of 0 to {largest} added up over {workers} workers",
+                f"A sum has to stay below {_EXACT}, to be exact in float32.",
+                f"Use bits, or the first of levels, of at most {bits}; or qsgd_mn:meet=shard, which adds no codes.",
+            )
         return cls.of(count, (largest * workers).bit_length())
+
+    @classmethod
+    def dense(cls, count: int, largest: int) -> Fields:
+        """The layout of the fewest bytes for values of 0 to `largest` that are not added."""
+        width = largest.bit_length()
+        return min(cls.of(count, width), Planes(count, width, torch.uint8, 8), key=lambda fields: fields.bytes)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every value lies in one word; compiled kernels read no others."""
+        return True
 
     @property
     def words(self) -> int:
@@ -191,6 +235,14 @@ class Fields:
     def bytes(self) -> int:
         """Bytes of the words."""
         return self.words * self.word.itemsize
+
+    def runs(self) -> Iterator[tuple[int, int]]:
+        """For each chunk of words, and each place in them, the range of values there; empty ranges included."""
+        for first in range(0, self.words, CHUNK):
+            long = min(CHUNK, self.words - first)
+            for place in range(self.per_word):
+                start = min(place * self.words + first, self.count)
+                yield start, min(start + long, self.count)
 
     def pack(self, out: Tensor, code: Callable[[int, int, Tensor], None], scratch: Scratch) -> None:
         """Fill words.
@@ -240,6 +292,66 @@ class Fields:
             stop = min(start + count, self.count)
             if start < stop:
                 yield place, start, stop
+
+
+class Planes(Fields):
+    """Values that lie 8 in `width` bytes, some of them in two bytes. They cannot be added."""
+
+    @property
+    def whole(self) -> bool:
+        """See `Fields`."""
+        return False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all planes."""
+        return self.words * self.width
+
+    def pack(self, out: Tensor, code: Callable[[int, int, Tensor], None], scratch: Scratch) -> None:
+        """See `Fields`; `out` has `bytes` elements."""
+        _expect(out, self.bytes)
+        planes = out.view(self.width, self.words)
+        for first, words in self._chunks(planes[0]):
+            chunk = planes[:, first : first + words.numel()]
+            chunk.zero_()
+            for place, start, stop in self._slices(first, words.numel()):
+                values, count = scratch.take("field values", stop - start), stop - start
+                code(start, stop, values)
+                whole = scratch.take("field words", count, torch.int32).copy_(values)
+                for plane, shift in self._bytes_of(place):
+                    part = scratch.take("field parts", count, torch.int32)
+                    _shift_left(whole, shift, part).bitwise_and_(255)
+                    chunk[plane, :count].bitwise_or_(part.to(torch.uint8))
+
+    def unpack(self, words: Tensor, use: Callable[[int, int, Tensor], None], scratch: Scratch) -> None:
+        """See `Fields`; `words` has `bytes` elements."""
+        _expect(words, self.bytes)
+        planes = words.view(self.width, self.words)
+        mask = (1 << self.width) - 1
+        for first, row in self._chunks(planes[0]):
+            chunk = planes[:, first : first + row.numel()]
+            for place, start, stop in self._slices(first, row.numel()):
+                count = stop - start
+                whole = scratch.take("field words", count, torch.int32).zero_()
+                for plane, shift in self._bytes_of(place):
+                    part = scratch.take("field parts", count, torch.int32).copy_(chunk[plane, :count])
+                    whole.bitwise_or_(_shift_left(part, -shift, part))
+                values = scratch.take("field values", count)
+                values.copy_(whole.bitwise_and_(mask))
+                use(start, stop, values)
+
+    def _bytes_of(self, place: int) -> Iterator[tuple[int, int]]:
+        """Planes that hold bits of a place, and how far its values are shifted to the left to fit there."""
+        begin = place * self.width
+        for plane in range(begin // 8, -(-(begin + self.width) // 8)):
+            yield plane, begin - 8 * plane
+
+
+def _shift_left(values: Tensor, shift: int, out: Tensor) -> Tensor:
+    """Shift whole numbers that are not negative, to the right where the shift is."""
+    if shift < 0:
+        return torch.bitwise_right_shift(values, -shift, out=out)
+    return torch.bitwise_left_shift(values, shift, out=out)
 
 
 def _shifts(device: torch.device) -> Tensor:

@@ -102,6 +102,11 @@ class ShardedCoder(Coder):
         self._residuals: Mapping[str, Residual] = NO_RESIDUAL
 
     @property
+    def quantiser(self) -> Quantiser:
+        """How a stripe becomes bytes."""
+        return self._quantiser
+
+    @property
     def rounds(self) -> tuple[Round, ...]:
         """One round, sharded."""
         return self._rounds

@@ -10,10 +10,13 @@ and writing it again gives one text for one meaning: options in a fixed order, w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 import hybridpar.compress.codecs  # noqa: F401 - enters all codecs into the registry
 from hybridpar.compress.cast import Cast
@@ -22,6 +25,7 @@ from hybridpar.compress.codecs.none import Full
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.errors import UsageError, nearest
 
+_TWICE = "The codec accumulates momentum on each worker before it chooses what to send; twice would be too much."
 _WORDS = {"on": True, "true": True, "off": False, "false": False}
 
 
@@ -82,6 +86,28 @@ def format_codec(codec: Codec) -> str:
     return f"{core.name}:{tail}" if tail else core.name
 
 
+def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
+    """Check that no momentum is kept twice.
+
+    Args:
+        codec: What gradients travel as.
+        optimizer: What they are given to.
+
+    Raises:
+        UsageError: The codec keeps the momentum itself, and the optimizer has one, too.
+    """
+    if not codec.refuses_momentum:
+        return
+    kind, name = type(optimizer).__name__, format_codec(codec)
+    for group in optimizer.param_groups:
+        if "betas" in group:
+            fix = "Use torch.optim.SGD with momentum=0 (--optimizer sgd --momentum 0)."
+            raise UsageError(f"codec {name!r} with {kind}, whose betas are {group['betas']}", _TWICE, fix)
+        if group.get("momentum"):
+            fix = f"Set momentum=0 in {kind} (--momentum 0); the codec's own is the option momentum of {name!r}."
+            raise UsageError(f"codec {name!r} with momentum={group['momentum']:g} in {kind}", _TWICE, fix)
+
+
 def _split(text: str, tail: str) -> dict[str, str]:
     given: dict[str, str] = {}
     for part in tail.split(",") if tail.strip() else ():
@@ -94,6 +120,7 @@ def _split(text: str, tail: str) -> dict[str, str]:
     return given
 
 
+@functools.cache
 def _options(kind: type[Codec]) -> Mapping[str, Any]:
     """Options of a codec with their types, in order; the codec inside a wrapper is not one."""
     types_of = typing.get_type_hints(kind)
@@ -128,6 +155,12 @@ def _changed(codec: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _refuse_feedback_of(codec: Codec) -> None:
     core = codec.inner if isinstance(codec, Cast) else codec
+    if not core.takes_feedback:
+        raise UsageError(
+            f"codec {core.name!r} with error feedback",
+            "What it leaves out is remembered by a rule of its own, or not at all.",
+            "Leave out feedback=on.",
+        )
     if not core.biased:
         raise UsageError(
             f"codec {core.name!r} with error feedback",

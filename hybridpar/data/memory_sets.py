@@ -42,20 +42,8 @@ def _digits(config: DataConfig) -> ImageData:
     Split into 1,437 training and 360 test images, each digit in proportion, always in the same way. Writers are not
     known, so the same hand may be in both parts. Digits are shifted in training but never mirrored.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise DataError(
-            f"the data set digits comes with scikit-learn, which cannot be imported: {error}",
-            fix="Install it: pip install 'hybridpar[demo]'",
-        ) from error
     size = config.image_size or 32
-    digits = load_digits()
-    grey = torch.from_numpy(digits.images).to(torch.float32)[:, None]
-    grey = functional.interpolate(grey, (size, size), mode="bilinear", align_corners=False)
-    # The originals count black pixels of 4x4 cells: 0 to 16.
-    images = (grey * (255 / 16)).round().clamp(0, 255).to(torch.uint8).repeat(1, 3, 1, 1)
-    labels: IntArray = digits.target.astype(np.int64)
+    images, labels = digit_images(size)
     train, test = split_by_class(labels, proportional_counts(np.bincount(labels), DIGITS_TRAIN), FIXED_SEED)
     return _in_memory(
         "digits",
@@ -64,6 +52,28 @@ def _digits(config: DataConfig) -> ImageData:
         size=size,
         statistics=DIGITS_STATISTICS,
     )
+
+
+def digit_images(size: int) -> tuple[Tensor, IntArray]:
+    """All 1,797 digits of scikit-learn, in its order: uint8 of shape (1797, 3, size, size), and what they show.
+
+    Raises:
+        DataError: scikit-learn is missing.
+    """
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError(
+            f"the data set digits comes with scikit-learn, which cannot be imported: {error}",
+            fix="Install it: pip install 'hybridpar[demo]'",
+        ) from error
+    digits = load_digits()
+    grey = torch.from_numpy(digits.images).to(torch.float32)[:, None]
+    grey = functional.interpolate(grey, (size, size), mode="bilinear", align_corners=False)
+    # The originals count black pixels of 4x4 cells: 0 to 16.
+    images = (grey * (255 / 16)).round().clamp(0, 255).to(torch.uint8).repeat(1, 3, 1, 1)
+    labels: IntArray = digits.target.astype(np.int64)
+    return images, labels
 
 
 def proportional_counts(sizes: IntArray, total: int) -> list[int]:

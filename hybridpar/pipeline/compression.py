@@ -13,12 +13,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridpar.compress import Coder, Exchange, Laps, Policy, TensorSpec, TorchGroup, Turn, read_policy
+from hybridpar.compress import Coder, Exchange, Laps, Policy, TensorSpec, TorchGroup, Turn, format_codec, read_policy
 from hybridpar.compress.codecs.none import Full
+from hybridpar.compress.hierarchy import NodeExchange
+from hybridpar.compress.kernels import prepare
+from hybridpar.compress.redivide import put_together as put_together
+from hybridpar.compress.redivide import restore
 from hybridpar.errors import SyncError
 from hybridpar.pipeline.buckets import Bucket
 from hybridpar.pipeline.collective import BackendSum, SumGroup
 from hybridpar.pipeline.control import all_reduce_bytes, start_copy
+from hybridpar.pipeline.node_worlds import NodeWorlds
 from hybridpar.pipeline.sync_figures import BucketCost, SyncCosts
 from hybridpar.pipeline.world import World
 
@@ -68,24 +73,38 @@ class Compression:
         world: The workers, at least two.
         groups: What the sync lanes add on.
         seed: For what codecs draw at random; equal on all workers.
+        nodes: Where gradients travel in full precision inside of nodes, and as the policy says between them.
 
     Raises:
         SyncError: The workers meet in shared memory, where only sums can be taken.
     """
 
-    def __init__(self, policy: Policy, world: World, groups: Sequence[SumGroup], seed: int = 0) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        world: World,
+        groups: Sequence[SumGroup],
+        seed: int = 0,
+        nodes: NodeWorlds | None = None,
+    ) -> None:
         if not all(isinstance(group, BackendSum) for group in groups):
             raise SyncError(
                 f"codec {str(policy)!r} between workers that share memory",
                 "Shared memory only adds; a codec needs the collectives of a process group.",
                 "Join with World.join(shared_memory=False).",
             )
+        for rule in policy.rules:
+            prepare(rule.codec, world.device)
         self.policy = policy
         self._world = world
         self._seed = seed
+        self._nodes = nodes
+        self._groups = list(groups)
+        # Who exchanges by the codec: all workers, or those of equal place on all nodes.
+        self._party = world if nodes is None else nodes.across
         self._coders: dict[str, Coder] = {}
         self._saved: dict[str, Any] = {}
-        self._exchanges: dict[int, Exchange] = {}
+        self._exchanges: dict[int, Exchange | NodeExchange] = {}
         self._steps = 0
         self._undecided: tuple[Committed, list[str], SyncCosts | None] | None = None
 
@@ -94,10 +113,9 @@ class Compression:
         self.catch_up()
         self._exchanges = {}
         for bucket in buckets:
-            if bucket.dtype == torch.float32:
-                coders = [self._coder(slot.name, slot.parameter) for slot in bucket.slots]
-                if not all(map(_is_plain, coders)):
-                    self._exchanges[bucket.index] = Exchange(coders)
+            shapes = {slot.name: tuple(slot.parameter.shape) for slot in bucket.slots}
+            if bucket.dtype == torch.float32 and any(self._changes(name, shape) for name, shape in shapes.items()):
+                self._exchanges[bucket.index] = self._exchange(bucket)
 
     def add(self, bucket: Bucket, flat: Tensor, group: SumGroup) -> BucketCost:
         """Replace a bucket's gradients by what the workers make of their sum; equal bit for bit on all of them.
@@ -116,6 +134,10 @@ class Compression:
         exchange = self._exchanges.get(bucket.index)
         if exchange is None:
             return add_plainly(bucket, flat, group, self._world.size)
+        if isinstance(exchange, NodeExchange):
+            assert self._nodes is not None
+            done = self._nodes.run(exchange, self._groups.index(group), flat)
+            return BucketCost(all_reduce_bytes(4 * exchange.led, self._party.size), done.wire, done.laps)
         assert isinstance(group, BackendSum)
         sizes = [slot.parameter.numel() for slot in bucket.slots]
         parts: list[Tensor] = list(torch.split(flat, sizes))
@@ -162,44 +184,89 @@ class Compression:
     def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
         """For each parameter the codec that it travels as, and bytes of a step: as it is, and as that codec.
 
-        What a worker sends to others, as `SyncFigures` counts it. Warm-ups are over.
+        What a worker sends to others, as `SyncFigures` counts it; with nodes what the leader of the parameter sends to
+        other nodes, and a collective of the node. Warm-ups are over.
         """
-        workers, rows = self._world.size, {}
+        workers = self._party.size
+        rows: dict[str, tuple[str, int, int]] = {}
         for name, coder in self._coders.items():
             full = all_reduce_bytes(4 * coder.spec.count, workers)
             sent = sum(entry.sent(workers) for entry in coder.lasting_rounds)
             rows[name] = ("none", full, full) if _is_plain(coder) else (self.policy.text_of(name), full, sent)
+        if self._nodes is not None:
+            for others in self._nodes.inside.gather(rows):
+                assert isinstance(others, dict)
+                rows |= others
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """What this worker needs to go on bit for bit: the policy, and the codecs' state by parameter."""
+        """What this worker needs to go on bit for bit: the policy, the codecs' state, and the worker's place."""
         self.catch_up()
         parameters = {name: coder.state_dict() for name, coder in self._coders.items()}
-        return {"codec": str(self.policy), "parameters": parameters}
+        place = {"rank": self._party.rank, "workers": self._party.size, "nodes": self._node_sizes}
+        leaders = {} if self._nodes is None else {"leaders": dict(self._nodes.leaders.chosen)}
+        return {"codec": str(self.policy), **place, **leaders, "parameters": parameters}
+
+    @property
+    def _node_sizes(self) -> list[int]:
+        return [] if self._nodes is None else [len(node) for node in self._nodes.nodes.members]
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state is of this worker's own place and parameters; else those of all workers are needed."""
+        own = (self._party.rank, self._party.size, self._node_sizes)
+        theirs = (state.get("rank"), state.get("workers"), state.get("nodes"))
+        return own == theirs and (not self._coders or self._coders.keys() == state["parameters"].keys())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; what another policy kept means nothing to this one, and is left.
+        """Restore what `state_dict` returned, or what `put_together` made of what it returned on all workers of a run.
+
+        What another policy kept means nothing to this one, and is left; so is one worker's state that does not fit.
 
         Raises:
             CheckpointError: A parameter's state does not fit it.
         """
-        if state["codec"] != str(self.policy):
+        whole = "rank" not in state
+        if state["codec"] != str(self.policy) or not (whole or self.fits(state)):
             return
         self.catch_up()
         self._saved = dict(state["parameters"])
+        if self._nodes is not None and "leaders" in state:
+            self._nodes.leaders.adopt(state["leaders"])
+            self._coders.clear()  # made again, by those who lead now, when buckets are cut
+            return
         for name, coder in self._coders.items():
             if name in self._saved:
-                coder.load_state_dict(self._saved.pop(name))
+                restore(coder, self._saved.pop(name))
+
+    def close(self) -> None:
+        """Leave the groups that were made for it. Safe to call twice."""
+        if self._nodes is not None:
+            self._nodes.close()
+
+    def _changes(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether a parameter travels as something else than it is; equal on all workers, whoever leads it."""
+        codec = self.policy.codec_of(name)
+        return codec.fits(shape) and format_codec(codec) != "none"
+
+    def _exchange(self, bucket: Bucket) -> Exchange | NodeExchange:
+        if self._nodes is None:
+            return Exchange([self._coder(slot.name, slot.parameter) for slot in bucket.slots])
+        sizes = [slot.parameter.numel() for slot in bucket.slots]
+        coders = [
+            self._coder(slot.name, slot.parameter) if self._nodes.leads(slot.name, size) else None
+            for slot, size in zip(bucket.slots, sizes, strict=True)
+        ]
+        return NodeExchange(sizes, coders)
 
     def _coder(self, name: str, parameter: Tensor) -> Coder:
         if name not in self._coders:
-            world = self._world
+            party = self._party
             spec = TensorSpec(
-                name, tuple(parameter.shape), world.rank, world.size, self._seed, parameter.device, average=False
+                name, tuple(parameter.shape), party.rank, party.size, self._seed, parameter.device, average=False
             )
             self._coders[name] = coder = self.policy.bind(spec)
             if name in self._saved:
-                coder.load_state_dict(self._saved.pop(name))
+                restore(coder, self._saved.pop(name))
         return self._coders[name]
 
 
@@ -213,15 +280,36 @@ def add_plainly(bucket: Bucket, flat: Tensor, group: SumGroup, workers: int) -> 
     return BucketCost(sent, sent, laps)
 
 
-def make_compression(codec: str | Policy, world: World, groups: Sequence[SumGroup], seed: int) -> Compression | None:
-    """What `--compress` asks for; None where gradients are added as they are.
+def codec_states(state: Any) -> list[Mapping[str, Any]]:
+    """What codecs kept, found in what an engine's `state_dict` returned on a worker; one entry per stage."""
+    if not isinstance(state, Mapping):
+        return []
+    if "parameters" in state and "codec" in state:
+        return [state]
+    return [found for entry in state.values() for found in codec_states(entry)]
+
+
+def make_compression(
+    codec: str | Policy, world: World, groups: Sequence[SumGroup], seed: int, hierarchy: bool = False
+) -> Compression | None:
+    """What `--compress` asks for; None where gradients are added as they are; a collective.
+
+    Args:
+        codec: A policy or its text.
+        world: The workers.
+        groups: What the sync lanes add on.
+        seed: For what codecs draw at random.
+        hierarchy: Use codecs between nodes alone, where there are several and one of them has several workers.
 
     Raises:
         UsageError: The text names no policy.
         SyncError: See `Compression`.
     """
     policy = read_policy(codec) if isinstance(codec, str) else codec
-    return None if policy.changes_nothing else Compression(policy, world, groups, seed)
+    if policy.changes_nothing:
+        return None
+    nodes = NodeWorlds.open(world, len(groups)) if hierarchy else None
+    return Compression(policy, world, groups, seed, nodes)
 
 
 def _is_plain(coder: Coder) -> bool:

@@ -32,21 +32,6 @@ _SHARED = Path("/dev/shm")
 Gather = Callable[[object], list[object]]
 
 
-def host_identity() -> str:
-    """Equal in two processes exactly where they may share memory and nothing lies between them.
-
-    Processes of one machine in different network namespaces count as different hosts: who puts workers there wants
-    their traffic on the link between the namespaces.
-    """
-    parts = [socket.gethostname()]
-    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/net", "/proc/self/ns/ipc"):
-        try:
-            parts.append(os.readlink(path) if path.startswith("/proc/self/ns") else Path(path).read_text().strip())
-        except OSError:
-            parts.append("?")
-    return "|".join(parts)
-
-
 def shared_directory() -> tempfile.TemporaryDirectory[str]:
     """A directory in memory where workers meet. It is removed once they have, so nothing outlives the job."""
     return tempfile.TemporaryDirectory(prefix="hybridpar-", dir=_SHARED if _SHARED.is_dir() else None)

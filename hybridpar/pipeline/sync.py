@@ -60,6 +60,8 @@ class SyncOptions:
             Anything but `none` needs process groups.
         fidelity: What `auto` may choose from: `exact`, `close` or `lossy`.
         seed: For what codecs draw at random.
+        hierarchy: Where there are several nodes, and one of them has several workers, codecs are used between nodes
+            alone.
     """
 
     bucket_bytes: int = 8 << 20
@@ -70,6 +72,7 @@ class SyncOptions:
     codec: str | Policy = "none"
     fidelity: str = "exact"
     seed: int = 0
+    hierarchy: bool = True
 
     @property
     def policy(self) -> Policy:
@@ -156,6 +159,7 @@ class GradientSync:
                 open_sync_lanes(world, lanes, spared=int(synced)),
                 self.options.codec,
                 self.options.seed,
+                self.options.hierarchy,
             )
             if world.size > 1
             else LocalGradients(parameters, world.device, self._measure)

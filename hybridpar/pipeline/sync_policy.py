@@ -6,10 +6,13 @@ problem is everybody's, and nobody is left waiting.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
-from hybridpar.compress import Policy, read_policy
+import torch
+
+from hybridpar.compress import Policy, check_optimizer, read_policy
 from hybridpar.errors import HybridparError, UsageError
 from hybridpar.pipeline.world import World
 
@@ -68,18 +71,26 @@ def agree_on_policy(codec: str | Policy, names: Collection[str], world: World, f
     return mine
 
 
-def check_compression(codec: str | Policy, names: Collection[str], replicas: int) -> None:
+def check_compression(
+    codec: str | Policy, names: Collection[str], replicas: int, optimizers: Iterable[torch.optim.Optimizer] = ()
+) -> None:
     """Check what `--compress` says also where nothing is exchanged, and say so.
 
     Args:
         codec: A policy or its text, which may be `auto`.
         names: All parameters of the model.
         replicas: Workers that exchange gradients.
+        optimizers: What gradients are given to.
 
     Raises:
-        UsageError: There is no such policy.
+        UsageError: There is no such policy, or momentum would be kept twice, by a codec and by an optimizer.
     """
-    if replicas == 1 and not is_auto(codec) and not _read(codec, names).changes_nothing:
+    if is_auto(codec):
+        return
+    policy = _read(codec, names)
+    for rule, optimizer in itertools.product(policy.rules, optimizers):
+        check_optimizer(rule.codec, optimizer)
+    if replicas == 1 and not policy.changes_nothing:
         _log.warning("--compress %s can gain nothing: there is one replica, and its gradients go nowhere", codec)
 
 

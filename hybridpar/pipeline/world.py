@@ -26,7 +26,8 @@ import torch.distributed as dist
 from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError
 from hybridpar.pipeline.collective import BackendSum, SumGroup
 from hybridpar.pipeline.rendezvous import first_line, initialise, new_group
-from hybridpar.pipeline.shared_memory import SharedMemorySum, host_identity
+from hybridpar.pipeline.shared_memory import SharedMemorySum
+from hybridpar.process import host_identity
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class World:
             ) from error
         return world
 
-    def split(self, parties: Sequence[Sequence[int]], lanes: int = 2) -> World:
+    def split(self, parties: Sequence[Sequence[int]], lanes: int = 2, *, shared_memory: bool | None = None) -> World:
         """Divide the workers into parties and return this worker's, as a world of its own; a collective.
 
         The new world has its own sums and control group, and is closed apart from this one, which stays as it is.
@@ -127,6 +128,7 @@ class World:
         Args:
             parties: The ranks of every party, the same on all workers. In a party workers keep their order.
             lanes: Number of sync lanes of each party.
+            shared_memory: Whether CPU workers of a party may share memory; default: as here.
 
         Raises:
             UsageError: A worker is in no party or in several, or this world is a party itself.
@@ -151,7 +153,7 @@ class World:
             len(mine),
             self.device,
             self.timeout,
-            share_memory=self.share_memory,
+            share_memory=self.share_memory if shared_memory is None else shared_memory,
             members=mine,
             job_size=self.job_size,
         )

@@ -142,7 +142,7 @@ def other_codec(world: World) -> str:
     _ddp, state = make("onebit", net())
     assert state is not None
     with state, pytest.raises(CheckpointError) as caught:
-        state.load_state_dict({"codec": "twobit", "parameters": {}})
+        state.load_state_dict({**state.state_dict(), "codec": "twobit"})
     return str(caught.value)
 
 

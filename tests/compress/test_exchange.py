@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from hybridpar.compress import Exchange, Meeting, TensorSpec, Traffic, bind, par
 from hybridpar.compress.exchange import AllGather, AllReduce, AllToAll
 from hybridpar.compress.sharded import cut_stripes
 from hybridpar.compress.together import meet
+from hybridpar.errors import UsageError
 from tests.compress.team import Team, same_bits
 
 SHAPES = {"a": (40, 33), "b": (9,), "c": (7, 40), "d": (5, 4, 3, 3)}
@@ -40,8 +43,6 @@ def test_messages_that_meet_alike_travel_together() -> None:
         kinds.append(type(request))
         if isinstance(request, AllReduce):
             assert request.meeting is Meeting.SUM
-        elif isinstance(request, AllToAll):
-            request.out.copy_(request.inp)
         else:
             request.out.copy_(request.inp)
     assert kinds == [AllToAll, AllGather, AllReduce, AllReduce]
@@ -49,10 +50,15 @@ def test_messages_that_meet_alike_travel_together() -> None:
 
 def test_bytes_on_the_wire() -> None:
     none = exchange_of({"a": "none"}, workers=4).traffic
-    assert none == Traffic(payload=4 * 1320, wire=2 * 4 * 1320 * 3 // 4)
+    assert none == Traffic(payload=4 * 1320, wire=2 * 4 * 1320 * 3 // 4, pull=4 * 1320 * 3 // 4)
     # 10 of 40 rows of 33 values for each of 4 workers: 80 bytes of levels, 330 bits in 42 bytes, up to a multiple of 8
     one = exchange_of({"a": "onebit"}, workers=4).traffic
-    assert one == Traffic(payload=5 * 128, wire=(3 + 3) * 128)
+    assert one == Traffic(payload=5 * 128, wire=(3 + 3) * 128, pull=3 * 128)
+    assert one.push == 3 * 128
+    # 14 of 1320 values and their places in 16 bits, to 3 others
+    top = exchange_of({"a": "topk"}, workers=4).traffic
+    assert top == Traffic(payload=56 + 32, wire=3 * 88)
+    assert top + one == Traffic(payload=88 + 640, wire=3 * 88 + 6 * 128, pull=3 * 128)
 
 
 def test_stripes_are_cut_as_cntk_does() -> None:
@@ -78,18 +84,47 @@ def test_workers_that_do_not_match_are_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    "gradient", [torch.zeros(9, dtype=torch.float64), torch.zeros(3, 3), torch.zeros(8)], ids=["type", "shape", "size"]
+    ("gradient", "fix"),
+    [
+        (torch.zeros(9, dtype=torch.float64), "in float32"),
+        (torch.zeros(9, dtype=torch.complex64), "view_as_real"),
+        (torch.zeros(9).to_sparse(), "sparse=False"),
+        (torch.zeros(9, 1), "view"),
+        (torch.zeros(8), "Bind a new coder"),
+    ],
+    ids=["type", "complex", "sparse", "shape", "size"],
 )
-def test_gradients_that_do_not_fit_are_named(gradient: torch.Tensor) -> None:
-    exchange = exchange_of({"b": "none"}, workers=1)
-    with pytest.raises(ValueError, match=r"gradient of 'b' is .* and torch.float32 of shape"):
-        next(exchange.requests([gradient], [torch.zeros(9)]))
+def test_gradients_that_do_not_fit_are_named(gradient: torch.Tensor, fix: str) -> None:
+    exchange = exchange_of({"a": "onebit", "b": "none"}, workers=1)
+    tensors = [torch.zeros(1320), gradient]
+    with pytest.raises(UsageError, match=r"gradient of 'b' is .* and torch.float32 of shape") as caught:
+        next(exchange.requests(tensors, tensors))
+    assert fix in caught.value.fix
+    exchange.rollback()  # nothing was started
+    right = [torch.zeros(1320), torch.zeros(9)]
+    exchange.run(_Copies(), right, right)
+    exchange.commit()
 
 
 class _Solo:
     """A group of one that carries out nothing."""
 
     size, rank = 1, 0
+
+
+class _Copies(_Solo):
+    """A group of one."""
+
+    def all_reduce(self, tensor: torch.Tensor, meeting: Meeting) -> None:
+        pass
+
+    def all_to_all(
+        self, out: torch.Tensor, inp: torch.Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]
+    ) -> None:
+        out.copy_(inp)
+
+    def all_gather(self, out: torch.Tensor, inp: torch.Tensor) -> None:
+        out.copy_(inp)
 
 
 def test_a_group_of_other_workers_is_refused() -> None:

@@ -96,7 +96,7 @@ def test_pairs_come_back(values: list[int]) -> None:
 
 
 def packed(fields: Fields, codes: Tensor) -> Tensor:
-    words = torch.empty(fields.words, dtype=fields.word)
+    words = torch.empty(fields.bytes // fields.word.itemsize, dtype=fields.word)
 
     def code(start: int, stop: int, into: Tensor) -> None:
         into.copy_(codes[start:stop])
@@ -149,6 +149,23 @@ def test_fields_longer_than_a_chunk() -> None:
 def test_fields_take_the_fewest_bytes(width: int, bits_per_value: float) -> None:
     fields = Fields.of(100_000, width)
     assert 8 * fields.bytes / fields.count <= bits_per_value
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 200), st.integers(1, 10_000), st.integers(0, 2**30))
+def test_what_nobody_adds_wastes_no_bit(count: int, largest: int, seed: int) -> None:
+    fields = Fields.dense(count, largest)
+    codes = torch.randint(0, largest + 1, (count,), generator=torch.Generator().manual_seed(seed))
+    codes[: count // 2] = largest
+    assert torch.equal(unpacked(fields, packed(fields, codes)).long(), codes)
+    assert fields.bytes <= -(-count // 8) * largest.bit_length()
+
+
+def test_planes_longer_than_a_chunk() -> None:
+    fields = Fields.dense(8 * CHUNK + 77, 30)
+    codes = torch.randint(0, 31, (fields.count,))
+    assert torch.equal(unpacked(fields, packed(fields, codes)).long(), codes)
+    assert 8 * fields.bytes / fields.count == pytest.approx(5, rel=1e-4)
 
 
 def test_fields_must_fit_into_a_word() -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.pipeline import shared_memory
-from hybridpar.pipeline.shared_memory import CHUNK_BYTES, SharedMemorySum, host_identity
+from hybridpar.pipeline.shared_memory import CHUNK_BYTES, SharedMemorySum
 from hybridpar.pipeline.world import World
+from hybridpar.process import host_identity
 from tests.ranks import run_ranks
 
 

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Codec, TensorSpec
-from hybridpar.compress.packing import at_least, bits_size, pack_bits, select, unpack_bits
+from hybridpar.compress.packing import at_least, bits_size, count_ones, pack_bits, select, unpack_bits
 from hybridpar.compress.residual import Residual
 from hybridpar.compress.scratch import CHUNK, Scratch
 from hybridpar.compress.sharded import Quantiser, ShardedCoder
@@ -45,6 +46,7 @@ class OneBit(Codec):
     name = "onebit"
     biased = True
     feedback = True
+    kernels = True
 
     def __post_init__(self) -> None:
         if self.group not in _GROUPS:
@@ -58,6 +60,7 @@ class OneBit(Codec):
 
     def bind(self, spec: TensorSpec) -> ShardedCoder:
         """See `Codec`."""
+        kernels.prepare(self, spec.device)
         return ShardedCoder(spec, SignQuantiser(spec.shape, self._by_columns(spec.shape)))
 
     def _by_columns(self, shape: Sequence[int]) -> bool:
@@ -93,6 +96,8 @@ class SignQuantiser(Quantiser):
         """See `Quantiser`."""
         groups, length = values.shape
         lower, upper, packed = _parts(out, groups)
+        if kernels.onebit_encode(values, residual, lower, upper, packed):
+            return
         for first, last in _chunks(groups, length):
             size = (last - first) * length
             v = residual.take(values[first:last], first * length)
@@ -100,13 +105,14 @@ class SignQuantiser(Quantiser):
             half = scratch.take("half", size).view(v.shape)
             a0, a1 = lower[first:last], upper[first:last]
             at_least(v, 0.0, bits)
-            ones = bits.view(torch.uint8).sum(1, dtype=torch.int32).to(torch.float32)
+            start = first * length // 8
+            own = packed[start : start + bits_size(size)]
+            pack_bits(bits.view(-1), own)
+            ones = count_ones(bits, own)
             torch.sum(torch.clamp(v, max=0, out=half), 1, out=a0)
             torch.sum(torch.clamp(v, min=0, out=half), 1, out=a1)
             a0.div_((length - ones).clamp_(min=1))
             a1.div_(ones.clamp_(min=1))
-            start = first * length // 8
-            pack_bits(bits.view(-1), packed[start : start + bits_size(size)])
             if residual.keeps:
                 select(bits, a1.unsqueeze(1), a0.unsqueeze(1), half)
                 v.sub_(half)
@@ -115,6 +121,8 @@ class SignQuantiser(Quantiser):
         """See `Quantiser`."""
         groups, length = out.shape
         lower, upper, packed = _parts(message, groups)
+        if kernels.onebit_decode(lower, upper, packed, out, divisor):
+            return
         a0, a1 = (lower / divisor).unsqueeze(1), (upper / divisor).unsqueeze(1)
         for first, last in _chunks(groups, length):
             bits = _bits(packed, first, last, length)
@@ -126,6 +134,8 @@ class SignQuantiser(Quantiser):
         """See `Quantiser`."""
         groups, length = total.shape
         lower, upper, packed = _parts(message, groups)
+        if kernels.onebit_add(lower, upper, packed, total):
+            return
         for first, last in _chunks(groups, length):
             bits = _bits(packed, first, last, length)
             decoded = scratch.take("half", bits.numel()).view(bits.shape)

@@ -85,7 +85,7 @@ class LowRank(Coder):
         # Factors of 16 bits are sent divided by K, so that their sum is no larger than they are.
         self._share = 1 / spec.workers if spec.wire != torch.float32 else 1.0
         draw = torch.Generator().manual_seed(spec.draw_seed("factor"))
-        self._q = orthonormal(torch.randn(self._columns, self._rank, generator=draw).to(spec.device))
+        self._q = orthonormal(torch.randn(self._columns, self._rank, generator=draw, device="cpu").to(spec.device))
         self._next_q = self._q
         self._p = self._matrix = torch.empty(0)
         self._residual = Residual()

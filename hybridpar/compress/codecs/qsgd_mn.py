@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, TensorSpec
 from hybridpar.compress.noise import Noise, NoisyCoder
 from hybridpar.compress.packing import Fields, magnitude
@@ -55,6 +56,7 @@ class QsgdMaxNorm(Codec):
     name = "qsgd_mn"
     biased = False
     stateful = True
+    kernels = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8:
@@ -70,6 +72,7 @@ class QsgdMaxNorm(Codec):
 
     def bind(self, spec: TensorSpec) -> Coder:
         """See `Codec`."""
+        kernels.prepare(self, spec.device)
         steps = 2**self.bits - 1
         return SummedLevels(spec, steps) if self.meet == "sum" else ShardedLevels(spec, steps)
 
@@ -99,6 +102,8 @@ class _Grid:
             scratch: Memory to borrow.
         """
         self.noise.draw(fields.words, scratch)
+        if kernels.qsgd_encode(values, scale, self.noise, self.steps, fields, out):
+            return
         divisor = torch.where(scale > 0, scale, 1.0)
 
         def code(start: int, stop: int, into: Tensor) -> None:
@@ -160,7 +165,7 @@ class SummedLevels(NoisyCoder):
         """See `Coder`."""
         (out,) = parts
         if index == 0:
-            out.copy_(scale_of(self._gradient))
+            write_scale(self._gradient, out)
         else:
             self._grid.encode(self._gradient, self._scale, self._fields, out, self._scratch)
 
@@ -173,6 +178,10 @@ class SummedLevels(NoisyCoder):
 
     def finish(self, out: Tensor) -> None:
         """See `Coder`."""
+        spec, steps = self.spec, self._grid.steps
+        zero, unit = spec.workers * steps, spec.divisor * steps
+        if kernels.qsgd_decode(self._words, self._scale, self._fields, zero, unit, out):
+            return
 
         def put(start: int, stop: int, values: Tensor) -> None:
             torch.mul(values, self._scale, out=out[start:stop])
@@ -221,35 +230,45 @@ class LevelQuantiser(Quantiser):
         fields = self._fields(values.numel())
         out[:_HEAD].zero_()
         scale = out[:4].view(torch.float32)
-        scale.copy_(scale_of(values))
+        write_scale(values, scale)
         self._grid.encode(values, scale, fields, out[_HEAD:].view(fields.word), scratch)
 
     def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
         """See `Quantiser`."""
         scale = message[:4].view(torch.float32)
+        fields, steps = self._fields(out.numel()), self._grid.steps
+        words = message[_HEAD:].view(fields.word)
+        if kernels.qsgd_decode(words, scale, fields, steps, steps * divisor, out):
+            return
 
         def put(start: int, stop: int, values: Tensor) -> None:
             torch.mul(values, scale, out=out[start:stop])
 
-        self._read(message, out.numel(), divisor, put, scratch)
+        self._grid.decode(words, fields, 1, divisor, put, scratch)
 
     def add(self, message: Tensor, total: Tensor, scratch: Scratch) -> None:
         """See `Quantiser`."""
         scale = message[:4].view(torch.float32)
+        fields, steps = self._fields(total.numel()), self._grid.steps
+        words = message[_HEAD:].view(fields.word)
+        if kernels.qsgd_add(words, scale, fields, steps, steps, total):
+            return
 
         def put(start: int, stop: int, values: Tensor) -> None:
             total[start:stop].add_(values.mul_(scale))
 
-        self._read(message, total.numel(), 1, put, scratch)
-
-    def _read(self, message: Tensor, count: int, divisor: int, put: _Put, scratch: Scratch) -> None:
-        fields = self._fields(count)
-        self._grid.decode(message[_HEAD:].view(fields.word), fields, 1, divisor, put, scratch)
+        self._grid.decode(words, fields, 1, 1, put, scratch)
 
     def _fields(self, count: int) -> Fields:
-        return Fields.summable(count, 2 * self._grid.steps, 1)
+        return Fields.dense(count, 2 * self._grid.steps)
 
 
 def scale_of(values: Tensor) -> Tensor:
     """Largest magnitude, 0-d; infinite where a value is not finite, as NaN has no place in a maximum."""
     return magnitude(values).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def write_scale(values: Tensor, out: Tensor) -> None:
+    """Set `out`, of one element, to `scale_of` the values."""
+    if not kernels.largest(values, out):
+        out.copy_(scale_of(values))

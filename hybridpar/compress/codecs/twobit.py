@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Codec, TensorSpec
 from hybridpar.compress.packing import magnitude, pack_pairs, pair_table, pairs_size, unpack_pairs
 from hybridpar.compress.residual import Residual
@@ -91,6 +92,7 @@ class TwoBit(Codec):
     name = "twobit"
     biased = True
     feedback = True
+    kernels = True
 
     def __post_init__(self) -> None:
         for option, value, allowed in (("levels", self.levels, _LEVELS), ("pull", self.pull, _PULLS)):
@@ -110,6 +112,7 @@ class TwoBit(Codec):
 
     def bind(self, spec: TensorSpec) -> ShardedCoder:
         """See `Codec`."""
+        kernels.prepare(self, spec.device)
         return ShardedCoder(spec, TernaryQuantiser(self._rule(), spec.device), requantise=self.pull == "codes")
 
     def _rule(self) -> Threshold:
@@ -127,6 +130,9 @@ class TernaryQuantiser(Quantiser):
     def __init__(self, rule: Threshold, device: torch.device) -> None:
         self._rule = rule
         self._table = pair_table(device)
+        mode = 2 if rule.by_mean else 1 if rule.fixed is None else 0
+        scale = _SELECT if rule.by_mean else rule.factor
+        self._kernel = kernels.ThresholdRule(mode, rule.fixed or 0.0, scale, rule.cap)
 
     @property
     def unit(self) -> int:
@@ -143,6 +149,8 @@ class TernaryQuantiser(Quantiser):
 
     def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
         """See `Quantiser`. Where a value is not finite the level is NaN, and so is all that is decoded."""
+        if kernels.twobit_encode(values, residual, self._kernel, out[:_HEAD].view(torch.float32), out[_HEAD:]):
+            return
         mean, largest = self._magnitudes(values, residual, scratch)
         level = out[:_HEAD].view(torch.float32)
         if self._rule.by_mean:
@@ -168,13 +176,18 @@ class TernaryQuantiser(Quantiser):
 
     def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
         """See `Quantiser`."""
-        level = message[:_HEAD].view(torch.float32) / divisor
+        level = message[:_HEAD].view(torch.float32)
+        if kernels.twobit_decode(level, message[_HEAD:], out, divisor):
+            return
+        level = level / divisor
         for start, stop in _chunks(out.numel()):
             torch.mul(self._values(message, start, stop, scratch), level, out=out[start:stop])
 
     def add(self, message: Tensor, total: Tensor, scratch: Scratch) -> None:
         """See `Quantiser`."""
         level = message[:_HEAD].view(torch.float32)
+        if kernels.twobit_add(level, message[_HEAD:], total):
+            return
         for start, stop in _chunks(total.numel()):
             total[start:stop].addcmul_(self._values(message, start, stop, scratch), level)
 

@@ -42,8 +42,10 @@ def test_unbiased_also_at_the_limit_between_the_grids() -> None:
     edge = limit(1.0, coarse, fine)
     gradient = torch.linspace(edge - 1 / fine, edge + 1 / fine, 100)
     gradient[0] = 1.0
-    team = Team("qsgd_mn_ts:bits=2,high=6,least=1", {"w": (10, 10)}, 1)
-    mean = torch.stack([team.step([[gradient]])[0] for _ in range(times)]).double().mean(0)
+    # Each element stands there 40 times, so that a step is 40 draws of it.
+    team = Team("qsgd_mn_ts:bits=2,high=6,least=1", {"w": (40, 100)}, 1)
+    found = [team.step([[gradient.repeat(40)]])[0].view(40, 100) for _ in range(times // 40)]
+    mean = torch.cat(found).double().mean(0)
     fine_ones = gradient.abs() * fine <= coarse
     assert float((mean - gradient)[fine_ones].abs().max()) < 5 * (1 / (2 * fine)) / times**0.5
     assert float((mean - gradient)[~fine_ones].abs().max()) < 5 * (1 / (2 * coarse)) / times**0.5

@@ -1,0 +1,205 @@
+"""Why: one command takes all tables of what compression costs and gains, losses included.
+
+python -m benchmarks.sync.main --peers DIR                     # all tables, as root for the shaped links
+python -m benchmarks.sync.main --table links --links 1gbit     # one of them
+python -m benchmarks.sync.main --quick                         # small, and nothing is written: does it run?
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from benchmarks.rig.launch import launch
+from benchmarks.rig.network import LOOPBACK, Network, bits_per_second, missing
+from hybridpar.errors import HybridparError, UsageError
+
+RESULTS = Path(__file__).parent / "results"
+_TOLD = "SYNC_BENCH"
+
+CODECS = (
+    "onebit",
+    "qsgd_mn:bits=3,meet=shard",
+    "qsgd_mn:bits=4,meet=shard",
+    "powersgd:rank=1",
+    "powersgd:rank=2",
+    "powersgd:rank=4",
+    "twobit",
+    "hylo",
+    "fp16",
+)
+BASELINES = ("none", "ddp", "ddp-fp16", "ddp-psgd1", "ddp-psgd4", "epfml-psgd1", "epfml-psgd4")
+FIELD = (
+    *("grace-qsgd", "grace-onebit", "grace-topk", "grace-terngrad"),
+    *("seed-qsgdmax6", "seed-twoscale", "seed-randk"),
+)
+#: Two ranks of a slow link: everything. Four ranks on two cores, and a link without a limit: what is judged there.
+FEW = ("own:onebit", "own:qsgd_mn:bits=4,meet=shard", "own:powersgd:rank=1", "own:powersgd:rank=4", "hook:onebit")
+OTHER_PLACES = {
+    (LOOPBACK, 2): (*BASELINES, "own:auto", "own:none", *FEW),
+    ("1gbit", 4): ("none", "ddp", "ddp-fp16", "ddp-psgd1", "epfml-psgd4", *FEW),
+}
+QUICK = ("none", "ddp", "ddp-fp16", "ddp-psgd1", "own:auto", "own:onebit", "hook:powersgd:rank=1")
+#: Fewer rounds where the slowest peers take seconds for a step; the rig wants at least 20.
+ROUNDS = {"100mbit": 20}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Measure compressed gradient exchange against what others offer."""
+
+    table: Literal["links", "loss", "wire", "codecs", "all"] = "all"
+    """Steps on links, losses after 100 steps, bytes on the wire, codecs on one core."""
+    links: tuple[str, ...] = (LOOPBACK, "1gbit", "1gbit:4", "100mbit")
+    """Links, and after a colon the number of ranks where it is not 2."""
+    methods: tuple[str, ...] = ()
+    """Only these methods; their names are told in benchmarks/sync/methods.py."""
+    codecs: tuple[str, ...] = CODECS
+    """Codecs of ours, as `--compress` takes them; each through the trainer, the first and PowerSGD through the hook."""
+    peers: Path | None = None
+    """Folder with checkouts of the peers; see benchmarks/sync/peers.py. Without it they have no rows."""
+    rounds: int | None = None
+    """Rounds to keep; default 30, and 20 on 100 Mbit/s."""
+    seeds: int = 3
+    """Seeds of the losses."""
+    quick: bool = False
+    """Small settings, busy rounds kept, nothing written."""
+    keep_busy: bool = False
+    """Keep rounds in which others used the machine; rows then say `loaded`."""
+    output: Path = RESULTS
+    """Folder of the tables to add rows to."""
+
+
+def main(options: Options) -> int:
+    """Take every table that is asked for."""
+    _check(options)
+    # Losses come before steps: they say which codecs may be called the best.
+    for name, start in (("wire", _wire), ("codecs", _throughput), ("loss", _loss), ("links", _links)):
+        if options.table in (name, "all"):
+            start(options)
+    return 0
+
+
+def methods_at(options: Options, link: str, ranks: int) -> list[str]:
+    """Names of the methods that are measured somewhere, in the table's order."""
+    if options.methods:
+        return list(options.methods)
+    if options.quick:
+        return list(QUICK)
+    if options.codecs == CODECS and (link, ranks) in OTHER_PLACES:
+        return list(OTHER_PLACES[link, ranks])
+    hooked = [codec for codec in options.codecs if codec == options.codecs[0] or codec.startswith("powersgd")]
+    lanes = [f"own:{codec}@{count}" for codec in options.codecs[:1] for count in (1, 4)]
+    ours = [*(f"own:{codec}" for codec in options.codecs), *lanes, *(f"hook:{codec}" for codec in hooked)]
+    return [*BASELINES, *FIELD, *ours] if ranks == 2 else [*BASELINES, *ours]
+
+
+def place_of(text: str) -> tuple[str, int]:
+    """`1gbit:4` is a link of 1 Gbit/s for each of 4 ranks; without a number there are 2.
+
+    Raises:
+        UsageError: It is no rate, or no number of ranks.
+    """
+    rate, colon, ranks = text.partition(":")
+    bits_per_second(rate)
+    if colon and not (ranks.isdigit() and 2 <= int(ranks) <= 8):
+        raise UsageError(f"{ranks!r} ranks in {text!r}", "There are 2 to 8.", f"Try {rate}:4.")
+    return rate, int(ranks) if colon else 2
+
+
+def _check(options: Options) -> None:
+    from benchmarks.sync.methods import codec_of
+    from hybridpar.compress.text import parse_codec
+
+    for link in options.links:
+        place_of(link)
+    named = [codec for codec in map(codec_of, options.methods) if codec is not None]
+    for codec in (*options.codecs, *named):
+        if codec.partition(":")[0] != "auto" and not codec.endswith(".toml"):
+            parse_codec(codec)
+
+
+def _links(options: Options) -> None:
+    from benchmarks.sync.peers import checkouts
+
+    commits = checkouts(options.peers)
+    for rate, ranks in map(place_of, options.links):
+        if rate != LOOPBACK and (lack := missing()):
+            print(f"{rate}, {ranks} ranks: skipped, {lack}")
+            continue
+        told = {
+            "methods": _measurable(options, methods_at(options, rate, ranks), ranks, f"{rate}, {ranks} ranks"),
+            "rounds": options.rounds or (20 if options.quick else ROUNDS.get(rate, 30)),
+            "keep_busy": options.keep_busy or options.quick,
+            "output": None if options.quick else str(options.output.resolve()),
+            "peers": str(options.peers.resolve()) if options.peers else None,
+            "commits": commits,
+            "losses": str(options.output.resolve() / "loss.csv"),
+        }
+        with Network(ranks, rate) as network:
+            _start("links", network, options, told)
+
+
+def _loss(options: Options) -> None:
+    names = list(options.methods or (QUICK if options.quick else (*BASELINES[1:], *FIELD)))
+    if not options.methods and not options.quick:
+        names += [f"own:{codec}" for codec in options.codecs]
+    told = {
+        "methods": [name for name in _measurable(options, names, 2, "losses") if name not in ("none", "own:auto")],
+        "seeds": 1 if options.quick else options.seeds,
+        "output": None if options.quick else str(options.output.resolve()),
+        "peers": str(options.peers.resolve()) if options.peers else None,
+    }
+    with Network(2, LOOPBACK) as network:
+        _start("losses", network, options, told)
+
+
+def _wire(options: Options) -> None:
+    from benchmarks.sync.wire import measure
+
+    measure(options.quick, None if options.quick else str(options.output / "wire.csv"))
+
+
+def _throughput(options: Options) -> None:
+    from benchmarks.sync.throughput import measure
+
+    measure(options.quick, None if options.quick else str(options.output / "codecs.csv"))
+
+
+def _measurable(options: Options, names: list[str], ranks: int, where: str) -> list[str]:
+    """Without those that cannot be measured, of which one line tells."""
+    from benchmarks.sync.peers import checkouts, missing_peers
+
+    lacking = missing_peers(names, checkouts(options.peers), ranks)
+    for why in dict.fromkeys(lacking.values()):
+        print(f"{where}: no rows for {', '.join(name for name in lacking if lacking[name] == why)}: {why}")
+    return [name for name in names if name not in lacking]
+
+
+def _start(module: str, network: Network, options: Options, told: dict[str, Any]) -> None:
+    """Start `benchmarks.sync.MODULE.measure` in every rank of a network."""
+    told = {"quick": options.quick, **told}
+    # What torch says of its own future names is no news of this run.
+    environment = {_TOLD: json.dumps({"module": module, "told": told}), "PYTHONWARNINGS": "ignore::FutureWarning"}
+    launch(["-m", "benchmarks.sync.main"], network, timeout=5400, environment=environment)
+
+
+if __name__ == "__main__":
+    try:
+        if _TOLD in os.environ:
+            asked = json.loads(os.environ[_TOLD])
+            importlib.import_module(f"benchmarks.sync.{asked['module']}").measure(**asked["told"])
+            sys.exit(0)
+        sys.exit(main(tyro.cli(Options)))
+    except HybridparError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,171 @@
+"""Why: momentum of an optimizer forgets what a sparse gradient sends late; momentum before the choice does not.
+
+Deep Gradient Compression: Lin, Han, Mao, Wang, Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth
+for Distributed Training", ICLR 2018. On each worker, for every parameter:
+
+    u <- m u + g        w <- w + u        the k largest of |w| are sent, and w and u there become 0
+
+u is the momentum (momentum correction), w what was not sent yet; clearing u where w was sent (momentum factor masking)
+keeps stale momentum from pulling twice. Local clipping bounds |g| of a parameter by clip / sqrt(K) before that. The
+share that is sent starts at 1/4 and falls to a quarter of itself every `ramp` steps until it is `rate`: 75 %, 93.75 %,
+98.44 %, 99.6 %, 99.9 % left out, as in the paper.
+
+Vectors and small parameters are sent in full: u itself travels there, and nothing is cleared. As every parameter has
+its momentum here, the optimizer must have none: SGD with momentum 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress.codec import CODECS, Codec, Coder, Round, TensorSpec
+from hybridpar.compress.residual import NO_RESIDUAL, Residual
+from hybridpar.compress.sparse import Picks, largest
+from hybridpar.errors import CheckpointError, UsageError
+
+#: What the share that is sent is multiplied with from one level of the warm-up to the next; also its first value.
+_FALL = 0.25
+
+
+@CODECS.register(
+    "dgc", "deep gradient compression: top-k of momentum that each worker keeps; optimizer without momentum"
+)
+@dataclass(frozen=True)
+class DeepGradient(Codec):
+    """The largest elements of accumulated momentum.
+
+    Attributes:
+        rate: Share of a parameter's elements that is sent, in the end.
+        momentum: m; the optimizer's own is 0.
+        ramp: Steps of each level of the warm-up; 0 for none.
+        clip: A parameter's gradient on a worker is made no longer than clip / sqrt(workers); 0 for any length.
+        least: Parameters with fewer elements are sent in full; so are vectors.
+    """
+
+    rate: float = 0.001
+    momentum: float = 0.9
+    ramp: int = 100
+    clip: float = 0.0
+    least: int = 1000
+    name = "dgc"
+    biased = True
+    stateful = True
+    castable = True
+    takes_feedback = False
+    refuses_momentum = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.rate <= 1:
+            raise UsageError(f"rate={self.rate:g}", "It is a share, above 0 and at most 1.", "Use 0.001.")
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"momentum={self.momentum:g}", "It is at least 0 and below 1.", "Use 0.9.")
+        if self.ramp < 0:
+            raise UsageError(f"ramp={self.ramp}", "It is a number of steps.", "Use 0 for no warm-up.")
+        if not 0 <= self.clip < math.inf:
+            raise UsageError(f"clip={self.clip:g}", "It is a length.", "Use 0 for none.")
+        if self.least < 1:
+            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
+
+    def bind(self, spec: TensorSpec) -> MomentumCoder:
+        """See `Codec`."""
+        return MomentumCoder(spec, self, len(spec.shape) > 1 and spec.count >= self.least)
+
+
+class MomentumCoder(Coder):
+    """Accumulates momentum, and sends the largest of it.
+
+    Args:
+        spec: The parameter.
+        config: How.
+        sparse: Whether a share is sent; else all.
+    """
+
+    def __init__(self, spec: TensorSpec, config: DeepGradient, sparse: bool) -> None:
+        super().__init__(spec)
+        self._config, self._sparse = config, sparse
+        self._steps = 0
+        self._momentum, self._next_momentum = (torch.zeros(spec.count, device=spec.device) for _ in range(2))
+        self._unsent, self._next_unsent = (
+            torch.zeros(spec.count if sparse else 0, device=spec.device) for _ in range(2)
+        )
+        self._received: Sequence[Tensor] = ()
+
+    @property
+    def rate(self) -> float:
+        """Share that the next step sends."""
+        if not self._sparse:
+            return 1.0
+        level = self._steps // self._config.ramp if self._config.ramp else math.inf
+        return max(self._config.rate, _FALL ** (level + 1))
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """One, gathered; or a sum where that is cheaper."""
+        return (self._picks.round,)
+
+    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+        """See `Coder`."""
+        if self._config.clip:
+            gradient = gradient * self._shorten(gradient)
+        torch.add(gradient, self._momentum, alpha=self._config.momentum, out=self._next_momentum)
+        if self._sparse:
+            torch.add(self._unsent, self._next_momentum, out=self._next_unsent)
+
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        """See `Coder`."""
+        if not self._sparse:
+            parts[0].copy_(self._next_momentum)
+            return
+        picks = self._picks
+        places = largest(self._next_unsent, picks.picked, self._scratch)
+        values = self._next_unsent.index_select(0, places)
+        sent = picks.write(values, places, parts[0])
+        self._next_unsent.index_copy_(0, places, values - sent)
+        self._next_momentum.index_fill_(0, places, 0.0)
+
+    def read(self, index: int, parts: Sequence[Tensor]) -> None:
+        """See `Coder`."""
+        self._received = parts
+
+    def finish(self, out: Tensor) -> None:
+        """See `Coder`."""
+        self._picks.read(self._received, out, self.spec.divisor)
+
+    def commit(self) -> None:
+        """See `Coder`."""
+        self._momentum, self._next_momentum = self._next_momentum, self._momentum
+        self._unsent, self._next_unsent = self._next_unsent, self._unsent
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps counted, u, and w."""
+        return {"steps": self._steps, "momentum": self._momentum.clone(), "unsent": self._unsent.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Coder`."""
+        sizes, own = [tuple(state[key].shape) for key in ("momentum", "unsent")], [self._momentum, self._unsent]
+        if sizes != [tuple(tensor.shape) for tensor in own]:
+            raise CheckpointError(
+                f"what was kept of {self.spec.name!r} has shapes {sizes}, not {[tuple(one.shape) for one in own]}",
+                "It depends on the parameter's shape, and on whether it is sent in full.",
+                "Resume with the options of the run that wrote the checkpoint.",
+            )
+        self._steps = int(state["steps"])
+        self._momentum.copy_(state["momentum"])
+        self._unsent.copy_(state["unsent"])
+
+    @property
+    def _picks(self) -> Picks:
+        spec = self.spec
+        return Picks.of(spec, self.rate) if self._sparse else Picks(spec.count, spec.count, torch.float32, spec.workers)
+
+    def _shorten(self, gradient: Tensor) -> Tensor:
+        """What makes the gradient short enough, 0-d; not finite gradients stay not finite."""
+        norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        return (self._config.clip / math.sqrt(self.spec.workers) / norm).clamp(max=1.0).to(torch.float32)

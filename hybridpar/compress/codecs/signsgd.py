@@ -1,0 +1,145 @@
+"""Why: if workers vote on the direction of each element, no message holds more than one bit of it, both ways.
+
+signSGD with majority vote: Bernstein, Zhao, Azizzadenesheli, Anandkumar, "signSGD with Majority Vote is Communication
+Efficient and Fault Tolerant", ICLR 2019. Every worker sends the signs of its gradient; the owner of a stripe counts and
+sends the sign that most have. 0 counts as plus, and so does a tie.
+
+The paper steps by the bare sign, with a learning rate of its own. Here `level=mean` multiplies it with the mean over
+the workers of their stripe's mean |g|, so that learning rates, and parameters that travel in full, keep their meaning;
+`level=one` is the paper's. A stripe that is zero on all workers stays zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import starmap
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, TensorSpec
+from hybridpar.compress.packing import ALIGN, aligned, at_least, bits_size, pack_bits, unpack_bits
+from hybridpar.compress.residual import NO_RESIDUAL, Residual
+from hybridpar.compress.scratch import CHUNK
+from hybridpar.compress.sharded import cut_stripes
+from hybridpar.errors import UsageError, nearest
+
+_LEVELS = ("mean", "one")
+
+
+@CODECS.register("signsgd", "signSGD: workers vote on each element's sign, one bit both ways")
+@dataclass(frozen=True)
+class SignSgd(Codec):
+    """The sign that most workers have.
+
+    Attributes:
+        level: What the sign is multiplied with, see above: `mean` or `one`.
+        least: Parameters with fewer elements travel in full precision; so do vectors.
+    """
+
+    level: str = "mean"
+    least: int = 1000
+    name = "signsgd"
+    biased = True
+    # A worker that was outvoted has not sent what it voted for, and does not know what it has sent instead.
+    takes_feedback = False
+
+    def __post_init__(self) -> None:
+        if self.level not in _LEVELS:
+            raise UsageError(f"level={self.level}", "It says how large a step is.", nearest(self.level, _LEVELS))
+        if self.least < 1:
+            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether it is a matrix or more, and large enough."""
+        return len(shape) > 1 and math.prod(shape) >= self.least
+
+    def bind(self, spec: TensorSpec) -> MajorityCoder:
+        """See `Codec`."""
+        return MajorityCoder(spec, self.level == "one")
+
+
+class MajorityCoder(Coder):
+    """Votes on signs, stripe by stripe. A message is [level][bits].
+
+    Args:
+        spec: The parameter.
+        plain: Whether every sign counts 1; else levels follow the gradient.
+    """
+
+    def __init__(self, spec: TensorSpec, plain: bool) -> None:
+        super().__init__(spec)
+        self._plain = plain
+        self._stripes = cut_stripes(spec.count, 8, spec.workers)
+        sizes = tuple(aligned(ALIGN + bits_size(stop - start)) for start, stop in self._stripes)
+        self._rounds = (Round(Meeting.SHARD, torch.uint8, sizes),)
+        self._gradient = torch.empty(0)
+        self._merged: Sequence[Tensor] = ()
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """One round, sharded."""
+        return self._rounds
+
+    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+        """See `Coder`."""
+        self._gradient = gradient
+
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        """See `Coder`."""
+        for values, out in zip(starmap(self._range, self._stripes), parts, strict=True):
+            level, packed = _parts(out, values.numel())
+            sums = []
+            for first, last in _chunks(values.numel()):
+                chunk = values[first:last]
+                bits = self._scratch.take("bits", chunk.numel(), torch.bool)
+                at_least(chunk, 0.0, bits)
+                pack_bits(bits, packed[first // 8 : first // 8 + bits_size(chunk.numel())])
+                sums.append(torch.abs(chunk, out=self._scratch.take("half", chunk.numel())).sum(dtype=torch.float64))
+            if sums:
+                mean = torch.stack(sums).sum() / values.numel()
+                level.copy_(torch.where(mean > 0, 1.0, mean) + 0 * mean if self._plain else mean)
+
+    def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
+        """See `Coder`."""
+        start, stop = self._stripes[self.spec.rank]
+        count = stop - start
+        level, packed = _parts(out, count)
+        levels = torch.cat([_parts(message, count)[0] for message in received])
+        level.copy_(levels.max() if self._plain else levels.mean())
+        for first, last in _chunks(count):
+            votes = self._scratch.take("half", last - first).zero_()
+            for message in received:
+                mine = _parts(message, count)[1][first // 8 : first // 8 + bits_size(last - first)]
+                votes.add_(unpack_bits(mine, last - first))
+            bits = self._scratch.take("bits", last - first, torch.bool)
+            at_least(votes, len(received) / 2, bits)
+            pack_bits(bits, packed[first // 8 : first // 8 + bits_size(last - first)])
+
+    def read(self, index: int, parts: Sequence[Tensor]) -> None:
+        """See `Coder`."""
+        self._merged = parts
+
+    def finish(self, out: Tensor) -> None:
+        """See `Coder`."""
+        for (start, stop), message in zip(self._stripes, self._merged, strict=True):
+            level, packed = _parts(message, stop - start)
+            step = level * (self.spec.workers / self.spec.divisor)
+            for first, last in _chunks(stop - start):
+                bits = unpack_bits(packed[first // 8 : first // 8 + bits_size(last - first)], last - first)
+                signs = self._scratch.take("half", last - first).copy_(bits).mul_(2).sub_(1)
+                torch.mul(signs, step, out=out[start + first : start + last])
+
+    def _range(self, start: int, stop: int) -> Tensor:
+        return self._gradient[start:stop]
+
+
+def _parts(message: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Level and packed bits of a message."""
+    return message[:4].view(torch.float32), message[ALIGN : ALIGN + bits_size(count)]
+
+
+def _chunks(count: int) -> list[tuple[int, int]]:
+    return [(first, min(first + CHUNK, count)) for first in range(0, count, CHUNK)]

@@ -1,0 +1,164 @@
+"""Why: three values on a scale that all workers share are unbiased, and their sum over K workers is exact.
+
+TernGrad: Wen, Xu, Yan, Wu, Wang, Chen, Li, "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
+Learning", NeurIPS 2017. With w = max over workers and elements of |g_i|, agreed first (scaler sharing):
+
+    t_i = sign(g_i) with probability |g_i| / w, else 0        mean gradient = w / K * sum over workers of t_i
+
+Workers send 2 bits per element to the owner of a stripe. It sends the sum, a whole number from -K to K, in as many bits
+as that takes: nothing is rounded again. Before all that a layer's gradient may be clipped to `clip` times its root mean
+square, which makes w smaller and the result less noisy, at the price of a bias.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress.codec import CODECS, Codec, Meeting, Round, TensorSpec
+from hybridpar.compress.codecs.qsgd_mn import scale_of
+from hybridpar.compress.noise import Noise, NoisyCoder
+from hybridpar.compress.packing import Fields, aligned, pack_pairs, pair_table, pairs_size, unpack_pairs
+from hybridpar.compress.residual import NO_RESIDUAL, Residual
+from hybridpar.compress.scratch import CHUNK
+from hybridpar.compress.sharded import cut_stripes
+from hybridpar.errors import UsageError
+
+#: Codes of 2 bits that fill a word; chunks begin at multiples of it.
+_UNIT = 16
+
+
+@CODECS.register("terngrad", "TernGrad: minus, nothing or plus the agreed largest magnitude, drawn without bias")
+@dataclass(frozen=True)
+class TernGrad(Codec):
+    """Three values, drawn.
+
+    Attributes:
+        clip: Elements are made no larger than so many times the root mean square of their layer; 0 for no clipping.
+        least: Parameters with fewer elements travel in full precision; so do vectors.
+    """
+
+    clip: float = 2.5
+    least: int = 1000
+    name = "terngrad"
+    stateful = True
+    takes_feedback = False
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        """Clipping is a bias, drawing is none."""
+        return self.clip > 0
+
+    def __post_init__(self) -> None:
+        if self.clip and not 1 <= self.clip < math.inf:
+            raise UsageError(f"clip={self.clip:g}", "Below 1 all elements could be clipped.", "Use 2.5, or 0 for none.")
+        if self.least < 1:
+            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether it is a matrix or more, and large enough."""
+        return len(shape) > 1 and math.prod(shape) >= self.least
+
+    def bind(self, spec: TensorSpec) -> TernaryCoder:
+        """See `Codec`."""
+        return TernaryCoder(spec, self.clip)
+
+
+class TernaryCoder(NoisyCoder):
+    """Agrees on a scale, then adds codes at the owners of stripes.
+
+    Args:
+        spec: The parameter.
+        clip: See `TernGrad`.
+    """
+
+    def __init__(self, spec: TensorSpec, clip: float) -> None:
+        super().__init__(spec)
+        self._noise = Noise(spec)
+        self._clip = clip
+        self._stripes = cut_stripes(spec.count, _UNIT, spec.workers)
+        self._sums = [Fields.dense(stop - start, 2 * spec.workers) for start, stop in self._stripes]
+        codes = tuple(aligned(pairs_size(stop - start)) for start, stop in self._stripes)
+        self._rounds = (
+            Round(Meeting.MAX, torch.float32, (1,)),
+            Round(Meeting.SHARD, torch.uint8, codes, tuple(aligned(fields.bytes) for fields in self._sums)),
+        )
+        self._table = pair_table(spec.device)
+        self._gradient = self._scale = torch.empty(0)
+        self._merged: Sequence[Tensor] = ()
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """The scale, then the codes."""
+        return self._rounds
+
+    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+        """See `Coder`."""
+        self._gradient = gradient
+        self._noise.begin()
+
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        """See `Coder`."""
+        if index == 0:
+            parts[0].copy_(self._own_scale())
+            return
+        divisor = torch.where(self._scale > 0, self._scale, 1.0)
+        self._noise.draw(self.spec.count, self._scratch)
+        for (start, stop), out in zip(self._stripes, parts, strict=True):
+            for first in range(start, stop, CHUNK):
+                values = self._gradient[first : min(first + CHUNK, stop)]
+                at = (first - start) // 4
+                self._encode(values, divisor, out[at : at + pairs_size(values.numel())])
+
+    def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
+        """See `Coder`."""
+        fields = self._sums[self.spec.rank]
+
+        def total(start: int, stop: int, into: Tensor) -> None:
+            into.fill_(self.spec.workers)
+            whole = start // _UNIT * _UNIT
+            for message in received:
+                codes = unpack_pairs(message[whole // 4 :], stop - whole, self._table, self._scratch)
+                into.add_(codes[start - whole :])
+
+        fields.pack(out[: fields.bytes].view(fields.word), total, self._scratch)
+
+    def read(self, index: int, parts: Sequence[Tensor]) -> None:
+        """See `Coder`."""
+        if index == 0:
+            self._scale = parts[0]
+        else:
+            self._merged = parts
+
+    def finish(self, out: Tensor) -> None:
+        """See `Coder`."""
+        for (begin, end), fields, message in zip(self._stripes, self._sums, self._merged, strict=True):
+            stripe = out[begin:end]
+
+            def put(start: int, stop: int, sums: Tensor, stripe: Tensor = stripe) -> None:
+                sums.sub_(self.spec.workers).div_(self.spec.divisor)
+                torch.mul(sums, self._scale, out=stripe[start:stop])
+
+            fields.unpack(message[: fields.bytes].view(fields.word), put, self._scratch)
+
+    def _own_scale(self) -> Tensor:
+        """Largest magnitude after clipping, 0-d; infinite where a value is not finite."""
+        top = scale_of(self._gradient)
+        if not self._clip:
+            return top
+        square = torch.linalg.vector_norm(self._gradient, dtype=torch.float64).square() / self.spec.count
+        return torch.where(top.isfinite(), torch.minimum(top, (self._clip * square.sqrt()).to(top.dtype)), top)
+
+    def _encode(self, values: Tensor, divisor: Tensor, out: Tensor) -> None:
+        """Draw codes and pack them. A clipped value is at least as large as the scale, and is sent for certain."""
+        count = values.numel()
+        magnitudes = torch.div(values, divisor, out=self._scratch.take("half", count)).abs_()
+        sent = self._scratch.take("sent", count, torch.bool)
+        positive = self._scratch.take("positive", count, torch.bool)
+        torch.gt(magnitudes, self._noise.take(count), out=sent)
+        torch.gt(values, 0.0, out=positive)
+        pack_pairs(sent, positive.logical_and_(sent), out, self._scratch)

@@ -1,0 +1,122 @@
+"""Why: a job that goes on with more or fewer workers should still send what the workers before it had left out.
+
+The rule: what a residual would have added to the result stays the same. All old workers' residuals of a key are put
+together in the layout of the gradient. At each element the total is divided evenly among the new workers that keep a
+residual there: all of them where each keeps a whole tensor, the owner alone where each keeps a stripe. So residuals of
+stripes become one tensor and are cut anew, and every worker gets its share of those of workers.
+
+Where results are means over the workers, a residual counts 1/K: the total is multiplied with new / old workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress.codec import Codec, Coder, TensorSpec
+from hybridpar.errors import CheckpointError
+
+
+def divide(codec: Codec, spec: TensorSpec, saved: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The residuals of one worker, made of those of all workers of a job that had another number of them.
+
+    Args:
+        codec: What the residuals belong to, without error feedback around it.
+        spec: The parameter, and the worker that goes on.
+        saved: Residuals by key, for each old worker by rank.
+
+    Returns:
+        Residuals by key, 1-D float32.
+
+    Raises:
+        CheckpointError: Residuals are not as large as the codec's.
+    """
+    local = replace(spec, device=torch.device("cpu"))
+    old = [codec.bind(replace(local, rank=rank, workers=len(saved))) for rank in range(len(saved))]
+    new = [codec.bind(replace(local, rank=rank)) for rank in range(spec.workers)]
+    for rank, (coder, residuals) in enumerate(zip(old, saved, strict=True)):
+        sizes = {key: residual.numel() for key, residual in residuals.items()}
+        if sizes != dict(coder.residuals):
+            raise CheckpointError(
+                f"the residuals of {spec.name!r} of worker {rank} of {len(saved)} have sizes {sizes}, and "
+                f"{dict(coder.residuals)} are needed",
+                "They depend on the codec, its options, the parameter's shape and the number of workers.",
+                "Give the states of all workers, by rank, of a run with the same codec and model.",
+            )
+    scale = spec.divisor / old[0].spec.divisor
+    mine = new[spec.rank]
+    divided = {}
+    for key, size in mine.residuals.items():
+        total, keepers = _zeros(spec), _zeros(spec)
+        for coder, residuals in zip(old, saved, strict=True):
+            coder.spread(key, residuals[key].to("cpu", torch.float64), total)
+        for coder in new:
+            coder.spread(key, torch.ones(coder.residuals[key], dtype=torch.float64), keepers)
+        shares = total.mul_(scale).div_(keepers.clamp_(min=1))
+        divided[key] = shares[_places(mine, key, size)].float()
+    return divided
+
+
+def _zeros(spec: TensorSpec) -> Tensor:
+    return torch.zeros(spec.count, dtype=torch.float64)
+
+
+def _places(coder: Coder, key: str, size: int) -> Tensor:
+    """Where in the gradient each element of a residual lies."""
+    numbers = _zeros(coder.spec)
+    coder.spread(key, torch.arange(1, size + 1, dtype=torch.float64), numbers)
+    (found,) = torch.nonzero(numbers, as_tuple=True)
+    places = torch.empty(size, dtype=torch.int64)
+    places[numbers[found].long() - 1] = found
+    return places
+
+
+def put_together(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all workers of a job saved, as one state that any number of workers can load.
+
+    Args:
+        states: What `state_dict` of the hook, or of the trainer's codecs, returned on each worker, in any order.
+
+    Returns:
+        The same with every parameter's states by rank, in a list.
+
+    Raises:
+        CheckpointError: The state of a worker is missing, or there are states of different runs.
+    """
+    found: dict[str, dict[int, Any]] = {}
+    wanted: dict[str, int] = {}
+    for state in states:
+        if state["codec"] != states[0]["codec"]:
+            raise CheckpointError(
+                f"states of codecs {states[0]['codec']!r} and {state['codec']!r}",
+                "All workers of a run use one codec.",
+                "Give the states that one run saved at one step.",
+            )
+        for name, entry in state["parameters"].items():
+            found.setdefault(name, {})[int(state["rank"])] = entry
+            wanted[name] = int(state["workers"])
+    for name, entries in found.items():
+        if sorted(entries) != list(range(wanted[name])):
+            raise CheckpointError(
+                f"{name!r} was saved by {wanted[name]} workers, and there are the states of {sorted(entries)}",
+                "Each worker keeps what it did not send, so all of them are needed.",
+                "Give the states of all workers of the run.",
+            )
+    parameters = {name: [entries[rank] for rank in sorted(entries)] for name, entries in found.items()}
+    return {"codec": states[0]["codec"] if states else "", "parameters": parameters}
+
+
+def restore(coder: Coder, saved: Any) -> None:
+    """Give a coder its part of a state: its own, or a list of those of all workers.
+
+    Raises:
+        CheckpointError: It does not fit.
+    """
+    if isinstance(saved, list):
+        coder.load_states(saved)
+    else:
+        coder.load_state_dict(saved)

@@ -1,0 +1,106 @@
+"""Why: few values with their places cannot be added on the way, and as they grow in number sending all is cheaper.
+
+A message is [values][places]. Everybody receives those of all workers, so bytes grow with their number K: (K - 1) m for
+messages of m bytes, where the sum of all N elements takes 8 N (K - 1) / K. Where m is more than 8 N / K, as with many
+workers or while little is left out, the same values travel among zeros through one sum instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress.codec import Meeting, Round, TensorSpec
+from hybridpar.compress.packing import aligned
+from hybridpar.compress.scratch import Scratch
+
+
+@dataclass(frozen=True)
+class Picks:
+    """Some values of a parameter on their way to all workers.
+
+    Attributes:
+        count: Elements of the parameter.
+        picked: How many of them are sent.
+        wire: Type in which values travel.
+        workers: How many workers send.
+    """
+
+    count: int
+    picked: int
+    wire: torch.dtype
+    workers: int
+
+    @classmethod
+    def of(cls, spec: TensorSpec, rate: float) -> Picks:
+        """A share of a parameter's values, at least one."""
+        return cls(spec.count, share(rate, spec.count), spec.wire, spec.workers)
+
+    @property
+    def dense(self) -> bool:
+        """Whether values travel among zeros, in float32."""
+        return self.picked == self.count or self.workers * self._size > 8 * self.count
+
+    @property
+    def round(self) -> Round:
+        """What is written and received."""
+        if self.dense:
+            return Round(Meeting.SUM, torch.float32, (self.count,))
+        return Round(Meeting.GATHER, torch.uint8, (self._size,))
+
+    def write(self, values: Tensor, places: Tensor, out: Tensor) -> Tensor:
+        """Write the message.
+
+        Args:
+            values: 1-D float32, `picked` of them.
+            places: Where they belong, all different.
+            out: The message.
+
+        Returns:
+            The values as others read them, float32.
+        """
+        if self.dense:
+            out.zero_().index_copy_(0, places, values)
+            return values
+        sent, where = self._parts(out)
+        sent.copy_(values)
+        where.copy_(places)
+        return sent.to(torch.float32)
+
+    def read(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> None:
+        """Add up what came, always in the order of ranks, and divide it; elements that nobody sent are 0."""
+        if self.dense:
+            torch.div(parts[0], divisor, out=out)
+            return
+        out.zero_()
+        for part in parts:
+            values, places = self._parts(part)
+            out.index_add_(0, places.to(torch.int64), values.to(torch.float32).div_(divisor))
+
+    @property
+    def _index(self) -> torch.dtype:
+        return torch.int16 if self.count <= 1 << 15 else torch.int32
+
+    @property
+    def _size(self) -> int:
+        return aligned(self.picked * self.wire.itemsize) + aligned(self.picked * self._index.itemsize)
+
+    def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Values and places of a message, which begins at a multiple of 8 bytes."""
+        start = aligned(self.picked * self.wire.itemsize)
+        values = message[: self.picked * self.wire.itemsize].view(self.wire)
+        return values, message[start : start + self.picked * self._index.itemsize].view(self._index)
+
+
+def share(rate: float, count: int) -> int:
+    """How many of so many elements a share is: rounded up, and at least one."""
+    return min(max(-int(-rate * count // 1), 1), count)
+
+
+def largest(values: Tensor, picked: int, scratch: Scratch) -> Tensor:
+    """Places of the largest magnitudes, ascending; NaN and infinity count as largest."""
+    magnitudes = torch.abs(values, out=scratch.take("magnitudes", values.numel()))
+    return torch.topk(magnitudes, picked, sorted=False).indices.sort().values

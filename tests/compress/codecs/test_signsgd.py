@@ -1,0 +1,45 @@
+"""Why: a vote is decided by how many, not by how loud, and a tie must be one on all workers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridpar.compress import TensorSpec, parse_codec
+from tests.compress.team import Team
+
+SHAPES = {"w": (40, 50)}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_most_votes_win_and_a_tie_is_plus(workers: int) -> None:
+    team = Team("signsgd:level=one", SHAPES, workers)
+    gradients = team.gradients(workers)
+    votes = torch.stack([torch.where(own[0] >= 0, 1.0, -1.0) for own in gradients]).sum(0)
+    assert torch.equal(team.step(gradients)[0], torch.where(votes >= 0, 1.0, -1.0))
+
+
+def test_a_loud_worker_has_one_vote() -> None:
+    team = Team("signsgd:level=one", SHAPES, 3)
+    quiet, loud = torch.full((2000,), -1e-6), torch.full((2000,), 1e6)
+    assert torch.equal(team.step([[quiet], [loud], [quiet]])[0], torch.full((2000,), -1.0))
+
+
+def test_the_level_is_the_mean_magnitude_of_the_stripe() -> None:
+    team = Team("signsgd", SHAPES, 2)
+    gradients = team.gradients(0)
+    out = team.step(gradients)[0].abs()
+    magnitudes = torch.stack([own[0] for own in gradients]).abs()
+    for part, own in zip(out.view(2, -1), magnitudes.view(2, 2, -1).unbind(1), strict=True):
+        torch.testing.assert_close(part, torch.full((1000,), float(own.mean())))
+
+
+def test_a_layer_without_gradient_stays_where_it_is() -> None:
+    for text in ("signsgd", "signsgd:level=one"):
+        out = Team(text, SHAPES, 2).step([[torch.zeros(2000)], [torch.zeros(2000)]])[0]
+        assert not out.any()
+
+
+def test_one_bit_both_ways() -> None:
+    (entry,) = parse_codec("signsgd").bind(TensorSpec("w", (1000, 80), workers=4)).rounds
+    assert entry.sizes == entry.merged == (20_000 // 8 + 12,) * 4  # 8 bytes of level, up to a multiple of 8

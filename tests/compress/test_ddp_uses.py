@@ -1,0 +1,296 @@
+"""The hook in the ways in which people use DDP: unused parameters, static graphs, accumulation, and odd input."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hybridpar.compress.ddp import CodecState, ddp_hook
+from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.pipeline.world import World
+from tests.compress.test_ddp import batch, make, net, train, weights
+from tests.ranks import run_ranks
+
+
+class Branches(nn.Module):
+    """One branch that only some workers take, and one that nobody takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(192, 64)
+        self.some = nn.Linear(64, 64)
+        self.none = nn.Linear(64, 64)
+        self.last = nn.Linear(64, 5)
+
+    def forward(self, images: Tensor, branch: bool) -> Tensor:
+        x = torch.relu(self.first(images.flatten(1)))
+        return self.last(torch.relu(self.some(x)) if branch else x)  # type: ignore[no-any-return]
+
+
+def branches(world: World, codec: str | None) -> tuple[Tensor, bool, list[int]]:
+    model = Branches()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02, find_unused_parameters=True)
+    state: Any = None
+    seen: list[int] = []
+    if codec is not None:
+        state, hook = ddp_hook(codec, model)
+        ddp.register_comm_hook(state, hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with state or nullcontext():
+        for step in range(3):
+            optimizer.zero_grad()
+            images, labels = batch(world.rank, step)
+            F.cross_entropy(ddp(images, world.rank == 0), labels).backward()
+            optimizer.step()
+            seen.append(state.traffic.payload if state is not None else 0)
+    return weights(model), model.none.weight.grad is None, seen
+
+
+def test_unused_parameters_stay_unused() -> None:
+    plain, ours = run_ranks(branches, 2, None), run_ranks(branches, 2, "none")
+    for (one, untouched, _), (other, also, _) in zip(plain, ours, strict=True):
+        assert untouched
+        assert also
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    (left, _, sent), (right, untouched, _) = run_ranks(branches, 2, "onebit")
+    assert torch.equal(left, right)
+    assert untouched
+    assert len(set(sent)) == 1  # what travels does not depend on who used what
+
+
+def static(world: World, codec: str | None) -> Tensor:
+    model = net()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02, static_graph=True)
+    state: Any = None
+    if codec is not None:
+        state, hook = ddp_hook(codec, model, lanes=2)
+        ddp.register_comm_hook(state, hook)
+    with state or nullcontext():
+        train(ddp, world.rank, range(4))  # DDP itself cannot accumulate in the first step of a static graph
+    return weights(model)
+
+
+def test_a_static_graph() -> None:
+    for one, other in zip(run_ranks(static, 2, None), run_ranks(static, 2, "none"), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    one, other = run_ranks(static, 2, "onebit")
+    assert torch.equal(one, other)
+
+
+def rebuilt(world: World) -> tuple[list[tuple[str, ...]], list[str], bool]:
+    """The buckets of the first and of a later step, and whether residuals went from one to the other."""
+    model = net()
+    ddp, state = make("onebit", model)
+    assert state is not None
+    with state:
+        train(ddp, world.rank, range(1))
+        before = state.state_dict()["parameters"]
+        first = set(state._exchanges)
+        train(ddp, world.rank, range(1, 2))
+        later = [names for names in state._exchanges if names not in first]
+        coders = list(state._coders)
+        state.settle()
+        kept = state._coders["3.weight"].state_dict()["steps"] == before["3.weight"]["steps"] + 1
+        return later, coders, kept
+
+
+def test_buckets_are_cut_anew_and_memory_stays_with_its_parameter() -> None:
+    for later, coders, kept in run_ranks(rebuilt, 2):
+        assert later, "DDP no longer rebuilds its buckets: nothing is tested here"
+        assert sorted(coders) == sorted(name for name, _ in net().named_parameters())
+        assert kept
+
+
+def accumulated(world: World, inside: bool) -> int:
+    """How many collectives four micro-batches take; the context belongs around the forward pass, too."""
+    model = net()
+    ddp, state = make("onebit", model)
+    assert state is not None
+    calls = 0
+    exchange = state.exchange
+
+    def count(bucket: Any) -> Any:
+        nonlocal calls
+        calls += int(bucket.index() == 0)
+        return exchange(bucket)
+
+    state.exchange = count  # type: ignore[method-assign]
+    with state:
+        for part in range(4):
+            images, labels = batch(world.rank, part)
+            quiet = part < 3
+            if inside:
+                with ddp.no_sync() if quiet else nullcontext():
+                    F.cross_entropy(ddp(images), labels).backward()
+            else:
+                loss = F.cross_entropy(ddp(images), labels)
+                with ddp.no_sync() if quiet else nullcontext():
+                    loss.backward()
+    return calls
+
+
+@pytest.mark.parametrize(("inside", "expected"), [(True, 1), (False, 4)])
+def test_accumulation_exchanges_once(inside: bool, expected: int) -> None:
+    """The second row is how DDP itself is: `no_sync` around `backward` alone does nothing."""
+    assert run_ranks(accumulated, 2, inside) == [expected] * 2
+
+
+def closed(world: World) -> tuple[str, int, bool]:
+    before = threading.active_count()
+    model = net()
+    ddp, state = make("onebit", model, lanes=3)
+    assert state is not None
+    train(ddp, world.rank, range(2))
+    state.close()
+    state.close()
+    with pytest.raises(Exception, match="closed") as caught:
+        train(ddp, world.rank, range(1))
+    left = threading.active_count() - before
+    saved = state.state_dict()  # what it kept can still be saved
+    dist.barrier()
+    return str(caught.value), left, bool(saved["parameters"])
+
+
+def test_the_end_of_a_hook() -> None:
+    for text, threads, saved in run_ranks(closed, 2):
+        assert "after the last backward pass" in text
+        assert threads <= 0
+        assert saved
+
+
+def parties(world: World) -> Tensor:
+    """Two jobs of two workers in one: each hook knows its own group alone."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group: Any = groups[world.rank // 2]
+    model = net()
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02, process_group=group)
+    state, hook = ddp_hook("onebit", model, group=group, lanes=2)
+    ddp.register_comm_hook(state, hook)
+    with state:
+        train(ddp, world.rank, range(3))
+        assert len(state.gather_state_dicts()) == (2 if world.rank % 2 == 0 else 0)
+    return weights(model)
+
+
+def test_groups_that_are_a_part_of_the_job() -> None:
+    a, b, c, d = run_ranks(parties, 4)
+    assert torch.equal(a, b)
+    assert torch.equal(c, d)
+    assert not torch.equal(a, c)
+
+
+# --------------------------------------------------------------------------------------------------------- odd input
+
+
+class Odd(nn.Module):
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.odd = parameter
+        self.last = nn.Linear(192, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.last(images.flatten(1)) + self.odd.sum().real  # type: ignore[no-any-return]
+
+
+def odd(world: World, parameter: Tensor, codec: str) -> tuple[Tensor | str]:
+    model = Odd(nn.Parameter(parameter))
+    ddp = DistributedDataParallel(model)
+    state, hook = ddp_hook(codec, model)
+    ddp.register_comm_hook(state, hook)
+    with state:
+        try:
+            train(ddp, world.rank, range(3))
+        except Exception as error:
+            return (str(error),)
+    return (model.last.weight.detach(),)
+
+
+@pytest.mark.parametrize("codec", ["onebit", "powersgd", "none"])
+def test_a_parameter_of_no_elements(codec: str) -> None:
+    (one,), (other,) = run_ranks(odd, 2, torch.zeros(0, 5), codec)
+    assert isinstance(one, Tensor), one
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64, torch.bfloat16])
+def test_gradients_of_another_type_are_refused(dtype: torch.dtype) -> None:
+    for (text,) in run_ranks(odd, 2, torch.zeros(3, dtype=dtype), "onebit"):
+        assert f"gradients of type {dtype}" in text
+
+
+def sparse(world: World) -> str:
+    model = nn.Sequential(nn.EmbeddingBag(10, 4, sparse=True), nn.Linear(4, 2))
+    ddp = DistributedDataParallel(model)
+    state, hook = ddp_hook("onebit", model)
+    ddp.register_comm_hook(state, hook)
+    with state:
+        try:
+            ddp(torch.tensor([[1, 2], [3, 4]])).sum().backward()
+        except Exception as error:
+            return str(error)
+    return "nothing"
+
+
+def test_sparse_gradients_are_refused() -> None:
+    for text in run_ranks(sparse, 2):
+        assert "sparse gradients" in text
+        assert "sparse=False" in text
+
+
+def reshaped(world: World) -> tuple[str, str]:
+    model = net()
+    ddp, state = make("onebit", model)
+    assert state is not None
+    with state:
+        train(ddp, world.rank, range(2))
+        saved = state.state_dict()
+        model[5] = nn.Linear(40, 7)  # five classes became seven
+        again = DistributedDataParallel(model, bucket_cap_mb=0.02)
+        again.register_comm_hook(state, ddp_hook("none")[1])
+        with pytest.raises(Exception, match="lacks") as changed:
+            train(again, world.rank, range(1))
+        fresh: CodecState = ddp_hook("onebit")[0]  # parameters are numbered: names do not tell them apart
+        numbers = {name: f"parameter-{index}" for index, name in enumerate(saved["parameters"])}
+        for key in ("shapes", "parameters"):
+            saved[key] = {numbers[name]: entry for name, entry in saved[key].items()}
+        fresh.load_state_dict(saved)
+        last = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.02)
+        last.register_comm_hook(fresh, ddp_hook("none")[1])
+        with fresh, pytest.raises((CheckpointError, RuntimeError), match="was saved with shape") as loaded:
+            train(last, world.rank, range(1))
+        return str(changed.value), str(loaded.value)
+
+
+def test_a_layer_that_changed_its_shape() -> None:
+    for changed, loaded in run_ranks(reshaped, 2):
+        assert "a parameter of shape (7" in changed
+        assert "has (7" in loaded
+
+
+def unlike(world: World, what: str) -> str:
+    options = {
+        "codec": lambda: ddp_hook(["onebit", "onebit:decay=0.9"][world.rank]),
+        "hierarchical": lambda: ddp_hook("onebit", hierarchical=bool(world.rank)),
+        "seed": lambda: ddp_hook("qsgd_mn", seed=world.rank),
+    }
+    with pytest.raises(UsageError) as caught:
+        options[what]()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["codec", "hierarchical", "seed"])
+def test_workers_that_are_not_told_the_same(what: str) -> None:
+    one, other = run_ranks(unlike, 2, what)
+    assert one == other
+    assert "do not agree" in one

@@ -1,0 +1,42 @@
+"""Every codec with several buckets on several lanes: it never hangs, no access is a race, and replicas stay equal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybridpar.compress import CODECS
+from tests.compress import hang_hunt
+from tests.ranks import run_ranks
+
+NAMES = list(CODECS)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_twenty_steps_of_every_codec(workers: int) -> None:
+    found = run_ranks(
+        hang_hunt.chase_all, workers, NAMES, workers, 20, lanes=hang_hunt.LANES, timeout=150, shared_memory=False
+    )
+    hang_hunt.require_equal(NAMES, found)
+
+
+def test_every_codec_on_the_checking_lane() -> None:
+    plain, checked = (
+        run_ranks(hang_hunt.chase_all, 2, NAMES, 5, 3, watched, lanes=hang_hunt.LANES, timeout=150, shared_memory=False)
+        for watched in (False, True)
+    )
+    for codec, one, other in zip(NAMES, plain[0], checked[0], strict=True):
+        assert torch.equal(one, other), codec
+    hang_hunt.require_equal(NAMES, checked)
+
+
+def test_what_fails_can_be_started_again(capsys: pytest.CaptureFixture[str]) -> None:
+    assert hang_hunt.main(["--codec", "onebit", "--workers", "2", "--seed", "3", "--steps", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "--codec onebit --workers 2 --seed 3 --steps 2 ... " in said
+    assert said.endswith("0 of 1 failed\n")
+
+
+def test_replicas_that_differ_are_noticed() -> None:
+    with pytest.raises(AssertionError, match="under fp16"):
+        hang_hunt.require_equal(["none", "fp16"], [[torch.zeros(1), torch.zeros(1)], [torch.zeros(1), torch.ones(1)]])

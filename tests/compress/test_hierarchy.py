@@ -1,0 +1,158 @@
+"""Two nodes of several workers: full precision inside, the codec between, and the same bits everywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridpar import TrainConfig, Trainer
+from hybridpar.compress.hierarchy import Leaders, Nodes
+from hybridpar.pipeline.world import World
+from tests.compress.test_ddp import make as make_ddp
+from tests.compress.test_ddp import net, train, weights
+from tests.pipeline.test_compression import Net, batch, kept
+from tests.ranks import run_ranks
+
+EVEN = ("a", "a", "b", "b")
+MIXED = ("a", "b", "b", "a")
+UNEVEN = ("a", "b", "b", "b")
+
+
+@pytest.mark.parametrize(
+    ("names", "members", "leaders", "columns"),
+    [
+        (EVEN, ((0, 1), (2, 3)), 2, ((0, 2), (1, 3))),
+        (MIXED, ((0, 3), (1, 2)), 2, ((0, 1), (2, 3))),
+        (UNEVEN, ((0,), (1, 2, 3)), 1, ((0, 1), (2,), (3,))),
+    ],
+)
+def test_nodes(names: tuple[str, ...], members: Any, leaders: int, columns: Any) -> None:
+    nodes = Nodes.of(names)
+    assert (nodes.members, nodes.leaders, nodes.columns, nodes.pays) == (members, leaders, columns, True)
+    assert [nodes.place_of(rank) for rank in nodes.node_of(3)] == list(range(len(nodes.node_of(3))))
+
+
+@pytest.mark.parametrize("names", ["aaaa", "abcd", "a"])
+def test_where_it_gains_nothing(names: str) -> None:
+    assert not Nodes.of(names).pays
+
+
+def test_leaders_share_the_elements_and_keep_their_parameters() -> None:
+    leaders = Leaders(2)
+    assert [leaders.of(name, count) for name, count in (("a", 10), ("b", 4), ("c", 4), ("d", 3))] == [0, 1, 1, 1]
+    assert leaders.of("e", 1) == 0
+    assert [leaders.of(name, 9) for name in "abcde"] == [0, 1, 1, 1, 0]
+    resumed = Leaders(2)
+    resumed.adopt({"a": 1})
+    assert (resumed.of("a", 5), resumed.of("z", 1)) == (1, 0)
+
+
+# ------------------------------------------------------------------------------------------------------ the DDP hook
+
+
+def on_nodes(names: tuple[str, ...], rank: int) -> Any:
+    return mock.patch("hybridpar.compress.paths.host_identity", return_value=names[rank])
+
+
+def hooked(world: World, names: tuple[str, ...], codec: str) -> tuple[Tensor, int, int]:
+    model = net()
+    with on_nodes(names, world.rank):
+        ddp, state = make_ddp(codec, model, hierarchical=True, lanes=2)
+    assert state is not None
+    with state:
+        train(ddp, world.rank, range(3))
+        return weights(model), state.traffic.wire, len(state.state_dict()["parameters"])
+
+
+def plain(world: World) -> Tensor:
+    model = net()
+    ddp, _ = make_ddp(None, model)
+    train(ddp, world.rank, range(3))
+    return weights(model)
+
+
+@pytest.mark.parametrize("names", [MIXED, UNEVEN])
+def test_without_a_codec_it_is_the_plain_mean(names: tuple[str, ...]) -> None:
+    expected = run_ranks(plain, 4)
+    found = run_ranks(hooked, 4, names, "none")
+    for (ours, _, _), theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+        assert torch.equal(ours, found[0][0])
+
+
+@pytest.mark.parametrize(("names", "codec"), [(EVEN, "onebit"), (MIXED, "powersgd"), (UNEVEN, "onebit:decay=0.9")])
+def test_replicas_stay_equal_and_leaders_share_the_work(names: tuple[str, ...], codec: str) -> None:
+    found = run_ranks(hooked, 4, names, codec)
+    for ours, _, _ in found[1:]:
+        assert torch.equal(ours, found[0][0])
+    assert sum(count for _, _, count in found) == 2 * len(list(net().parameters()))  # once on each node
+    sending = [wire > 0 for _, wire, _ in found]
+    nodes = Nodes.of(names)
+    assert sending == [nodes.place_of(rank) < nodes.leaders for rank in range(4)]
+
+
+# ---------------------------------------------------------------------------------------------------------- training
+
+
+def trained(world: World, names: tuple[str, ...], codec: str, hierarchy: bool) -> tuple[dict[str, Tensor], bool, int]:
+    torch.manual_seed(0)
+    config = TrainConfig(compress=codec, lr=0.05, bucket_mb=0.02, hierarchy=hierarchy, micro_batches=2)
+    with mock.patch("hybridpar.pipeline.node_worlds.host_identity", return_value=names[world.rank]):
+        trainer = Trainer(Net(), config=config, world=world)
+    with trainer:
+        for step in range(2):
+            trainer.step(batch(world.rank, step))
+        before = {path: tensor.clone() for path, tensor in kept(trainer).items()}
+        images, labels = batch(world.rank, 2)
+        assert trainer.step((images * (float("inf") if world.rank == 3 else 1.0), labels)).skipped
+        after = kept(trainer)
+        unmoved = before.keys() == after.keys() and all(torch.equal(one, after[path]) for path, one in before.items())
+        result = trainer.step(batch(world.rank, 3))
+        state = {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+        assert trainer.engine.codecs[0]._nodes is not None or not hierarchy
+    return state, unmoved, result.outcome.bytes_sent
+
+
+@pytest.mark.parametrize("names", [EVEN, UNEVEN])
+def test_a_trainer_on_nodes(names: tuple[str, ...]) -> None:
+    found = run_ranks(trained, 4, names, "onebit", True, shared_memory=False)
+    flat = run_ranks(trained, 4, names, "onebit", False, shared_memory=False)
+    for state, unmoved, _ in found:
+        assert unmoved, "a step that does not count changed a residual"
+        for name, tensor in state.items():
+            assert torch.equal(tensor, found[0][0][name]), name
+    assert any(not torch.equal(tensor, flat[0][0][name]) for name, tensor in found[0][0].items())
+    assert sum(sent for _, _, sent in found) < sum(sent for _, _, sent in flat)
+
+
+def summed(world: World, names: tuple[str, ...], codec: str) -> tuple[list[Tensor], str]:
+    torch.manual_seed(0)
+    with mock.patch("hybridpar.pipeline.node_worlds.host_identity", return_value=names[world.rank]):
+        trainer = Trainer(Net(), config=TrainConfig(compress=codec, lr=0.05, bucket_mb=0.02), world=world)
+    with trainer:
+        nodes = trainer.engine.codecs[0]._nodes
+        assert nodes is not None
+        trainer.step(batch(world.rank, 0))
+        grads = [one.grad.clone() for one in trainer.model.parameters() if one.grad is not None]
+        return grads, nodes.inside.transport
+
+
+def test_a_codec_that_keeps_everything_gives_the_sum() -> None:
+    """A warm-up step of error feedback travels in full precision: nodes change nothing but the order of additions."""
+    found = run_ranks(summed, 4, EVEN, "onebit:warmup=9", shared_memory=False)
+    plain_sums = run_ranks(plain_sum, 4, shared_memory=False)
+    for (ours, transport), theirs in zip(found, plain_sums, strict=True):
+        assert transport == "shared memory"
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def plain_sum(world: World) -> list[Tensor]:
+    torch.manual_seed(0)
+    with Trainer(Net(), config=TrainConfig(lr=0.05, bucket_mb=0.02), world=world) as trainer:
+        trainer.step(batch(world.rank, 0))
+        return [one.grad.clone() for one in trainer.model.parameters() if one.grad is not None]

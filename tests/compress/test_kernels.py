@@ -1,0 +1,265 @@
+"""Why: a kernel must do what the torch code does, for every shape, and must not be noticed where it is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridpar.compress import kernels, parse_codec
+from hybridpar.compress.codec import TensorSpec
+from hybridpar.compress.codecs.onebit import SignQuantiser
+from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser, _Grid, scale_of
+from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
+from hybridpar.compress.noise import Noise
+from hybridpar.compress.packing import Fields
+from hybridpar.compress.residual import KeptResidual, Residual
+from hybridpar.compress.scratch import CHUNK, Scratch
+from hybridpar.compress.sharded import Quantiser
+from tests.compress.team import Team, same_bits
+
+CPU = torch.device("cpu")
+SCRATCH = Scratch(CPU)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
+    kernels.table.cache_clear()
+    assert kernels.table(), "TVM is a dependency, so kernels can be built"
+    yield
+    kernels.table.cache_clear()
+
+
+class Ways:
+    """Iterating goes with kernels, then without."""
+
+    def __iter__(self) -> Iterator[bool]:
+        found = kernels.table()
+        with pytest.MonkeyPatch.context() as patch:
+            for use in (True, False):
+                patch.setattr(kernels, "table", lambda use=use: found if use else {})
+                yield use
+
+
+BOTH = Ways()
+
+
+def placed(values: Tensor, offset: int) -> Tensor:
+    """A copy that begins at an address which is a multiple of 64, and so many elements behind it."""
+    room = torch.empty(values.numel() + offset + 16)
+    start = (-room.data_ptr() // 4) % 16 + offset
+    return room[start : start + values.numel()].copy_(values.reshape(-1))
+
+
+class Done:
+    """What a quantiser made of a tensor."""
+
+    def __init__(self, quantiser: Quantiser, values: Tensor, kept: Tensor | None, offset: int, factor: float) -> None:
+        self.pending = placed(torch.full((values.numel(),), torch.nan), offset)
+        residual = Residual() if kept is None else KeptResidual(placed(kept, offset), self.pending, factor)
+        shaped = quantiser.view(placed(values, offset))
+        size = quantiser.size(shaped.shape)
+        room = torch.full((size + 8,), 0xA5, dtype=torch.uint8)
+        self.message = room[:size]
+        quantiser.encode(shaped, residual, self.message, SCRATCH)
+        assert room[size:].tolist() == [0xA5] * 8, "it wrote behind the message"
+        self.shape = shaped.shape
+
+    def read(self, quantiser: Quantiser, count: int, offset: int) -> tuple[Tensor, Tensor]:
+        """Decoded with a divisor, and added to ones."""
+        out, total = placed(torch.full((count,), torch.nan), offset), placed(torch.ones(count), offset)
+        quantiser.decode(self.message, quantiser.view(out), 3, SCRATCH)
+        quantiser.add(self.message, quantiser.view(total), SCRATCH)
+        return out, total
+
+
+def compare(quantiser: Quantiser, values: Tensor, kept: Tensor | None, offset: int = 0) -> list[Done]:
+    """Go both ways, and see that what one wrote both read alike, bit by bit."""
+    made = [Done(quantiser, values, kept, offset, 1.0) for _ in BOTH]
+    for done in made:
+        (fast, fast_sum), (slow, slow_sum) = [done.read(quantiser, values.numel(), offset) for _ in BOTH]
+        assert same_bits(fast, slow)
+        torch.testing.assert_close(fast_sum, slow_sum, rtol=1e-6, atol=0, equal_nan=True)
+    return made
+
+
+SIZES = [(1, 1), (3, 5), (2, 16), (7, 27), (64, 147), (5, 1000), (9, 31), (130, 64), (1, 70_001), (17, 4608)]
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize(("groups", "length"), SIZES)
+def test_onebit(groups: int, length: int, offset: int) -> None:
+    quantiser = SignQuantiser((groups, length), by_columns=False)
+    values, kept = torch.randn(groups * length), torch.randn(groups * length)
+    for own in (None, kept):
+        fast, slow = compare(quantiser, values, own, offset)
+        assert torch.equal(fast.message[8 * groups :], slow.message[8 * groups :])
+        levels = [one.message[: 8 * groups].view(torch.float32) for one in (fast, slow)]
+        torch.testing.assert_close(*levels, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(fast.pending, slow.pending, rtol=1e-5, atol=1e-5, equal_nan=True)
+        if own is not None:
+            decoded = torch.empty(values.numel())
+            quantiser.decode(fast.message, quantiser.view(decoded), 1, SCRATCH)
+            assert same_bits(fast.pending, values + kept - decoded)
+
+
+RULES = [Threshold(), Threshold(fixed=0.5), Threshold(by_mean=True), Threshold(factor=5.0, cap=1.0)]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 1000, 4096, 70_001])
+def test_twobit(rule: Threshold, count: int) -> None:
+    quantiser = TernaryQuantiser(rule, CPU)
+    values, kept = torch.randn(count), torch.randn(count)
+    for own, offset in ((None, 0), (kept, 0), (kept, 3)):
+        fast, slow = compare(quantiser, values, own, offset)
+        levels = [one.message[:4].view(torch.float32) for one in (fast, slow)]
+        torch.testing.assert_close(*levels, rtol=1e-5, atol=0)
+        if own is not None:
+            decoded = torch.empty(count)
+            quantiser.decode(fast.message, decoded, 1, SCRATCH)
+            assert same_bits(fast.pending, values + kept - decoded)
+        if rule.fixed is not None:
+            assert torch.equal(fast.message, slow.message)
+        else:  # a value at the threshold may fall to either side
+            codes = [one.message[4:] for one in (fast, slow)]
+            assert int((codes[0] != codes[1]).sum()) <= 1 + count // 10_000
+
+
+def test_mxnets_golden_vector_by_kernel() -> None:
+    gradient = torch.tensor([-6.0, -2, 3, 1, 10, 5, -3, 2, -8, 0])
+    kept = torch.tensor([-3.0, 1, -1, 5, -2, 2, 3, -7, -2, -100])
+    done = Done(TernaryQuantiser(Threshold(fixed=4.0), CPU), gradient, kept, 0, 1.0)
+    assert done.message[4:].tolist() == [0x83, 0xF2, 0xA0, 0]
+    assert done.pending.tolist() == [-5, -1, 2, 2, 4, 3, 0, -1, -6, -96]
+
+
+@pytest.mark.parametrize("bits", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("count", [1, 31, 1000, 12_345, 5 * CHUNK + 77])
+def test_qsgd(bits: int, count: int) -> None:
+    def quantiser() -> LevelQuantiser:
+        noise = Noise(TensorSpec("w", (count,)))
+        noise.begin()
+        return LevelQuantiser(_Grid(2**bits - 1, noise))
+
+    values = torch.randn(count)
+    fast, slow = [Done(quantiser(), values, None, 0, 1.0) for _ in BOTH]
+    assert torch.equal(fast.message[:8], slow.message[:8])
+    fields = Fields.summable(count, 2 * (2**bits - 1), 1)
+    codes = []
+    for one in (fast, slow):
+        seen = torch.empty(count)
+        fields.unpack(one.message[8:].view(fields.word), lambda a, b, v, into=seen: into[a:b].copy_(v), SCRATCH)
+        codes.append(seen)
+    # A product and a sum that are rounded once may fall to the other side of a whole number.
+    assert float((codes[0] - codes[1]).abs().max()) <= 1
+    assert int((codes[0] != codes[1]).sum()) <= 1 + count // 10_000
+    for one in (fast, slow):
+        (left, left_sum), (right, right_sum) = [one.read(quantiser(), count, 1) for _ in BOTH]
+        assert same_bits(left, right)
+        torch.testing.assert_close(left_sum, right_sum, rtol=1e-6, atol=1e-6)
+
+
+SPECIAL = {
+    "zeros": [0.0, -0.0],
+    "huge": [3e38, -3e38, 1.0],
+    "tiny": [1e-45, -1e-40],
+    "nan": [1.0, torch.nan, -1.0],
+    "inf": [1.0, torch.inf, -1.0],
+    "both": [torch.inf, -torch.inf, 1.0],
+}
+
+
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_special_values(kind: str) -> None:
+    values = torch.tensor(SPECIAL[kind]).repeat(100)[:100]
+    finite = bool(values.isfinite().all())
+    noise = Noise(TensorSpec("w", (100,)))
+    for quantiser in (
+        SignQuantiser((4, 25), by_columns=False),
+        TernaryQuantiser(Threshold(), CPU),
+        TernaryQuantiser(Threshold(by_mean=True), CPU),
+        LevelQuantiser(_Grid(15, noise)),
+    ):
+        for _ in BOTH:
+            noise.begin()
+            out = torch.empty(100)
+            quantiser.decode(Done(quantiser, values, None, 0, 1.0).message, quantiser.view(out), 1, SCRATCH)
+            if kind == "zeros":
+                assert out.tolist() == [0.0] * 100
+            elif kind == "inf" and isinstance(quantiser, SignQuantiser):
+                assert out.isposinf().sum() == 67  # of one side only; the caller puts all of it back
+            elif not finite:
+                assert not out.isfinite().any()
+    largest = torch.empty(1)
+    assert kernels.largest(values, largest)
+    assert largest.item() == scale_of(values).item()
+
+
+def test_the_largest_magnitude() -> None:
+    for count in (1, 63, 64, 1000):
+        values = torch.randn(count)
+        values[count // 2] = -7.0
+        out = torch.empty(1)
+        assert kernels.largest(values, out)
+        assert out.item() == 7.0
+
+
+def test_other_layouts_and_devices_go_the_other_way() -> None:
+    every_other = torch.randn(8, 64)[:, ::2]
+    levels, packed = torch.empty(8), torch.empty(32, dtype=torch.uint8)
+    assert not kernels.onebit_encode(every_other, Residual(), levels, levels, packed)
+    assert not kernels.onebit_encode(every_other.contiguous().double(), Residual(), levels, levels, packed)
+    assert not kernels.onebit_encode(torch.empty(8, 32, device="meta"), Residual(), levels, levels, packed)
+    assert kernels.onebit_encode(every_other.contiguous(), Residual(), levels, levels.clone(), packed)
+
+
+def test_sizes_are_checked_before_addresses_are_used() -> None:
+    levels = torch.empty(8)
+    with pytest.raises(AssertionError):
+        kernels.onebit_encode(torch.randn(8, 32), Residual(), levels, levels, torch.empty(31, dtype=torch.uint8))
+    with pytest.raises(AssertionError):
+        kernels.twobit_decode(levels[:1], torch.empty(4, dtype=torch.uint8), torch.empty(17), 1)
+
+
+def test_the_gil_is_released() -> None:
+    assert all(function.release_gil for function in kernels.table().values())
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("onebit", "onebit:group=column", "onebit:feedback=off", "onebit:decay=0.9"),
+        *("twobit", "twobit:levels=mean", "twobit:threshold=0.5,pull=full", "qsgd_mn", "qsgd_mn:bits=3,meet=shard"),
+    ],
+)
+def test_replicas_are_equal_and_steps_can_be_taken_back(text: str, workers: int) -> None:
+    team = Team(text, {"conv": (24, 7, 3, 3), "fc": (40, 50), "norm": (24,)}, workers)
+    for seed in range(3):
+        team.step(team.gradients(seed))  # which compares the replicas
+    before = team.state()
+    team.meet(team.gradients(9, scale=torch.inf))
+    team.rollback()
+    assert team.state() == before
+
+
+@pytest.mark.parametrize("text", ["onebit", "twobit", "qsgd_mn", "qsgd_mn:meet=shard"])
+def test_training_goes_the_same_way(text: str) -> None:
+    results = []
+    for _ in BOTH:
+        team = Team(text, {"conv": (24, 7, 3, 3), "fc": (40, 50)}, 2)
+        results.append([team.step(team.gradients(seed)) for seed in range(3)])
+    for fast, slow in zip(*results, strict=True):
+        for left, right in zip(fast, slow, strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
+    kernels.table.cache_clear()
+    kernels.prepare(parse_codec("onebit"))
+    assert not kernels.table()
