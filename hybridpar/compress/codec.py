@@ -71,6 +71,8 @@ class Round:
         """Bytes that a worker sends to others for it, their mean; as `Exchange` counts them, but for its alignment."""
         if self.meeting is Meeting.SHARD:  # a stripe to each owner, and the merged one from there to everybody
             return (self.bytes + sum(self.merged)) * (workers - 1) // workers
+        if self.meeting is Meeting.GATHER:
+            return self.bytes * (workers - 1)
         return 2 * self.bytes * (workers - 1) // workers
 
 
