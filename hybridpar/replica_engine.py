@@ -56,8 +56,12 @@ class ReplicaEngine:
         if config.cuda_graph:
             check_capturable(world.device, world, [optimizer], compiled=config.compile)
         self._rates = Rates(optimizer, world.device if config.cuda_graph else None)
-        check_compression(config.compress, dict(model.named_parameters()), world.size, [optimizer])
         self.sync = GradientSync(model, world, lanes, sync_options(config), micro_batches=config.micro_batches)
+        try:  # once all workers know that they were given the same policy
+            check_compression(self.sync.options.policy, dict(model.named_parameters()), world.size, [optimizer])
+        except BaseException:
+            self.sync.close()
+            raise
         self._forward: Callable[..., Any] = torch.compile(model) if config.compile else model
         # The optimizer can obey a decision that the host has not read; see GradScaler for the same protocol.
         fused = bool(getattr(optimizer, "_step_supports_amp_scaling", False))

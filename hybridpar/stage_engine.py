@@ -75,7 +75,12 @@ class StageEngine:
             pipeline_options(plan, config, sync_options(config), lanes.device),
             config.micro_batches,
         )
-        check_compression(config.compress, dict(model.named_parameters()), self.pipeline.replicas, self.optimizers)
+        policy, names = self.pipeline.options.sync.policy, dict(model.named_parameters())
+        try:
+            check_compression(policy, names, self.pipeline.replicas, self.optimizers)
+        except BaseException:
+            self.pipeline.close()
+            raise
         if config.cuda_graph:
             self.graph = self._make_graph(lanes)
 

@@ -87,6 +87,9 @@ def meet_over(group: Group) -> Callable[[Kind, Tensor], None]:
     """Messages that meet over a group as `Exchange` lets them meet; stripes are of one size."""
 
     def meet(kind: Kind, message: Tensor) -> None:
+        if kind[0] is Meeting.GATHER:
+            group.all_gather(message.new_empty(message.numel() * group.size), message)
+            return
         if kind[0] is not Meeting.SHARD:
             group.all_reduce(message, kind[0])
             return

@@ -20,7 +20,6 @@ from hybridpar.compress.kernels import prepare
 from hybridpar.compress.redivide import put_together as put_together
 from hybridpar.compress.redivide import restore
 from hybridpar.errors import SyncError
-from hybridpar.lanes import Lane
 from hybridpar.pipeline.buckets import Bucket
 from hybridpar.pipeline.collective import BackendSum, SumGroup
 from hybridpar.pipeline.control import all_reduce_bytes, start_copy
@@ -41,16 +40,18 @@ class Committed(Protocol):
 
 
 class Decision:
-    """A decision on a device, on its way to the host.
+    """A decision on a device, on its way to the host; made by work on a lane, where no event of lanes can be recorded.
 
     Args:
         commit: 1 where the step counts, else 0; 0-d.
-        lane: The lane that works with it.
     """
 
-    def __init__(self, commit: Tensor, lane: Lane) -> None:
+    def __init__(self, commit: Tensor) -> None:
         self._copy = start_copy(commit)
-        self._copied = None if commit.device.type == "cpu" else lane.record()
+        self._copied: Any = None
+        if commit.device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
 
     @property
     def committed(self) -> bool:

@@ -199,7 +199,7 @@ class LocalStage:
         if values is None or not self.guarded:
             compression.settle(True, unused, costs)
         elif on_device:
-            compression.settle_later(Decision(values[4], self.lane), unused, costs)
+            compression.settle_later(Decision(values[4]), unused, costs)
         else:
             compression.settle(bool(values[4]), unused, costs)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridpar.compress import Meeting, TorchGroup, parse_codec
+from hybridpar.compress import CODECS, Exchange, Meeting, TensorSpec, TorchGroup, bind, parse_codec
 from hybridpar.compress.auto import (
     FIDELITIES,
     PLAIN,
@@ -30,6 +30,7 @@ BUCKETS = [
 ]
 HALF = (Meeting.SUM, torch.float16)
 BYTES = (Meeting.SHARD, torch.uint8)
+ALL = (Meeting.GATHER, torch.uint8)
 #: A pass over float32 at 2 GB/s to write and one to read, per element.
 SLOW_CPU = CodecRate({1 << 20: (2.1, 2.1)})
 
@@ -130,13 +131,24 @@ def test_a_warm_up_is_not_what_is_predicted():
     assert lasting_rounds(parse_codec("onebit:warmup=5"), (64, 64), 2)[0].meeting is Meeting.SHARD
 
 
+@pytest.mark.parametrize("name", sorted(CODECS))
+@pytest.mark.parametrize("workers", [2, 4])
+def test_bytes_of_rounds_are_those_that_an_exchange_counts(name, workers):
+    codec, shape = parse_codec(name), (256, 256)
+    wires = []
+    for rank in range(workers):
+        coder = bind(codec, TensorSpec("weight", shape, rank, workers))
+        wires.append(Exchange([coder]).traffic.wire)
+    assert sum(entry.sent(workers) for entry in coder.rounds) == pytest.approx(sum(wires) / workers, rel=0.01)
+
+
 def measured(world: World) -> dict[Any, LinkCost]:
     group = TorchGroup(world.lane_sums[0].group)  # type: ignore[attr-defined]
-    return measure_link([PLAIN, HALF, BYTES], meet_over(group), world.device)
+    return measure_link([PLAIN, HALF, BYTES, ALL], meet_over(group), world.device)
 
 
 def test_all_workers_know_the_same_link():
     one, *others = run_ranks(measured, 3, shared_memory=False)
-    assert list(one) == [PLAIN, HALF, BYTES]
+    assert list(one) == [PLAIN, HALF, BYTES, ALL]
     assert all(cost.latency_ms > 0 and cost.ms_per_byte >= 0 for cost in one.values())
     assert others == [one, one]

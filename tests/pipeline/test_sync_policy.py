@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hybridpar.errors import HybridparError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.compression_table import kind_of, layer_bytes, table_csv, table_lines
 from hybridpar.pipeline.control import DecidedOutcome
+from hybridpar.pipeline.local_stage import LocalStage
 from hybridpar.pipeline.sync import GradientSync, SyncOptions
 from hybridpar.pipeline.sync_policy import check_compression
 from hybridpar.pipeline.world import World
@@ -167,6 +169,34 @@ def late(world: World, poisoned: bool) -> tuple[list[str], dict[str, Tensor]]:
         residuals = {name: one["residuals"]["worker"] for name, one in _parameters(sync).items() if one}
         sync.close()
     return before, residuals
+
+
+class Compressing:
+    """Stands for `Compression`, and notes how it was told of the end of a step."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def settle(self, committed: bool, unused: Any, costs: Any) -> None:
+        self.told.append(committed)
+
+    def settle_later(self, outcome: Any, unused: Any, costs: Any) -> None:
+        self.told.append(outcome)
+
+
+@pytest.mark.parametrize(
+    ("guarded", "on_device", "commit", "told"),
+    [(True, False, 1, True), (True, False, 0, False), (False, True, 0, True)],
+)
+def test_a_stage_lets_the_host_decide_only_where_it_knows(guarded, on_device, commit, told):
+    stage = object.__new__(LocalStage)
+    stage.guarded, stage.reducer = guarded, SimpleNamespace(compression=Compressing())  # type: ignore[assignment]
+    values = torch.tensor([0.0, 0, 0, 0, commit, 0])
+    stage._settle(values, [], None, on_device)
+    assert stage.reducer.compression.told == [told]  # type: ignore[union-attr]
+    stage.guarded = True
+    stage._settle(values, [], None, True)
+    assert stage.reducer.compression.told[1].committed is bool(commit)  # type: ignore[union-attr]
 
 
 def _parameters(sync: GradientSync) -> dict[str, Any]:
