@@ -222,11 +222,6 @@ class Fields:
         return min(cls.of(count, width), Planes(count, width, torch.uint8, 8), key=lambda fields: fields.bytes)
 
     @property
-    def whole(self) -> bool:
-        """Whether every value lies in one word."""
-        return True
-
-    @property
     def in_words(self) -> Fields | None:
         """The layout itself; of planes that of the 64-bit words whose bytes they are, None where these do not fit."""
         return self
@@ -301,11 +296,6 @@ class Fields:
 
 class Planes(Fields):
     """Values that lie 8 in `width` bytes, some of them in two bytes. They cannot be added."""
-
-    @property
-    def whole(self) -> bool:
-        """See `Fields`."""
-        return False
 
     @property
     def in_words(self) -> Fields | None:
