@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ class Group(Protocol):
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
         """Receive every worker's `inp` into `out`, by rank."""
 
+
+# The newer name of torch 2.14, which warns of the older one.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _OPERATIONS = {Meeting.SUM: dist.ReduceOp.SUM, Meeting.MAX: dist.ReduceOp.MAX, Meeting.AND: dist.ReduceOp.BAND}
 
@@ -77,7 +80,7 @@ class TorchGroup:
 
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
         """See `Group`."""
-        dist.all_gather_into_tensor(out, inp, group=self._group)
+        _all_gather(out, inp, group=self._group)
 
     def _and_by_gathering(self, tensor: Tensor) -> None:
         words = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
