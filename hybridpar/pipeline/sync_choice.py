@@ -113,7 +113,7 @@ def _lines(
     tried: Sequence[str],
     excuse: str,
 ) -> tuple[str, ...]:
-    speed = "bytes at no cost that could be measured"
+    speed = "too fast to time"
     if link.ms_per_byte > 0:
         speed = f"{all_reduce_bytes(1_000_000, world.size) / (1e9 * link.ms_per_byte):,.3g} MB/s"
     if policy.changes_nothing:
