@@ -32,6 +32,7 @@ from torch import Tensor
 from hybridpar.bench.request import BenchCodecs
 from hybridpar.bench.traffic import after_warmup, wire_bytes
 from hybridpar.compress import Codec, Coder, ErrorFeedback, Exchange, Round, TensorSpec, bind, parse_codec, run_together
+from hybridpar.compress.gathered import GatheredCoder
 from hybridpar.compress.residual import NO_RESIDUAL, Residual
 from hybridpar.compress.scratch import Scratch
 from hybridpar.compress.sharded import ShardedCoder
@@ -248,7 +249,7 @@ def _decode_add(
     work = []
     for (name, shape), gradient in zip(shapes.items(), gradients, strict=True):
         coder = bind(inner, TensorSpec(name, shape))
-        if isinstance(coder, ShardedCoder):
+        if isinstance(coder, (ShardedCoder, GatheredCoder)):
             quantiser = coder.quantiser
             values = quantiser.view(gradient)
             message = torch.zeros(quantiser.size(values.shape), dtype=torch.uint8)

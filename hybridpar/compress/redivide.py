@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import Codec, Coder, TensorSpec
+from hybridpar.compress.residual import WORKER
 from hybridpar.errors import CheckpointError
 
 
@@ -49,14 +50,17 @@ def divide(codec: Codec, spec: TensorSpec, saved: Sequence[Mapping[str, Tensor]]
             )
     scale = spec.divisor / old[0].spec.divisor
     mine = new[spec.rank]
+    totals = {key: _zeros(spec) for key in mine.residuals}
+    for coder, residuals in zip(old, saved, strict=True):
+        for key, residual in residuals.items():
+            # With two workers nobody owns a stripe: what owners had not sent is then everybody's.
+            coder.spread(key, residual.to("cpu", torch.float64), totals[key if key in totals else WORKER])
     divided = {}
     for key, size in mine.residuals.items():
-        total, keepers = _zeros(spec), _zeros(spec)
-        for coder, residuals in zip(old, saved, strict=True):
-            coder.spread(key, residuals[key].to("cpu", torch.float64), total)
+        keepers = _zeros(spec)
         for coder in new:
             coder.spread(key, torch.ones(coder.residuals[key], dtype=torch.float64), keepers)
-        shares = total.mul_(scale).div_(keepers.clamp_(min=1))
+        shares = totals[key].mul_(scale).div_(keepers.clamp_(min=1))
         divided[key] = shares[_places(mine, key, size)].float()
     return divided
 

@@ -58,8 +58,8 @@ class Quantiser(ABC):
         """Set out = C(v) / divisor, with `out` of any stride."""
 
     @abstractmethod
-    def add(self, message: Tensor, total: Tensor, scratch: Scratch) -> None:
-        """Add C(v) to `total`, which is contiguous."""
+    def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
+        """Add C(v) / divisor to `total`, of any stride."""
 
 
 def cut_stripes(length: int, unit: int, workers: int) -> list[tuple[int, int]]:

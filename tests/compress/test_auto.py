@@ -37,7 +37,7 @@ SLOW_CPU = CodecRate({1 << 20: (2.1, 2.1)})
 
 def link(megabytes_per_second: float, latency_ms: float = 0.1) -> dict[Any, LinkCost]:
     cost = LinkCost(latency_ms, 1 / (1e3 * megabytes_per_second))
-    return dict.fromkeys((PLAIN, HALF, BYTES), cost)
+    return dict.fromkeys((PLAIN, HALF, BYTES, ALL), cost)
 
 
 def chosen(layers: Layers, speed: float, *texts: str, latency_ms: float = 0.1) -> str:
@@ -112,7 +112,8 @@ def test_fidelity_says_what_may_be_chosen():
 def test_the_kinds_are_those_of_the_messages_that_travel():
     codecs = {text: parse_codec(text) for text in ("fp16", "onebit:warmup=5", "powersgd")}
     assert kinds_of({}, Layers(BUCKETS, 2)) == [PLAIN]
-    assert kinds_of(codecs, Layers(BUCKETS, 2)) == [PLAIN, HALF, BYTES]
+    assert kinds_of(codecs, Layers(BUCKETS, 2)) == [PLAIN, HALF, ALL]
+    assert kinds_of(codecs, Layers(BUCKETS, 3)) == [PLAIN, HALF, BYTES]
 
 
 @pytest.mark.parametrize("text", ["fp16", "onebit:warmup=5", "qsgd_mn:meet=shard", "qsgd_mn", "powersgd"])
@@ -128,7 +129,7 @@ def test_a_codec_is_tried_on_pieces_of_the_model(text):
 
 
 def test_a_warm_up_is_not_what_is_predicted():
-    assert lasting_rounds(parse_codec("onebit:warmup=5"), (64, 64), 2)[0].meeting is Meeting.SHARD
+    assert lasting_rounds(parse_codec("onebit:warmup=5"), (64, 64), 3)[0].meeting is Meeting.SHARD
 
 
 @pytest.mark.parametrize("name", sorted(CODECS))

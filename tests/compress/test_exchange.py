@@ -36,7 +36,7 @@ def test_together_is_as_one_by_one(text: str) -> None:
 
 
 def test_messages_that_meet_alike_travel_together() -> None:
-    exchange = exchange_of({"a": "onebit", "b": "none", "c": "onebit", "d": "fp16"}, workers=1)
+    exchange = exchange_of({"a": "onebit:meet=shard", "b": "none", "c": "onebit:meet=shard", "d": "fp16"}, workers=1)
     gradients = [torch.randn(coder.spec.count) for coder in exchange.coders]
     kinds = []
     for request in exchange.requests(gradients, gradients):

@@ -63,7 +63,7 @@ def test_what_would_be_added_to_the_result_stays_the_same(text: str, before: int
     new.step(new.gradients(5))  # compares the workers bit for bit
 
 
-@pytest.mark.parametrize("text", ["onebit", "twobit:least=10"])
+@pytest.mark.parametrize("text", ["onebit:meet=shard", "twobit:least=10,meet=shard"])
 def test_stripes_become_one_tensor_and_are_cut_anew(text: str) -> None:
     old = settled(text, 2, average=False)
     new = resume(old, text, 3, average=False)

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels
-from hybridpar.compress.codec import CODECS, Codec, TensorSpec
+from hybridpar.compress.codec import CODECS, Codec, Coder, TensorSpec
+from hybridpar.compress.gathered import check_meet, quantised_coder
 from hybridpar.compress.packing import at_least, bits_size, count_ones, pack_bits, select, unpack_bits
 from hybridpar.compress.residual import Residual
 from hybridpar.compress.scratch import CHUNK, Scratch
-from hybridpar.compress.sharded import Quantiser, ShardedCoder
+from hybridpar.compress.sharded import Quantiser
 from hybridpar.errors import UsageError, nearest
 
 _GROUPS = ("row", "column")
@@ -39,10 +40,14 @@ class OneBit(Codec):
             side in memory. `column`: those that leave one input unit of a matrix, as in the paper; other than
             matrices go by rows.
         least: A parameter whose groups have fewer values travels in full precision; so do vectors.
+        meet: `shard`: stripes are added and encoded again by their owners, as in the paper. `gather`: everybody sends
+            to everybody, and nothing is encoded twice. `auto`: what sends fewer bytes, and for two workers, where both
+            send as many, `gather`.
     """
 
     group: str = "row"
     least: int = 32
+    meet: str = "auto"
     name = "onebit"
     biased = True
     feedback = True
@@ -53,15 +58,16 @@ class OneBit(Codec):
             raise UsageError(f"group={self.group}", "It says which values share levels.", nearest(self.group, _GROUPS))
         if self.least < 1:
             raise UsageError(f"least={self.least}", "It is a number of values.", "Use 1 or more.")
+        check_meet(self.meet)
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether there are groups, long enough to pay for their levels."""
         return len(shape) > 1 and math.prod(shape) > 0 and self._length(shape) >= self.least
 
-    def bind(self, spec: TensorSpec) -> ShardedCoder:
+    def bind(self, spec: TensorSpec) -> Coder:
         """See `Codec`."""
         kernels.prepare(self, spec.device)
-        return ShardedCoder(spec, SignQuantiser(spec.shape, self._by_columns(spec.shape)))
+        return quantised_coder(spec, SignQuantiser(spec.shape, self._by_columns(spec.shape)), self.meet)
 
     def _by_columns(self, shape: Sequence[int]) -> bool:
         return self.group == "column" and len(shape) == 2
@@ -130,10 +136,12 @@ class SignQuantiser(Quantiser):
             select(bits, a1[first:last], a0[first:last], decoded)
             out[first:last] = decoded
 
-    def add(self, message: Tensor, total: Tensor, scratch: Scratch) -> None:
+    def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
         """See `Quantiser`."""
         groups, length = total.shape
         lower, upper, packed = _parts(message, groups)
+        if divisor != 1:
+            lower, upper = lower / divisor, upper / divisor
         if kernels.onebit_add(lower, upper, packed, total):
             return
         for first, last in _chunks(groups, length):

@@ -246,18 +246,18 @@ class LevelQuantiser(Quantiser):
 
         self._grid.decode(words, fields, 1, divisor, put, scratch)
 
-    def add(self, message: Tensor, total: Tensor, scratch: Scratch) -> None:
+    def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
         """See `Quantiser`."""
         scale = message[:4].view(torch.float32)
         fields, steps = self._fields(total.numel()), self._grid.steps
         words = message[_HEAD:].view(fields.word)
-        if kernels.qsgd_add(words, scale, fields, steps, steps, total, scratch):
+        if kernels.qsgd_add(words, scale, fields, steps, steps * divisor, total, scratch):
             return
 
         def put(start: int, stop: int, values: Tensor) -> None:
             total[start:stop].add_(values.mul_(scale))
 
-        self._grid.decode(words, fields, 1, 1, put, scratch)
+        self._grid.decode(words, fields, 1, divisor, put, scratch)
 
     def _fields(self, count: int) -> Fields:
         return Fields.dense(count, 2 * self._grid.steps)

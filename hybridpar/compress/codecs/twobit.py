@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels
-from hybridpar.compress.codec import CODECS, Codec, TensorSpec
+from hybridpar.compress.codec import CODECS, Codec, Coder, TensorSpec
+from hybridpar.compress.gathered import check_meet, quantised_coder
 from hybridpar.compress.packing import magnitude, pack_pairs, pair_table, pairs_size, unpack_pairs
 from hybridpar.compress.residual import Residual
 from hybridpar.compress.scratch import CHUNK, Scratch
@@ -81,6 +82,7 @@ class TwoBit(Codec):
         pull: `codes`: the owner of a stripe encodes the sum, too. `full`: it sends the sum in float32, as MXNet's
             server does, and little more than half of all bytes is saved.
         least: Parameters with fewer elements travel in full precision; so do vectors.
+        meet: As that of `onebit`. `pull=full` needs owners, so it is always `shard`.
     """
 
     threshold: float | None = None
@@ -89,6 +91,7 @@ class TwoBit(Codec):
     levels: str = "threshold"
     pull: str = "codes"
     least: int = 1000
+    meet: str = "auto"
     name = "twobit"
     biased = True
     feedback = True
@@ -104,16 +107,22 @@ class TwoBit(Codec):
             )
         if self.least < 1:
             raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
+        check_meet(self.meet)
+        if self.pull == "full" and self.meet == "gather":
+            raise UsageError("pull=full with meet=gather", "Where all send to all nobody owns a sum.", "Leave one out.")
         self._rule()
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether it is a matrix or more, and large enough."""
         return len(shape) > 1 and math.prod(shape) >= self.least
 
-    def bind(self, spec: TensorSpec) -> ShardedCoder:
+    def bind(self, spec: TensorSpec) -> Coder:
         """See `Codec`."""
         kernels.prepare(self, spec.device)
-        return ShardedCoder(spec, TernaryQuantiser(self._rule(), spec.device), requantise=self.pull == "codes")
+        quantiser = TernaryQuantiser(self._rule(), spec.device)
+        if self.pull == "full":
+            return ShardedCoder(spec, quantiser, requantise=False)
+        return quantised_coder(spec, quantiser, self.meet)
 
     def _rule(self) -> Threshold:
         return Threshold(self.threshold, self.factor, self.cap, self.levels == "mean")
@@ -183,9 +192,11 @@ class TernaryQuantiser(Quantiser):
         for start, stop in _chunks(out.numel()):
             torch.mul(self._values(message, start, stop, scratch), level, out=out[start:stop])
 
-    def add(self, message: Tensor, total: Tensor, scratch: Scratch) -> None:
+    def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
         """See `Quantiser`."""
         level = message[:_HEAD].view(torch.float32)
+        if divisor != 1:
+            level = level / divisor
         if kernels.twobit_add(level, message[_HEAD:], total):
             return
         for start, stop in _chunks(total.numel()):

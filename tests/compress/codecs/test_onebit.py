@@ -57,8 +57,8 @@ def test_golden_bits() -> None:
     assert bits.tolist() == [[1, 0, 1], [0, 1, 1], [1, 0, 1], [0, 1, 1]]
 
 
-def test_with_one_worker_the_gradient_is_quantised_twice() -> None:
-    team = Team("onebit:feedback=off", {"w": (6, 50)}, 1)
+def test_with_an_owner_the_gradient_is_quantised_twice() -> None:
+    team = Team("onebit:feedback=off,meet=shard", {"w": (6, 50)}, 1)
     (gradient,) = team.gradients(0)[0]
     quantiser = SignQuantiser((6, 50), by_columns=False)
     once = decoded(quantiser, encoded(quantiser, gradient), 300)
