@@ -27,7 +27,9 @@ from hybridpar.compress import Exchange, TensorSpec, bind, parse_codec, run_toge
 from hybridpar.compress.codec import CODECS
 from hybridpar.errors import LaunchError, UsageError
 
-SMALL = BenchCodecs(model="tests.small_nets:plain", classes=4, repeats=1, codec=("onebit:least=1", "fp16", "none"))
+SMALL = BenchCodecs(
+    model="tests.small_nets:plain", classes=4, repeats=1, codec=("onebit:least=1,meet=shard", "fp16", "none")
+)
 
 
 def test_every_codec_can_be_measured() -> None:
