@@ -33,7 +33,7 @@ from hybridpar.lanes import Lanes
 from hybridpar.models import model_fingerprint
 from hybridpar.optim import build_optimizer, rate_factor
 from hybridpar.pipeline.capture_rules import check_capturable
-from hybridpar.pipeline.compression import codec_states, put_together
+from hybridpar.pipeline.compression import codec_states
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan
 from hybridpar.replica_engine import ReplicaEngine, autocast
@@ -360,7 +360,7 @@ class Trainer:
             return
         states = [state for part in load_rank_parts(path) for state in codec_states(part["sync"])]
         for codec in codecs if states else ():
-            codec.load_state_dict(put_together(states))
+            codec.load_states(states)
 
     def close(self) -> None:
         """Release hooks, lanes and, where the trainer joined it, the job. Safe to call twice."""

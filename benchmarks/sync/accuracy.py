@@ -38,6 +38,7 @@ from hybridpar.data.augment import normalise, shift_and_flip
 from hybridpar.data.memory_sets import DIGITS_STATISTICS, FIXED_SEED, digit_images
 from hybridpar.models import build_model, seed_everything
 from hybridpar.optim import Rates, build_optimizer, rate_factor
+from hybridpar.pipeline.control import all_reduce_bytes
 from hybridpar.process import worker_environment
 
 RESULTS = Path(__file__).parent / "results"
@@ -193,7 +194,7 @@ def train(run: Run) -> Run:
         for parameter, gradient in zip(model.parameters(), gradients[0], strict=True):
             parameter.grad = gradient
         optimizer.step()
-    full = 2 * (WORKERS - 1) * 4 * sum(parameter.numel() for parameter in model.parameters()) / WORKERS
+    full = all_reduce_bytes(4 * sum(parameter.numel() for parameter in model.parameters()), WORKERS)
     return Run(
         **{name: value for name, value in asdict(run).items() if name in ("method", "lr", "fold", "seed", "epochs")},
         loss=round(statistics.fmean(losses), 5),
@@ -287,10 +288,10 @@ def report(runs: Sequence[Run]) -> None:
 
 def difference(values: Sequence[float]) -> str:
     """Mean of some differences, its interval, and whether that is close enough to full precision."""
-    if len(values) < 2:
-        return "- | -"
+    if len(values) - 1 not in _T:
+        return f"{len(values)} pairs, and an interval takes {', '.join(str(freedom + 1) for freedom in _T)} | -"
     mean = statistics.fmean(values)
-    half = _T.get(len(values) - 1, 2.5) * statistics.stdev(values) / math.sqrt(len(values))
+    half = _T[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
     met = mean > -MOST_LOST and mean - half > -MOST_LOST_SURELY
     return f"{mean:+.2f} [{mean - half:+.2f}, {mean + half:+.2f}] | {'met' if met else 'missed'}"
 

@@ -17,8 +17,7 @@ from hybridpar.compress import Coder, Exchange, Laps, Policy, TensorSpec, TorchG
 from hybridpar.compress.codecs.none import Full
 from hybridpar.compress.hierarchy import NodeExchange
 from hybridpar.compress.kernels import prepare
-from hybridpar.compress.redivide import put_together as put_together
-from hybridpar.compress.redivide import restore
+from hybridpar.compress.redivide import put_together, restore
 from hybridpar.errors import SyncError
 from hybridpar.pipeline.buckets import Bucket
 from hybridpar.pipeline.collective import BackendSum, SumGroup
@@ -237,6 +236,14 @@ class Compression:
         for name, coder in self._coders.items():
             if name in self._saved:
                 restore(coder, self._saved.pop(name))
+
+    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore what `state_dict` returned on all workers of a run, be there as many of them now or not.
+
+        Raises:
+            CheckpointError: The state of a worker is missing, or a parameter's does not fit it.
+        """
+        self.load_state_dict(put_together(states))
 
     def close(self) -> None:
         """Leave the groups that were made for it. Safe to call twice."""
