@@ -1,0 +1,124 @@
+"""Why: accuracy decides which codec may be chosen, so its folds, its pairs and its interval must be right."""
+
+import math
+import multiprocessing
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.sync import accuracy
+from benchmarks.sync.accuracy import FOLDS, Run, append, best_rates, difference, fold_of, read, report
+
+
+def run(method: str = "none", lr: float = 0.01, fold: int = 0, seed: int = 1, **more: float) -> Run:
+    return Run(method=method, lr=lr, fold=fold, seed=seed, **more)  # type: ignore[arg-type]
+
+
+def test_each_image_is_tested_in_one_fold() -> None:
+    labels = torch.arange(1797) % 10
+    tested = [fold_of(labels, fold)[1] for fold in range(FOLDS)]
+    assert torch.equal(torch.cat(tested).sort().values, torch.arange(1797))
+
+
+def test_a_fold_trains_on_the_rest_and_holds_each_digit_alike() -> None:
+    labels = torch.arange(1797) % 10
+    for fold in range(FOLDS):
+        trained, tested = fold_of(labels, fold)
+        assert len(trained) + len(tested) == 1797
+        assert not set(trained.tolist()) & set(tested.tolist())
+        of_digit = labels[tested].bincount(minlength=10)
+        assert of_digit.max() - of_digit.min() <= 1
+
+
+def test_of_equal_accuracies_the_lower_loss_is_the_best() -> None:
+    runs = [run(lr=0.01, accuracy=97.0, loss=0.1), run(lr=0.02, accuracy=97.0, loss=0.05), run(lr=0.05, accuracy=90.0)]
+    assert best_rates(runs)["none"].lr == 0.02
+
+
+def test_rows_come_back_as_they_were_written(tmp_path: Path) -> None:
+    file = tmp_path / "rows.csv"
+    rows = [
+        run(accuracy=97.5, loss=0.25, ratio=1.0),
+        run("onebit:decay=0.9", seed=3, accuracy=98.0, loss=0.5, ratio=30.2),
+    ]
+    for row in rows:
+        append(file, row)
+    assert read(file) == rows
+    assert read(tmp_path / "absent.csv") == []
+
+
+def test_the_interval_is_students() -> None:
+    # Differences -2, 0, 0, 0, 2: mean 0, deviation sqrt(2), and t of 4 degrees of freedom is 2.776.
+    text = difference([-2.0, 0.0, 0.0, 0.0, 2.0])
+    assert text.startswith(f"+0.00 [{-2.776 * math.sqrt(2 / 5):+.2f}, ")
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ([0.1, -0.1, 0.0, 0.1, -0.1], "met"),
+        ([-0.6, -0.6, -0.6, -0.6, -0.6], "missed"),  # the mean is too low
+        ([-2.0, 1.5, -2.0, 1.5, 0.5], "missed"),  # the mean is not known well enough
+    ],
+)
+def test_the_target_asks_for_the_mean_and_for_the_interval(differences: Sequence[float], verdict: str) -> None:
+    assert difference(differences).endswith(verdict)
+
+
+def test_a_report_pairs_by_fold_and_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    base = [run(fold=fold, accuracy=90.0 + fold) for fold in range(5)]
+    codec = [run("onebit", fold=fold, accuracy=91.0 + fold, ratio=30.0) for fold in reversed(range(5))]
+    report([*base, *codec])
+    assert "| `onebit` | 0.01 | 30.0x | 5 | 93.00 | +1.00 [+1.00, +1.00] | met |" in capsys.readouterr().out
+
+
+def test_what_is_there_is_not_trained_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows.csv"
+    append(file, run(accuracy=97.0))
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _method: _Here())
+    trained: list[Run] = []
+
+    def train(one: Run) -> Run:
+        trained.append(one)
+        return one
+
+    monkeypatch.setattr(accuracy, "train", train)
+    accuracy.train_all([run(), run(seed=2)], file, jobs=1)
+    assert [one.seed for one in trained] == [2]
+    assert [one.seed for one in read(file)] == [1, 2]
+
+
+class _Here:
+    """A pool of this process."""
+
+    def Pool(self, _jobs: int) -> "_Here":
+        return self
+
+    def __enter__(self) -> "_Here":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    imap_unordered = staticmethod(map)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step, and 16 images to test on."""
+
+    def few(labels: Tensor, fold: int) -> tuple[Tensor, Tensor]:
+        trained, tested = fold_of(labels, fold)
+        return trained[:32], tested[:16]
+
+    monkeypatch.setattr(accuracy, "fold_of", few)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_run_says_the_same_again_and_its_bytes() -> None:
+    one, again = (accuracy.train(run("onebit", epochs=1)) for _ in range(2))
+    assert (one.loss, one.accuracy) == (again.loss, again.accuracy)
+    assert one.ratio > 28
