@@ -225,19 +225,23 @@ inline unsigned atomicMax(unsigned* place, unsigned value) {
 
 extern "C" {
 
-// What tests look at: the last launch, and which contexts are current.
+// What tests look at: the last launch.
 struct Seen {
     unsigned grid[3], block[3], shared;
     std::uint64_t stream;
-    std::uint64_t context;  // that was current
+    std::uint64_t context;
     std::uint64_t launches;
-    int depth;
 } seen;
 
-enum { SUCCESS = 0, INVALID_VALUE = 1, NOT_FOUND = 500, LAUNCH_FAILED = 719 };
+static thread_local std::vector<std::uint64_t> contexts;
+
+enum { SUCCESS = 0, INVALID_VALUE = 1, INVALID_CONTEXT = 201, NOT_FOUND = 500, LAUNCH_FAILED = 719 };
 
 int cuGetErrorString(int status, const char** text) {
-    *text = status == INVALID_VALUE ? "invalid argument" : status == NOT_FOUND ? "named symbol not found" : "launch failed";
+    *text = status == INVALID_VALUE     ? "invalid argument"
+            : status == INVALID_CONTEXT ? "invalid device context"
+            : status == NOT_FOUND       ? "named symbol not found"
+                                        : "launch failed";
     return SUCCESS;
 }
 
@@ -247,9 +251,12 @@ int cuDeviceGet(int* device, int index) { return *device = index, SUCCESS; }
 
 int cuDevicePrimaryCtxRetain(std::uint64_t* context, int device) { return *context = 100 + device, SUCCESS; }
 
-int cuCtxPushCurrent_v2(std::uint64_t context) { return seen.context = context, ++seen.depth, SUCCESS; }
+int cuCtxPushCurrent_v2(std::uint64_t context) { return contexts.push_back(context), SUCCESS; }
 
-int cuCtxPopCurrent_v2(std::uint64_t* context) { return *context = seen.context, seen.context = 0, --seen.depth, SUCCESS; }
+int cuCtxPopCurrent_v2(std::uint64_t* context) { return *context = contexts.back(), contexts.pop_back(), SUCCESS; }
+
+// How many contexts of this thread are pushed.
+int depth() { return int(contexts.size()); }
 
 int cuModuleLoadData(std::uint64_t* module, const char* image) {
     if (std::strcmp(image, "emulated") != 0) return INVALID_VALUE;
@@ -271,7 +278,8 @@ int cuLaunchKernel(
     if (std::size_t(extra[0]) != 1 || std::size_t(extra[2]) != 2 || extra[4]) return INVALID_VALUE;
     const std::function<void()> body = (*kernel)(static_cast<char*>(extra[1]), *static_cast<std::size_t*>(extra[3]));
     if (!body || !(gx && gy && gz) || bx * by * bz % emulated::LANES || bx * by * bz > 1024) return INVALID_VALUE;
-    seen = {{gx, gy, gz}, {bx, by, bz}, shared, stream, seen.context, seen.launches + 1, seen.depth};
+    if (contexts.empty()) return INVALID_CONTEXT;
+    seen = {{gx, gy, gz}, {bx, by, bz}, shared, stream, contexts.back(), seen.launches + 1};
     gridDim = {gx, gy, gz};
     blockDim = {bx, by, bz};
     for (unsigned z = 0; z < gz; ++z)

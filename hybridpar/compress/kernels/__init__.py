@@ -12,7 +12,6 @@ released; on a GPU nothing waits.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from hybridpar.compress.kernels.cpu import CpuKernels
 from hybridpar.compress.kernels.cuda import CudaKernels
+from hybridpar.compress.kernels.threshold import ThresholdRule as ThresholdRule
 from hybridpar.compress.residual import KeptResidual, Residual
 from hybridpar.compress.scratch import Scratch
 
@@ -101,24 +101,6 @@ def onebit_add(lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> b
     _check_groups(total, lower, upper, packed)
     kernels.onebit_add(lower, upper, packed, total)
     return True
-
-
-@dataclass(frozen=True)
-class ThresholdRule:
-    """How a threshold follows from the values; see `hybridpar.compress.codecs.twobit`.
-
-    Attributes:
-        mode: 0 for `fixed`; 1 for the lesser of scale * mean and cap * largest; 2 for scale * mean, with what is sent
-            decoded as the mean of what is sent.
-        fixed: A threshold.
-        scale: Of the mean magnitude.
-        cap: Of the largest magnitude.
-    """
-
-    mode: int
-    fixed: float
-    scale: float
-    cap: float
 
 
 def twobit_encode(

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hybridpar.compress.kernels.threshold import ThresholdRule
 from hybridpar.compress.scratch import CHUNK, Scratch
 from hybridpar.kernel_build import Function, load_kernels
 
 if TYPE_CHECKING:
-    from hybridpar.compress.kernels import ThresholdRule
     from hybridpar.compress.packing import Fields
 
 _SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in ("onebit", "twobit", "qsgd")]

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from hybridpar.compress.kernels.threshold import ThresholdRule
 from hybridpar.compress.scratch import CHUNK, Scratch
 from hybridpar.kernel_cuda import load_cuda_kernels
 
 if TYPE_CHECKING:
-    from hybridpar.compress.kernels import ThresholdRule
     from hybridpar.compress.packing import Fields
 
 #: The kernels' source.
