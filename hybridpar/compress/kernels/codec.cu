@@ -117,7 +117,7 @@ struct Sides {
 template <u32 TEAM>
 __device__ inline void onebit_group(
     const Source& source, float* pending, float* lower, float* upper, u8* packed, u32 row, u32 length, u32 thread) {
-    constexpr u32 STEPS = 8;
+    constexpr u32 STEPS = 6;  // more would take more registers than four blocks of a multiprocessor have
     constexpr u32 STRIDE = 4 * TEAM;
     const u32 start = row * length, stop = start + length;
     const u32 lane = thread % LANES, end = (stop + 7) / 8 * 8;
@@ -398,7 +398,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) qsgd_scale(const float* va
 // read and write lies side by side.
 struct Layout {
     u32 count, words, width, per_word;
+
+    __device__ u32 index(u32 place, u32 word) const { return place * words + word; }
+    __device__ bool holds(u32 place, u32 word) const { return place < per_word && index(place, word) < count; }
 };
+
+// Places of a word that a thread reads before it uses the first, as a value alone would keep no GPU busy.
+constexpr u32 BATCH = 4;
 
 // Words in memory as they are.
 template <typename Word>
@@ -439,13 +445,21 @@ __device__ inline void qsgd_write(
     for (u32 word = from + blockIdx.x * THREADS + threadIdx.x; word < to; word += THREADS * gridDim.x) {
         const u32 run = (word - from) / chunk * layout.per_word, offset = word % chunk;
         u64 bits = 0;
-#pragma unroll 4
-        for (u32 place = 0; place < layout.per_word; ++place) {
-            const u32 index = place * layout.words + word;
-            if (index >= layout.count) break;
-            const float position = values[index] / divisor * most + ring[places.at[run + place] + offset];
-            const int code = int(fminf(floorf(position), most));  // of NaN it makes `most`
-            bits |= u64(u32(code + int(steps))) << (place * layout.width);
+        for (u32 first = 0; first < layout.per_word; first += BATCH) {
+            float value[BATCH], noise[BATCH];
+#pragma unroll
+            for (u32 i = 0; i < BATCH; ++i)
+                if (layout.holds(first + i, word)) {
+                    value[i] = values[layout.index(first + i, word)];
+                    noise[i] = ring[places.at[run + first + i] + offset];
+                }
+#pragma unroll
+            for (u32 i = 0; i < BATCH; ++i)
+                if (layout.holds(first + i, word)) {
+                    const float position = value[i] / divisor * most + noise[i];
+                    const int code = int(fminf(floorf(position), most));  // of NaN it makes `most`
+                    bits |= u64(u32(code + int(steps))) << ((first + i) * layout.width);
+                }
         }
         memory.store(layout, word, bits);
     }
@@ -458,13 +472,18 @@ __device__ inline void qsgd_read(
     const u64 mask = (u64(1) << layout.width) - 1;
     for (u32 word = blockIdx.x * THREADS + threadIdx.x; word < layout.words; word += THREADS * gridDim.x) {
         const u64 bits = memory.load(layout, word);
-#pragma unroll 4
-        for (u32 place = 0; place < layout.per_word; ++place) {
-            const u32 index = place * layout.words + word;
-            if (index >= layout.count) break;
-            const float code = float(int(bits >> (place * layout.width) & mask));
-            const float value = (code - origin) / unit * size;
-            out[index] = ADD ? out[index] + value : value;
+        for (u32 first = 0; first < layout.per_word; first += BATCH) {
+            float before[BATCH];
+#pragma unroll
+            for (u32 i = 0; i < BATCH; ++i)
+                if (ADD && layout.holds(first + i, word)) before[i] = out[layout.index(first + i, word)];
+#pragma unroll
+            for (u32 i = 0; i < BATCH; ++i)
+                if (layout.holds(first + i, word)) {
+                    const float code = float(int(bits >> ((first + i) * layout.width) & mask));
+                    const float value = (code - origin) / unit * size;
+                    out[layout.index(first + i, word)] = ADD ? before[i] + value : value;
+                }
         }
     }
 }

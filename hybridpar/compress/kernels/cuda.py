@@ -32,7 +32,7 @@ _MOST_PARTS = 512
 _MOST_PLACES = 896
 
 #: Groups of up to so many values are encoded by a warp, longer ones by a block.
-_WARP_VALUES = 1024
+_WARP_VALUES = 768
 
 #: Blocks of a kernel that loops over what there is: enough to fill a GPU several times.
 _MOST_BLOCKS = 2048
