@@ -1,4 +1,4 @@
-"""Why: kernels for a GPU are run by several tests on a CPU, and compiling them for that takes seconds."""
+"""Why: several tests run the codecs' kernels for a GPU on a CPU, and compiling them for that takes seconds."""
 
 from __future__ import annotations
 
