@@ -74,16 +74,26 @@ def cached(path: Path, build: Callable[[Path], bytes]) -> bytes:
     return content
 
 
-def _built(path: Path, build: Callable[[Path], bytes]) -> bytes:
-    """Build and keep the result."""
+def keep(path: Path, content: bytes) -> None:
+    """Put a file into the cache, whole or not at all.
+
+    Raises:
+        OSError: It cannot be written.
+    """
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as aside:
-        content = build(Path(aside))
         whole = Path(aside, "whole")
         with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(hashlib.sha256(content).digest() + content)
             file.flush()
             os.fsync(file.fileno())
         whole.replace(path)
+
+
+def _built(path: Path, build: Callable[[Path], bytes]) -> bytes:
+    """Build and keep the result."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as aside:
+        content = build(Path(aside))
+    keep(path, content)
     return content
 
 

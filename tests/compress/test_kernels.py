@@ -271,3 +271,8 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels.table.cache_clear()
     kernels.prepare(parse_codec("onebit"))
     assert not kernels.table()
+
+
+@pytest.mark.parametrize("_kernels", ["cpu"], indirect=True)
+def test_however_they_are_asked_for_they_are_loaded_once() -> None:
+    assert kernels.table() is kernels.table(CPU) is kernels.table(torch.empty(1).device)

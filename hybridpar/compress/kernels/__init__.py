@@ -32,11 +32,13 @@ _CPU = torch.device("cpu")
 
 
 @functools.cache
-def table(device: torch.device = _CPU) -> CpuKernels | CudaKernels | None:
-    """All kernels of a device, built if need be; None where there are none."""
-    if device.type == "cuda":
-        return CudaKernels.load(device)
-    return CpuKernels.load() if device.type == "cpu" else None
+def table(device: torch.device | None = None) -> CpuKernels | CudaKernels | None:
+    """All kernels of a device, built if need be; None where there are none. Without a device it is the CPU."""
+    if device is None:
+        return CpuKernels.load()
+    if device.type == "cpu":
+        return table()  # loaded once, however it is asked for
+    return CudaKernels.load(device) if device.type == "cuda" else None
 
 
 def prepare(codec: Codec, device: torch.device | None = None) -> None:
