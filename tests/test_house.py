@@ -67,6 +67,7 @@ ROOMS: dict[str, set[str]] = {
 SHARED_ROOMS = {
     **dict.fromkeys(("lane_base", "lane_check", "lane_cpu", "lane_cuda", "lane_ops"), "lanes"),
     "probe_worker": "probe",
+    "cuda_driver": "kernel_cuda",
     "kernel_writer": "kernel_build",
     "checkup": "doctor",
     **dict.fromkeys(("run_plan", "run_sync", "run_timeline", "save_rule", "timings", "worker"), "run"),

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridpar import kernel_cuda
+from hybridpar import cuda_driver, kernel_cuda
+from hybridpar.cuda_driver import CudaError, CudaFunction, CudaModule, Driver
 from hybridpar.kernel_cache import KernelsUnavailable
-from hybridpar.kernel_cuda import CudaError, CudaFunction, CudaModule, Driver, compiler, cubin, load_cuda_kernels
+from hybridpar.kernel_cuda import compiler, cubin, load_cuda_kernels
 from tests.emulated import IMAGE, emulated_driver
 
 SOURCE = """
@@ -63,7 +64,7 @@ def library(source: Path) -> Path:
 
 @pytest.fixture
 def module(library: Path, monkeypatch: pytest.MonkeyPatch) -> CudaModule:
-    monkeypatch.setattr(kernel_cuda, "current_stream", lambda index: 7000 + index)
+    monkeypatch.setattr(cuda_driver, "current_stream", lambda index: 7000 + index)
     return Driver(str(library)).load(IMAGE, 3)
 
 
@@ -74,7 +75,7 @@ def _wanted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, t
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: HOPPER)
     caplog.set_level(logging.INFO)
     yield
-    kernel_cuda.driver.cache_clear()
+    cuda_driver.driver.cache_clear()
 
 
 def mixed(function: CudaFunction, value: float, count: int = 100) -> list[float]:
@@ -205,7 +206,7 @@ def test_all_of_it(source: Path, library: Path, monkeypatch: pytest.MonkeyPatch)
         kernel_cuda, "compiler", lambda: ("none", lambda _, arch, __: (asked.append(arch) or IMAGE, ""))
     )
     monkeypatch.setattr(kernel_cuda, "_DRIVER", str(library))
-    monkeypatch.setattr(kernel_cuda, "current_stream", lambda index: 0)
+    monkeypatch.setattr(cuda_driver, "current_stream", lambda index: 0)
     functions = load(source)
     assert functions is not None
     assert asked == ["sm_90"]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from hybridpar import kernel_cuda
+from hybridpar import cuda_driver
 from hybridpar.compress.kernels.cuda import PARAMETERS, SOURCE, CudaKernels
 from tests.emulated import IMAGE, emulated_driver
 
 
 @pytest.fixture(scope="session")
-def emulated_module(tmp_path_factory: pytest.TempPathFactory) -> kernel_cuda.CudaModule:
+def emulated_module(tmp_path_factory: pytest.TempPathFactory) -> cuda_driver.CudaModule:
     """The codecs' kernels behind a driver that runs them on the CPU."""
     path = emulated_driver(SOURCE, PARAMETERS, tmp_path_factory.mktemp("emulated"))
-    return kernel_cuda.Driver(str(path)).load(IMAGE, 0)
+    return cuda_driver.Driver(str(path)).load(IMAGE, 0)
 
 
 @pytest.fixture
-def emulated_kernels(emulated_module: kernel_cuda.CudaModule, monkeypatch: pytest.MonkeyPatch) -> CudaKernels:
+def emulated_kernels(emulated_module: cuda_driver.CudaModule, monkeypatch: pytest.MonkeyPatch) -> CudaKernels:
     """They take tensors of the CPU, as that is where they run."""
-    monkeypatch.setattr(kernel_cuda, "current_stream", lambda index: 0)
+    monkeypatch.setattr(cuda_driver, "current_stream", lambda index: 0)
     return CudaKernels({name: emulated_module.function(name, taken) for name, taken in PARAMETERS.items()})
