@@ -145,6 +145,7 @@ def is_machine_code(code: bytes) -> bool:
     return code[:4] == b"\x7fELF" and int.from_bytes(code[18:20], "little") == 190
 
 
+@pytest.mark.usefixtures("cuda_compiler")
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 def test_what_was_compiled_is_kept(
     architecture: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -213,6 +214,7 @@ def test_all_of_it(source: Path, library: Path, monkeypatch: pytest.MonkeyPatch)
     assert mixed(functions["mixed"], 1.0) == [209.75] * 100
 
 
+@pytest.mark.usefixtures("cuda_compiler")
 def test_a_source_that_does_not_compile(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bad = tmp_path / "bad.cu"
     bad.write_text('extern "C" __global__ void wrong() { nothing(); }')
@@ -221,6 +223,7 @@ def test_a_source_that_does_not_compile(tmp_path: Path, caplog: pytest.LogCaptur
     assert "cuda:1" in message
 
 
+@pytest.mark.usefixtures("cuda_compiler")
 def test_a_gpu_that_the_compiler_does_not_know(
     source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

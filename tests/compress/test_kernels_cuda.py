@@ -67,11 +67,10 @@ def figures(log: str) -> dict[str, tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_it_compiles_and_keeps_to_registers(architecture: str, tmp_path: Path) -> None:
-    version, compile_source = kernel_cuda.compiler()
-    if not version.startswith("nvrtc"):
-        pytest.skip("NVRTC comes with torch where that is made for CUDA")
-    code, log = compile_source(SOURCE.read_bytes(), architecture, tmp_path)
+def test_it_compiles_and_keeps_to_registers(
+    architecture: str, tmp_path: Path, cuda_compiler: kernel_cuda.Compile
+) -> None:
+    code, log = cuda_compiler(SOURCE.read_bytes(), architecture, tmp_path)
     assert code[:4] == b"\x7fELF"
     seen = figures(log)
     assert set(seen) == set(PARAMETERS)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hybridpar import cuda_driver
+from hybridpar import cuda_driver, kernel_cuda
 from hybridpar.compress.kernels.cuda import PARAMETERS, SOURCE, CudaKernels
+from hybridpar.kernel_cache import KernelsUnavailable
 from tests.emulated import IMAGE, emulated_driver
 
 
@@ -21,3 +22,12 @@ def emulated_kernels(emulated_module: cuda_driver.CudaModule, monkeypatch: pytes
     """They take tensors of the CPU, as that is where they run."""
     monkeypatch.setattr(cuda_driver, "current_stream", lambda index: 0)
     return CudaKernels({name: emulated_module.function(name, taken) for name, taken in PARAMETERS.items()})
+
+
+@pytest.fixture
+def cuda_compiler() -> kernel_cuda.Compile:
+    """What compiles CUDA C here; skips where nothing does, as where torch is made for CPUs alone."""
+    try:
+        return kernel_cuda.compiler()[1]
+    except KernelsUnavailable as reason:
+        pytest.skip(str(reason))
