@@ -5,11 +5,9 @@ name, written out or made by a schedule of `writer.tvm`. They are compiled to on
 `import tvm` takes seconds and brings threads of its own. apache-tvm-ffi-orcjit loads that from memory, without linker
 or compiler.
 
-The file is kept in the user's cache. Its name says what it was made from (the sources, TVM's version, the CPU with its
-features), and it begins with the hash of its content. A file that is damaged, or that another user could have written,
-is not loaded but built anew. It is written aside and renamed, and a lock makes processes that start together build
-once. Where nothing can be built one line is logged, and callers use their fallback. `HYBRIDPAR_KERNELS=off` says that
-from the start.
+The file is kept in the user's cache (`hybridpar.kernel_cache`). Its name says what it was made from: the sources, TVM's
+version, the CPU with its features. Where nothing can be built one line is logged, and callers use their fallback.
+`HYBRIDPAR_KERNELS=off` says that from the start.
 
 This is the only module that imports TVM.
 """
@@ -17,7 +15,6 @@ This is the only module that imports TVM.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -25,36 +22,21 @@ import json
 import logging
 import os
 import platform
-import stat
 import subprocess
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridpar.cluster import cache_directory
+from hybridpar.kernel_cache import TIMEOUT, KernelsUnavailable, cache_path, cached, wanted
 
 _log = logging.getLogger(__name__)
 
-#: Seconds after which a build is given up.
-TIMEOUT = 300.0
-_DIGEST = hashlib.sha256().digest_size
 _session: Any = None
 _loading = threading.Lock()
 
 Function = Callable[..., Any]
-
-
-class KernelsUnavailable(Exception):
-    """Kernels cannot be had here, and why; callers catch it."""
-
-
-def wanted() -> bool:
-    """Whether the user has kernels on, which they are unless HYBRIDPAR_KERNELS says off, no, false or 0."""
-    return os.environ.get("HYBRIDPAR_KERNELS", "on").strip().lower() not in ("off", "no", "false", "0")
 
 
 def load_kernels(name: str, sources: Sequence[Path]) -> dict[str, Function] | None:
@@ -74,7 +56,7 @@ def load_kernels(name: str, sources: Sequence[Path]) -> dict[str, Function] | No
         _log.info("%s kernels are switched off by HYBRIDPAR_KERNELS", name)
         return None
     try:
-        content = _content(name, sources)
+        content = cached(kernel_path(name, sources), lambda directory: _built(directory, sources))
         names = json.loads(content[: content.index(b"\n")])
         return _functions(content[content.index(b"\n") + 1 :], names)
     except (KernelsUnavailable, ImportError, OSError, RuntimeError, ValueError) as error:
@@ -91,8 +73,7 @@ def kernel_path(name: str, sources: Sequence[Path]) -> Path:
         "tvm": [_version("apache-tvm"), _version("apache-tvm-ffi"), _version("apache-tvm-ffi-orcjit")],
         "device": _cpu(),
     }
-    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:24]
-    return cache_directory() / "kernels" / f"{name}-{digest}.o"
+    return cache_path(name, made_from, ".o")
 
 
 def _version(distribution: str) -> str:
@@ -116,113 +97,21 @@ def _cpu() -> list[str]:
     return [platform.system(), platform.machine(), *(f"{key}={found[key]}" for key in sorted(found))]
 
 
-# ------------------------------------------------------------------------------------------------------------ the cache
-
-
-def _content(name: str, sources: Sequence[Path]) -> bytes:
-    """The content of the cache file, built if need be."""
-    path = kernel_path(name, sources)
-    _private_directory(path.parent)
-    content = _verified(path, logging.DEBUG)
-    if content is None:
-        with _lock(path.with_suffix(".lock")):
-            content = _verified(path, logging.WARNING)  # another process may have built it while this one waited
-            if content is None:
-                began = time.perf_counter()
-                content = _built(path, sources)
-                _log.info("built %s kernels for this CPU in %.1f s: %s", name, time.perf_counter() - began, path)
-    return content
-
-
-def _private_directory(directory: Path) -> None:
-    """Make the directory, and refuse one that somebody else could write to.
-
-    Raises:
-        KernelsUnavailable: It cannot be used.
-    """
+def _built(directory: Path, sources: Sequence[Path]) -> bytes:
+    """Compile in a child process."""
+    made = directory / "kernels.o"
+    command = [sys.executable, "-m", __name__, str(made), *map(str, sources)]
+    root = str(Path(__file__).parents[1])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TVM_NUM_THREADS": "1"}
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
-        about = directory.lstat()
-    except OSError as error:
-        raise KernelsUnavailable(f"{directory} cannot be made: {error.strerror}") from error
-    if not stat.S_ISDIR(about.st_mode) or not _private(about):
-        raise KernelsUnavailable(f"{directory} is not this user's alone; remove it, or chmod 700 it")
-
-
-def _private(about: os.stat_result) -> bool:
-    return about.st_uid == os.getuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _verified(path: Path, level: int) -> bytes | None:
-    """The content of a cache file without its hash, or None where there is none to be trusted, said at a log level."""
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            about = os.fstat(file.fileno())
-            data = file.read()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        _log.log(level, "%s cannot be read (%s) and is built anew", path, error.strerror)
-        return None
-    if not _private(about):
-        _log.log(level, "%s could have been written by another user and is built anew", path)
-        return None
-    if hashlib.sha256(data[_DIGEST:]).digest() != data[:_DIGEST]:
-        _log.log(level, "%s is damaged and is built anew", path)
-        return None
-    return data[_DIGEST:]
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Let one process of the machine in at a time; where files cannot be locked, all of them."""
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise KernelsUnavailable(f"{path.parent} cannot be written to: {error.strerror}") from error
-    try:
-        deadline = time.monotonic() + TIMEOUT
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise KernelsUnavailable(f"another process has been building for {TIMEOUT:.0f} s") from None
-                time.sleep(0.05)
-            except OSError:  # a file system without locks: renaming alone keeps the file whole
-                break
-        yield
-    finally:
-        os.close(handle)
-
-
-def _built(path: Path, sources: Sequence[Path]) -> bytes:
-    """Build in a child process and keep the result."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as aside:
-        made = Path(aside, "kernels.o")
-        command = [sys.executable, "-m", __name__, str(made), *map(str, sources)]
-        root = str(Path(__file__).parents[1])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TVM_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            raise KernelsUnavailable(f"building took more than {TIMEOUT:.0f} s") from error
-        if done.returncode:
-            reason = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
-            raise KernelsUnavailable(f"building failed: {reason[-1]}")
-        content = made.read_bytes()
-        whole = Path(aside, "whole")
-        with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(hashlib.sha256(content).digest() + content)
-            file.flush()
-            os.fsync(file.fileno())
-        whole.replace(path)
-    return content
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise KernelsUnavailable(f"building took more than {TIMEOUT:.0f} s") from error
+    if done.returncode:
+        reason = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
+        raise KernelsUnavailable(f"building failed: {reason[-1]}")
+    return made.read_bytes()
 
 
 def _functions(image: bytes, names: Sequence[str]) -> dict[str, Function]:

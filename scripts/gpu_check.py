@@ -5,11 +5,13 @@
 1. runs the tests marked `gpu`;
 2. trains the same model on the same batches on the CPU and on one GPU, option by option, and compares them;
 3. compares ways to run a pipeline (`scripts/gpu_pipeline.py`): stages on streams, CUDA graphs, NCCL;
-4. runs `hybridpar train` on all GPUs and looks at the accuracy;
-5. times `Trainer` against a plain PyTorch loop on one GPU, in interleaved rounds.
+4. compares the codecs' kernels with torch (`scripts/gpu_kernels.py`);
+5. runs `hybridpar train` on all GPUs and looks at the accuracy;
+6. times `Trainer` against a plain PyTorch loop on one GPU, and kernels against torch and a copy on the device, in
+   interleaved rounds.
 
-Results are added to `benchmarks/gpu/results/checks.csv` and `steps.csv`. Exit codes: 0 everything passed; 1 something
-did not; 3 there is no GPU, so nothing was checked.
+Results are added to `checks.csv`, `steps.csv` and `kernels.csv` in `benchmarks/gpu/results/`. Exit codes: 0 everything
+passed; 1 something did not; 3 there is no GPU, so nothing was checked.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from hybridpar.models import build_model  # noqa: E402
 from hybridpar.optim import build_optimizer  # noqa: E402
 from hybridpar.pipeline.world import World  # noqa: E402
 from hybridpar.worker import device_name  # noqa: E402
-from scripts.gpu_pipeline import run_checks  # noqa: E402
+from scripts import gpu_kernels, gpu_pipeline  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "gpu" / "results"
 NO_GPU = 3
@@ -228,9 +230,11 @@ def main() -> int:
     checks = [run_tests()]
     for name, config in EQUAL.items():
         checks += compare(name, config, devices)
-    checks += [
-        Check(f"pipeline, {one.name}", one.value, one.limit, one.verdict != "FAILED") for one in run_checks(devices[1])
-    ]
+    for part, run_checks in (("pipeline", gpu_pipeline.run_checks), ("kernels", gpu_kernels.run_checks)):
+        checks += [
+            Check(f"{part}, {one.name}", one.value, one.limit, one.verdict != "FAILED")
+            for one in run_checks(devices[1])
+        ]
     checks.append(run_command(["resnet18", "--data", "synthetic", "--stem", "cifar", "--epochs", "3"]))
     for check in checks:
         print(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.value} (limit {check.limit})")
@@ -241,6 +245,9 @@ def main() -> int:
         table = RESULTS / "steps.csv"
         time_steps("resnet18", 256, 32, TrainConfig(lr=0.01), gpu, table)
         time_steps("resnet50", 64, 224, TrainConfig(lr=0.01, amp="bf16", channels_last=True), gpu, table)
+        for rows in gpu_kernels.time_kernels(gpu, device_name(gpu)):
+            append_rows(RESULTS / "kernels.csv", list(rows))
+            print_rows(list(rows))
     return 0 if all(check.passed for check in checks) else 1
 
 

@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,6 +36,10 @@ STEPS, SAMPLES = 8, 16
 
 #: Largest relative differences. The kernels are the same, but some add in an order of their own; bf16 rounds more.
 LIMITS = {"none": (1e-4, 1e-3), "bf16": (2e-2, 1e-1)}
+
+
+#: What a check finds: a value, its limit, and whether it holds.
+Outcome = tuple[float, float, bool]
 
 
 class SkippedCheck(Exception):
@@ -130,7 +134,7 @@ def same(
     amp: str = "none",
     dropout: float = 0.0,
     uneven: bool = False,
-) -> tuple[float, float, bool]:
+) -> Outcome:
     """Train in two ways and compare; value, limit and whether it holds, of whichever is the nearer to its limit."""
     configs = [dataclasses.replace(BASE, amp=amp, **changes) for changes in (one, other)]  # type: ignore[arg-type]
     if any(config.cuda_graph for config in configs):
@@ -151,7 +155,7 @@ def same(
     return (loss, loss_limit, passed) if loss / loss_limit > update / update_limit else (update, update_limit, passed)
 
 
-def sum_over_one(device: torch.device) -> tuple[float, float, bool]:
+def sum_over_one(device: torch.device) -> Outcome:
     """NCCL with one worker: a sum as it is, and captured on a stream beside the first."""
     if device.type != "cuda" or not dist.is_nccl_available():
         raise SkippedCheck("needs a GPU and NCCL")
@@ -183,9 +187,9 @@ def sum_over_one(device: torch.device) -> tuple[float, float, bool]:
         dist.destroy_process_group()
 
 
-def all_checks(device: torch.device) -> dict[str, Callable[[], tuple[float, float, bool]]]:
+def all_checks(device: torch.device) -> dict[str, Callable[[], Outcome]]:
     """The checks by name."""
-    checks: dict[str, Callable[[], tuple[float, float, bool]]] = {}
+    checks: dict[str, Callable[[], Outcome]] = {}
 
     def add(name: str, one: dict[str, object], other: dict[str, object], **options: object) -> None:
         checks[name] = lambda: same(device, one, other, **options)  # type: ignore[arg-type]
@@ -213,7 +217,12 @@ def all_checks(device: torch.device) -> dict[str, Callable[[], tuple[float, floa
 def run_checks(device: torch.device) -> Iterator[Result]:
     """Run all checks, printing each."""
     torch.backends.cudnn.allow_tf32 = False
-    for name, check in all_checks(device).items():
+    return run_each(all_checks(device))
+
+
+def run_each(checks: Mapping[str, Callable[[], Outcome]]) -> Iterator[Result]:
+    """Run checks, printing each."""
+    for name, check in checks.items():
         try:
             value, limit, passed = check()
             result = Result(name, value, limit, "ok" if passed else "FAILED")

@@ -9,6 +9,8 @@ import numpy
 import pytest
 import torch
 
+pytest_plugins = ["tests.emulated.fixtures"]
+
 
 @pytest.fixture(autouse=True)
 def _same_start(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridpar import kernel_build
+from hybridpar import kernel_build, kernel_cache
 from hybridpar.kernel_build import kernel_path, load_kernels
 
 ROOT = Path(__file__).parents[1]
@@ -77,11 +77,9 @@ def builds(object_file: bytes, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Where something was built; the build itself takes what was compiled before."""
     built: list[Path] = []
 
-    def build(path: Path, sources: object) -> bytes:
-        built.append(path)
-        path.write_bytes(object_file)
-        path.chmod(0o600)
-        return object_file[kernel_build._DIGEST :]
+    def build(directory: Path, sources: object) -> bytes:
+        built.append(directory.parent)
+        return object_file[kernel_cache._DIGEST :]
 
     monkeypatch.setattr(kernel_build, "_built", build)
     return built
@@ -104,7 +102,7 @@ def test_what_is_there_is_used(source: Path, builds: list[Path], caplog: pytest.
 
 @pytest.mark.parametrize("harm", ["a bit", "cut", "empty", "writable", "link"])
 def test_what_cannot_be_trusted_is_built_anew(
-    harm: str, source: Path, place: Path, builds: list[Path], caplog: pytest.LogCaptureFixture
+    harm: str, source: Path, place: Path, object_file: bytes, builds: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     data = place.read_bytes()
     if harm == "a bit":
@@ -119,14 +117,15 @@ def test_what_cannot_be_trusted_is_built_anew(
         place.rename(place.with_suffix(".elsewhere"))
         place.symlink_to(place.with_suffix(".elsewhere"))
     assert load_kernels("tiny", [source]) is not None
-    assert builds == [place]
+    assert builds == [place.parent]
+    assert place.read_bytes() == object_file
     assert len([one for one in caplog.records if one.levelno == logging.WARNING]) == 1
     assert "built anew" in caplog.text
 
 
 def test_another_users_file_is_built_anew(source: Path, builds: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    real = kernel_build._private
-    monkeypatch.setattr(kernel_build, "_private", lambda about: stat.S_ISDIR(about.st_mode) and real(about))
+    real = kernel_cache._private
+    monkeypatch.setattr(kernel_cache, "_private", lambda about: stat.S_ISDIR(about.st_mode) and real(about))
     assert load_kernels("tiny", [source]) is not None
     assert len(builds) == 1
 
@@ -185,7 +184,7 @@ def test_where_nothing_can_be_written(
             raise OSError(30, "Read-only file system")
         return real(path, flags, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kernel_build.os, "open", read_only)
+    monkeypatch.setattr(kernel_cache.os, "open", read_only)
     assert "Read-only file system" in fails(source, caplog)
 
 

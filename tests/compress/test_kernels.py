@@ -24,12 +24,17 @@ CPU = torch.device("cpu")
 SCRATCH = Scratch(CPU)
 
 
-@pytest.fixture(autouse=True)
-def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(autouse=True, params=["cpu", "cuda"])
+def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Kernels for a CPU, and those for a GPU, run on a CPU in its place."""
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
     kernels.table.cache_clear()
+    if request.param == "cuda":
+        found = request.getfixturevalue("emulated_kernels")
+        monkeypatch.setattr(kernels, "table", lambda device=CPU: found if device == CPU else None)
     assert kernels.table(), "TVM is a dependency, so kernels can be built"
     yield
+    monkeypatch.undo()
     kernels.table.cache_clear()
 
 
@@ -40,7 +45,7 @@ class Ways:
         found = kernels.table()
         with pytest.MonkeyPatch.context() as patch:
             for use in (True, False):
-                patch.setattr(kernels, "table", lambda use=use: found if use else {})
+                patch.setattr(kernels, "table", lambda device=CPU, use=use: found if use else None)
                 yield use
 
 
@@ -226,8 +231,9 @@ def test_sizes_are_checked_before_addresses_are_used() -> None:
         kernels.twobit_decode(levels[:1], torch.empty(4, dtype=torch.uint8), torch.empty(17), 1)
 
 
+@pytest.mark.parametrize("_kernels", ["cpu"], indirect=True)
 def test_the_gil_is_released() -> None:
-    assert all(function.release_gil for function in kernels.table().values())
+    assert all(function.release_gil for function in kernels.table().functions.values())
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -259,8 +265,14 @@ def test_training_goes_the_same_way(text: str) -> None:
             torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("_kernels", ["cpu"], indirect=True)
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
     kernels.table.cache_clear()
     kernels.prepare(parse_codec("onebit"))
     assert not kernels.table()
+
+
+@pytest.mark.parametrize("_kernels", ["cpu"], indirect=True)
+def test_however_they_are_asked_for_they_are_loaded_once() -> None:
+    assert kernels.table() is kernels.table(CPU) is kernels.table(torch.empty(1).device)

@@ -1,61 +1,63 @@
-"""Why: on a CPU a codec is either a few passes over small chunks in torch, or one compiled pass; this is the latter.
+"""Why: in torch a codec is a few passes over memory, on a CPU over small chunks; compiled, it is one or two.
 
 Each function here does what its codec otherwise does in torch, and says whether it did: it does nothing where kernels
-are switched off or cannot be had, or where tensors are not dense float32 on a CPU. What is decoded is the same bit for
-bit either way, as it is given by the bytes, so workers with and without kernels can train together. What is encoded
-differs where sums are made in another order.
+are switched off or cannot be had, or where tensors are not dense float32 on a CPU or a CUDA device. What is decoded is
+the same bit for bit either way, as it is given by the bytes, so workers with and without kernels, and with different
+devices, can train together. What is encoded differs where sums are made in another order.
 
-Addresses go to the kernels, so the checks that keep them inside of their tensors are made here. The GIL is released.
+Addresses go to the kernels, so the checks that keep them inside of their tensors are made here. On a CPU the GIL is
+released; on a GPU nothing waits.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from hybridpar.compress.kernels.cpu import CpuKernels
+from hybridpar.compress.kernels.cuda import CudaKernels
+from hybridpar.compress.kernels.threshold import ThresholdRule as ThresholdRule
 from hybridpar.compress.residual import KeptResidual, Residual
-from hybridpar.compress.scratch import CHUNK, Scratch
-from hybridpar.kernel_build import Function, load_kernels
+from hybridpar.compress.scratch import Scratch
 
 if TYPE_CHECKING:
     from hybridpar.compress.codec import Codec
     from hybridpar.compress.noise import Noise
     from hybridpar.compress.packing import Fields
 
-_SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in ("onebit", "twobit", "qsgd")]
-
-#: From so many values on, what is written is not read again before it would have left the caches.
-_STREAM = 1 << 16
+_CPU = torch.device("cpu")
 
 
 @functools.cache
-def table() -> Mapping[str, Function]:
-    """All kernels by name, built if need be; empty where there are none."""
-    return load_kernels("codec", _SOURCES) or {}
+def table(device: torch.device | None = None) -> CpuKernels | CudaKernels | None:
+    """All kernels of a device, built if need be; None where there are none. Without a device it is the CPU."""
+    if device is None:
+        return CpuKernels.load()
+    if device.type == "cpu":
+        return table()  # loaded once, however it is asked for
+    return CudaKernels.load(device) if device.type == "cuda" else None
 
 
 def prepare(codec: Codec, device: torch.device | None = None) -> None:
     """Build or load what a codec needs, so that no step waits for it; no collective.
 
-    The first time on a machine it takes as long as TVM takes to start and compile, some 10 seconds; after that it takes
-    milliseconds.
+    The first time on a machine it takes as long as the compiler takes: TVM for a CPU some 10 seconds, NVRTC for a GPU
+    some 3. After that a file is read.
 
     Args:
         codec: Any codec; most need nothing.
-        device: Where gradients will be; None for a CPU. Elsewhere torch does the work.
+        device: Where gradients will be; None for a CPU.
     """
-    if device is not None and device.type != "cpu":
-        return
+    device = device or _CPU
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     inner: Any = codec
     while inner is not None:
         if inner.kernels:
-            table()
+            table(device)
         inner = getattr(inner, "inner", None)
 
 
@@ -74,47 +76,33 @@ def onebit_encode(
     """
     kept, pending, factor = _halves(residual)
     values = _side_by_side(values, scratch)
-    if not _dense(values, kept, pending):
+    kernels = _kernels(values, kept, pending)
+    if kernels is None:
         return False
-    groups, length = values.shape
-    assert packed.numel() == -(-groups * length // 8)
-    assert lower.numel() == upper.numel() == groups
-    stream = int(values.numel() >= _STREAM)
-    places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), groups, length, stream)
-    if kept is None or pending is None:
-        table()["onebit_encode"](values.data_ptr(), 0, 0, *places)
-    else:
-        assert kept.numel() == pending.numel() == values.numel()
-        table()["onebit_encode_keep"](values.data_ptr(), kept.data_ptr(), pending.data_ptr(), *places, factor)
+    _check_groups(values, lower, upper, packed)
+    _check_halves(values, kept, pending)
+    kernels.onebit_encode(values, kept, pending, factor, lower, upper, packed)
     return True
 
 
 def onebit_decode(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int) -> bool:
     """Set out = C(v) / divisor, one group per row."""
-    return _onebit("onebit_decode", lower, upper, packed, out, float(divisor))
+    kernels = _kernels(out)
+    if kernels is None:
+        return False
+    _check_groups(out, lower, upper, packed)
+    kernels.onebit_decode(lower, upper, packed, out, divisor)
+    return True
 
 
 def onebit_add(lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> bool:
     """Add C(v) to `total`, one group per row."""
-    return _onebit("onebit_add", lower, upper, packed, total)
-
-
-@dataclass(frozen=True)
-class ThresholdRule:
-    """How a threshold follows from the values; see `hybridpar.compress.codecs.twobit`.
-
-    Attributes:
-        mode: 0 for `fixed`; 1 for the lesser of scale * mean and cap * largest; 2 for scale * mean, with what is sent
-            decoded as the mean of what is sent.
-        fixed: A threshold.
-        scale: Of the mean magnitude.
-        cap: Of the largest magnitude.
-    """
-
-    mode: int
-    fixed: float
-    scale: float
-    cap: float
+    kernels = _kernels(total)
+    if kernels is None:
+        return False
+    _check_groups(total, lower, upper, packed)
+    kernels.onebit_add(lower, upper, packed, total)
+    return True
 
 
 def twobit_encode(
@@ -132,37 +120,43 @@ def twobit_encode(
     """
     kept, pending, factor = _halves(residual)
     values = _side_by_side(values, scratch)
-    if not _dense(values, kept, pending):
+    kernels = _kernels(values, kept, pending)
+    if kernels is None:
         return False
-    count = values.numel()
-    assert codes.numel() == -(-count // 16) * 4
-    places = (level.data_ptr(), codes.data_ptr(), count, rule.mode, int(count >= _STREAM))
-    numbers = (rule.fixed, rule.scale, rule.cap)
-    if kept is None or pending is None:
-        table()["twobit_encode"](values.data_ptr(), 0, 0, *places, *numbers)
-    else:
-        assert kept.numel() == pending.numel() == count
-        halves = (kept.data_ptr(), pending.data_ptr())
-        table()["twobit_encode_keep"](values.data_ptr(), *halves, *places, *numbers, factor)
+    assert codes.numel() == -(-values.numel() // 16) * 4
+    assert level.numel() == 1
+    _check_halves(values, kept, pending)
+    kernels.twobit_encode(values, kept, pending, factor, rule, level, codes, scratch)
     return True
 
 
 def twobit_decode(level: Tensor, codes: Tensor, out: Tensor, divisor: int) -> bool:
     """Set out = C(v) / divisor."""
-    return _twobit("twobit_decode", level, codes, out, float(divisor))
+    kernels = _kernels(out)
+    if kernels is None:
+        return False
+    assert codes.numel() * 4 >= out.numel()
+    kernels.twobit_decode(level, codes, out, divisor)
+    return True
 
 
 def twobit_add(level: Tensor, codes: Tensor, total: Tensor) -> bool:
     """Add C(v) to `total`."""
-    return _twobit("twobit_add", level, codes, total)
+    kernels = _kernels(total)
+    if kernels is None:
+        return False
+    assert codes.numel() * 4 >= total.numel()
+    kernels.twobit_add(level, codes, total)
+    return True
 
 
 def largest(values: Tensor, out: Tensor) -> bool:
     """Set out to the largest magnitude, infinite where a value is not finite."""
-    if not _dense(values, out):
+    kernels = _kernels(values, out)
+    if kernels is None:
         return False
     assert out.numel() == 1
-    table()["qsgd_scale"](values.data_ptr(), out.data_ptr(), values.numel())
+    kernels.largest(values, out)
     return True
 
 
@@ -181,22 +175,14 @@ def qsgd_encode(
         scratch: Memory to borrow, where values do not lie side by side.
     """
     values = _side_by_side(values, scratch)
-    lies = fields.in_words
-    if lies is None or not _dense(values, scale):
+    kernels = _kernels(values, scale)
+    if kernels is None or fields.in_words is None:
         return False
     assert values.numel() == fields.count
-    planes, planar = words, lies is not fields
-    if planar:
-        assert planes.numel() == fields.bytes
-        words, fields = scratch.take("plane words", lies.words, lies.word), lies
-    assert words.numel() == fields.words
+    _check_words(words, fields)
     # A run without values draws no place, as in torch, so that both ways round alike.
-    places = torch.tensor([noise.place(stop - start) if stop > start else 0 for start, stop in fields.runs()])
-    fixed = (fields.count, fields.words, fields.width, fields.per_word, steps, CHUNK)
-    addresses = (values.data_ptr(), scale.data_ptr(), words.data_ptr(), noise.ring.data_ptr(), places.data_ptr())
-    table()[f"qsgd_encode{words.itemsize * 8}"](*addresses, *fixed)
-    if planar:
-        table()["qsgd_spread"](words.data_ptr(), planes.data_ptr(), fields.words, fields.width)
+    starts = [noise.place(stop - start) if stop > start else 0 for start, stop in fields.runs()]
+    kernels.qsgd_encode(values, scale, noise.ring, starts, steps, fields, words, scratch)
     return True
 
 
@@ -204,52 +190,25 @@ def qsgd_decode(
     words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, scratch: Scratch
 ) -> bool:
     """Set out = (code - zero) / unit * scale."""
-    return _qsgd("decode", words, scale, fields, zero, unit, out, scratch)
+    kernels = _kernels(scale, out)
+    if kernels is None or fields.in_words is None:
+        return False
+    assert out.numel() == fields.count
+    _check_words(words, fields)
+    kernels.qsgd_decode(words, scale, fields, zero, unit, out, scratch)
+    return True
 
 
 def qsgd_add(
     words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, total: Tensor, scratch: Scratch
 ) -> bool:
     """Add (code - zero) / unit * scale to `total`."""
-    return _qsgd("add", words, scale, fields, zero, unit, total, scratch)
-
-
-def _qsgd(
-    name: str, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, scratch: Scratch
-) -> bool:
-    lies = fields.in_words
-    if lies is None or not _dense(scale, out):
+    kernels = _kernels(scale, total)
+    if kernels is None or fields.in_words is None:
         return False
-    assert out.numel() == fields.count
-    if lies is not fields:
-        assert words.numel() == fields.bytes
-        planes, words, fields = words, scratch.take("plane words", lies.words, lies.word), lies
-        table()["qsgd_collect"](planes.data_ptr(), words.data_ptr(), fields.words, fields.width)
-    assert words.numel() == fields.words
-    addresses = (words.data_ptr(), scale.data_ptr(), out.data_ptr())
-    fixed = (fields.count, fields.words, fields.width, fields.per_word, zero)
-    table()[f"qsgd_{name}{words.itemsize * 8}"](*addresses, *fixed, float(unit))
-    return True
-
-
-def _twobit(name: str, level: Tensor, codes: Tensor, out: Tensor, *floats: float) -> bool:
-    if not _dense(out):
-        return False
-    assert codes.numel() * 4 >= out.numel()
-    stream = int(out.numel() >= _STREAM)
-    table()[name](level.data_ptr(), codes.data_ptr(), out.data_ptr(), out.numel(), stream, *floats)
-    return True
-
-
-def _onebit(name: str, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, *floats: float) -> bool:
-    if not _dense(out):
-        return False
-    groups, length = out.shape
-    assert packed.numel() == -(-groups * length // 8)
-    assert lower.numel() == upper.numel() == groups
-    stream = int(out.numel() >= _STREAM)
-    places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr(), groups, length, stream)
-    table()[name](*places, *floats)
+    assert total.numel() == fields.count
+    _check_words(words, fields)
+    kernels.qsgd_add(words, scale, fields, zero, unit, total, scratch)
     return True
 
 
@@ -261,16 +220,32 @@ def _halves(residual: Residual) -> tuple[Tensor | None, Tensor | None, float]:
 
 def _side_by_side(values: Tensor, scratch: Scratch) -> Tensor:
     """The values, copied where they lie apart: so a gradient's strides change nothing in what is made of it."""
-    if values.is_contiguous() or values.device.type != "cpu" or values.dtype != torch.float32 or not table():
+    if values.is_contiguous() or values.dtype != torch.float32 or table(values.device) is None:
         return values
     return scratch.take("side by side", values.numel()).view(values.shape).copy_(values)
 
 
-def _dense(*tensors: Tensor | None) -> bool:
-    """Whether kernels can be had and take these tensors."""
-    for tensor in tensors:
-        if tensor is not None and (
-            tensor.device.type != "cpu" or tensor.dtype != torch.float32 or not tensor.is_contiguous()
-        ):
-            return False
-    return bool(table())
+def _kernels(*tensors: Tensor | None) -> CpuKernels | CudaKernels | None:
+    """The kernels of the device that has some tensors, or None where there are none that take them."""
+    there = [tensor for tensor in tensors if tensor is not None]
+    device = there[0].device
+    for tensor in there:
+        if tensor.device != device or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+            return None
+    kernels = table(device)
+    return None if kernels is None or max(map(torch.numel, there)) > kernels.most_values else kernels
+
+
+def _check_groups(values: Tensor, lower: Tensor, upper: Tensor, packed: Tensor) -> None:
+    groups, length = values.shape
+    assert packed.numel() == -(-groups * length // 8)
+    assert lower.numel() == upper.numel() == groups
+
+
+def _check_halves(values: Tensor, kept: Tensor | None, pending: Tensor | None) -> None:
+    for half in (kept, pending):
+        assert half is None or half.numel() == values.numel()
+
+
+def _check_words(words: Tensor, fields: Fields) -> None:
+    assert words.numel() * words.itemsize == fields.bytes

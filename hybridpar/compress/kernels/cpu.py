@@ -1,0 +1,171 @@
+"""Why: kernels of a CPU take addresses and one thread, and leave nothing to decide but how memory is written.
+
+What the methods take was checked by `hybridpar.compress.kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress.kernels.threshold import ThresholdRule
+from hybridpar.compress.scratch import CHUNK, Scratch
+from hybridpar.kernel_build import Function, load_kernels
+
+if TYPE_CHECKING:
+    from hybridpar.compress.packing import Fields
+
+_SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in ("onebit", "twobit", "qsgd")]
+
+#: From so many values on, what is written is not read again before it would have left the caches.
+_STREAM = 1 << 16
+
+
+class CpuKernels:
+    """The kernels of this CPU.
+
+    Args:
+        functions: By name.
+    """
+
+    #: Values that a tensor may have.
+    most_values = (1 << 63) - 1
+
+    def __init__(self, functions: Mapping[str, Function]) -> None:
+        self.functions = functions
+
+    @classmethod
+    def load(cls) -> CpuKernels | None:
+        """Built if need be; None where there are none."""
+        functions = load_kernels("codec", _SOURCES)
+        return cls(functions) if functions else None
+
+    def onebit_encode(
+        self,
+        values: Tensor,
+        kept: Tensor | None,
+        pending: Tensor | None,
+        factor: float,
+        lower: Tensor,
+        upper: Tensor,
+        packed: Tensor,
+    ) -> None:
+        """See `hybridpar.compress.kernels.onebit_encode`."""
+        places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), *values.shape, _streams(values))
+        if kept is None or pending is None:
+            self.functions["onebit_encode"](values.data_ptr(), 0, 0, *places)
+        else:
+            halves = (kept.data_ptr(), pending.data_ptr())
+            self.functions["onebit_encode_keep"](values.data_ptr(), *halves, *places, factor)
+
+    def onebit_decode(self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int) -> None:
+        """See `hybridpar.compress.kernels.onebit_decode`."""
+        places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr(), *out.shape, _streams(out))
+        self.functions["onebit_decode"](*places, float(divisor))
+
+    def onebit_add(self, lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> None:
+        """See `hybridpar.compress.kernels.onebit_add`."""
+        places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), total.data_ptr(), *total.shape)
+        self.functions["onebit_add"](*places, _streams(total))
+
+    def twobit_encode(
+        self,
+        values: Tensor,
+        kept: Tensor | None,
+        pending: Tensor | None,
+        factor: float,
+        rule: ThresholdRule,
+        level: Tensor,
+        codes: Tensor,
+        _scratch: Scratch,
+    ) -> None:
+        """See `hybridpar.compress.kernels.twobit_encode`."""
+        places = (level.data_ptr(), codes.data_ptr(), values.numel(), rule.mode, _streams(values))
+        numbers = (rule.fixed, rule.scale, rule.cap)
+        if kept is None or pending is None:
+            self.functions["twobit_encode"](values.data_ptr(), 0, 0, *places, *numbers)
+        else:
+            halves = (kept.data_ptr(), pending.data_ptr())
+            self.functions["twobit_encode_keep"](values.data_ptr(), *halves, *places, *numbers, factor)
+
+    def twobit_decode(self, level: Tensor, codes: Tensor, out: Tensor, divisor: int) -> None:
+        """See `hybridpar.compress.kernels.twobit_decode`."""
+        places = (level.data_ptr(), codes.data_ptr(), out.data_ptr(), out.numel(), _streams(out))
+        self.functions["twobit_decode"](*places, float(divisor))
+
+    def twobit_add(self, level: Tensor, codes: Tensor, total: Tensor) -> None:
+        """See `hybridpar.compress.kernels.twobit_add`."""
+        places = (level.data_ptr(), codes.data_ptr(), total.data_ptr(), total.numel(), _streams(total))
+        self.functions["twobit_add"](*places)
+
+    def largest(self, values: Tensor, out: Tensor) -> None:
+        """See `hybridpar.compress.kernels.largest`."""
+        self.functions["qsgd_scale"](values.data_ptr(), out.data_ptr(), values.numel())
+
+    def qsgd_encode(
+        self,
+        values: Tensor,
+        scale: Tensor,
+        ring: Tensor,
+        starts: Sequence[int],
+        steps: int,
+        fields: Fields,
+        words: Tensor,
+        scratch: Scratch,
+    ) -> None:
+        """See `hybridpar.compress.kernels.qsgd_encode`; each run's noise begins at one of `starts` in the ring."""
+        lies, planes = _in_words(fields), words
+        if lies is not fields:
+            words = scratch.take("plane words", lies.words, lies.word)
+        places = torch.tensor(starts)
+        addresses = (values.data_ptr(), scale.data_ptr(), words.data_ptr(), ring.data_ptr(), places.data_ptr())
+        fixed = (lies.count, lies.words, lies.width, lies.per_word, steps, CHUNK)
+        self.functions[f"qsgd_encode{words.itemsize * 8}"](*addresses, *fixed)
+        if lies is not fields:
+            self.functions["qsgd_spread"](words.data_ptr(), planes.data_ptr(), lies.words, lies.width)
+
+    def qsgd_decode(
+        self, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, scratch: Scratch
+    ) -> None:
+        """See `hybridpar.compress.kernels.qsgd_decode`."""
+        self._qsgd("decode", words, scale, fields, zero, unit, out, scratch)
+
+    def qsgd_add(
+        self, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, total: Tensor, scratch: Scratch
+    ) -> None:
+        """See `hybridpar.compress.kernels.qsgd_add`."""
+        self._qsgd("add", words, scale, fields, zero, unit, total, scratch)
+
+    def _qsgd(
+        self,
+        name: str,
+        words: Tensor,
+        scale: Tensor,
+        fields: Fields,
+        zero: int,
+        unit: int,
+        out: Tensor,
+        scratch: Scratch,
+    ) -> None:
+        lies = _in_words(fields)
+        if lies is not fields:
+            planes, words = words, scratch.take("plane words", lies.words, lies.word)
+            self.functions["qsgd_collect"](planes.data_ptr(), words.data_ptr(), lies.words, lies.width)
+        addresses = (words.data_ptr(), scale.data_ptr(), out.data_ptr())
+        fixed = (lies.count, lies.words, lies.width, lies.per_word, zero)
+        self.functions[f"qsgd_{name}{words.itemsize * 8}"](*addresses, *fixed, float(unit))
+
+
+def _streams(written: Tensor) -> int:
+    """Whether what is written should go past the caches."""
+    return int(written.numel() >= _STREAM)
+
+
+def _in_words(fields: Fields) -> Fields:
+    lies = fields.in_words
+    assert lies is not None
+    return lies

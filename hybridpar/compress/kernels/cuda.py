@@ -1,0 +1,224 @@
+"""Why: on a GPU a kernel also needs a number of blocks, and nothing may wait for the device.
+
+Levels, scales and sums stay on the device, so no call here waits. How many blocks there are follows from the number of
+values alone, so that sums come out the same on every GPU. What the methods take was checked by
+`hybridpar.compress.kernels`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress.kernels.threshold import ThresholdRule
+from hybridpar.compress.scratch import CHUNK, Scratch
+from hybridpar.kernel_cuda import load_cuda_kernels
+
+if TYPE_CHECKING:
+    from hybridpar.compress.packing import Fields
+
+#: The kernels' source.
+SOURCE = Path(__file__).with_name("codec.cu")
+
+# As in the source.
+THREADS = 256
+_LANES = 32
+_MOST_PARTS = 512
+_MOST_PLACES = 896
+
+#: Groups of up to so many values are encoded by a warp, longer ones by a block.
+_WARP_VALUES = 768
+
+#: Blocks of a kernel that loops over what there is: enough to fill a GPU several times.
+_MOST_BLOCKS = 2048
+
+#: Parts of sums, in float64: of magnitudes and of what is chosen, each a sum with a number behind it.
+_PARTS_ROOM = 2 * 2 * _MOST_PARTS
+
+_LAYOUT = "IIII"
+_ENCODE = f"PPPP{_LAYOUT}IIII{4 * _MOST_PLACES}s"
+_READ = f"PPP{_LAYOUT}If"
+
+#: What each kernel takes, in the format of `struct`.
+PARAMETERS = {
+    **dict.fromkeys(("onebit_encode_warp", "onebit_encode_block"), "PPPPPPIIf"),
+    **dict.fromkeys(("onebit_decode", "onebit_add"), "PPPPIIf"),
+    "twobit_magnitudes": "PPPIf",
+    "twobit_chosen": "PPPIIff",
+    "twobit_codes": "PPPPPPIIIffff",
+    **dict.fromkeys(("twobit_decode", "twobit_add"), "PPPIf"),
+    "qsgd_scale": "PPI",
+    **{f"qsgd_encode_{kind}": _ENCODE for kind in ("8", "32", "64", "planes")},
+    **{f"qsgd_{name}_{kind}": _READ for name in ("decode", "add") for kind in ("8", "32", "64", "planes")},
+}
+
+
+class Launch(Protocol):
+    """Launches a kernel."""
+
+    def __call__(
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], *arguments: int | float | bytes
+    ) -> None:
+        """Launch it with so many blocks of so many threads."""
+
+
+class CudaKernels:
+    """The kernels of one CUDA device.
+
+    Args:
+        functions: By name, those of `PARAMETERS`.
+    """
+
+    #: Values that a tensor may have.
+    most_values = (1 << 31) - 1
+
+    def __init__(self, functions: Mapping[str, Launch]) -> None:
+        self.functions = functions
+
+    @classmethod
+    def load(cls, device: torch.device) -> CudaKernels | None:
+        """Built if need be; None where there are none."""
+        functions = load_cuda_kernels("codec", SOURCE, PARAMETERS, device)
+        return cls(functions) if functions else None
+
+    def onebit_encode(
+        self,
+        values: Tensor,
+        kept: Tensor | None,
+        pending: Tensor | None,
+        factor: float,
+        lower: Tensor,
+        upper: Tensor,
+        packed: Tensor,
+    ) -> None:
+        """See `hybridpar.compress.kernels.onebit_encode`."""
+        groups, length = values.shape
+        by_warps = length <= _WARP_VALUES
+        kernel = "onebit_encode_warp" if by_warps else "onebit_encode_block"
+        blocks = _parts(groups, THREADS // _LANES) if by_warps else groups
+        places = (_address(values), _address(kept), _address(pending), _address(lower), _address(upper))
+        self._launch(kernel, blocks, *places, _address(packed), groups, length, factor)
+
+    def onebit_decode(self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int) -> None:
+        """See `hybridpar.compress.kernels.onebit_decode`."""
+        self._onebit("onebit_decode", lower, upper, packed, out, divisor)
+
+    def onebit_add(self, lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> None:
+        """See `hybridpar.compress.kernels.onebit_add`."""
+        self._onebit("onebit_add", lower, upper, packed, total, 1)
+
+    def _onebit(self, kernel: str, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int) -> None:
+        places = (_address(lower), _address(upper), _address(packed), _address(out))
+        self._launch(kernel, _blocks(out.numel()), *places, out.numel(), out.shape[1], float(divisor))
+
+    def twobit_encode(
+        self,
+        values: Tensor,
+        kept: Tensor | None,
+        pending: Tensor | None,
+        factor: float,
+        rule: ThresholdRule,
+        level: Tensor,
+        codes: Tensor,
+        scratch: Scratch,
+    ) -> None:
+        """See `hybridpar.compress.kernels.twobit_encode`."""
+        count = values.numel()
+        source = (_address(values), _address(kept))
+        parts = _address(scratch.take("parts", _PARTS_ROOM, torch.float64))
+        blocks = max(_blocks(count, _MOST_PARTS), 1)  # also of no values there is a level
+        self._launch("twobit_magnitudes", blocks, *source, parts, count, factor)
+        if rule.mode == 2:
+            self._launch("twobit_chosen", blocks, *source, parts, blocks, count, rule.scale, factor)
+        places = (_address(pending), _address(level), _address(codes), parts)
+        numbers = (rule.mode, rule.fixed, rule.scale, rule.cap, factor)
+        self._launch("twobit_codes", max(_blocks(count), 1), *source, *places, blocks, count, *numbers)
+
+    def twobit_decode(self, level: Tensor, codes: Tensor, out: Tensor, divisor: int) -> None:
+        """See `hybridpar.compress.kernels.twobit_decode`."""
+        self._twobit("twobit_decode", level, codes, out, divisor)
+
+    def twobit_add(self, level: Tensor, codes: Tensor, total: Tensor) -> None:
+        """See `hybridpar.compress.kernels.twobit_add`."""
+        self._twobit("twobit_add", level, codes, total, 1)
+
+    def _twobit(self, kernel: str, level: Tensor, codes: Tensor, out: Tensor, divisor: int) -> None:
+        places = (_address(level), _address(codes), _address(out))
+        self._launch(kernel, _blocks(out.numel()), *places, out.numel(), float(divisor))
+
+    def largest(self, values: Tensor, out: Tensor) -> None:
+        """See `hybridpar.compress.kernels.largest`."""
+        out.zero_()
+        count = values.numel()
+        self._launch("qsgd_scale", _blocks(count, _MOST_PARTS), _address(values), _address(out), count)
+
+    def qsgd_encode(
+        self,
+        values: Tensor,
+        scale: Tensor,
+        ring: Tensor,
+        starts: Sequence[int],
+        steps: int,
+        fields: Fields,
+        words: Tensor,
+        _scratch: Scratch,
+    ) -> None:
+        """See `hybridpar.compress.kernels.qsgd_encode`; each run's noise begins at one of `starts` in the ring."""
+        kernel = f"qsgd_encode_{_memory(fields)}"
+        places = (_address(values), _address(scale), _address(words), _address(ring))
+        # A launch takes so many chunks of words as there is room for where their noise begins.
+        chunks = _MOST_PLACES // fields.per_word
+        for first in range(0, fields.words, chunks * CHUNK):
+            last = min(first + chunks * CHUNK, fields.words)
+            run = first // CHUNK * fields.per_word
+            own = starts[run : run + chunks * fields.per_word]
+            at = struct.pack(f"{len(own)}I", *own)
+            blocks = min(_parts(last - first, THREADS), _MOST_BLOCKS)
+            self._launch(kernel, blocks, *places, *_layout(fields), steps, CHUNK, first, last, at)
+
+    def qsgd_decode(
+        self, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, _scratch: Scratch
+    ) -> None:
+        """See `hybridpar.compress.kernels.qsgd_decode`."""
+        self._qsgd("decode", words, scale, fields, zero, unit, out)
+
+    def qsgd_add(
+        self, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, total: Tensor, _scratch: Scratch
+    ) -> None:
+        """See `hybridpar.compress.kernels.qsgd_add`."""
+        self._qsgd("add", words, scale, fields, zero, unit, total)
+
+    def _qsgd(self, name: str, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor) -> None:
+        blocks = min(_parts(fields.words, THREADS), _MOST_BLOCKS)
+        places = (_address(words), _address(scale), _address(out))
+        self._launch(f"qsgd_{name}_{_memory(fields)}", blocks, *places, *_layout(fields), zero, float(unit))
+
+    def _launch(self, kernel: str, blocks: int, *arguments: int | float | bytes) -> None:
+        if blocks:
+            self.functions[kernel]((blocks, 1, 1), (THREADS, 1, 1), *arguments)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _parts(count: int, size: int) -> int:
+    return -(-count // size)
+
+
+def _blocks(count: int, most: int = _MOST_BLOCKS) -> int:
+    """Blocks of threads that take four values at a time."""
+    return min(_parts(count, 4 * THREADS), most)
+
+
+def _memory(fields: Fields) -> str:
+    return str(8 * fields.word.itemsize) if fields.in_words is fields else "planes"
+
+
+def _layout(fields: Fields) -> tuple[int, int, int, int]:
+    return fields.count, fields.words, fields.width, fields.per_word

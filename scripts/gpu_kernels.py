@@ -1,0 +1,281 @@
+"""Why: what the codecs' kernels for a GPU compute, and how fast, is known only where there is one.
+
+    python scripts/gpu_kernels.py                 # also a part of `make gpu-check`
+    python scripts/gpu_kernels.py --device cpu    # the same comparisons with the kernels of this CPU
+
+Messages are compared with those that torch makes, and what kernels decode with what torch decodes from the same bytes
+on a CPU, bit for bit. A check that fails or cannot run says so, and the next one follows. Exit codes: 0 nothing failed,
+1 something did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.rig.paired import paired  # noqa: E402
+from benchmarks.rig.rows import Row, row  # noqa: E402
+from hybridpar.compress import kernels  # noqa: E402
+from hybridpar.compress.codec import TensorSpec  # noqa: E402
+from hybridpar.compress.codecs.onebit import SignQuantiser  # noqa: E402
+from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser, _Grid  # noqa: E402
+from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold  # noqa: E402
+from hybridpar.compress.noise import Noise  # noqa: E402
+from hybridpar.compress.residual import KeptResidual, Residual  # noqa: E402
+from hybridpar.compress.scratch import Scratch  # noqa: E402
+from hybridpar.compress.sharded import Quantiser  # noqa: E402
+from scripts.gpu_pipeline import Outcome, Result, SkippedCheck, run_each  # noqa: E402
+
+CPU = torch.device("cpu")
+
+#: Groups and their length: one value; rows that begin in the middle of bytes; ResNet's; a row of many blocks' work.
+SHAPES = ((1, 1), (3, 5), (64, 147), (130, 64), (512, 4608), (10, 25_088), (1, 70_001))
+
+#: What is timed: a layer of ResNet-18 and one of VGG-16.
+TIMED = ((512, 4608), (4096, 4096))
+
+#: Share of a message's bytes that may differ, where sums have another order and a value is at a threshold; and by how
+#: much levels may.
+BYTES_LIMIT, LEVEL_LIMIT = 1e-3, 1e-5
+
+Make = Callable[[tuple[int, int], torch.device], Quantiser]
+
+
+def _levels(bits: int) -> Make:
+    def make(shape: tuple[int, int], device: torch.device) -> Quantiser:
+        noise = Noise(TensorSpec("w", shape, device=device))
+        noise.begin()
+        return LevelQuantiser(_Grid(2**bits - 1, noise))
+
+    return make
+
+
+def _ternary(rule: Threshold) -> Make:
+    return lambda shape, device: TernaryQuantiser(rule, device)
+
+
+#: Codecs by name, and how many float32 their messages begin with for so many groups.
+CODECS: dict[str, tuple[Make, Callable[[int], int]]] = {
+    "onebit": (lambda shape, device: SignQuantiser(shape, by_columns=False), lambda groups: 2 * groups),
+    "twobit": (_ternary(Threshold()), lambda groups: 1),
+    "twobit, threshold=0.5": (_ternary(Threshold(fixed=0.5)), lambda groups: 1),
+    "twobit, levels=mean": (_ternary(Threshold(by_mean=True)), lambda groups: 1),
+    **{f"qsgd_mn, bits={bits}": (_levels(bits), lambda groups: 2) for bits in (1, 3, 4, 8)},
+}
+
+
+@contextmanager
+def by_torch() -> Iterator[None]:
+    """Inside, no kernels are used."""
+    with mock.patch.object(kernels, "table", return_value=None):
+        yield
+
+
+@dataclasses.dataclass
+class Made:
+    """What was made of a tensor, on the CPU."""
+
+    message: Tensor
+    left: Tensor
+    decoded: Tensor
+    added: Tensor
+
+
+def make(quantiser: Quantiser, shape: tuple[int, int], device: torch.device) -> Made:
+    """Encode with a residual, decode, and add to ones."""
+    generator = torch.Generator().manual_seed(0)
+    values, kept = torch.randn(2, math.prod(shape), generator=generator).to(device)
+    left, decoded, added = torch.empty_like(values), torch.empty_like(values), torch.ones_like(values)
+    scratch = Scratch(device)
+    message = torch.zeros(quantiser.size(quantiser.view(values).shape), dtype=torch.uint8, device=device)
+    quantiser.encode(quantiser.view(values), KeptResidual(kept, left), message, scratch)
+    quantiser.decode(message, quantiser.view(decoded), 3, scratch)
+    quantiser.add(message, quantiser.view(added), scratch)
+    return Made(message.cpu(), left.cpu(), decoded.cpu(), added.cpu())
+
+
+def compare(codec: str, shape: tuple[int, int], device: torch.device) -> Outcome:
+    """One codec and shape: share of bytes that torch would have sent otherwise; the rest must be exact."""
+    of, heads = CODECS[codec]
+    noisy = codec.startswith("qsgd")
+    found = make(of(shape, device), shape, device)
+    with by_torch():
+        # Torch draws other noise on a CPU, so it rounds where the noise is; it decodes on a CPU in any case.
+        expected = make(of(shape, device if noisy else CPU), shape, device if noisy else CPU)
+        quantiser, scratch = of(shape, CPU), Scratch(CPU)
+        decoded, added, whole = (torch.empty(math.prod(shape)) for _ in range(3))
+        quantiser.decode(found.message, quantiser.view(decoded), 3, scratch)
+        quantiser.add(found.message, quantiser.view(added.fill_(1)), scratch)
+        quantiser.decode(found.message, quantiser.view(whole), 1, scratch)
+    head = 4 * heads(shape[0])
+    levels, wanted = (one.message[:head].view(torch.float32) for one in (found, expected))
+    if not torch.allclose(levels, wanted, rtol=LEVEL_LIMIT, atol=1e-7):
+        raise ValueError(f"levels differ by {float((levels - wanted).abs().max()):.3g}")
+    if not (_same(found.decoded, decoded) and torch.allclose(found.added, added, rtol=1e-6, atol=1e-6)):
+        raise ValueError("what is decoded from the same bytes differs")
+    if not noisy:
+        values, kept = torch.randn(2, math.prod(shape), generator=torch.Generator().manual_seed(0))
+        if not _same(found.left, values + kept - whole):
+            raise ValueError("what is kept is not what was not sent")
+    share = float((found.message[head:] != expected.message[head:]).float().mean())
+    return share, BYTES_LIMIT, share <= BYTES_LIMIT or shape == (1, 1)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+def special_values(device: torch.device) -> Outcome:
+    """What is not finite is noticed by whoever decodes, and zeros arrive as zeros."""
+    wrong = 0
+    for value in (math.nan, math.inf, -math.inf, 0.0):
+        for of, _ in CODECS.values():
+            quantiser = of((4, 25), device)
+            values, scratch = torch.full((100,), value, device=device), Scratch(device)
+            message = torch.zeros(quantiser.size(quantiser.view(values).shape), dtype=torch.uint8, device=device)
+            quantiser.encode(quantiser.view(values), Residual(), message, scratch)
+            quantiser.decode(message, quantiser.view(values), 1, scratch)
+            wrong += int((values != 0).sum() if value == 0 else values.isfinite().sum())
+    return wrong, 0, wrong == 0
+
+
+def _need_gpu(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise SkippedCheck("needs a GPU")
+
+
+def on_another_stream(device: torch.device) -> Outcome:
+    """Kernels run behind what torch has put on its current stream."""
+    _need_gpu(device)
+    values, out = torch.zeros(1 << 24, device=device), torch.empty(1, device=device)
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        for _ in range(50):
+            values.add_(1)
+        assert kernels.largest(values, out)
+        found = out.item()
+    return found, 50.0, found == 50
+
+
+def on_another_gpu(device: torch.device) -> Outcome:
+    """A tensor's GPU need not be the current one."""
+    _need_gpu(device)
+    if torch.cuda.device_count() < 2:
+        raise SkippedCheck("needs two GPUs")
+    other = torch.device("cuda", 1 - (device.index or 0))
+    with torch.cuda.device(device):
+        return compare("onebit", (64, 147), other)
+
+
+def in_a_graph(device: torch.device) -> Outcome:
+    """Launches can be captured and replayed on other values."""
+    _need_gpu(device)
+    values, out = torch.ones(1 << 20, device=device), torch.empty(1, device=device)
+    assert kernels.largest(values, out)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert kernels.largest(values, out)
+    values.fill_(7)
+    graph.replay()
+    found = out.item()
+    return found, 7.0, found == 7
+
+
+def run_checks(device: torch.device) -> Iterator[Result]:
+    """Run all checks, printing each."""
+    if kernels.table(device) is None:
+        yield Result("kernels", f"there are none for {device}", "", "FAILED")
+        return
+    checks: dict[str, Callable[[], Outcome]] = {
+        f"{codec}, {shape[0]} x {shape[1]}": lambda codec=codec, shape=shape: compare(codec, shape, device)  # type: ignore[misc]
+        for codec in CODECS
+        for shape in SHAPES
+    }
+    for name, check in {
+        "special values": special_values,
+        "another stream": on_another_stream,
+        "another GPU": on_another_gpu,
+        "CUDA graph": in_a_graph,
+    }.items():
+        checks[name] = lambda check=check: check(device)  # type: ignore[misc]
+    yield from run_each(checks)
+
+
+def time_kernels(device: torch.device, name: str) -> Iterator[Sequence[Row]]:
+    """Time kernels against torch and against a copy of the gradient on the device; rows of each codec and way.
+
+    Args:
+        device: A GPU.
+        name: What to call it in rows.
+    """
+    for shape in TIMED:
+        values, kept, left, out = torch.randn(4, math.prod(shape), device=device)
+        for codec, (of, _) in CODECS.items():
+            quantiser, scratch = of(shape, device), Scratch(device)
+            residual = KeptResidual(kept, left)
+            message = torch.zeros(quantiser.size(quantiser.view(values).shape), dtype=torch.uint8, device=device)
+            ways: dict[str, Callable[[], object]] = {
+                "encode": lambda: quantiser.encode(quantiser.view(values), residual, message, scratch),  # noqa: B023
+                "decode": lambda: quantiser.decode(message, quantiser.view(out), 1, scratch),  # noqa: B023
+                "add": lambda: quantiser.add(message, quantiser.view(out), scratch),  # noqa: B023
+            }
+            for way, step in ways.items():
+                yield _rows(f"{codec}, {way}, {shape[0]} x {shape[1]}", step, values, out, name)
+
+
+def _rows(setting: str, step: Callable[[], object], values: Tensor, out: Tensor, name: str) -> list[Row]:
+    def slow() -> None:
+        with by_torch():
+            step()
+
+    methods = {"torch": slow, "kernels": step, "copy": lambda: out.copy_(values)}
+    result = paired({method: _finished(one, values.device) for method, one in methods.items()}, repeats=20)
+    return [
+        dataclasses.replace(
+            row(
+                result,
+                method,
+                "torch",
+                claim="gpu",
+                setting=setting,
+                extra={"gradient_gb_per_second": round(4e-6 * values.numel() / result.median_ms(method), 2)},
+            ),
+            device=name,
+        )
+        for method in methods
+    ]
+
+
+def _finished(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    def timed() -> None:
+        step()
+        torch.cuda.synchronize(device)
+
+    return timed
+
+
+def main() -> int:
+    """See the module header."""
+    parser = argparse.ArgumentParser(description="Compare the codecs' kernels with torch.")
+    parser.add_argument("--device", default="cuda:0", help="device whose kernels to check, such as cuda:0 or cpu")
+    device = torch.device(parser.parse_args().device)
+    results = list(run_checks(device))
+    return 1 if any(result.verdict == "FAILED" for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

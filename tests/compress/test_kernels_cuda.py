@@ -1,0 +1,338 @@
+"""Why: no GPU runs these tests, so what one would run is compiled for two kinds of them, and executed on a CPU.
+
+What kernels of all devices must do is in `test_kernels.py`, which runs these as well. Here is what only they can get
+wrong: the way work is divided among blocks, places in memory, and bits where torch and CUDA agree to the last.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybridpar import kernel_cuda
+from hybridpar.compress import kernels, parse_codec
+from hybridpar.compress.codec import TensorSpec
+from hybridpar.compress.codecs.onebit import SignQuantiser
+from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser, _Grid
+from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
+from hybridpar.compress.kernels import cuda
+from hybridpar.compress.kernels.cuda import PARAMETERS, SOURCE, THREADS, CudaKernels
+from hybridpar.compress.noise import Noise
+from hybridpar.compress.packing import Fields
+from hybridpar.compress.residual import KeptResidual, Residual
+from hybridpar.compress.scratch import CHUNK, Scratch
+from hybridpar.compress.sharded import Quantiser
+from tests.compress.team import same_bits
+
+CPU = torch.device("cpu")
+SCRATCH = Scratch(CPU)
+
+#: Registers of a thread such that four blocks fit on a multiprocessor, which has 65536.
+MOST_REGISTERS = 65536 // (4 * THREADS)
+
+
+@pytest.fixture
+def found(emulated_kernels: CudaKernels, monkeypatch: pytest.MonkeyPatch) -> CudaKernels:
+    """The kernels, which tensors of the CPU now go to."""
+    monkeypatch.setattr(kernels, "table", lambda device=CPU: emulated_kernels if device == CPU else None)
+    return emulated_kernels
+
+
+@pytest.fixture
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Called, it takes kernels away."""
+    return lambda: monkeypatch.setattr(kernels, "table", lambda device=CPU: None)
+
+
+# ------------------------------------------------------------------------------------------------------------ compiling
+
+
+def figures(log: str) -> dict[str, tuple[int, int, int]]:
+    """Bytes of stack, bytes spilled and registers of each kernel, as ptxas says."""
+    found = re.findall(
+        r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores.*?Used (\d+) registers",
+        log,
+        flags=re.DOTALL,
+    )
+    return {name: (int(stack), int(spilled), int(registers)) for name, stack, spilled, registers in found}
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_it_compiles_and_keeps_to_registers(
+    architecture: str, tmp_path: Path, cuda_compiler: kernel_cuda.Compile
+) -> None:
+    code, log = cuda_compiler(SOURCE.read_bytes(), architecture, tmp_path)
+    assert code[:4] == b"\x7fELF"
+    seen = figures(log)
+    assert set(seen) == set(PARAMETERS)
+    for name, (stack, spilled, registers) in seen.items():
+        assert stack == spilled == 0, name
+        assert registers <= MOST_REGISTERS, name
+
+
+@pytest.mark.sweep
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_nvcc_takes_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cuda, "_nvrtc", lambda: None)
+    _, compile_source = kernel_cuda.compiler()
+    code, log = compile_source(SOURCE.read_bytes(), "sm_90", tmp_path)
+    assert code[:4] == b"\x7fELF"
+    assert set(figures(log)) == set(PARAMETERS)
+
+
+def test_numbers_are_those_of_the_source() -> None:
+    text = SOURCE.read_text()
+    for name, value in (("THREADS", THREADS), ("MOST_PARTS", cuda._MOST_PARTS), ("MOST_PLACES", cuda._MOST_PLACES)):
+        assert f"constexpr u32 {name} = {value};" in text
+
+
+# ------------------------------------------------------------------------------------------------------ bits and places
+
+
+def message_of(quantiser: Quantiser, values: Tensor, residual: Residual) -> Tensor:
+    shaped = quantiser.view(values)
+    out = torch.full((quantiser.size(shaped.shape),), 0xA5, dtype=torch.uint8)
+    quantiser.encode(shaped, residual, out, SCRATCH)
+    return out
+
+
+def levels_of(bits: int, count: int) -> LevelQuantiser:
+    noise = Noise(TensorSpec("w", (count,)))
+    noise.begin()
+    return LevelQuantiser(_Grid(2**bits - 1, noise))
+
+
+def test_onebit_of_any_shape(found: CudaKernels, by_torch: Callable[[], None]) -> None:
+    draw = torch.Generator().manual_seed(1)
+
+    def number(most: int) -> int:
+        return int(torch.randint(1, most + 1, (1,), generator=draw))
+
+    cases = [(number(40), number(100)) for _ in range(40)] + [(number(5), number(9000)) for _ in range(10)]
+    for groups, length in [*cases, (1, 6144), (3, 6145), (2, 767), (9, 769), (40, 1), (300, 3)]:
+        quantiser = SignQuantiser((groups, length), by_columns=False)
+        values, kept = torch.randn(2, groups * length, generator=draw)
+        pending, decoded, total = torch.full((3, values.numel()), torch.nan)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "table", lambda device=CPU: found)
+            message = message_of(quantiser, values, KeptResidual(kept, pending))
+            quantiser.decode(message, quantiser.view(decoded), 1, SCRATCH)
+            quantiser.add(message, quantiser.view(total.copy_(kept)), SCRATCH)
+        by_torch()
+        v = values + kept
+        expected = message_of(quantiser, v, Residual())
+        assert torch.equal(message[8 * groups :], expected[8 * groups :]), (groups, length)
+        torch.testing.assert_close(
+            message[: 8 * groups].view(torch.float32), expected[: 8 * groups].view(torch.float32)
+        )
+        own = torch.empty_like(v)
+        quantiser.decode(message, quantiser.view(own), 1, SCRATCH)
+        assert same_bits(decoded, own), (groups, length)
+        assert same_bits(pending, v - own), (groups, length)
+        assert same_bits(total, kept + own), (groups, length)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 7, 8])
+@pytest.mark.parametrize("count", [1, 2, 1001, 77_777])
+def test_qsgd_rounds_and_adds_like_torch_to_the_last_bit(
+    bits: int, count: int, found: CudaKernels, by_torch: Callable[[], None]
+) -> None:
+    values, ones = torch.randn(count), torch.rand(count)
+    messages, totals = [], []
+    for way in (lambda: None, by_torch):
+        way()
+        messages.append(message_of(levels_of(bits, count), values, Residual()))
+        totals.append(ones.clone())
+        levels_of(bits, count).add(messages[0], totals[-1], SCRATCH, divisor=3)
+    assert torch.equal(*messages)
+    assert same_bits(*totals)
+
+
+def test_noise_of_several_chunks_and_launches(
+    found: CudaKernels, by_torch: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = 8 * (2 * CHUNK + 1000)
+    assert Fields.dense(count, 2).words > 2 * CHUNK
+    values = torch.randn(count)
+    messages = [message_of(levels_of(1, count), values, Residual())]
+    monkeypatch.setattr(cuda, "_MOST_PLACES", 8)  # so that each chunk is a launch of its own
+    messages.append(message_of(levels_of(1, count), values, Residual()))
+    by_torch()
+    messages.append(message_of(levels_of(1, count), values, Residual()))
+    assert torch.equal(messages[0], messages[2])
+    assert torch.equal(messages[1], messages[2])
+
+
+def test_sums_of_codes_are_read(found: CudaKernels, by_torch: Callable[[], None]) -> None:
+    for workers, steps in ((2, 7), (3, 15), (200, 255)):
+        fields = Fields.summable(1000, 2 * steps, workers)
+        codes = torch.randint(0, 2 * steps * workers + 1, (1000,))
+        words = torch.empty(fields.words, dtype=fields.word)
+        fields.pack(words, lambda start, stop, into, codes=codes: into.copy_(codes[start:stop]), SCRATCH)
+        out, scale = torch.empty(1000), torch.tensor([0.3])
+        assert kernels.qsgd_decode(words, scale, fields, workers * steps, workers * steps, out, SCRATCH)
+        assert same_bits(out, (codes.float() - workers * steps) / (workers * steps) * scale)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_blocks_may_be_fewer_than_the_work(blocks: int, found: CudaKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 9001
+
+    def all_of_it() -> list[Tensor]:
+        made = []
+        values, kept = torch.randn(2, count, generator=torch.Generator().manual_seed(0))
+        for quantiser in (
+            TernaryQuantiser(Threshold(), CPU),
+            TernaryQuantiser(Threshold(by_mean=True), CPU),
+            SignQuantiser((9, 9001 // 9), by_columns=False),
+            levels_of(3, count - count % 9),
+        ):
+            v = values if isinstance(quantiser, TernaryQuantiser) else values[: count - count % 9]
+            message = message_of(quantiser, v, KeptResidual(kept[: len(v)], torch.empty(len(v))))
+            out, total = torch.empty(len(v)), torch.ones(len(v))
+            quantiser.decode(message, quantiser.view(out), 2, SCRATCH)
+            quantiser.add(message, quantiser.view(total), SCRATCH)
+            made += [message, out, total]
+        return made
+
+    enough = all_of_it()
+    monkeypatch.setattr(cuda, "_blocks", lambda count, most=0: min(-(-count // (4 * THREADS)), blocks))
+    monkeypatch.setattr(cuda, "_MOST_BLOCKS", blocks)
+    # Sums of fewer parts come out the same here, as they are made in float64.
+    assert all(torch.equal(left, right) for left, right in zip(enough, all_of_it(), strict=True))
+
+
+def test_a_message_may_begin_anywhere(found: CudaKernels) -> None:
+    values = torch.randn(4, 100)
+    lower, upper = torch.empty(2, 4)
+    level, seen = torch.empty(1), set()
+    for begin in range(8):
+        room = torch.full((200,), 0xA5, dtype=torch.uint8)
+        packed, codes = room[begin : begin + 50], room[begin + 60 : begin + 160]
+        assert kernels.onebit_encode(values, Residual(), lower, upper, packed, SCRATCH)
+        rule = kernels.ThresholdRule(0, 0.5, 0, 0)
+        assert kernels.twobit_encode(values.view(-1), Residual(), rule, level, codes, SCRATCH)
+        seen.add((bytes(packed.tolist()), bytes(codes.tolist())))
+        assert (room[:begin] == 0xA5).all()
+        assert (room[begin + 160 :] == 0xA5).all()
+        out = torch.empty(400)
+        assert kernels.onebit_decode(lower, upper, packed, out.view(4, 100), 1)
+        assert torch.equal(out.view(4, 100), torch.where(values >= 0, upper.unsqueeze(1), lower.unsqueeze(1)))
+    assert len(seen) == 1
+
+
+def test_nothing_behind_the_end_is_read(found: CudaKernels) -> None:
+    """Tensors end where a page does behind which nothing may be read; a process that does is killed."""
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 64 * page)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def guarded(place: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The last elements of some pages."""
+        end = (place + 1) * 8 * page - page
+        return torch.frombuffer(memory, dtype=torch.uint8)[end - count * dtype.itemsize : end].view(dtype)
+
+    for place in range(8):
+        behind = base + (place + 1) * 8 * page - page
+        assert libc.mprotect(ctypes.c_void_p(behind), ctypes.c_size_t(page), 0) == 0
+    child = os.fork()
+    if child == 0:
+        try:
+            for groups, length in ((1, 1), (3, 35), (2, 37), (7, 101), (1, 999), (3, 800)):
+                count = groups * length
+                values, kept, pending, out = (guarded(place, count) for place in range(4))
+                values.normal_()
+                kept.zero_()
+                quantiser = SignQuantiser((groups, length), by_columns=False)
+                ternary, levels = TernaryQuantiser(Threshold(by_mean=True), CPU), levels_of(3, count)
+                for one in (quantiser, ternary, levels):
+                    shape = one.view(values).shape
+                    message = guarded(4, -(-one.size(shape) // 4) * 4, torch.uint8)[: one.size(shape)]
+                    one.encode(one.view(values), KeptResidual(kept, pending), message, SCRATCH)
+                    one.decode(message, one.view(out), 1, SCRATCH)
+                    one.add(message, one.view(out), SCRATCH)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, "a signal" if os.WIFSIGNALED(status) else "an exception"
+
+
+# ------------------------------------------------------------------------------------------------------------- dispatch
+
+
+def test_no_call_waits_for_the_device() -> None:
+    """Tensors without content go through, so nothing that is on the device is asked for."""
+    launched: list[str] = []
+
+    class Recorder(dict[str, Callable[..., None]]):
+        def __missing__(self, name: str) -> Callable[..., None]:
+            return lambda *_: launched.append(name)
+
+    found, meta = CudaKernels(Recorder()), torch.device("meta")
+    scratch = Scratch(meta)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=meta)
+
+    for shape in ((5, 100), (5, 1000)):
+        levels = (empty(5), empty(5), empty(-(-shape[0] * shape[1] // 8), dtype=torch.uint8))
+        found.onebit_encode(empty(*shape), empty(*shape), empty(*shape), 0.9, *levels)
+        found.onebit_decode(*levels, empty(*shape), 2)
+        found.onebit_add(*levels, empty(*shape))
+    codes = (empty(1), empty(256, dtype=torch.uint8))
+    for mode in range(3):
+        rule = kernels.ThresholdRule(mode, 0.5, 1.5, 0.5)
+        found.twobit_encode(empty(1000), None, None, 1.0, rule, *codes, scratch)
+    found.twobit_decode(*codes, empty(1000), 2)
+    found.twobit_add(*codes, empty(1000))
+    found.largest(empty(1000), empty(1))
+    for word in (torch.uint8, torch.int32, torch.int64):
+        fields = Fields(1000, 4, word, 2)
+        words = empty(fields.words, dtype=word)
+        found.qsgd_encode(empty(1000), empty(1), empty(700), [0, 1], 7, fields, words, scratch)
+        found.qsgd_decode(words, empty(1), fields, 7, 7, empty(1000), scratch)
+        found.qsgd_add(words, empty(1), fields, 7, 7, empty(1000), scratch)
+    assert set(launched) == {name for name in PARAMETERS if "planes" not in name}
+
+
+def test_empty_tensors_launch_nothing(found: CudaKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(found, "functions", {})
+    none, levels = torch.empty(0, 40), torch.empty(0)
+    packed = torch.empty(0, dtype=torch.uint8)
+    assert kernels.onebit_encode(none, Residual(), levels, levels, packed, SCRATCH)
+    assert kernels.onebit_decode(levels, levels, packed, none, 1)
+    assert kernels.twobit_add(torch.ones(1), packed, levels)
+    out = torch.ones(1)
+    assert kernels.largest(levels, out)
+    assert out.item() == 0
+
+
+def test_what_is_too_long_goes_to_torch(found: CudaKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(found, "most_values", 99, raising=False)
+    assert not kernels.largest(torch.ones(100), torch.empty(1))
+    assert kernels.largest(torch.ones(99), torch.empty(1))
+
+
+def test_kernels_are_built_for_the_device_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
+    kernels.table.cache_clear()
+    asked: list[torch.device] = []
+    monkeypatch.setattr(CudaKernels, "load", classmethod(lambda cls, device: asked.append(device)))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    kernels.prepare(parse_codec("onebit"), torch.device("cuda", 1))
+    kernels.prepare(parse_codec("twobit"), torch.device("cuda"))
+    kernels.prepare(parse_codec("twobit"), torch.device("cuda", 1))
+    kernels.prepare(parse_codec("powersgd"), torch.device("cuda", 3))
+    assert asked == [torch.device("cuda", 1), torch.device("cuda", 2)]
+    kernels.table.cache_clear()
