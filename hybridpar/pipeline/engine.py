@@ -24,6 +24,7 @@ from hybridpar.pipeline.compression_table import LayerBytes, layer_bytes
 from hybridpar.pipeline.executor import Executor
 from hybridpar.pipeline.grid import Grid
 from hybridpar.pipeline.local_stage import LocalStage, OptimizerStep
+from hybridpar.pipeline.node_worlds import NodeWorlds
 from hybridpar.pipeline.options import PipelineOptions as PipelineOptions
 from hybridpar.pipeline.program import Program, lower
 from hybridpar.pipeline.random_keys import RandomKeys, key_random_operations
@@ -127,6 +128,7 @@ class PipelineEngine:
         self.replica = self.grid.replica if self.grid is not None else 0
         self.replicas = self.grid.replicas if self.grid is not None else 1
         self.stages: dict[int, LocalStage] = {}
+        self._nodes: NodeWorlds | None = None
         try:
             self._open(layout, loss, optimizer)
         except BaseException:
@@ -140,6 +142,8 @@ class PipelineEngine:
         replicas = self.grid.replica_world if self.grid is not None else alone
         if is_auto(options.sync.codec):
             options = self.options = self._choose(options, replicas)
+        if self.grid is not None and options.sync.uses_nodes:
+            self._nodes = NodeWorlds.open(self.world, self.grid.columns, options.sync_lanes)
         self._move_stages(layout)
         forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
         self.borders = BorderTable(self._all_stages, forwards, mine, options.recompute, loss, options.compile)
@@ -178,6 +182,7 @@ class PipelineEngine:
                 self.micro_batches,
                 optimizer(module_of(stage)),
                 norms.get(layout.lane_of[index]),
+                self._nodes,
             )
             run.attach(local.after_forward, local.quiet)
             if options.devices:
@@ -352,6 +357,8 @@ class PipelineEngine:
     def _release(self) -> None:
         for stage in self.stages.values():
             stage.close()
+        if self._nodes is not None:
+            self._nodes.close()
         if self.grid is not None:
             self.grid.close()
             self.grid = None

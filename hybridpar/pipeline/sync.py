@@ -37,6 +37,7 @@ from hybridpar.pipeline.control import (
     forward_report,
 )
 from hybridpar.pipeline.local import LocalGradients
+from hybridpar.pipeline.node_worlds import NodeWorlds
 from hybridpar.pipeline.reducer import GradientReducer, open_sync_lanes
 from hybridpar.pipeline.replicate import replicate
 from hybridpar.pipeline.rollback import BufferRollback
@@ -79,6 +80,11 @@ class SyncOptions:
         """What gradients travel as, once workers have agreed on it."""
         assert isinstance(self.codec, Policy)
         return self.codec
+
+    @property
+    def uses_nodes(self) -> bool:
+        """Whether it matters which workers are on one node, once workers have agreed on the policy."""
+        return self.hierarchy and not self.policy.changes_nothing
 
 
 @dataclass
@@ -149,6 +155,10 @@ class GradientSync:
                 "Make the world with one more: World.join(lanes=2).",
             )
         norms = world.lane_sums[-1] if synced else None
+        self._nodes: NodeWorlds | None = None
+        # A part of a job cannot be divided further.
+        if world.size == world.job_size > 1 and self.options.uses_nodes:
+            self._nodes = NodeWorlds.open(world, [range(world.size)], len(world.lane_sums) - int(synced))
         self.reducer: GradientReducer | LocalGradients = (
             GradientReducer(
                 parameters,
@@ -159,7 +169,7 @@ class GradientSync:
                 open_sync_lanes(world, lanes, spared=int(synced)),
                 self.options.codec,
                 self.options.seed,
-                self.options.hierarchy,
+                self._nodes,
             )
             if world.size > 1
             else LocalGradients(parameters, world.device, self._measure)
@@ -347,6 +357,8 @@ class GradientSync:
     def close(self) -> None:
         """Remove all hooks and give BatchNorm layers their class back. The model stays as trained."""
         self.reducer.close()
+        if self._nodes is not None:
+            self._nodes.close()
         if self.batch_norm is not None:
             self.batch_norm.release()
 
