@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +42,7 @@ from hybridpar.pipeline.node_worlds import NodeWorlds
 from hybridpar.pipeline.reducer import GradientReducer, open_sync_lanes
 from hybridpar.pipeline.replicate import replicate
 from hybridpar.pipeline.rollback import BufferRollback
-from hybridpar.pipeline.sync_choice import Choice, choose_policy
+from hybridpar.pipeline.sync_choice import Choice, Part, choose_policy
 from hybridpar.pipeline.sync_policy import agree_on_policy, is_auto
 from hybridpar.pipeline.world import World
 
@@ -117,13 +118,21 @@ class GradientSync:
         lanes: Lanes of the model's device.
         options: See `SyncOptions`.
         micro_batches: Micro-batches per step; with one, and one worker, BatchNorm needs no pooling.
+        time_backward: Measures the milliseconds of the backward pass of a micro-batch, behind which sync can hide; for
+            codec `auto`, on rank 0 alone.
 
     Raises:
         SyncError: The workers built different models, or were given different options.
     """
 
     def __init__(
-        self, model: nn.Module, world: World, lanes: Lanes, options: SyncOptions | None = None, micro_batches: int = 1
+        self,
+        model: nn.Module,
+        world: World,
+        lanes: Lanes,
+        options: SyncOptions | None = None,
+        micro_batches: int = 1,
+        time_backward: Callable[[], float] | None = None,
     ) -> None:
         self.model = model
         self.world = world
@@ -135,11 +144,12 @@ class GradientSync:
         if is_auto(policy):
             lanes_left = len(world.lane_sums) - int(self.options.sync_batch_norm)
             self.choice = choose_policy(
-                parameters,
+                [Part([parameters])],
                 world,
                 fidelity=self.options.fidelity,
                 bucket_bytes=self.options.bucket_bytes,
                 sync_lanes=max(1, lanes_left),
+                time_backward=time_backward,
             )
             policy = self.choice.policy
         self.options = replace(self.options, codec=policy)

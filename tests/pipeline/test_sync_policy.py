@@ -213,10 +213,13 @@ def test_a_decision_that_is_left_on_the_device_is_not_read_before_the_next_backw
         assert any(bool(residual.any()) for residual in residuals.values())
 
 
-def chosen(world: World, fidelity: str) -> tuple[str, tuple[str, ...], float | None]:
-    config = TrainConfig(compress="auto", fidelity=fidelity)  # type: ignore[arg-type]
+def chosen(
+    world: World, fidelity: str, example: Tensor | None = None, stages: int = 1
+) -> tuple[str, tuple[str, ...], float | None]:
+    config = TrainConfig(compress="auto", fidelity=fidelity, stages=stages)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    with Trainer(Net(), config=config, world=world) as trainer:
+    with Trainer(Net() if stages == 1 else Staged(), config=config, world=world, example=example) as trainer:
+        assert all(parameter.grad is None for parameter in trainer.model.parameters())
         trainer.step(batch(world.rank, 0))
         choice = trainer.engine.travelling().choice
         assert choice is not None
@@ -240,7 +243,19 @@ def test_all_workers_take_one_measured_choice(fidelity, shared, told):
     assert told in lines[1]
     assert max(map(len, lines)) < 80
     assert predicted is not None
-    assert f"{predicted:,.1f} ms" in lines[-1]
+    assert f"{predicted:,.1f} ms" in lines[2]
+    assert any("backward" in line for line in lines) == (fidelity != "exact" and not shared)
+
+
+@pytest.mark.parametrize(("stages", "workers"), [(1, 2), (2, 4)])
+def test_what_the_backward_pass_hides_is_measured_with_stages_and_without(stages, workers):
+    answers = run_ranks(chosen, workers, "close", batch(0, 0)[0], stages, shared_memory=False)
+    assert answers == [answers[0]] * workers
+    (*_, sync, hidden) = answers[0][1]
+    assert ("on position" in sync) == (stages > 1)
+    assert "of backward hide it but for" in hidden
+    assert max(map(len, answers[0][1])) < 80
+    assert float(hidden.split()[1]) > 0
 
 
 def test_one_worker_has_nothing_to_choose_and_is_told_so(caplog):
