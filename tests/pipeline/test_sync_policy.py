@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -256,6 +257,21 @@ def test_what_the_backward_pass_hides_is_measured_with_stages_and_without(stages
     assert "of backward hide it but for" in hidden
     assert max(map(len, answers[0][1])) < 80
     assert float(hidden.split()[1]) > 0
+
+
+def train_over_the_network(world: World, run_dir: Path, options: dict[str, Any]) -> int:
+    """As workers of two machines."""
+    with mock.patch.object(World, "memory_host", return_value=None):
+        return train_rank(world, run_dir, "plain", None, options)
+
+
+def test_a_run_leaves_the_time_of_its_backward_pass_in_the_plan(tmp_path):
+    options = {"workers": 2, "compress": "auto", "fidelity": "close", "epochs": 1, "checkpoint_every": "never"}
+    options |= {"micro_batches": 2, "batch_size": 64}
+    assert run_ranks(train_over_the_network, 2, tmp_path / "run", options) == [0, 0]
+    partition = json.loads((tmp_path / "run" / "plan.json").read_text())["partition"]
+    assert partition["micro_batch"] == 16
+    assert partition["stages"][0]["backward_ms"] > 0
 
 
 def test_one_worker_has_nothing_to_choose_and_is_told_so(caplog):
