@@ -16,7 +16,6 @@ from torch import Tensor
 from hybridpar.compress import Coder, Exchange, Laps, Policy, TensorSpec, TorchGroup, Turn, format_codec, read_policy
 from hybridpar.compress.codecs.none import Full
 from hybridpar.compress.hierarchy import Leaders, NodeExchange
-from hybridpar.compress.kernels import prepare
 from hybridpar.compress.redivide import put_together, restore
 from hybridpar.errors import SyncError
 from hybridpar.pipeline.buckets import Bucket
@@ -93,8 +92,7 @@ class Compression:
                 "Shared memory only adds; a codec needs the collectives of a process group.",
                 "Join with World.join(shared_memory=False).",
             )
-        for rule in policy.rules:
-            prepare(rule.codec, world.device)
+        policy.prepare(world.device)
         self.policy = policy
         self._world = world
         self._seed = seed

@@ -66,7 +66,6 @@ class OneBit(Codec):
 
     def bind(self, spec: TensorSpec) -> Coder:
         """See `Codec`."""
-        kernels.prepare(self, spec.device)
         return quantised_coder(spec, SignQuantiser(spec.shape, self._by_columns(spec.shape)), self.meet)
 
     def _by_columns(self, shape: Sequence[int]) -> bool:
