@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hybridpar.compress.noise import Noise
     from hybridpar.compress.packing import Fields
 
-_SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in ("onebit", "twobit", "qsgd")]
+_SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in ("onebit", "onebit_columns", "twobit", "qsgd")]
 
 #: From so many values on, what is written is not read again before it would have left the caches.
 _STREAM = 1 << 16
@@ -97,6 +97,46 @@ def onebit_decode(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, div
 def onebit_add(lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> bool:
     """Add C(v) to `total`, one group per row."""
     return _onebit("onebit_add", lower, upper, packed, total)
+
+
+def onebit_encode_columns(
+    values: Tensor, residual: Residual, lower: Tensor, upper: Tensor, packed: Tensor, scratch: Scratch
+) -> bool:
+    """As `onebit_encode`, where each column is a group.
+
+    Args:
+        values: Rows may lie apart.
+        residual: In the order of the values, row by row.
+        lower: Where the lower levels go, one per column.
+        upper: Where the upper levels go.
+        packed: Where the bits go, row by row, each in whole 16s.
+        scratch: Memory to borrow.
+    """
+    kept, pending, factor = _halves(residual)
+    if not _rows_are_dense(values) or not _dense(kept, pending):
+        return False
+    rows, columns = values.shape
+    _check_columns(values, lower, upper, packed)
+    ones = scratch.take("ones", columns)
+    places = (lower.data_ptr(), upper.data_ptr(), ones.data_ptr(), packed.data_ptr())
+    numbers = (rows, columns, values.stride(0), int(values.numel() >= _STREAM))
+    if kept is None or pending is None:
+        table()["onebit_columns_encode"](values.data_ptr(), 0, 0, *places, *numbers)
+    else:
+        assert kept.numel() == pending.numel() == values.numel()
+        halves = (kept.data_ptr(), pending.data_ptr())
+        table()["onebit_columns_encode_keep"](values.data_ptr(), *halves, *places, *numbers, factor)
+    return True
+
+
+def onebit_decode_columns(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor) -> bool:
+    """Set out = C(v), one group per column; rows of `out` may lie apart."""
+    return _columns("onebit_columns_decode", lower, upper, packed, out)
+
+
+def onebit_add_columns(lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> bool:
+    """Add C(v) to `total`, one group per column; its rows may lie apart."""
+    return _columns("onebit_columns_add", lower, upper, packed, total)
 
 
 @dataclass(frozen=True)
@@ -251,6 +291,30 @@ def _onebit(name: str, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor
     places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr(), groups, length, stream)
     table()[name](*places, *floats)
     return True
+
+
+def _columns(name: str, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor) -> bool:
+    if not _rows_are_dense(out) or not _dense(lower, upper):
+        return False
+    _check_columns(out, lower, upper, packed)
+    stream = int(out.numel() >= _STREAM)
+    addresses = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr())
+    table()[name](*addresses, *out.shape, out.stride(0), stream)
+    return True
+
+
+def _check_columns(values: Tensor, lower: Tensor, upper: Tensor, packed: Tensor) -> None:
+    rows, columns = values.shape
+    assert lower.numel() == upper.numel() == columns
+    assert packed.numel() == rows * -(-columns // 16) * 2
+
+
+def _rows_are_dense(values: Tensor) -> bool:
+    """Whether values of a row lie side by side, one row behind the other; and are float32 on a CPU."""
+    rows, columns = values.shape
+    dense = columns == 1 or values.stride(1) == 1
+    apart = rows == 1 or values.stride(0) >= columns
+    return dense and apart and values.device.type == "cpu" and values.dtype == torch.float32
 
 
 def _halves(residual: Residual) -> tuple[Tensor | None, Tensor | None, float]:
