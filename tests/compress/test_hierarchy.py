@@ -268,3 +268,26 @@ def test_stages_on_one_node_each_are_those_of_no_codec() -> None:
     for state, rows, _, _ in found:
         assert set(rows.values()) == {"none"}
         assert equal(state, plain_runs[0][0])
+
+
+def resumed(world: World, names: str, directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Four steps of stages in one go, and two by two with a checkpoint between."""
+    states = []
+    for part in ("whole", "rest"):
+        with mock.patch("hybridpar.pipeline.node_worlds.host_identity", return_value=names[world.rank]):
+            trainer = make_trainer(world, "onebit", stages=2, replicas=4)
+        with trainer:
+            if part == "rest":
+                trainer.load(directory)
+            for step in range(trainer.steps_done, 4):
+                trainer.step(batch(world.rank, step))
+                trainer.wait()
+                if (part, step) == ("whole", 1):
+                    trainer.save(directory)
+            states.append({name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()})
+    return states[0], states[1]
+
+
+def test_stages_on_nodes_go_on_bit_for_bit(tmp_path: Any) -> None:
+    for whole, rest in run_ranks(resumed, 4, "abba", str(tmp_path), shared_memory=False):
+        assert equal(whole, rest)
