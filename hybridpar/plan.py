@@ -288,20 +288,29 @@ def parse_plan(data: object, source: str = "the plan") -> Plan:
 
 
 def trivial_plan(
-    model: ModelInfo, units: Sequence[str] = (), *, replicas: int = 1, device: str = "cpu", **sections: Any
+    model: ModelInfo,
+    units: Sequence[str] = (),
+    *,
+    backward_ms: float | None = None,
+    micro_batch: int | None = None,
+    replicas: int = 1,
+    device: str = "cpu",
+    **sections: Any,
 ) -> Plan:
     """The plan of a run without stages: one stage that holds the whole model, copied to every replica.
 
     Args:
         model: Which model.
         units: Names of what the stage holds; empty means everything.
+        backward_ms: Time of its backward pass on one micro-batch, where that was measured.
+        micro_batch: Samples of that micro-batch.
         replicas: Number of data-parallel workers.
         device: Device type of the workers.
         sections: Other sections of the plan.
     """
     return Plan(
         model=model,
-        partition=Partition(stages=(Stage(units=tuple(units)),)),
+        partition=Partition(stages=(Stage(units=tuple(units), backward_ms=backward_ms),), micro_batch=micro_batch),
         placement=Placement(replicas=replicas, stages=(StagePlacement(stage=0, device=device),)),
         **sections,
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hybridpar.config import TrainConfig
 from hybridpar.lanes import Lanes
 from hybridpar.optim import Rates, fill_momentum, load_optimizer_state, optimizer_state
+from hybridpar.partition.profile import measure_backward_ms
 from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.pipeline.compression import Compression
 from hybridpar.pipeline.compression_table import Travelling
@@ -33,6 +34,7 @@ class ReplicaEngine:
         config: Options.
         world: The workers, each a replica.
         lanes: Lanes of this worker.
+        example: Inputs of one micro-batch, on the device, by which `auto` times the backward pass.
     """
 
     #: A step's outcome is known when `step` returns, unless the decision is left on the device.
@@ -46,6 +48,7 @@ class ReplicaEngine:
         config: TrainConfig,
         world: World,
         lanes: Lanes,
+        example: Tensor | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -56,7 +59,16 @@ class ReplicaEngine:
         if config.cuda_graph:
             check_capturable(world.device, world, [optimizer], compiled=config.compile)
         self._rates = Rates(optimizer, world.device if config.cuda_graph else None)
-        self.sync = GradientSync(model, world, lanes, sync_options(config), micro_batches=config.micro_batches)
+
+        def time_backward() -> float:
+            assert example is not None
+            with self.autocast():
+                return measure_backward_ms(model, (example,))
+
+        self.sync = GradientSync(
+            *(model, world, lanes, sync_options(config), config.micro_batches),
+            time_backward=None if example is None else time_backward,
+        )
         try:  # once all workers know that they were given the same policy
             check_compression(self.sync.options.policy, dict(model.named_parameters()), world.size, [optimizer])
         except BaseException:

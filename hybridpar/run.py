@@ -40,7 +40,7 @@ from hybridpar.pipeline.step import LateOutcome
 from hybridpar.pipeline.world import World
 from hybridpar.plan import ModelInfo, Plan
 from hybridpar.process import describe as describe_process
-from hybridpar.run_plan import plan_of_run
+from hybridpar.run_plan import micro_batch_samples, plan_of_run
 from hybridpar.run_sync import sync_fields, tell_travelling
 from hybridpar.run_timeline import StageWatch, check_timeline
 from hybridpar.rundir import claim_place, find_place
@@ -129,7 +129,7 @@ class Run:
             total_steps=self.total,
             steps_per_epoch=per_epoch,
             world=world,
-            example=_example(data, config, replicas) if config.is_staged else None,
+            example=_example(data, config, replicas) if config.is_staged or config.chooses else None,
             name=model_name,
         )
         # From here on the workers' generators (dropout) differ.
@@ -190,7 +190,7 @@ class Run:
         travelling = self.trainer.engine.travelling()
         notes += tell_travelling(travelling, self.place.directory if self.world.is_main else None)
         self.choice = travelling.choice
-        plan = plan_of_run(self.trainer, self.config, model, device, travelling.policy)
+        plan = plan_of_run(self.trainer, self.config, model, device, travelling)
         if self.world.is_main:
             replace_file(self.place.directory / "plan.json", [plan.to_json().encode()])
         assert plan.pipeline is not None
@@ -403,7 +403,7 @@ def _spans(result: StepResult) -> StepSpans:
 
 def _example(data: ImageData, config: TrainConfig, replicas: int) -> torch.Tensor:
     """Something of the size of a micro-batch, for measuring the model."""
-    samples = max(2, config.batch_size // (replicas * config.micro_batches))
+    samples = micro_batch_samples(config, replicas)
     return torch.randn(samples, *data.sample_shape, generator=torch.Generator().manual_seed(0))
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridpar.compress import Policy, format_codec
+from hybridpar.compress import format_codec
 from hybridpar.config import TrainConfig
 from hybridpar.observe.running import WARM_UP_STEPS
 from hybridpar.pipeline.clocks import clock_identity
+from hybridpar.pipeline.compression_table import Travelling
 from hybridpar.pipeline.costs import Link
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.predict import StepOfAll, gather_facts, predicted_costs, whole_program
@@ -59,7 +60,7 @@ class Forecast:
         )
 
 
-def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device: str, policy: Policy) -> Plan:
+def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device: str, travelling: Travelling) -> Plan:
     """The plan that a run follows, before anything is predicted.
 
     Args:
@@ -67,10 +68,10 @@ def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device:
         config: Its options.
         model: What it trains.
         device: Name of the device.
-        policy: What gradients travel as.
+        travelling: What gradients travel as.
     """
     world, engine = trainer.world, trainer.engine
-    rules = tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in policy.rules)
+    rules = tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in travelling.policy.rules)
     sync = Sync(lanes=config.sync_lanes, bucket_bytes=config.bucket_bytes, policy=rules, batch_norm=config.batch_norm)
     measured = Measured(
         device=device,
@@ -81,8 +82,11 @@ def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device:
         versions={"torch": torch.__version__},
     )
     if not isinstance(engine, StageEngine):
+        took = travelling.choice.backward_ms if travelling.choice is not None else None
         return trivial_plan(
             model,
+            backward_ms=took,
+            micro_batch=micro_batch_samples(config, world.size) if took is not None else None,
             replicas=world.size,
             device=world.device.type,
             pipeline=Pipeline(micro_batches=config.micro_batches),
@@ -103,6 +107,11 @@ def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device:
         kernels=made.kernels,
         measured=measured,
     )
+
+
+def micro_batch_samples(config: TrainConfig, replicas: int) -> int:
+    """Samples of a micro-batch of one replica, and at least the two that BatchNorm needs."""
+    return max(2, config.batch_size // (replicas * config.micro_batches))
 
 
 def with_forecast(plan: Plan, forecast: Forecast) -> Plan:

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,8 +30,6 @@ from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan, parse_plan, read_plan
 
 _log = logging.getLogger(__name__)
-
-_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,7 @@ class StagePlan:
         worker_of: For every lane its worker.
         devices: For every lane its device, where one worker drives several.
         backward: What the halves of the stages' backward passes cost; None where nobody asked.
+        scale: Samples of a micro-batch over those of the plan's, in proportion to which its times and sizes are.
     """
 
     shape: Shape
@@ -74,6 +73,7 @@ class StagePlan:
     worker_of: tuple[int, ...]
     devices: tuple[str, ...] = ()
     backward: tuple[BackwardCost, ...] | None = None
+    scale: float = 1.0
 
 
 def divide_workers(config: PipelineConfig, workers: int) -> Shape:
@@ -147,17 +147,19 @@ def make_stage_plan(
         PlanError: The plan cannot be read, is for another model, or differs between workers.
         PartitionError: The model cannot be cut into so many stages.
     """
-    given = plan or _read_own_plan(config, world)
+    given, scale = plan or _read_own_plan(config, world), 1.0
     if given is None:
         shape = divide_workers(config, world.size)
         given = _made_by_main(model, example, config, shape, world, name)
     else:
         config_of_plan = _follow(config, given)
         shape = divide_workers(config_of_plan, world.size)
+        scale = example.shape[0] / (given.partition.micro_batch or example.shape[0])
     stages = stages_from_plan(model, given, (example,))
     lane_of, worker_of = _places(given, shape)
     backward = _measure_halves(stages, example, world) if config.schedule == "zero_bubble" else None
-    return StagePlan(shape, given, stages, lane_of, worker_of, _devices(example.device, shape, world), backward)
+    devices = _devices(example.device, shape, world)
+    return StagePlan(shape, given, stages, lane_of, worker_of, devices, backward, scale)
 
 
 def _devices(device: torch.device, shape: Shape, world: World) -> tuple[str, ...]:
@@ -281,9 +283,9 @@ def pipeline_options(plan: StagePlan, config: TrainConfig, sync: SyncOptions, de
         compile=config.compile,
         threads=lane_threads(plan.shape, device),
         seed=config.seed,
-        forward_ms=_known([stage.forward_ms for stage in sections]),
-        backward_ms=_known([stage.backward_ms for stage in sections]),
-        saved_bytes=_known([stage.saved_bytes for stage in sections]),
+        forward_ms=_known([stage.forward_ms for stage in sections], plan.scale),
+        backward_ms=_known([stage.backward_ms for stage in sections], plan.scale),
+        saved_bytes=_whole(_known([stage.saved_bytes for stage in sections], plan.scale)),
         input_ms=tuple(cost.input_ms for cost in plan.backward) if plan.backward is not None else None,
         weight_ms=tuple(cost.weight_ms for cost in plan.backward) if plan.backward is not None else None,
         split_backward=plan.backward is not None and may_split(plan.backward),
@@ -294,7 +296,11 @@ def pipeline_options(plan: StagePlan, config: TrainConfig, sync: SyncOptions, de
     )
 
 
-def _known(values: Sequence[_Number | None]) -> tuple[_Number, ...] | None:
-    """The values where all of them are known."""
-    known = [value for value in values if value is not None]
+def _known(values: Sequence[float | None], scale: float) -> tuple[float, ...] | None:
+    """The values for this run's micro-batches, where all of them are known."""
+    known = [value * scale for value in values if value is not None]
     return tuple(known) if len(known) == len(values) else None
+
+
+def _whole(values: Sequence[float] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(round(value) for value in values)

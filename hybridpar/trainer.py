@@ -79,7 +79,8 @@ class Trainer:
         world: The workers; default: joined from the environment and left again by `close`.
         lanes: Lanes of the worker's device; default: opened here and closed by `close`.
         plan: A pipeline's plan, instead of what `config` says of stages.
-        example: Inputs of one micro-batch, by which a model is cut into stages; for a pipeline alone.
+        example: Inputs of one micro-batch, by which a model is cut into stages; without stages `compress="auto"`
+            times the backward pass by it, behind which sync can hide, and without it all of the sync counts.
         name: What to call the model in the plan.
 
     Raises:
@@ -153,7 +154,8 @@ class Trainer:
         if plan is None and not self.config.is_staged:
             whole = make(self.model)
             self._require_own_parameters(whole)
-            return ReplicaEngine(self.model, whole, self._loss, self.config, self.world, self.lanes)
+            timed = self._place(example) if example is not None and self.config.chooses else None
+            return ReplicaEngine(self.model, whole, self._loss, self.config, self.world, self.lanes, timed)
         if example is None:
             raise UsageError(
                 "a pipeline without an example of its inputs",

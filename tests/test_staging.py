@@ -123,6 +123,12 @@ def test_times_of_the_plan_reach_the_schedule() -> None:
     options = pipeline_options(made, config, SyncOptions(), torch.device("cpu"))
     assert options.forward_ms == tuple(stage.forward_ms for stage in made.plan.partition.stages)
     assert options.backward_ms == tuple(stage.backward_ms for stage in made.plan.partition.stages)
+    twice = pipeline_options(
+        make_stage_plan(model, torch.cat([EXAMPLE, EXAMPLE]), TrainConfig(stages=2), World(), plan=made.plan),
+        *(config, SyncOptions(), torch.device("cpu")),
+    )
+    assert options.backward_ms is not None
+    assert twice.backward_ms == tuple(2 * time for time in options.backward_ms), "times are those of the plan's batch"
     assert (options.schedule, options.seed, options.recompute, options.sync_lanes) == ("gpipe", 5, (1,), 3)
     with pytest.raises(UsageError, match="Stages are numbered from 0 to 1"):
         pipeline_options(made, TrainConfig(recompute=(-1,)), SyncOptions(), torch.device("cpu"))

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib
-import importlib.util
 import json
 import os
 import statistics
@@ -31,7 +29,18 @@ from torch import Tensor
 
 from hybridpar.bench.request import BenchCodecs
 from hybridpar.bench.traffic import after_warmup, wire_bytes
-from hybridpar.compress import Codec, Coder, ErrorFeedback, Exchange, Round, TensorSpec, bind, parse_codec, run_together
+from hybridpar.compress import (
+    Codec,
+    Coder,
+    ErrorFeedback,
+    Exchange,
+    Round,
+    TensorSpec,
+    bind,
+    kernels,
+    parse_codec,
+    run_together,
+)
 from hybridpar.compress.gathered import GatheredCoder
 from hybridpar.compress.residual import NO_RESIDUAL, Residual
 from hybridpar.compress.scratch import Scratch
@@ -95,8 +104,7 @@ def measure_in_processes(request: BenchCodecs) -> list[CodecSpeed]:
     """The speeds of all codecs with each kind of code that is there, each kind in a process of its own."""
     for text in request.codec:
         parse_codec(text)  # an unknown one is an error before anything is measured
-    codes = [_KERNELS, _FALLBACK] if has_kernels() else [_FALLBACK]
-    by_code = {code: _in_process(request, code) for code in codes}
+    by_code = {code: _in_process(request, code) for code in (_KERNELS, _FALLBACK)}
     # Where a codec has no kernels, or they cannot be had here, the process that was to use them has used torch as well.
     return [
         speed
@@ -106,20 +114,12 @@ def measure_in_processes(request: BenchCodecs) -> list[CodecSpeed]:
     ]
 
 
-def has_kernels() -> bool:
-    """Whether this version comes with compiled kernels."""
-    return importlib.util.find_spec("hybridpar.kernel_build") is not None
-
-
 def code_of(codec: Codec) -> str:
     """What a codec runs on in this process: `compiled` kernels, or `torch` alone."""
     inner: Any = codec
     while hasattr(inner, "inner"):
         inner = inner.inner
-    if not (has_kernels() and getattr(inner, "kernels", False)):
-        return _FALLBACK
-    kernels: Any = importlib.import_module("hybridpar.compress.kernels")
-    return _KERNELS if kernels.table() else _FALLBACK
+    return _KERNELS if inner.kernels and kernels.table() else _FALLBACK
 
 
 def measure_speeds(request: BenchCodecs) -> list[CodecSpeed]:

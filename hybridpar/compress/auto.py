@@ -3,7 +3,8 @@
 For each layer and each codec that may be used: the time of its messages on this link and of the codec on this device.
 Layers travel in buckets, and each kind of message that a bucket holds costs the latency of a collective; so a bucket is
 given one codec, for those of its layers that it makes faster, or none. The prediction is that of the sync: lanes work
-side by side, the link serves one after the other, and what backward hides does not count where its time is known.
+side by side, the link serves one after the other, and what backward hides does not count where its time is known. With
+stages and without, buckets leave in the last micro-batch's backward pass, and hide behind what is left of it.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ FIDELITIES: dict[str, tuple[str, ...]] = {"exact": (), "close": CLOSE, "lossy": 
 
 #: A codec is chosen where the prediction is at most this part of that without: less is within the measurements' noise.
 _MARGIN = 0.9
+
+#: A parameter's name, and the codec that it travels as.
+_Rule = tuple[str, str]
 
 #: Gradients as they are.
 PLAIN: Kind = (Meeting.SUM, torch.float32)
@@ -74,7 +78,7 @@ class BucketTimes:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the sync of a step is predicted to take.
+    """What the sync of a step is predicted to take on a worker.
 
     Attributes:
         sync_ms: Time in which any lane is at it.
@@ -87,80 +91,101 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Layers:
-    """The parameters of a model in the order in which their gradients come, cut into buckets.
+    """What a worker exchanges: parameters in the order in which their gradients come, cut into buckets.
+
+    Without stages that is the whole model, and equal on all workers; in a pipeline each position has its own.
 
     Attributes:
         buckets: Names and shapes.
         workers: How many workers exchange them.
         lanes: Sync lanes.
-        backward_ms: Time of the backward pass that the sync can hide behind; None where it is not known.
+        backward_ms: Time of the last micro-batch's backward pass here, in which buckets leave; None where it is not
+            known.
+        after_ms: Time for which others' backward passes go on after that, as those of the stages before do.
     """
 
     buckets: Sequence[Sequence[tuple[str, tuple[int, ...]]]]
     workers: int
     lanes: int = 1
     backward_ms: float | None = None
+    after_ms: float = 0.0
 
 
-def kinds_of(codecs: Mapping[str, Codec], layers: Layers) -> list[Kind]:
+def kinds_of(codecs: Mapping[str, Codec], parts: Sequence[Layers]) -> list[Kind]:
     """How the messages of codecs meet, those of gradients as they are included; equal on all workers."""
     kinds = {PLAIN: None}
-    shapes = {shape for bucket in layers.buckets for _, shape in bucket}
+    shapes = {shape for part in parts for bucket in part.buckets for _, shape in bucket}
     for codec in codecs.values():
         fitting = sorted((shape for shape in shapes if codec.fits(shape)), key=math.prod)
-        for entry in lasting_rounds(codec, fitting[0], layers.workers) if fitting else ():
+        for entry in lasting_rounds(codec, fitting[0], parts[0].workers) if fitting else ():
             kinds[entry.meeting, entry.dtype] = None
     return list(kinds)
 
 
 def choose(
-    layers: Layers,
+    parts: Sequence[Layers],
     codecs: Mapping[str, Codec],
     rates: Mapping[str, CodecRate],
     link: Mapping[Kind, LinkCost],
-) -> tuple[Policy, Prediction, Prediction]:
-    """The policy with which a step is predicted to be fastest.
+) -> tuple[Policy, list[Prediction], list[Prediction]]:
+    """The policy with which a step is predicted to be fastest: all wait for the worker whose sync ends last.
 
     Args:
-        layers: What travels.
+        parts: What travels, for each pipeline position; one part without stages.
         codecs: What it may travel as besides `none`.
         rates: How fast those are that fit any layer.
         link: How long each kind of message takes.
 
     Returns:
-        The policy, what is predicted of it, and what is predicted of `none`.
+        The policy, what is predicted of it for each part, and what is predicted of `none`.
     """
-    plain = [_plain_times(bucket, link) for bucket in layers.buckets]
-    rules, best = list[list[tuple[str, str]]](), list[BucketTimes]()
-    for bucket, without in zip(layers.buckets, plain, strict=True):
-        times, chosen = without, list[tuple[str, str]]()
+    plain = [[_plain_times(bucket, link) for bucket in part.buckets] for part in parts]
+    best, rules = [list(times) for times in plain], [[list[_Rule]() for _ in part.buckets] for part in parts]
+    for number, index in _places(parts):
+        bucket, without = parts[number].buckets[index], plain[number][index]
         for text, codec in codecs.items():
             if text in rates:
-                with_codec, names = _times(bucket, codec, rates[text], link, layers.workers)
-                if names and with_codec.total < min(times.total, _MARGIN * without.total):
-                    times, chosen = with_codec, [(name, text) for name in names]
-        best.append(times)
-        rules.append(chosen)
-    _spare_hidden(best, rules, plain, layers)
-    none, mixed = predict(plain, layers), predict(best, layers)
-    chosen = [rule for bucket in rules for rule in bucket]
-    if not chosen or mixed.exposed_ms > _MARGIN * none.exposed_ms:
+                times, names = _times(bucket, codec, rates[text], link, parts[number].workers)
+                if names and times.total < min(best[number][index].total, _MARGIN * without.total):
+                    best[number][index], rules[number][index] = times, [(name, text) for name in names]
+    _spare_hidden(best, rules, plain, parts)
+    none, mixed = _predict_all(plain, parts), _predict_all(best, parts)
+    chosen = [rule for part in rules for bucket in part for rule in bucket]
+    if not chosen or _exposed(mixed) > _MARGIN * _exposed(none):
         return Policy.of(parse_codec("none")), none, none
-    if len(chosen) == sum(map(len, layers.buckets)) and len({text for _, text in chosen}) == 1:
+    layers = sum(len(bucket) for part in parts for bucket in part.buckets)
+    if len(chosen) == layers and len({text for _, text in chosen}) == 1:
         return Policy.of(parse_codec(chosen[0][1])), mixed, none
     return exact_rules(chosen), mixed, none
 
 
+def _places(parts: Sequence[Layers]) -> list[tuple[int, int]]:
+    """Part and bucket, for every bucket."""
+    return [(number, index) for number, part in enumerate(parts) for index in range(len(part.buckets))]
+
+
 def _spare_hidden(
-    best: list[BucketTimes], rules: list[list[tuple[str, str]]], plain: Sequence[BucketTimes], layers: Layers
+    best: list[list[BucketTimes]],
+    rules: list[list[list[_Rule]]],
+    plain: Sequence[Sequence[BucketTimes]],
+    parts: Sequence[Layers],
 ) -> None:
     """Let buckets travel as they are where nobody would wait longer for it."""
-    least = predict(best, layers).exposed_ms
-    for index, without in enumerate(plain):
-        if rules[index]:
-            trial = [*best[:index], without, *best[index + 1 :]]
-            if predict(trial, layers).exposed_ms <= least:
-                best[index], rules[index] = without, []
+    least = _exposed(_predict_all(best, parts))
+    for number, index in _places(parts):
+        if rules[number][index]:
+            trial = list(best[number])
+            trial[index] = plain[number][index]
+            if predict(trial, parts[number]).exposed_ms <= least:
+                best[number], rules[number][index] = trial, []
+
+
+def _predict_all(times: Sequence[Sequence[BucketTimes]], parts: Sequence[Layers]) -> list[Prediction]:
+    return [predict(buckets, part) for buckets, part in zip(times, parts, strict=True)]
+
+
+def _exposed(predictions: Sequence[Prediction]) -> float:
+    return max(one.exposed_ms for one in predictions)
 
 
 def predict(buckets: Sequence[BucketTimes], layers: Layers) -> Prediction:
@@ -180,7 +205,8 @@ def predict(buckets: Sequence[BucketTimes], layers: Layers) -> Prediction:
         free[lane] = link_free + times.decode
         busy += max(0.0, free[lane] - max(start, end))
         end = max(end, free[lane])
-    return Prediction(busy, max(0.0, end - (layers.backward_ms or 0.0)))
+    hidden = 0.0 if layers.backward_ms is None else layers.backward_ms + layers.after_ms
+    return Prediction(busy, max(0.0, end - hidden))
 
 
 def _plain_times(bucket: Sequence[tuple[str, tuple[int, ...]]], link: Mapping[Kind, LinkCost]) -> BucketTimes:

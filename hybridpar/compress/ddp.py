@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from hybridpar.compress.codec import Codec, Coder, TensorSpec
 from hybridpar.compress.exchange import Exchange, Traffic
 from hybridpar.compress.hierarchy import Leaders, NodeExchange, Nodes
-from hybridpar.compress.kernels import prepare
 from hybridpar.compress.paths import open_paths, require_agreement
 from hybridpar.compress.policy import Policy, read_policy
 from hybridpar.compress.redivide import put_together, restore
@@ -108,8 +107,7 @@ class CodecState:
         #: Bytes of the step under way, or of the last one.
         self.traffic = Traffic()
         if dist.get_backend(group) != "nccl":
-            for rule in self.policy.rules:
-                prepare(rule.codec)
+            self.policy.prepare(torch.device("cpu"))
         self._group = group
         names = require_agreement((str(self.policy), seed, lanes, hierarchical), group)
         nodes = Nodes.of(names)

@@ -73,7 +73,7 @@ class GatheredCoder(Coder):
     def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
         """See `Coder`."""
         shaped = self.quantiser.view(out)
-        shaped.add_(residual.view(shaped.shape))
+        shaped.add_(self.quantiser.lay(residual, shaped.shape))
 
 
 def check_meet(meet: str) -> None:

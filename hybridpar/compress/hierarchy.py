@@ -48,9 +48,14 @@ class Nodes:
         return cls(tuple(map(tuple, found.values())))
 
     @property
+    def share(self) -> bool:
+        """Whether a node has several workers."""
+        return len(self.members) < sum(map(len, self.members))
+
+    @property
     def pays(self) -> bool:
         """Whether there are several nodes, and one of them has several workers."""
-        return len(self.members) > 1 and len(self.members) < sum(map(len, self.members))
+        return len(self.members) > 1 and self.share
 
     @property
     def leaders(self) -> int:
@@ -59,11 +64,9 @@ class Nodes:
 
     @property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """Workers that have the same place in their nodes; each worker is in one. The first `leaders` lead."""
-        longest = max(map(len, self.members))
-        return tuple(
-            tuple(sorted(node[place] for node in self.members if place < len(node))) for place in range(longest)
-        )
+        """Workers that lead together, one of each node; then those that lead nothing, each alone."""
+        led = [tuple(sorted(node[place] for node in self.members)) for place in range(self.leaders)]
+        return (*led, *((rank,) for node in self.members for rank in node[self.leaders :]))
 
     def node_of(self, rank: int) -> tuple[int, ...]:
         """The workers of a worker's node."""

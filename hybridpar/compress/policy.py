@@ -30,7 +30,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hybridpar.compress.codec import Codec, Coder, TensorSpec
+from hybridpar.compress.kernels import prepare
 from hybridpar.compress.text import bind, format_codec, parse_codec
 from hybridpar.errors import UsageError, nearest
 
@@ -103,6 +106,15 @@ class Policy:
     def bind(self, spec: TensorSpec) -> Coder:
         """A coder for one parameter; of `none` where no rule matches, or its codec does not fit."""
         return bind(self.codec_of(spec.name), spec)
+
+    def prepare(self, device: torch.device) -> None:
+        """Build or load what the codecs need, so that no step waits for it.
+
+        Args:
+            device: Where gradients will be.
+        """
+        for rule in self.rules:
+            prepare(rule.codec, device)
 
     def check(self, names: Collection[str]) -> None:
         """Refuse rules that are about nothing.

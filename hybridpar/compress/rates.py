@@ -20,6 +20,7 @@ from torch import Tensor
 from hybridpar.compress.codec import Codec, Meeting, Round, TensorSpec
 from hybridpar.compress.exchange import Exchange, split
 from hybridpar.compress.group import Group
+from hybridpar.compress.text import bind
 
 #: How a message meets the others, and its type.
 Kind = tuple[Meeting, torch.dtype]
@@ -192,7 +193,7 @@ def _piece(codec: Codec, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _time_exchange(codec: Codec, shape: tuple[int, ...], workers: int, device: torch.device) -> tuple[float, float]:
-    exchange = Exchange([codec.bind(TensorSpec("trial", shape, workers=workers, device=device))])
+    exchange = Exchange([bind(codec, TensorSpec("trial", shape, workers=workers, device=device))])
     gradient = torch.randn(math.prod(shape), generator=torch.Generator().manual_seed(0)).to(device)
     out = torch.empty_like(gradient)
     best = (math.inf, math.inf)

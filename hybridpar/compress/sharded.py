@@ -33,6 +33,10 @@ class Quantiser(ABC):
     def view(self, flat: Tensor) -> Tensor:
         """The parameter's flat tensor in the shape in which it is cut into stripes; no copy."""
 
+    def lay(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
+        """What lies in the order of a stripe's residual, in the shape of the stripe as a part of `view`; no copy."""
+        return flat.view(shape)
+
     @property
     def unit(self) -> int:
         """Stripes begin at multiples of this, along the first dimension of `view`."""
@@ -48,7 +52,7 @@ class Quantiser(ABC):
 
         Args:
             values: What to add the residual to; it is not changed.
-            residual: Gives v, and is left as v - C(v) where it keeps anything.
+            residual: Gives v, and is left as v - C(v) where it keeps anything. In an order that is the quantiser's own.
             out: 1-D uint8 of `size` elements, beginning at a multiple of 8 bytes.
             scratch: Memory to borrow.
         """
@@ -130,8 +134,8 @@ class ShardedCoder(Coder):
         size = self._sizes[self.spec.rank]
         if not size:
             return
-        total = self._total.view(self._own)
-        total.zero_()
+        self._total.zero_()
+        total = self._quantiser.lay(self._total, self._own)
         for message in received:
             self._quantiser.add(message[:size], total, self._scratch)
         if self._requantise:
@@ -154,11 +158,14 @@ class ShardedCoder(Coder):
             if self._requantise:
                 self._quantiser.decode(message[:size], stripe, self.spec.divisor, self._scratch)
             else:
-                values = message.view(torch.float32)[: stripe.numel()].view(stripe.shape)
+                values = self._quantiser.lay(message.view(torch.float32)[: stripe.numel()], stripe.shape)
                 torch.div(values, self.spec.divisor, out=stripe)
 
     def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
         """See `Coder`."""
         shaped = self._quantiser.view(out)
-        start, stop = self._stripes[self.spec.rank] if key == OWNER else (0, len(shaped))
-        shaped[start:stop].add_(residual.view(shaped[start:stop].shape))
+        stripes = [self._stripes[self.spec.rank]] if key == OWNER else self._stripes
+        parts = torch.split(residual, [(stop - start) * self._row for start, stop in stripes])
+        for (start, stop), part in zip(stripes, parts, strict=True):
+            stripe = shaped[start:stop]
+            stripe.add_(self._quantiser.lay(part, stripe.shape))

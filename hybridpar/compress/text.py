@@ -23,6 +23,7 @@ from hybridpar.compress.cast import Cast
 from hybridpar.compress.codec import CODECS, Codec, Coder, TensorSpec
 from hybridpar.compress.codecs.none import Full
 from hybridpar.compress.feedback import ErrorFeedback
+from hybridpar.compress.kernels import prepare
 from hybridpar.errors import UsageError, nearest
 
 _TWICE = "The codec accumulates momentum on each worker before it chooses what to send; twice would be too much."
@@ -65,7 +66,10 @@ def parse_codec(text: str) -> Codec:
 
 def bind(codec: Codec, spec: TensorSpec) -> Coder:
     """A coder for one parameter: of the codec where it fits, else of `none`."""
-    return codec.bind(spec) if codec.fits(spec.shape) else Full(spec)
+    if not codec.fits(spec.shape):
+        return Full(spec)
+    prepare(codec, spec.device)
+    return codec.bind(spec)
 
 
 def format_codec(codec: Codec) -> str:

@@ -18,7 +18,7 @@ import torch
 from hybridpar.errors import UsageError
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.state import untouched
-from hybridpar.partition.unit_runner import Clock, UnitRunner, whole_step_ms
+from hybridpar.partition.unit_runner import Clock, UnitRunner, whole_backward_ms, whole_step_ms
 from hybridpar.partition.units import ModelUnits
 
 #: Called after every pass with the number of passes done and in all.
@@ -100,6 +100,32 @@ def measure_units(
             if progress is not None:
                 progress(done + 1, passes)
     return _summarise(torch.tensor(rows, dtype=torch.float64), min(steps))
+
+
+def measure_backward_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor], passes: int = 3) -> float:
+    """Time of the backward pass of a whole model, in milliseconds; the minimum over passes counts.
+
+    Args:
+        model: The model, on the device and with the threads that it will be trained with. It is left as it was.
+        inputs: One micro-batch, at the dtype and memory format of the training.
+        passes: Measured passes, after one that is not counted.
+
+    Raises:
+        UsageError: The model's training step fails.
+    """
+    clock = Clock(next((tensor.device for tensor in (*model.parameters(), *inputs)), torch.device("cpu")))
+    with untouched(model, training=True):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        try:
+            whole_backward_ms(model, inputs, clock)
+        except Exception as error:
+            raise UsageError(
+                f"a training step of {type(model).__name__} fails: {type(error).__name__}: {error}",
+                "What gradient sync can hide behind is measured by a backward pass of the model as it is.",
+                "Mend the model or the example of its inputs, or name a codec instead of `auto`.",
+            ) from error
+        return min(whole_backward_ms(model, inputs, clock) for _ in range(passes))
 
 
 def _first_step(units: ModelUnits, inputs: Sequence[torch.Tensor], clock: Clock) -> None:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from hybridpar.compress import Coder, Exchange, Laps, Policy, TensorSpec, TorchGroup, Turn, format_codec, read_policy
 from hybridpar.compress.codecs.none import Full
-from hybridpar.compress.hierarchy import NodeExchange
-from hybridpar.compress.kernels import prepare
+from hybridpar.compress.hierarchy import Leaders, NodeExchange
 from hybridpar.compress.redivide import put_together, restore
 from hybridpar.errors import SyncError
 from hybridpar.pipeline.buckets import Bucket
@@ -72,7 +71,8 @@ class Compression:
         world: The workers, at least two.
         groups: What the sync lanes add on.
         seed: For what codecs draw at random; equal on all workers.
-        nodes: Where gradients travel in full precision inside of nodes, and as the policy says between them.
+        nodes: Where gradients travel in full precision inside of nodes, and as the policy says between them. Workers
+            that are all on one node of several then compress nothing. They stay their owner's, and open.
 
     Raises:
         SyncError: The workers meet in shared memory, where only sums can be taken.
@@ -92,15 +92,16 @@ class Compression:
                 "Shared memory only adds; a codec needs the collectives of a process group.",
                 "Join with World.join(shared_memory=False).",
             )
-        for rule in policy.rules:
-            prepare(rule.codec, world.device)
+        policy.prepare(world.device)
         self.policy = policy
         self._world = world
         self._seed = seed
         self._nodes = nodes
         self._groups = list(groups)
-        # Who exchanges by the codec: all workers, or those of equal place on all nodes.
+        # Who exchanges by the codec: all workers, or one of each node.
         self._party = world if nodes is None else nodes.across
+        self._leaders = Leaders(1 if nodes is None else nodes.nodes.leaders)
+        self._buckets: tuple[Bucket, ...] = ()
         self._coders: dict[str, Coder] = {}
         self._saved: dict[str, Any] = {}
         self._exchanges: dict[int, Exchange | NodeExchange] = {}
@@ -110,7 +111,9 @@ class Compression:
     def cut(self, buckets: Sequence[Bucket]) -> None:
         """Follow how the buckets are cut; no step is under way. Only float32 is compressed."""
         self.catch_up()
-        self._exchanges = {}
+        self._buckets, self._exchanges = tuple(buckets), {}
+        if self._on_one_node:
+            return
         for bucket in buckets:
             shapes = {slot.name: tuple(slot.parameter.shape) for slot in bucket.slots}
             if bucket.dtype == torch.float32 and any(self._changes(name, shape) for name, shape in shapes.items()):
@@ -132,7 +135,8 @@ class Compression:
         """
         exchange = self._exchanges.get(bucket.index)
         if exchange is None:
-            return add_plainly(bucket, flat, group, self._world.size)
+            inner = self._nodes.inner(self._groups.index(group)) if self._nodes and self._on_one_node else None
+            return add_plainly(bucket, flat, inner or group, self._world.size)
         if isinstance(exchange, NodeExchange):
             assert self._nodes is not None
             done = self._nodes.run(exchange, self._groups.index(group), flat)
@@ -186,12 +190,14 @@ class Compression:
         What a worker sends to others, as `SyncFigures` counts it; with nodes what the leader of the parameter sends to
         other nodes, and a collective of the node. Warm-ups are over.
         """
-        workers = self._party.size
         rows: dict[str, tuple[str, int, int]] = {}
-        for name, coder in self._coders.items():
-            full = all_reduce_bytes(4 * coder.spec.count, workers)
-            sent = sum(entry.sent(workers) for entry in coder.lasting_rounds)
-            rows[name] = ("none", full, full) if _is_plain(coder) else (self.policy.text_of(name), full, sent)
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                if bucket.index not in self._exchanges:
+                    full = all_reduce_bytes(slot.parameter.numel() * slot.parameter.element_size(), self._world.size)
+                    rows[slot.name] = ("none", full, full)
+                elif slot.name in self._coders:
+                    rows[slot.name] = self._row(self._coders[slot.name])
         if self._nodes is not None:
             for others in self._nodes.inside.gather(rows):
                 assert isinstance(others, dict)
@@ -203,8 +209,21 @@ class Compression:
         self.catch_up()
         parameters = {name: coder.state_dict() for name, coder in self._coders.items()}
         place = {"rank": self._party.rank, "workers": self._party.size, "nodes": self._node_sizes}
-        leaders = {} if self._nodes is None else {"leaders": dict(self._nodes.leaders.chosen)}
+        leaders = {} if self._nodes is None else {"leaders": dict(self._leaders.chosen)}
         return {"codec": str(self.policy), **place, **leaders, "parameters": parameters}
+
+    def _row(self, coder: Coder) -> tuple[str, int, int]:
+        """What a parameter travels as, and its bytes as it is and as that."""
+        workers = self._party.size
+        full = all_reduce_bytes(4 * coder.spec.count, workers)
+        if _is_plain(coder):
+            return "none", full, full
+        return self.policy.text_of(coder.spec.name), full, sum(entry.sent(workers) for entry in coder.lasting_rounds)
+
+    @property
+    def _on_one_node(self) -> bool:
+        """Whether the workers are all on one of several nodes, where codecs are used between nodes alone."""
+        return self._nodes is not None and len(self._nodes.nodes.members) == 1
 
     @property
     def _node_sizes(self) -> list[int]:
@@ -230,7 +249,7 @@ class Compression:
         self.catch_up()
         self._saved = dict(state["parameters"])
         if self._nodes is not None and "leaders" in state:
-            self._nodes.leaders.adopt(state["leaders"])
+            self._leaders.adopt(state["leaders"])
             self._coders.clear()  # made again, by those who lead now, when buckets are cut
             return
         for name, coder in self._coders.items():
@@ -245,11 +264,6 @@ class Compression:
         """
         self.load_state_dict(put_together(states))
 
-    def close(self) -> None:
-        """Leave the groups that were made for it. Safe to call twice."""
-        if self._nodes is not None:
-            self._nodes.close()
-
     def _changes(self, name: str, shape: Sequence[int]) -> bool:
         """Whether a parameter travels as something else than it is; equal on all workers, whoever leads it."""
         codec = self.policy.codec_of(name)
@@ -259,8 +273,9 @@ class Compression:
         if self._nodes is None:
             return Exchange([self._coder(slot.name, slot.parameter) for slot in bucket.slots])
         sizes = [slot.parameter.numel() for slot in bucket.slots]
+        own = self._nodes.inside.rank  # ranks there are in the order of places in the node
         coders = [
-            self._coder(slot.name, slot.parameter) if self._nodes.leads(slot.name, size) else None
+            self._coder(slot.name, slot.parameter) if self._leaders.of(slot.name, size) == own else None
             for slot, size in zip(bucket.slots, sizes, strict=True)
         ]
         return NodeExchange(sizes, coders)
@@ -297,16 +312,16 @@ def codec_states(state: Any) -> list[Mapping[str, Any]]:
 
 
 def make_compression(
-    codec: str | Policy, world: World, groups: Sequence[SumGroup], seed: int, hierarchy: bool = False
+    codec: str | Policy, world: World, groups: Sequence[SumGroup], seed: int, nodes: NodeWorlds | None = None
 ) -> Compression | None:
-    """What `--compress` asks for; None where gradients are added as they are; a collective.
+    """What `--compress` asks for; None where gradients are added as they are.
 
     Args:
         codec: A policy or its text.
         world: The workers.
         groups: What the sync lanes add on.
         seed: For what codecs draw at random.
-        hierarchy: Use codecs between nodes alone, where there are several and one of them has several workers.
+        nodes: See `Compression`.
 
     Raises:
         UsageError: The text names no policy.
@@ -315,7 +330,6 @@ def make_compression(
     policy = read_policy(codec) if isinstance(codec, str) else codec
     if policy.changes_nothing:
         return None
-    nodes = NodeWorlds.open(world, len(groups)) if hierarchy else None
     return Compression(policy, world, groups, seed, nodes)
 
 

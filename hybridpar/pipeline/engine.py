@@ -24,6 +24,7 @@ from hybridpar.pipeline.compression_table import LayerBytes, layer_bytes
 from hybridpar.pipeline.executor import Executor
 from hybridpar.pipeline.grid import Grid
 from hybridpar.pipeline.local_stage import LocalStage, OptimizerStep
+from hybridpar.pipeline.node_worlds import NodeWorlds
 from hybridpar.pipeline.options import PipelineOptions as PipelineOptions
 from hybridpar.pipeline.program import Program, lower
 from hybridpar.pipeline.random_keys import RandomKeys, key_random_operations
@@ -41,7 +42,7 @@ from hybridpar.pipeline.stage_run import (
     module_of,
 )
 from hybridpar.pipeline.step import LateOutcome, MicroBatch, StepRequest, StepState
-from hybridpar.pipeline.sync_choice import Choice, choose_policy
+from hybridpar.pipeline.sync_choice import Choice, choose_policy, parts_of
 from hybridpar.pipeline.sync_policy import agree_on_policy, is_auto
 from hybridpar.pipeline.world import World
 
@@ -127,6 +128,7 @@ class PipelineEngine:
         self.replica = self.grid.replica if self.grid is not None else 0
         self.replicas = self.grid.replicas if self.grid is not None else 1
         self.stages: dict[int, LocalStage] = {}
+        self._nodes: NodeWorlds | None = None
         try:
             self._open(layout, loss, optimizer)
         except BaseException:
@@ -139,7 +141,17 @@ class PipelineEngine:
         alone = World(device=self.world.device, timeout=self.world.timeout)
         replicas = self.grid.replica_world if self.grid is not None else alone
         if is_auto(options.sync.codec):
-            options = self.options = self._choose(options, replicas)
+            self.choice = choose_policy(
+                parts_of(self._all_stages, layout, options.forward_ms, options.backward_ms, options.recompute),
+                replicas,
+                fidelity=options.sync.fidelity,
+                bucket_bytes=options.sync.bucket_bytes,
+                sync_lanes=options.sync_lanes,
+                job=self.world,
+            )
+            options = self.options = replace(options, sync=replace(options.sync, codec=self.choice.policy))
+        if self.grid is not None and options.sync.uses_nodes:
+            self._nodes = NodeWorlds.open(self.world, self.grid.columns, options.sync_lanes)
         self._move_stages(layout)
         forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
         self.borders = BorderTable(self._all_stages, forwards, mine, options.recompute, loss, options.compile)
@@ -178,6 +190,7 @@ class PipelineEngine:
                 self.micro_batches,
                 optimizer(module_of(stage)),
                 norms.get(layout.lane_of[index]),
+                self._nodes,
             )
             run.attach(local.after_forward, local.quiet)
             if options.devices:
@@ -199,21 +212,6 @@ class PipelineEngine:
             on_device=on_device,
             record=options.record and not options.devices,
         )
-
-    def _choose(self, options: PipelineOptions, replicas: World) -> PipelineOptions:
-        """Measure what gradients should travel as; a collective of all workers."""
-        backward = options.backward_ms
-        self.choice = choose_policy(
-            dict(self.model.named_parameters()),
-            replicas,
-            fidelity=options.sync.fidelity,
-            bucket_bytes=options.sync.bucket_bytes,
-            sync_lanes=options.sync_lanes,
-            # The last pass of a stage is what its own sync begins behind.
-            backward_ms=sum(backward) / len(backward) if backward else None,
-            job=self.world,
-        )
-        return replace(options, sync=replace(options.sync, codec=self.choice.policy))
 
     # ------------------------------------------------------------------ a step
 
@@ -352,6 +350,8 @@ class PipelineEngine:
     def _release(self) -> None:
         for stage in self.stages.values():
             stage.close()
+        if self._nodes is not None:
+            self._nodes.close()
         if self.grid is not None:
             self.grid.close()
             self.grid = None

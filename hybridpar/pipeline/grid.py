@@ -51,6 +51,7 @@ class Grid:
         replicas: R.
         position: This worker's position.
         replica: This worker's replica.
+        columns: For every position the ranks of its workers, by replica.
         replica_world: The workers of this position. Its rank is the replica.
         senders: Where messages leave, by the position that they go to.
         receivers: Where messages arrive, by the position that they come from.
@@ -72,8 +73,8 @@ class Grid:
         self._groups: list[dist.ProcessGroup] = []
         self._mesh: DeviceMesh | None = None
         hosts = self._agree(pairs)
-        columns = [range(position * self.replicas, (position + 1) * self.replicas) for position in range(positions)]
-        self.replica_world = world.split(columns, lanes)
+        self.columns = [range(first, first + self.replicas) for first in range(0, world.size, self.replicas)]
+        self.replica_world = world.split(self.columns, lanes)
         channels = [
             (self.rank_of(source, replica), self.rank_of(target, replica))
             for source, target in pairs

@@ -18,6 +18,7 @@ from hybridpar.pipeline.collective import SumGroup
 from hybridpar.pipeline.compression import Decision
 from hybridpar.pipeline.constants import Constants
 from hybridpar.pipeline.local import LocalGradients
+from hybridpar.pipeline.node_worlds import NodeWorlds
 from hybridpar.pipeline.reducer import Flight, SyncLanes
 from hybridpar.pipeline.rollback import BufferRollback
 from hybridpar.pipeline.stage_reducer import StageReducer
@@ -43,6 +44,7 @@ class LocalStage:
         step_optimizer: Takes the rate factor (None where the rates have been set) and, where the decision is on the
             device, the commit flag; None where nothing is trained here.
         norm_group: Adds over the replicas for BatchNorm layers that normalise over them; of the stage's lane.
+        nodes: Which of the replicas are on which node, where codecs are used between nodes alone.
 
     Attributes:
         batch_norm: What pools the statistics of the stage's BatchNorm layers, where that is asked for.
@@ -61,6 +63,7 @@ class LocalStage:
         micro_batches: int,
         step_optimizer: OptimizerStep | None,
         norm_group: SumGroup | None = None,
+        nodes: NodeWorlds | None = None,
     ) -> None:
         self.run = run
         self.lane = lane
@@ -79,6 +82,7 @@ class LocalStage:
                 *(parameters, replicas, lanes, lane, options.bucket_bytes, self.measured, sync_lanes),
                 codec=options.codec,
                 seed=options.seed,
+                nodes=nodes,
             )
             self.gradients = self.reducer
         else:

@@ -29,6 +29,7 @@ from hybridpar.pipeline.buckets import Bucket, Slot, layout_fingerprint, make_bu
 from hybridpar.pipeline.collective import SumGroup
 from hybridpar.pipeline.compression import add_plainly, make_compression
 from hybridpar.pipeline.control import Pending, check_layout
+from hybridpar.pipeline.node_worlds import NodeWorlds
 from hybridpar.pipeline.sync_figures import SyncCosts
 from hybridpar.pipeline.world import World
 
@@ -79,7 +80,7 @@ class GradientReducer:
         sync_lanes: Lanes that are open already, each with what adds on it; None opens one for each of the world's.
         codec: What gradients travel as, a policy or its text; `none` adds them as they are.
         seed: For what the codec draws at random; equal on all workers.
-        hierarchy: Use the codec between nodes alone, and add in full precision inside of them.
+        nodes: Where the codec is used between nodes alone, and gradients are added in full precision inside of them.
 
     Raises:
         UsageError: There is no such codec, or it has no such option.
@@ -96,7 +97,7 @@ class GradientReducer:
         sync_lanes: SyncLanes | None = None,
         codec: str | Policy = "none",
         seed: int = 0,
-        hierarchy: bool = False,
+        nodes: NodeWorlds | None = None,
     ) -> None:
         self._parameters = parameters
         self._world = world
@@ -104,7 +105,7 @@ class GradientReducer:
         self._measure = measure
         self._bucket_bytes = bucket_bytes
         self._sync_lanes = open_sync_lanes(world, lanes) if sync_lanes is None else sync_lanes
-        self.compression = make_compression(codec, world, [group for _, group in self._sync_lanes], seed, hierarchy)
+        self.compression = make_compression(codec, world, [group for _, group in self._sync_lanes], seed, nodes)
         self._order: list[str] = list(parameters)[::-1]
         self._observed: list[str] | None = []
         self._trainable: tuple[bool, ...] = ()
@@ -360,8 +361,6 @@ class GradientReducer:
 
     def close(self) -> None:
         """Remove all hooks. Gradients stay as they are."""
-        if self.compression is not None:
-            self.compression.close()
         for hook in self._hooks.values():
             hook.remove()
         self._hooks = {}

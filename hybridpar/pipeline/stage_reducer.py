@@ -15,6 +15,7 @@ from hybridpar.compress import Policy
 from hybridpar.lane_base import Work
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.pipeline.buckets import Bucket
+from hybridpar.pipeline.node_worlds import NodeWorlds
 from hybridpar.pipeline.reducer import Flight, GradientReducer, SyncLanes
 from hybridpar.pipeline.world import World
 
@@ -35,6 +36,7 @@ class StageReducer(GradientReducer):
         sync_lanes: Lanes that all stages of the worker share.
         codec: See `GradientReducer`.
         seed: Likewise.
+        nodes: Likewise.
     """
 
     def __init__(
@@ -48,8 +50,9 @@ class StageReducer(GradientReducer):
         sync_lanes: SyncLanes,
         codec: str | Policy = "none",
         seed: int = 0,
+        nodes: NodeWorlds | None = None,
     ) -> None:
-        super().__init__(parameters, replicas, lanes, bucket_bytes, measure, sync_lanes, codec, seed)
+        super().__init__(parameters, replicas, lanes, bucket_bytes, measure, sync_lanes, codec, seed, nodes)
         self._compute = compute
         self.follow_trainable()
 

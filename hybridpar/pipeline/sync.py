@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,10 +38,11 @@ from hybridpar.pipeline.control import (
     forward_report,
 )
 from hybridpar.pipeline.local import LocalGradients
+from hybridpar.pipeline.node_worlds import NodeWorlds
 from hybridpar.pipeline.reducer import GradientReducer, open_sync_lanes
 from hybridpar.pipeline.replicate import replicate
 from hybridpar.pipeline.rollback import BufferRollback
-from hybridpar.pipeline.sync_choice import Choice, choose_policy
+from hybridpar.pipeline.sync_choice import Choice, Part, choose_policy
 from hybridpar.pipeline.sync_policy import agree_on_policy, is_auto
 from hybridpar.pipeline.world import World
 
@@ -80,6 +82,11 @@ class SyncOptions:
         assert isinstance(self.codec, Policy)
         return self.codec
 
+    @property
+    def uses_nodes(self) -> bool:
+        """Whether it matters which workers are on one node, once workers have agreed on the policy."""
+        return self.hierarchy and not self.policy.changes_nothing
+
 
 @dataclass
 class _Step:
@@ -111,13 +118,21 @@ class GradientSync:
         lanes: Lanes of the model's device.
         options: See `SyncOptions`.
         micro_batches: Micro-batches per step; with one, and one worker, BatchNorm needs no pooling.
+        time_backward: Measures the milliseconds of the backward pass of a micro-batch, behind which sync can hide; for
+            codec `auto`, on rank 0 alone.
 
     Raises:
         SyncError: The workers built different models, or were given different options.
     """
 
     def __init__(
-        self, model: nn.Module, world: World, lanes: Lanes, options: SyncOptions | None = None, micro_batches: int = 1
+        self,
+        model: nn.Module,
+        world: World,
+        lanes: Lanes,
+        options: SyncOptions | None = None,
+        micro_batches: int = 1,
+        time_backward: Callable[[], float] | None = None,
     ) -> None:
         self.model = model
         self.world = world
@@ -129,11 +144,12 @@ class GradientSync:
         if is_auto(policy):
             lanes_left = len(world.lane_sums) - int(self.options.sync_batch_norm)
             self.choice = choose_policy(
-                parameters,
+                [Part([parameters])],
                 world,
                 fidelity=self.options.fidelity,
                 bucket_bytes=self.options.bucket_bytes,
                 sync_lanes=max(1, lanes_left),
+                time_backward=time_backward,
             )
             policy = self.choice.policy
         self.options = replace(self.options, codec=policy)
@@ -149,6 +165,10 @@ class GradientSync:
                 "Make the world with one more: World.join(lanes=2).",
             )
         norms = world.lane_sums[-1] if synced else None
+        self._nodes: NodeWorlds | None = None
+        # A part of a job cannot be divided further.
+        if world.size == world.job_size > 1 and self.options.uses_nodes:
+            self._nodes = NodeWorlds.open(world, [range(world.size)], len(world.lane_sums) - int(synced))
         self.reducer: GradientReducer | LocalGradients = (
             GradientReducer(
                 parameters,
@@ -159,7 +179,7 @@ class GradientSync:
                 open_sync_lanes(world, lanes, spared=int(synced)),
                 self.options.codec,
                 self.options.seed,
-                self.options.hierarchy,
+                self._nodes,
             )
             if world.size > 1
             else LocalGradients(parameters, world.device, self._measure)
@@ -347,6 +367,8 @@ class GradientSync:
     def close(self) -> None:
         """Remove all hooks and give BatchNorm layers their class back. The model stays as trained."""
         self.reducer.close()
+        if self._nodes is not None:
+            self._nodes.close()
         if self.batch_norm is not None:
             self.batch_norm.release()
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from hybridpar.compress import Policy, TorchGroup, format_codec, parse_codec
 from hybridpar.compress.auto import PLAIN, Layers, Prediction, candidates_of, choose, kinds_of
 from hybridpar.compress.rates import CodecRate, Kind, LinkCost, measure_codec, measure_link, meet_over
+from hybridpar.pipeline.actions import Layout
 from hybridpar.pipeline.buckets import make_buckets
 from hybridpar.pipeline.collective import BackendSum
 from hybridpar.pipeline.control import all_reduce_bytes
+from hybridpar.pipeline.stage_run import StageModule, module_of
 from hybridpar.pipeline.world import World
 
 
@@ -23,34 +25,91 @@ class Choice:
     Attributes:
         policy: What gradients travel as.
         lines: What to tell the user.
-        predicted: What the sync of a step is predicted to take; None where nothing travels.
+        predicted: What the sync of a step is predicted to take on rank 0; None where nothing travels.
+        backward_ms: Time of the whole model's backward pass on a micro-batch, where that was measured for the choice.
     """
 
     policy: Policy
     lines: tuple[str, ...]
     predicted: Prediction | None = None
+    backward_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What the workers of a pipeline position train; without stages the whole model.
+
+    Attributes:
+        groups: Parameters by name, of each stage, in the order in which gradients come; each is cut into buckets alone.
+        backward_ms: Time of their backward passes on the last micro-batch; None where it is not known.
+        after_ms: Time for which those of other positions go on after that.
+    """
+
+    groups: Sequence[Mapping[str, nn.Parameter]]
+    backward_ms: float | None = None
+    after_ms: float = 0.0
+
+    def layers(self, workers: int, bucket_bytes: int, lanes: int) -> Layers:
+        """Their buckets as the first step cuts them."""
+        buckets = []
+        for group in self.groups:
+            order = [(name, _without_memory(one)) for name, one in list(group.items())[::-1] if one.requires_grad]
+            for bucket in make_buckets(order, bucket_bytes):
+                buckets.append([(slot.name, tuple(slot.parameter.shape)) for slot in bucket.slots])
+        return Layers(buckets, workers, lanes, self.backward_ms, self.after_ms)
+
+
+def parts_of(
+    stages: Sequence[StageModule],
+    layout: Layout,
+    forward_ms: Sequence[float] | None,
+    backward_ms: Sequence[float] | None,
+    recompute: Collection[int] = (),
+) -> list[Part]:
+    """What each position of a pipeline exchanges with its replicas, and behind what.
+
+    Args:
+        stages: All stages, in order.
+        layout: Where they are.
+        forward_ms: For every stage the time of a forward pass; None where it was not measured.
+        backward_ms: Likewise, of a backward pass.
+        recompute: Stages whose forward pass is run again in the backward pass.
+    """
+    parts = []
+    times = list(backward_ms or ())
+    if times and forward_ms:
+        for index in recompute:
+            times[index] += forward_ms[index]
+    for position in range(layout.workers):
+        own = [index for index in range(layout.stages) if layout.home(index) == position]
+        groups = [dict(module_of(stages[index]).named_parameters()) for index in reversed(own)]
+        # The last micro-batch comes to the stages before the first of these afterwards.
+        behind = (sum(times[index] for index in own), sum(times[: own[0]])) if times else (None, 0.0)
+        parts.append(Part(groups, *behind))
+    return parts
 
 
 def choose_policy(
-    parameters: Mapping[str, nn.Parameter],
+    parts: Sequence[Part],
     world: World,
     *,
     fidelity: str,
     bucket_bytes: int,
-    sync_lanes: int | None = None,
-    backward_ms: float | None = None,
+    sync_lanes: int,
     job: World | None = None,
+    time_backward: Callable[[], float] | None = None,
 ) -> Choice:
     """Measure the link between the workers and the codecs that are allowed, and choose; a collective.
 
     Args:
-        parameters: All parameters of the model by name, in the model's order.
-        world: The workers that exchange gradients.
+        parts: What each pipeline position exchanges; that of rank 0 is the first.
+        world: The workers that exchange gradients with this one.
         fidelity: `exact`, `close` or `lossy`.
         bucket_bytes: Size at which a bucket is full.
-        sync_lanes: Sync lanes; default: one for each of the world's groups.
-        backward_ms: Time of the backward pass that sync can hide behind; None where it is not known.
+        sync_lanes: Sync lanes.
         job: All workers, of which the first decides; default: those of `world`.
+        time_backward: Without stages: measures the backward pass of the model. Called on rank 0, where there is
+            anything to choose from.
 
     Raises:
         UsageError: There is no such fidelity.
@@ -64,8 +123,8 @@ def choose_policy(
     excuse = "" if codecs else f"fidelity {fidelity} allows nothing else"
     if not all(job.gather(isinstance(group, BackendSum))) and codecs:
         codecs, excuse = {}, "workers that share memory only add"
-    layers = _layers(parameters, world.size, bucket_bytes, sync_lanes or len(world.lane_sums), backward_ms)
-    kinds = kinds_of(codecs, layers)
+    plain_layers = [part.layers(world.size, bucket_bytes, sync_lanes) for part in parts]
+    kinds = kinds_of(codecs, plain_layers)
 
     def add(_: Kind, message: Tensor) -> None:
         group.all_reduce(message)
@@ -77,54 +136,59 @@ def choose_policy(
 
     def decide() -> Choice:
         link = {kind: LinkCost.slowest([one[kind] for one in links if isinstance(one, dict)]) for kind in kinds}
-        shapes = {shape for bucket in layers.buckets for _, shape in bucket}
+        took = time_backward() if codecs and time_backward is not None else None
+        layers = plain_layers if took is None else [replace(one, backward_ms=took) for one in plain_layers]
+        timed = all(one.backward_ms is not None for one in layers)
+        shapes = {shape for part in layers for bucket in part.buckets for _, shape in bucket}
         rates: dict[str, CodecRate] = {}
         for text, codec in codecs.items():
             if (rate := measure_codec(codec, shapes, world.size, world.device)) is not None:
                 rates[text] = rate
         policy, predicted, without = choose(layers, codecs, rates, link)
-        return Choice(policy, _lines(policy, predicted, without, link[PLAIN], world, list(codecs), excuse), predicted)
+        lines = (
+            _link_line(link[PLAIN], world),
+            f"auto     {_names(policy)} ({excuse or 'of none, ' + ', '.join(codecs)})",
+            *_prediction_lines(policy, predicted, without, layers),
+            *(("auto     backward's time is not known, so all of the sync counts",) if codecs and not timed else ()),
+        )
+        return Choice(policy, lines, predicted[0], took)
 
     return job.from_main(decide)
-
-
-def _layers(
-    parameters: Mapping[str, nn.Parameter], workers: int, bucket_bytes: int, lanes: int, backward_ms: float | None
-) -> Layers:
-    """As the first step cuts them."""
-    order = [(name, parameter) for name, parameter in list(parameters.items())[::-1] if parameter.requires_grad]
-    buckets = [
-        [(slot.name, tuple(slot.parameter.shape)) for slot in bucket.slots]
-        for bucket in make_buckets([(name, _without_memory(one)) for name, one in order], bucket_bytes)
-    ]
-    return Layers(buckets, workers, lanes, backward_ms)
 
 
 def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach().to("meta"))
 
 
-def _lines(
-    policy: Policy,
-    predicted: Prediction,
-    without: Prediction,
-    link: LinkCost,
-    world: World,
-    tried: Sequence[str],
-    excuse: str,
-) -> tuple[str, ...]:
+def _link_line(link: LinkCost, world: World) -> str:
     speed = "too fast to time"
     if link.ms_per_byte > 0:
         speed = f"{all_reduce_bytes(1_000_000, world.size) / (1e9 * link.ms_per_byte):,.3g} MB/s"
+    return f"auto     link between replicas: {world.transport}, {speed}, {link.latency_ms:.2f} ms a message"
+
+
+def _names(policy: Policy) -> str:
     if policy.changes_nothing:
-        chosen, expected = "none", f"sync predicted {without.sync_ms:,.1f} ms a step"
-    else:
-        texts = sorted({format_codec(rule.codec) for rule in policy.rules})
-        where = "all" if policy.rules[0].pattern == "*" else f"{len(policy.rules)}"
-        chosen = f"{', '.join(texts)} for {where} parameters"
-        expected = f"sync predicted {predicted.sync_ms:,.1f} ms a step, with none {without.sync_ms:,.1f} ms"
-    return (
-        f"auto     link between replicas: {world.transport}, {speed}, {link.latency_ms:.2f} ms a message",
-        f"auto     {chosen} ({excuse or 'of none, ' + ', '.join(tried)})",
-        f"auto     {expected}",
-    )
+        return "none"
+    texts = sorted({format_codec(rule.codec) for rule in policy.rules})
+    where = "all" if policy.rules[0].pattern == "*" else f"{len(policy.rules)}"
+    return f"{', '.join(texts)} for {where} parameters"
+
+
+def _prediction_lines(
+    policy: Policy, predicted: Sequence[Prediction], without: Sequence[Prediction], layers: Sequence[Layers]
+) -> list[str]:
+    """Of the position whose sync ends last, for which all others wait."""
+    last = max(range(len(layers)), key=lambda part: (without[part].exposed_ms, without[part].sync_ms))
+    where = f" on position {last}" if len(layers) > 1 else ""
+
+    def told(value: Callable[[Prediction], float]) -> str:
+        text = f"{value(predicted[last]):,.1f} ms"
+        return text if policy.changes_nothing else f"{text}, with none {value(without[last]):,.1f} ms"
+
+    lines = [f"auto     sync predicted{where}: {told(lambda one: one.sync_ms)}"]
+    backward = layers[last].backward_ms
+    if backward is None:
+        return lines
+    hides = backward + layers[last].after_ms
+    return [*lines, f"auto     {hides:,.1f} ms of backward hide it but for {told(lambda one: one.exposed_ms)}"]

@@ -42,7 +42,7 @@ def link(megabytes_per_second: float, latency_ms: float = 0.1) -> dict[Any, Link
 
 def chosen(layers: Layers, speed: float, *texts: str, latency_ms: float = 0.1) -> str:
     codecs = {text: parse_codec(text) for text in texts or ("fp16",)}
-    return str(choose(layers, codecs, dict.fromkeys(codecs, SLOW_CPU), link(speed, latency_ms))[0])
+    return str(choose([layers], codecs, dict.fromkeys(codecs, SLOW_CPU), link(speed, latency_ms))[0])
 
 
 def test_a_slow_link_gets_a_codec_and_a_fast_one_none():
@@ -75,11 +75,40 @@ def test_what_backward_hides_needs_no_codec():
 def test_both_predictions_come_with_the_choice():
     layers = Layers(BUCKETS, workers=2)
     codecs = {"fp16": parse_codec("fp16")}
-    _, predicted, without = choose(layers, codecs, {"fp16": SLOW_CPU}, link(12.5))
+    _, (predicted,), (without,) = choose([layers], codecs, {"fp16": SLOW_CPU}, link(12.5))
     elements = sum(torch.Size(shape).numel() for bucket in BUCKETS for _, shape in bucket)
     assert without.sync_ms == pytest.approx(elements * 4 / 12.5e3 + 2 * 0.1)
     codec_ms = elements / (1 << 20) * 4.2
     assert predicted.sync_ms == pytest.approx(elements * 2 / 12.5e3 + 2 * 0.1 + codec_ms)
+
+
+def test_positions_wait_for_the_one_whose_sync_ends_last():
+    codecs = {"fp16": parse_codec("fp16")}
+    large = Layers(BUCKETS[1:], workers=2, backward_ms=5.0, after_ms=1.0)
+
+    def chosen_beside(other: Layers) -> tuple[str, float, float]:
+        policy, predicted, without = choose([other, large], codecs, {"fp16": SLOW_CPU}, link(12.5))
+        assert len(predicted) == len(without) == 2
+        return str(policy), predicted[0].exposed_ms, without[0].exposed_ms
+
+    # What ends before the others do travels as it is, also where a codec would make it faster.
+    text, with_it, without = chosen_beside(Layers([[("fc.weight", (100, 512))]], workers=2, backward_ms=5.0))
+    assert text == "conv.weight -> fp16; bn.weight -> fp16; bn.bias -> fp16"
+    assert with_it == without > 0
+    # Once it is the last, it is what counts.
+    text, with_it, without = chosen_beside(Layers([[("wide", (4096, 512))]], workers=2, backward_ms=5.0))
+    assert "wide -> fp16" in text
+    assert "conv.weight" not in text
+    assert with_it < without
+
+
+def test_backward_passes_of_stages_before_hide_too():
+    times = [BucketTimes(1.0, 10.0, 2.0)]
+    exposed = [
+        predict(times, Layers([[("a", (8,))]], workers=2, backward_ms=4.0, after_ms=after)).exposed_ms
+        for after in (0.0, 5.0, 50.0)
+    ]
+    assert exposed == [13.0, 8.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -111,9 +140,9 @@ def test_fidelity_says_what_may_be_chosen():
 
 def test_the_kinds_are_those_of_the_messages_that_travel():
     codecs = {text: parse_codec(text) for text in ("fp16", "onebit:warmup=5", "powersgd")}
-    assert kinds_of({}, Layers(BUCKETS, 2)) == [PLAIN]
-    assert kinds_of(codecs, Layers(BUCKETS, 2)) == [PLAIN, HALF, ALL]
-    assert kinds_of(codecs, Layers(BUCKETS, 3)) == [PLAIN, HALF, BYTES]
+    assert kinds_of({}, [Layers(BUCKETS, 2)]) == [PLAIN]
+    assert kinds_of(codecs, [Layers(BUCKETS, 2)]) == [PLAIN, HALF, ALL]
+    assert kinds_of(codecs, [Layers(BUCKETS[:1], 3), Layers(BUCKETS[1:], 3)]) == [PLAIN, HALF, BYTES]
 
 
 @pytest.mark.parametrize("text", ["fp16", "onebit:warmup=5", "qsgd_mn:meet=shard", "qsgd_mn", "powersgd"])

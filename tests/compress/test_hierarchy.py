@@ -11,10 +11,12 @@ from torch import Tensor
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.compress.hierarchy import Leaders, Nodes
+from hybridpar.pipeline.node_worlds import NodeWorlds
 from hybridpar.pipeline.world import World
 from tests.compress.test_ddp import make as make_ddp
 from tests.compress.test_ddp import net, train, weights
-from tests.pipeline.test_compression import Net, batch, kept
+from tests.pipeline.test_compression import Net, Staged, batch, kept
+from tests.pipeline.test_compression import make as make_trainer
 from tests.ranks import run_ranks
 
 EVEN = ("a", "a", "b", "b")
@@ -34,6 +36,10 @@ def test_nodes(names: tuple[str, ...], members: Any, leaders: int, columns: Any)
     nodes = Nodes.of(names)
     assert (nodes.members, nodes.leaders, nodes.columns, nodes.pays) == (members, leaders, columns, True)
     assert [nodes.place_of(rank) for rank in nodes.node_of(3)] == list(range(len(nodes.node_of(3))))
+
+
+def test_who_leads_nothing_is_alone() -> None:
+    assert Nodes.of("abbbccc").columns == ((0, 1, 4), (2,), (3,), (5,), (6,))
 
 
 @pytest.mark.parametrize("names", ["aaaa", "abcd", "a"])
@@ -156,3 +162,132 @@ def plain_sum(world: World) -> list[Tensor]:
     with Trainer(Net(), config=TrainConfig(lr=0.05, bucket_mb=0.02), world=world) as trainer:
         trainer.step(batch(world.rank, 0))
         return [one.grad.clone() for one in trainer.model.parameters() if one.grad is not None]
+
+
+# ------------------------------------------------------------------------------------------------ replicas of stages
+
+
+class Job:
+    """Stands for the world of one worker of a job, and notes how it is divided."""
+
+    def __init__(self, names: str, rank: int = 0) -> None:
+        self.names, self.rank = names, rank
+        self.splits: list[tuple[list[tuple[int, ...]], bool]] = []
+
+    def gather(self, _: object) -> list[str]:
+        return list(self.names)
+
+    def split(self, parties: list[tuple[int, ...]], lanes: int, *, shared_memory: bool) -> World:
+        self.splits.append((sorted(parties), shared_memory))
+        own = next(party for party in parties if self.rank in party)
+        return World(own.index(self.rank), len(own))
+
+
+def test_each_stage_has_its_own_nodes() -> None:
+    # The replicas of three stages: two of three on one node, all on one node, one on each of three.
+    job = Job("aabbbbabc", rank=1)
+    nodes = NodeWorlds.open(job, [range(3), range(3, 6), range(6, 9)], 2)  # type: ignore[arg-type]
+    assert job.splits == [
+        ([(0, 1), (2,), (3, 4, 5), (6,), (7,), (8,)], True),
+        ([(0, 2), (1,), (3,), (4,), (5,), (6,), (7,), (8,)], False),
+    ]
+    assert nodes is not None
+    assert (nodes.nodes.members, nodes.inside.size, nodes.across.size) == (((0, 1), (2,)), 2, 1)
+    parties = [range(3), range(3, 6), range(6, 9)]
+    assert NodeWorlds.open(Job("aabbbbabc", rank=7), parties, 2) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("names", ["aaaa", "abba", "abcd"])
+def test_nothing_is_divided_where_no_stage_gains(names: str) -> None:
+    job = Job(names)
+    assert NodeWorlds.open(job, [range(2), range(2, 4)], 2) is None  # type: ignore[arg-type]
+    assert job.splits == []
+
+
+def staged(
+    world: World, names: str, codec: str, replicas: int, poisoned: bool, hierarchy: bool
+) -> tuple[dict[str, Tensor], dict[str, str], list[list[int]], bool]:
+    """State after three steps, what parameters travel as, the sizes of nodes, and whether any residual is kept."""
+    config = {"stages": 2, "replicas": replicas, "micro_batches": 2, "hierarchy": hierarchy}
+    with mock.patch("hybridpar.pipeline.node_worlds.host_identity", return_value=names[world.rank]):
+        trainer = make_trainer(world, codec, **config)
+    skipped, unmoved = list[bool](), list[bool]()
+    with trainer:
+        for step in range(3):
+            images, labels = batch(world.rank % replicas, step)
+            bad = poisoned and step == 1
+            before = {path: tensor.clone() for path, tensor in kept(trainer).items()}
+            if bad and world.rank % replicas == 1:
+                images = images * float("inf")
+            skipped.append(trainer.step((images, labels)).skipped)
+            trainer.wait()
+            after = kept(trainer)
+            unmoved.append(before.keys() == after.keys() and equal(before, after))
+        nodes = [codec.state_dict()["nodes"] for codec in trainer.engine.codecs]
+        rows = {row.layer: row.codec for row in trainer.engine.travelling().layers}
+        assert skipped == [False, poisoned, False]
+        keeps = any(bool(residual.any()) for residual in after.values())
+        assert not keeps or unmoved == [False, poisoned, False], "what is kept moves with steps that count"
+        trainer.engine.pipeline.collect()
+        state = {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+        return state, rows, nodes, keeps
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize(("names", "sizes", "keeping"), [("abba", [2, 2], 4), ("abbb", [1, 3], 2)])
+def test_two_stages_on_each_worker(names: str, sizes: list[int], keeping: int) -> None:
+    found = run_ranks(staged, 4, names, "onebit", 4, True, True, shared_memory=False)
+    flat = run_ranks(staged, 4, names, "onebit", 4, True, False, shared_memory=False)
+    for state, rows, nodes, _ in found:
+        assert equal(state, found[0][0])
+        assert nodes == [sizes] * 2
+        assert (rows["4.weight"], rows["4.bias"]) == ("onebit", "none")
+    assert sum(keeps for *_, keeps in found) == keeping
+    assert not equal(found[0][0], flat[0][0])
+    assert [nodes for _, _, nodes, _ in flat] == [[[], []]] * 4
+
+
+def test_a_stage_whose_replicas_are_on_one_node_compresses_nothing() -> None:
+    # Replicas of the first stage are on one node, those of the second on two.
+    found = run_ranks(staged, 4, "aaab", "onebit", 2, True, True, shared_memory=False)
+    for state, rows, _, _ in found:
+        assert equal(state, found[0][0])
+        assert list(rows) == list(found[0][1])
+        assert {name for name, codec in rows.items() if codec == "onebit"} == {"4.weight", "6.weight"}
+    assert [nodes for _, _, nodes, _ in found] == [[[2]], [[2]], [[]], [[]]]
+    assert [keeps for *_, keeps in found] == [False, False, True, True]
+    assert len(found[0][1]) == len(list(Staged().parameters()))
+
+
+def test_stages_on_one_node_each_are_those_of_no_codec() -> None:
+    found = run_ranks(staged, 4, "aabb", "onebit", 2, False, True, shared_memory=False)
+    plain_runs = run_ranks(staged, 4, "aabb", "none", 2, False, True)  # both add through shared memory
+    for state, rows, _, _ in found:
+        assert set(rows.values()) == {"none"}
+        assert equal(state, plain_runs[0][0])
+
+
+def resumed(world: World, names: str, directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Four steps of stages in one go, and two by two with a checkpoint between."""
+    states = []
+    for part in ("whole", "rest"):
+        with mock.patch("hybridpar.pipeline.node_worlds.host_identity", return_value=names[world.rank]):
+            trainer = make_trainer(world, "onebit", stages=2, replicas=4)
+        with trainer:
+            if part == "rest":
+                trainer.load(directory)
+            for step in range(trainer.steps_done, 4):
+                trainer.step(batch(world.rank, step))
+                trainer.wait()
+                if (part, step) == ("whole", 1):
+                    trainer.save(directory)
+            states.append({name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()})
+    return states[0], states[1]
+
+
+def test_stages_on_nodes_go_on_bit_for_bit(tmp_path: Any) -> None:
+    for whole, rest in run_ranks(resumed, 4, "abba", str(tmp_path), shared_memory=False):
+        assert equal(whole, rest)

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from hybridpar.compress import kernels, parse_codec
 from hybridpar.compress.codec import TensorSpec
-from hybridpar.compress.codecs.onebit import SignQuantiser
-from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser, _Grid, scale_of
+from hybridpar.compress.codecs.onebit import ColumnSigns, RowSigns
+from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser, _Grid
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
 from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields
 from hybridpar.compress.residual import KeptResidual, Residual
+from hybridpar.compress.scaled import scale_of
 from hybridpar.compress.scratch import CHUNK, Scratch
 from hybridpar.compress.sharded import Quantiser
 from tests.compress.team import Team, same_bits
@@ -97,7 +98,7 @@ SIZES = [(1, 1), (3, 5), (2, 16), (7, 27), (64, 147), (5, 1000), (9, 31), (130, 
 @pytest.mark.parametrize("offset", [0, 1])
 @pytest.mark.parametrize(("groups", "length"), SIZES)
 def test_onebit(groups: int, length: int, offset: int) -> None:
-    quantiser = SignQuantiser((groups, length), by_columns=False)
+    quantiser = RowSigns((groups, length))
     values, kept = torch.randn(groups * length), torch.randn(groups * length)
     for own in (None, kept):
         fast, slow = compare(quantiser, values, own, offset)
@@ -109,6 +110,47 @@ def test_onebit(groups: int, length: int, offset: int) -> None:
             decoded = torch.empty(values.numel())
             quantiser.decode(fast.message, quantiser.view(decoded), 1, SCRATCH)
             assert same_bits(fast.pending, values + kept - decoded)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize(("rows", "columns"), [*SIZES, (31, 16), (100, 1024)])
+def test_onebit_by_columns(rows: int, columns: int, offset: int) -> None:
+    quantiser = ColumnSigns((rows, columns))
+    values, kept = torch.randn(rows * columns), torch.randn(rows * columns)
+    for own in (None, kept):
+        fast, slow = compare(quantiser, values, own, offset)
+        assert torch.equal(fast.message[8 * columns :], slow.message[8 * columns :])
+        levels = [one.message[: 8 * columns].view(torch.float32) for one in (fast, slow)]
+        torch.testing.assert_close(*levels, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(fast.pending, slow.pending, rtol=1e-5, atol=1e-5, equal_nan=True)
+        if own is not None:
+            decoded = torch.empty(values.numel())
+            quantiser.decode(fast.message, quantiser.view(decoded), 1, SCRATCH)
+            assert same_bits(fast.pending, values + kept - decoded)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 7), (16, 48), (3, 60), (59, 60)])
+def test_onebit_by_some_of_the_columns(first: int, last: int) -> None:
+    """A stripe: what stands beside it is neither read nor written."""
+    quantiser, matrix = ColumnSigns((33, 60)), torch.randn(33, 60)
+    matrix[:, :first] = matrix[:, last:] = torch.nan
+    messages = []
+    for _ in BOTH:
+        stripe = quantiser.view(matrix.view(-1))[first:last]
+        residual = KeptResidual.zeros(stripe.numel(), CPU)
+        messages.append(torch.empty(quantiser.size(stripe.shape), dtype=torch.uint8))
+        quantiser.encode(stripe, residual, messages[-1], SCRATCH)
+        out, total = torch.full((33, 60), 7.0), torch.full((33, 60), 7.0)
+        quantiser.decode(messages[-1], quantiser.view(out.view(-1))[first:last], 1, SCRATCH)
+        quantiser.add(messages[-1], quantiser.view(total.view(-1))[first:last], SCRATCH, 4)
+        sent = stripe - quantiser.lay(residual.pending, stripe.shape)
+        torch.testing.assert_close(out[:, first:last].t(), sent)
+        torch.testing.assert_close(total[:, first:last].t(), 7 + sent / 4)
+        for one in (out, total):
+            assert (one[:, :first] == 7).all()
+            assert (one[:, last:] == 7).all()
+    groups = last - first
+    assert torch.equal(messages[0][8 * groups :], messages[1][8 * groups :])
 
 
 RULES = [Threshold(), Threshold(fixed=0.5), Threshold(by_mean=True), Threshold(factor=5.0, cap=1.0)]
@@ -184,7 +226,7 @@ def test_special_values(kind: str) -> None:
     finite = bool(values.isfinite().all())
     noise = Noise(TensorSpec("w", (100,)))
     for quantiser in (
-        SignQuantiser((4, 25), by_columns=False),
+        RowSigns((4, 25)),
         TernaryQuantiser(Threshold(), CPU),
         TernaryQuantiser(Threshold(by_mean=True), CPU),
         LevelQuantiser(_Grid(15, noise)),
@@ -195,7 +237,7 @@ def test_special_values(kind: str) -> None:
             quantiser.decode(Done(quantiser, values, None, 0, 1.0).message, quantiser.view(out), 1, SCRATCH)
             if kind == "zeros":
                 assert out.tolist() == [0.0] * 100
-            elif kind == "inf" and isinstance(quantiser, SignQuantiser):
+            elif kind == "inf" and isinstance(quantiser, RowSigns):
                 assert out.isposinf().sum() == 67  # of one side only; the caller puts all of it back
             elif not finite:
                 assert not out.isfinite().any()

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -213,10 +214,13 @@ def test_a_decision_that_is_left_on_the_device_is_not_read_before_the_next_backw
         assert any(bool(residual.any()) for residual in residuals.values())
 
 
-def chosen(world: World, fidelity: str) -> tuple[str, tuple[str, ...], float | None]:
-    config = TrainConfig(compress="auto", fidelity=fidelity)  # type: ignore[arg-type]
+def chosen(
+    world: World, fidelity: str, example: Tensor | None = None, stages: int = 1
+) -> tuple[str, tuple[str, ...], float | None]:
+    config = TrainConfig(compress="auto", fidelity=fidelity, stages=stages)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    with Trainer(Net(), config=config, world=world) as trainer:
+    with Trainer(Net() if stages == 1 else Staged(), config=config, world=world, example=example) as trainer:
+        assert all(parameter.grad is None for parameter in trainer.model.parameters())
         trainer.step(batch(world.rank, 0))
         choice = trainer.engine.travelling().choice
         assert choice is not None
@@ -240,7 +244,34 @@ def test_all_workers_take_one_measured_choice(fidelity, shared, told):
     assert told in lines[1]
     assert max(map(len, lines)) < 80
     assert predicted is not None
-    assert f"{predicted:,.1f} ms" in lines[-1]
+    assert f"{predicted:,.1f} ms" in lines[2]
+    assert any("backward" in line for line in lines) == (fidelity != "exact" and not shared)
+
+
+@pytest.mark.parametrize(("stages", "workers"), [(1, 2), (2, 4)])
+def test_what_the_backward_pass_hides_is_measured_with_stages_and_without(stages, workers):
+    answers = run_ranks(chosen, workers, "close", batch(0, 0)[0], stages, shared_memory=False)
+    assert answers == [answers[0]] * workers
+    (*_, sync, hidden) = answers[0][1]
+    assert ("on position" in sync) == (stages > 1)
+    assert "of backward hide it but for" in hidden
+    assert max(map(len, answers[0][1])) < 80
+    assert float(hidden.split()[1]) > 0
+
+
+def train_over_the_network(world: World, run_dir: Path, options: dict[str, Any]) -> int:
+    """As workers of two machines."""
+    with mock.patch.object(World, "memory_host", return_value=None):
+        return train_rank(world, run_dir, "plain", None, options)
+
+
+def test_a_run_leaves_the_time_of_its_backward_pass_in_the_plan(tmp_path):
+    options = {"workers": 2, "compress": "auto", "fidelity": "close", "epochs": 1, "checkpoint_every": "never"}
+    options |= {"micro_batches": 2, "batch_size": 64}
+    assert run_ranks(train_over_the_network, 2, tmp_path / "run", options) == [0, 0]
+    partition = json.loads((tmp_path / "run" / "plan.json").read_text())["partition"]
+    assert partition["micro_batch"] == 16
+    assert partition["stages"][0]["backward_ms"] > 0
 
 
 def test_one_worker_has_nothing_to_choose_and_is_told_so(caplog):

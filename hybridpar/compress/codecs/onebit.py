@@ -66,8 +66,9 @@ class OneBit(Codec):
 
     def bind(self, spec: TensorSpec) -> Coder:
         """See `Codec`."""
-        kernels.prepare(self, spec.device)
-        return quantised_coder(spec, SignQuantiser(spec.shape, self._by_columns(spec.shape)), self.meet)
+        by_columns = self._by_columns(spec.shape)
+        quantiser = ColumnSigns(spec.shape) if by_columns else RowSigns(spec.shape)
+        return quantised_coder(spec, quantiser, self.meet)
 
     def _by_columns(self, shape: Sequence[int]) -> bool:
         return self.group == "column" and len(shape) == 2
@@ -76,22 +77,19 @@ class OneBit(Codec):
         return shape[0] if self._by_columns(shape) else math.prod(shape[1:])
 
 
-class SignQuantiser(Quantiser):
-    """A stripe of groups as [a0 of each group][a1 of each group][bits].
+class RowSigns(Quantiser):
+    """A stripe of groups, each what belongs to an index of the first dimension, as [a0 of each][a1 of each][bits].
 
     Args:
         shape: Of the parameter.
-        by_columns: Whether a group is a column of the matrix; else what belongs to one index of the first dimension.
     """
 
-    def __init__(self, shape: Sequence[int], by_columns: bool) -> None:
-        self._shape = tuple(shape)
-        self._by_columns = by_columns
+    def __init__(self, shape: Sequence[int]) -> None:
+        self._rows = shape[0]
 
     def view(self, flat: Tensor) -> Tensor:
         """One group per row."""
-        matrix = flat.view(self._shape[0], -1)
-        return matrix.t() if self._by_columns else matrix
+        return flat.view(self._rows, -1)
 
     def size(self, shape: Sequence[int]) -> int:
         """Two levels per group, one bit per value."""
@@ -149,6 +147,111 @@ class SignQuantiser(Quantiser):
             decoded = scratch.take("half", bits.numel()).view(bits.shape)
             select(bits, upper[first:last].unsqueeze(1), lower[first:last].unsqueeze(1), decoded)
             total[first:last].add_(decoded)
+
+
+class ColumnSigns(Quantiser):
+    """A stripe of columns of a matrix, each a group, as [a0 of each][a1 of each][bits].
+
+    Memory is gone through row by row, as the matrix lies there. Bits and residuals of a stripe have that order, too;
+    bits of a row fill whole words of 16.
+
+    Args:
+        shape: Of the parameter, two-dimensional.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self._rows = shape[0]
+
+    def view(self, flat: Tensor) -> Tensor:
+        """One group per row; the rows lie across memory."""
+        return flat.view(self._rows, -1).t()
+
+    def lay(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
+        """See `Quantiser`."""
+        groups, length = shape
+        return flat.view(length, groups).t()
+
+    def size(self, shape: Sequence[int]) -> int:
+        """Two levels per group, one bit per value and what fills up its row."""
+        groups, length = shape
+        return 8 * groups + length * _row_bytes(groups)
+
+    def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
+        """See `Quantiser`."""
+        values = values.t()
+        length, groups = values.shape
+        lower, upper, packed = _parts(out, groups)
+        if kernels.onebit_encode_columns(values, residual, lower, upper, packed, scratch):
+            return
+        lower.zero_()
+        upper.zero_()
+        ones = scratch.take("ones", groups).zero_()
+        for first, last in _row_ranges(length, groups):
+            v = residual.take(values[first:last], first * groups)
+            bits = self._padded(scratch, last - first, groups)
+            torch.ge(v, 0.0, out=bits[:, :groups])
+            pack_bits(bits.view(-1), packed[first * _row_bytes(groups) : last * _row_bytes(groups)])
+            half = scratch.take("half", v.numel()).view(v.shape)
+            lower.add_(torch.clamp(v, max=0, out=half).sum(0))
+            upper.add_(torch.clamp(v, min=0, out=half).sum(0))
+            ones.add_(bits[:, :groups].sum(0))
+        lower.div_((length - ones).clamp_(min=1))
+        upper.div_(ones.clamp_(min=1))
+        for first, last in _row_ranges(length, groups) if residual.keeps else ():
+            v = residual.again(values[first:last], first * groups)
+            v.sub_(self._chosen(lower, upper, packed, first, last, scratch))
+
+    def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
+        """See `Quantiser`."""
+        out = out.t()
+        lower, upper, packed = self._divided(message, out.shape[1], divisor, scratch)
+        if kernels.onebit_decode_columns(lower, upper, packed, out):
+            return
+        for first, last in _row_ranges(*out.shape):
+            out[first:last] = self._chosen(lower, upper, packed, first, last, scratch)
+
+    def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
+        """See `Quantiser`."""
+        total = total.t()
+        lower, upper, packed = self._divided(message, total.shape[1], divisor, scratch)
+        if kernels.onebit_add_columns(lower, upper, packed, total):
+            return
+        for first, last in _row_ranges(*total.shape):
+            total[first:last].add_(self._chosen(lower, upper, packed, first, last, scratch))
+
+    def _divided(self, message: Tensor, groups: int, divisor: int, scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_parts`, with levels over a divisor."""
+        lower, upper, packed = _parts(message, groups)
+        if divisor == 1:
+            return lower, upper, packed
+        levels = scratch.take("levels", 2 * groups).view(2, groups)
+        return torch.div(lower, divisor, out=levels[0]), torch.div(upper, divisor, out=levels[1]), packed
+
+    def _chosen(self, lower: Tensor, upper: Tensor, packed: Tensor, first: int, last: int, scratch: Scratch) -> Tensor:
+        """The level of each value of some rows."""
+        groups, width = lower.numel(), _row_bytes(lower.numel())
+        bits = unpack_bits(packed[first * width : last * width], (last - first) * width * 8).view(last - first, -1)
+        chosen = scratch.take("half", (last - first) * groups).view(-1, groups)
+        select(bits[:, :groups], upper, lower, chosen)
+        return chosen
+
+    def _padded(self, scratch: Scratch, rows: int, groups: int) -> Tensor:
+        """Room for the bits of some rows, filled up with zeros."""
+        bits = scratch.take("bits", rows * _row_bytes(groups) * 8, torch.bool).view(rows, -1)
+        bits[:, groups:] = False
+        return bits
+
+
+def _row_bytes(groups: int) -> int:
+    """Bytes of the bits of a row that has one of each group."""
+    return -(-groups // 16) * 2
+
+
+def _row_ranges(rows: int, length: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that fit in a core's cache."""
+    step = max(CHUNK // length, 1)
+    for first in range(0, rows, step):
+        yield first, min(first + step, rows)
 
 
 def _parts(message: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,8 +27,9 @@ from torch import Tensor
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, TensorSpec
 from hybridpar.compress.noise import Noise, NoisyCoder
-from hybridpar.compress.packing import Fields, magnitude
+from hybridpar.compress.packing import Fields
 from hybridpar.compress.residual import NO_RESIDUAL, Residual
+from hybridpar.compress.scaled import ScaledCoder, write_scale
 from hybridpar.compress.scratch import Scratch
 from hybridpar.compress.sharded import Quantiser, ShardedCoder
 from hybridpar.errors import UsageError, nearest
@@ -72,7 +73,6 @@ class QsgdMaxNorm(Codec):
 
     def bind(self, spec: TensorSpec) -> Coder:
         """See `Codec`."""
-        kernels.prepare(self, spec.device)
         steps = 2**self.bits - 1
         return SummedLevels(spec, steps) if self.meet == "sum" else ShardedLevels(spec, steps)
 
@@ -132,7 +132,7 @@ class _Grid:
         fields.unpack(words, use, scratch)
 
 
-class SummedLevels(NoisyCoder):
+class SummedLevels(ScaledCoder):
     """Agrees on a scale, then adds codes.
 
     Args:
@@ -141,40 +141,16 @@ class SummedLevels(NoisyCoder):
     """
 
     def __init__(self, spec: TensorSpec, steps: int) -> None:
-        super().__init__(spec)
-        self._noise = Noise(spec)
-        self._grid = _Grid(steps, self._noise)
         self._fields = Fields.summable(spec.count, 2 * steps, spec.workers)
-        self._rounds = (
-            Round(Meeting.MAX, torch.float32, (1,)),
-            Round(Meeting.SUM, self._fields.word, (self._fields.words,)),
-        )
-        self._gradient = self._scale = self._words = torch.empty(0)
+        super().__init__(spec, [Round(Meeting.SUM, self._fields.word, (self._fields.words,))])
+        self._grid = _Grid(steps, self._noise)
+        self._words = torch.empty(0)
 
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """The scale, then the codes."""
-        return self._rounds
+    def _write_codes(self, index: int, parts: Sequence[Tensor]) -> None:
+        self._grid.encode(self._values, self._scale, self._fields, parts[0], self._scratch)
 
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        """See `Coder`."""
-        self._gradient = gradient
-        self._noise.begin()
-
-    def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
-        (out,) = parts
-        if index == 0:
-            write_scale(self._gradient, out)
-        else:
-            self._grid.encode(self._gradient, self._scale, self._fields, out, self._scratch)
-
-    def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
-        if index == 0:
-            self._scale = parts[0]
-        else:
-            self._words = parts[0]
+    def _read_codes(self, index: int, parts: Sequence[Tensor]) -> None:
+        self._words = parts[0]
 
     def finish(self, out: Tensor) -> None:
         """See `Coder`."""
@@ -261,14 +237,3 @@ class LevelQuantiser(Quantiser):
 
     def _fields(self, count: int) -> Fields:
         return Fields.dense(count, 2 * self._grid.steps)
-
-
-def scale_of(values: Tensor) -> Tensor:
-    """Largest magnitude, 0-d; infinite where a value is not finite, as NaN has no place in a maximum."""
-    return magnitude(values).nan_to_num(nan=torch.inf, posinf=torch.inf)
-
-
-def write_scale(values: Tensor, out: Tensor) -> None:
-    """Set `out`, of one element, to `scale_of` the values."""
-    if not kernels.largest(values, out):
-        out.copy_(scale_of(values))

@@ -14,7 +14,7 @@ rounded, for the reason that `qsgd_mn_ts` gives, which is the case of two grids.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, Codec, Meeting, Round, TensorSpec
-from hybridpar.compress.codecs.qsgd_mn import scale_of
-from hybridpar.compress.noise import Noise, NoisyCoder
 from hybridpar.compress.packing import Fields, bits_size, pack_bits, unpack_bits
-from hybridpar.compress.residual import NO_RESIDUAL, WORKER, Residual
+from hybridpar.compress.scaled import ScaledCoder
 from hybridpar.compress.scratch import CHUNK
 from hybridpar.errors import UsageError
 
@@ -80,7 +78,7 @@ def read_levels(text: str) -> tuple[int, ...]:
     return tuple(2**width - 1 for width in bits)
 
 
-class GridsCoder(NoisyCoder):
+class GridsCoder(ScaledCoder):
     """Agrees on a scale, then on a grid for each element, then adds codes.
 
     It has no error feedback of its own; where it is given a residual to keep it leaves v - C(v) there.
@@ -91,50 +89,24 @@ class GridsCoder(NoisyCoder):
     """
 
     def __init__(self, spec: TensorSpec, steps: Sequence[int]) -> None:
-        super().__init__(spec)
-        self._noise = Noise(spec)
         self._coarse, self._finer = steps[0], tuple(steps[1:])
         self._gains = [right - left for left, right in pairwise(steps)]
         self._fields = Fields.summable(spec.count, 2 * self._coarse, spec.workers)
         self._plane = bits_size(spec.count)
         agree = (Round(Meeting.AND, torch.uint8, (len(self._finer) * self._plane,)),) if self._finer else ()
-        self._rounds = (
-            Round(Meeting.MAX, torch.float32, (1,)),
-            *agree,
-            Round(Meeting.SUM, self._fields.word, (self._fields.words,)),
-        )
-        self._values = self._scale = self._divisor = self._planes = self._words = torch.empty(0)
-        self._residual = Residual()
+        super().__init__(spec, (*agree, Round(Meeting.SUM, self._fields.word, (self._fields.words,))))
+        self._planes = self._words = torch.empty(0)
 
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """The scale, the grids where there is more than one, the codes."""
-        return self._rounds
-
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        """See `Coder`."""
-        self._residual = residuals[WORKER]
-        self._values = self._residual.take(gradient, 0)
-        self._noise.begin()
-
-    def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
+    def _write_codes(self, index: int, parts: Sequence[Tensor]) -> None:
         (out,) = parts
-        if index == 0:
-            out.copy_(scale_of(self._values))
-        elif index == len(self._rounds) - 1:
+        if index == len(self._rounds) - 1:
             self._noise.draw(self._fields.words, self._scratch)
             self._fields.pack(out, self._code, self._scratch)
         else:
             self._say_what_is_small(out)
 
-    def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
-        if index == 0:
-            self._scale = parts[0]
-            # Dividing first makes the largest value exactly 1, and a denormal scale harmless.
-            self._divisor = torch.where(self._scale > 0, self._scale, 1.0)
-        elif index == len(self._rounds) - 1:
+    def _read_codes(self, index: int, parts: Sequence[Tensor]) -> None:
+        if index == len(self._rounds) - 1:
             self._words = parts[0]
         else:
             self._planes = parts[0]

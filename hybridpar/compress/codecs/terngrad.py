@@ -13,17 +13,15 @@ square, which makes w smaller and the result less noisy, at the price of a bias.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, Codec, Meeting, Round, TensorSpec
-from hybridpar.compress.codecs.qsgd_mn import scale_of
-from hybridpar.compress.noise import Noise, NoisyCoder
 from hybridpar.compress.packing import Fields, aligned, pack_pairs, pair_table, pairs_size, unpack_pairs
-from hybridpar.compress.residual import NO_RESIDUAL, Residual
+from hybridpar.compress.scaled import ScaledCoder
 from hybridpar.compress.scratch import CHUNK
 from hybridpar.compress.sharded import cut_stripes
 from hybridpar.errors import UsageError
@@ -68,7 +66,7 @@ class TernGrad(Codec):
         return TernaryCoder(spec, self.clip)
 
 
-class TernaryCoder(NoisyCoder):
+class TernaryCoder(ScaledCoder):
     """Agrees on a scale, then adds codes at the owners of stripes.
 
     Args:
@@ -77,42 +75,22 @@ class TernaryCoder(NoisyCoder):
     """
 
     def __init__(self, spec: TensorSpec, clip: float) -> None:
-        super().__init__(spec)
-        self._noise = Noise(spec)
-        self._clip = clip
         self._stripes = cut_stripes(spec.count, _UNIT, spec.workers)
         self._sums = [Fields.dense(stop - start, 2 * spec.workers) for start, stop in self._stripes]
         codes = tuple(aligned(pairs_size(stop - start)) for start, stop in self._stripes)
-        self._rounds = (
-            Round(Meeting.MAX, torch.float32, (1,)),
-            Round(Meeting.SHARD, torch.uint8, codes, tuple(aligned(fields.bytes) for fields in self._sums)),
-        )
+        merged = tuple(aligned(fields.bytes) for fields in self._sums)
+        super().__init__(spec, [Round(Meeting.SHARD, torch.uint8, codes, merged)])
+        self._clip = clip
         self._table = pair_table(spec.device)
-        self._gradient = self._scale = torch.empty(0)
         self._merged: Sequence[Tensor] = ()
 
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """The scale, then the codes."""
-        return self._rounds
-
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        """See `Coder`."""
-        self._gradient = gradient
-        self._noise.begin()
-
-    def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
-        if index == 0:
-            parts[0].copy_(self._own_scale())
-            return
-        divisor = torch.where(self._scale > 0, self._scale, 1.0)
+    def _write_codes(self, index: int, parts: Sequence[Tensor]) -> None:
         self._noise.draw(self.spec.count, self._scratch)
         for (start, stop), out in zip(self._stripes, parts, strict=True):
             for first in range(start, stop, CHUNK):
-                values = self._gradient[first : min(first + CHUNK, stop)]
+                values = self._values[first : min(first + CHUNK, stop)]
                 at = (first - start) // 4
-                self._encode(values, divisor, out[at : at + pairs_size(values.numel())])
+                self._encode(values, out[at : at + pairs_size(values.numel())])
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
         """See `Coder`."""
@@ -127,12 +105,8 @@ class TernaryCoder(NoisyCoder):
 
         fields.pack(out[: fields.bytes].view(fields.word), total, self._scratch)
 
-    def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
-        if index == 0:
-            self._scale = parts[0]
-        else:
-            self._merged = parts
+    def _read_codes(self, index: int, parts: Sequence[Tensor]) -> None:
+        self._merged = parts
 
     def finish(self, out: Tensor) -> None:
         """See `Coder`."""
@@ -145,18 +119,18 @@ class TernaryCoder(NoisyCoder):
 
             fields.unpack(message[: fields.bytes].view(fields.word), put, self._scratch)
 
-    def _own_scale(self) -> Tensor:
-        """Largest magnitude after clipping, 0-d; infinite where a value is not finite."""
-        top = scale_of(self._gradient)
-        if not self._clip:
-            return top
-        square = torch.linalg.vector_norm(self._gradient, dtype=torch.float64).square() / self.spec.count
-        return torch.where(top.isfinite(), torch.minimum(top, (self._clip * square.sqrt()).to(top.dtype)), top)
+    def _write_scale(self, out: Tensor) -> None:
+        """The largest magnitude after clipping; infinite where a value is not finite."""
+        super()._write_scale(out)
+        if self._clip:
+            square = torch.linalg.vector_norm(self._values, dtype=torch.float64).square() / self.spec.count
+            limit = (self._clip * square.sqrt()).to(out.dtype)
+            out.copy_(torch.where(out.isfinite(), torch.minimum(out, limit), out))
 
-    def _encode(self, values: Tensor, divisor: Tensor, out: Tensor) -> None:
+    def _encode(self, values: Tensor, out: Tensor) -> None:
         """Draw codes and pack them. A clipped value is at least as large as the scale, and is sent for certain."""
         count = values.numel()
-        magnitudes = torch.div(values, divisor, out=self._scratch.take("half", count)).abs_()
+        magnitudes = torch.div(values, self._divisor, out=self._scratch.take("half", count)).abs_()
         sent = self._scratch.take("sent", count, torch.bool)
         positive = self._scratch.take("positive", count, torch.bool)
         torch.gt(magnitudes, self._noise.take(count), out=sent)

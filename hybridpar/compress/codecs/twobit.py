@@ -118,7 +118,6 @@ class TwoBit(Codec):
 
     def bind(self, spec: TensorSpec) -> Coder:
         """See `Codec`."""
-        kernels.prepare(self, spec.device)
         quantiser = TernaryQuantiser(self._rule(), spec.device)
         if self.pull == "full":
             return ShardedCoder(spec, quantiser, requantise=False)

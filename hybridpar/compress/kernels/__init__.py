@@ -105,6 +105,49 @@ def onebit_add(lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> b
     return True
 
 
+def onebit_encode_columns(
+    values: Tensor, residual: Residual, lower: Tensor, upper: Tensor, packed: Tensor, scratch: Scratch
+) -> bool:
+    """As `onebit_encode`, where each column is a group; on a CPU alone.
+
+    Args:
+        values: Rows may lie apart.
+        residual: In the order of the values, row by row.
+        lower: Where the lower levels go, one per column.
+        upper: Where the upper levels go.
+        packed: Where the bits go, row by row, each in whole 16s.
+        scratch: Memory to borrow.
+    """
+    kept, pending, factor = _halves(residual)
+    kernels = _column_kernels(values, kept, pending)
+    if kernels is None:
+        return False
+    _check_columns(values, lower, upper, packed)
+    _check_halves(values, kept, pending)
+    kernels.onebit_encode_columns(values, kept, pending, factor, lower, upper, packed, scratch)
+    return True
+
+
+def onebit_decode_columns(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor) -> bool:
+    """Set out = C(v), one group per column; rows of `out` may lie apart."""
+    kernels = _column_kernels(out, lower, upper)
+    if kernels is None:
+        return False
+    _check_columns(out, lower, upper, packed)
+    kernels.onebit_decode_columns(lower, upper, packed, out)
+    return True
+
+
+def onebit_add_columns(lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> bool:
+    """Add C(v) to `total`, one group per column; its rows may lie apart."""
+    kernels = _column_kernels(total, lower, upper)
+    if kernels is None:
+        return False
+    _check_columns(total, lower, upper, packed)
+    kernels.onebit_add_columns(lower, upper, packed, total)
+    return True
+
+
 def twobit_encode(
     values: Tensor, residual: Residual, rule: ThresholdRule, level: Tensor, codes: Tensor, scratch: Scratch
 ) -> bool:
@@ -210,6 +253,25 @@ def qsgd_add(
     _check_words(words, fields)
     kernels.qsgd_add(words, scale, fields, zero, unit, total, scratch)
     return True
+
+
+def _check_columns(values: Tensor, lower: Tensor, upper: Tensor, packed: Tensor) -> None:
+    rows, columns = values.shape
+    assert lower.numel() == upper.numel() == columns
+    assert packed.numel() == rows * -(-columns // 16) * 2
+
+
+def _column_kernels(values: Tensor, *others: Tensor | None) -> CpuKernels | None:
+    """The kernels for columns of these values, whose rows may lie apart; None where there are none."""
+    rows, columns = values.shape
+    dense = columns == 1 or values.stride(1) == 1
+    apart = rows == 1 or values.stride(0) >= columns
+    if not (dense and apart) or values.dtype != torch.float32:
+        return None
+    there = [tensor for tensor in others if tensor is not None]
+    kernels = _kernels(*there) if there else table(values.device)
+    on_cpu = values.device.type == "cpu" and isinstance(kernels, CpuKernels)
+    return kernels if on_cpu else None  # type: ignore[return-value]
 
 
 def _halves(residual: Residual) -> tuple[Tensor | None, Tensor | None, float]:

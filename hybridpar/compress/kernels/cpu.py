@@ -19,7 +19,7 @@ from hybridpar.kernel_build import Function, load_kernels
 if TYPE_CHECKING:
     from hybridpar.compress.packing import Fields
 
-_SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in ("onebit", "twobit", "qsgd")]
+_SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in ("onebit", "onebit_columns", "twobit", "qsgd")]
 
 #: From so many values on, what is written is not read again before it would have left the caches.
 _STREAM = 1 << 16
@@ -71,6 +71,35 @@ class CpuKernels:
         """See `hybridpar.compress.kernels.onebit_add`."""
         places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), total.data_ptr(), *total.shape)
         self.functions["onebit_add"](*places, _streams(total))
+
+    def onebit_encode_columns(
+        self,
+        values: Tensor,
+        kept: Tensor | None,
+        pending: Tensor | None,
+        factor: float,
+        lower: Tensor,
+        upper: Tensor,
+        packed: Tensor,
+        scratch: Scratch,
+    ) -> None:
+        """See `hybridpar.compress.kernels.onebit_encode_columns`."""
+        ones = scratch.take("ones", values.shape[1])
+        places = (lower.data_ptr(), upper.data_ptr(), ones.data_ptr(), packed.data_ptr())
+        numbers = (*values.shape, values.stride(0), _streams(values))
+        if kept is None or pending is None:
+            self.functions["onebit_columns_encode"](values.data_ptr(), 0, 0, *places, *numbers)
+        else:
+            halves = (kept.data_ptr(), pending.data_ptr())
+            self.functions["onebit_columns_encode_keep"](values.data_ptr(), *halves, *places, *numbers, factor)
+
+    def onebit_decode_columns(self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor) -> None:
+        """See `hybridpar.compress.kernels.onebit_decode_columns`."""
+        self._columns("decode", lower, upper, packed, out)
+
+    def onebit_add_columns(self, lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> None:
+        """See `hybridpar.compress.kernels.onebit_add_columns`."""
+        self._columns("add", lower, upper, packed, total)
 
     def twobit_encode(
         self,
@@ -139,6 +168,10 @@ class CpuKernels:
     ) -> None:
         """See `hybridpar.compress.kernels.qsgd_add`."""
         self._qsgd("add", words, scale, fields, zero, unit, total, scratch)
+
+    def _columns(self, name: str, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor) -> None:
+        places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr())
+        self.functions[f"onebit_columns_{name}"](*places, *out.shape, out.stride(0), _streams(out))
 
     def _qsgd(
         self,

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import TensorSpec, parse_codec
-from hybridpar.compress.codecs.onebit import OneBit, SignQuantiser
+from hybridpar.compress.codecs.onebit import ColumnSigns, OneBit, RowSigns
 from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.packing import unpack_bits
 from hybridpar.compress.residual import KeptResidual, Residual
 from hybridpar.compress.scratch import Scratch
+from hybridpar.compress.sharded import Quantiser
 from tests.compress.team import Team, same_bits
 
 SCRATCH = Scratch(torch.device("cpu"))
@@ -21,14 +22,14 @@ SCRATCH = Scratch(torch.device("cpu"))
 GOLDEN = torch.tensor([[0.5, -1, 0], [-0.25, 2, 0], [0.75, -3, 0], [-0.75, 0.5, 0]])
 
 
-def encoded(quantiser: SignQuantiser, values: Tensor, residual: Residual | None = None) -> Tensor:
+def encoded(quantiser: Quantiser, values: Tensor, residual: Residual | None = None) -> Tensor:
     shaped = quantiser.view(values)
     message = torch.empty(quantiser.size(shaped.shape), dtype=torch.uint8)
     quantiser.encode(shaped, residual or Residual(), message, SCRATCH)
     return message
 
 
-def decoded(quantiser: SignQuantiser, message: Tensor, count: int) -> Tensor:
+def decoded(quantiser: Quantiser, message: Tensor, count: int) -> Tensor:
     out = torch.full((count,), torch.nan)
     quantiser.decode(message, quantiser.view(out), 1, SCRATCH)
     return out
@@ -51,16 +52,17 @@ def test_golden_vector_by_columns() -> None:
 
 
 def test_golden_bits() -> None:
-    quantiser = SignQuantiser((4, 3), by_columns=True)
+    quantiser = ColumnSigns((4, 3))
     message = encoded(quantiser, GOLDEN.view(-1))
-    bits = unpack_bits(message[24:], 12).view(3, 4).t().int()
-    assert bits.tolist() == [[1, 0, 1], [0, 1, 1], [1, 0, 1], [0, 1, 1]]
+    bits = unpack_bits(message[24:], 4 * 16).view(4, 16).int()
+    assert bits[:, :3].tolist() == [[1, 0, 1], [0, 1, 1], [1, 0, 1], [0, 1, 1]]
+    assert not bits[:, 3:].any()
 
 
 def test_with_an_owner_the_gradient_is_quantised_twice() -> None:
     team = Team("onebit:feedback=off,meet=shard", {"w": (6, 50)}, 1)
     (gradient,) = team.gradients(0)[0]
-    quantiser = SignQuantiser((6, 50), by_columns=False)
+    quantiser = RowSigns((6, 50))
     once = decoded(quantiser, encoded(quantiser, gradient), 300)
     twice = decoded(quantiser, encoded(quantiser, once), 300)
     assert same_bits(team.step([[gradient]])[0], twice)
@@ -69,7 +71,7 @@ def test_with_an_owner_the_gradient_is_quantised_twice() -> None:
 def test_residuals_of_each_level_sum_to_nothing() -> None:
     residual = KeptResidual.zeros(20 * 77, torch.device("cpu"))
     values = torch.randn(20 * 77)
-    encoded(SignQuantiser((20, 77), by_columns=False), values, residual)
+    encoded(RowSigns((20, 77)), values, residual)
     left, ones = residual.pending.view(20, 77).double(), values.view(20, 77) >= 0
     assert (left * ones).sum(1).abs().max() < 1e-5
     assert (left * ~ones).sum(1).abs().max() < 1e-5
@@ -79,7 +81,7 @@ def test_residuals_of_each_level_sum_to_nothing() -> None:
 def test_squared_error_of_one_shot(draw: str, error: float) -> None:
     shape = (20, 5000)
     values = torch.randn(shape) if draw == "normal" else torch.distributions.Laplace(0.0, 1.0).sample(shape)
-    quantiser = SignQuantiser(shape, by_columns=False)
+    quantiser = RowSigns(shape)
     found = decoded(quantiser, encoded(quantiser, values.view(-1)), values.numel())
     assert float((found.view(shape) - values).square().sum() / values.square().sum()) == pytest.approx(error, rel=0.02)
 
@@ -106,7 +108,7 @@ def test_what_is_compressed() -> None:
 def test_groups_of_any_length(length: int) -> None:
     groups = 5 if length > 60_000 else 3001
     values = torch.randn(groups * length)
-    quantiser = SignQuantiser((groups, length), by_columns=False)
+    quantiser = RowSigns((groups, length))
     residual = KeptResidual.zeros(values.numel(), torch.device("cpu"))
     message = encoded(quantiser, values, residual)
     found = decoded(quantiser, message, values.numel())
@@ -120,7 +122,7 @@ def test_groups_of_any_length(length: int) -> None:
 def test_a_small_value_among_large_ones_of_the_other_sign_keeps_its_mean() -> None:
     values = torch.full((1, 64), -1e4)
     values[0, 7] = 1e-3
-    quantiser = SignQuantiser((1, 64), by_columns=False)
+    quantiser = RowSigns((1, 64))
     assert decoded(quantiser, encoded(quantiser, values.view(-1)), 64)[7].item() == pytest.approx(1e-3)
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import TensorSpec, parse_codec
-from hybridpar.compress.codecs.qsgd_mn import scale_of
 from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields
+from hybridpar.compress.scaled import scale_of
 from hybridpar.compress.scratch import CHUNK, Scratch
 from tests.compress.team import Team, same_bits
 

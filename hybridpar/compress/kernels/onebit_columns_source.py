@@ -1,0 +1,179 @@
+"""Why: groups that are columns of a matrix lie across its rows, and value by value each would cost a line of the cache.
+
+So all columns are worked on at once, row by row as they lie in memory. A column's sums are known only after the last
+row: what is left is written in a second pass, in which v is made again. Sums stay in the cache, as they are few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hybridpar.kernel_writer import INFINITE, LANES, Writer
+
+#: What the encoders take: addresses, then numbers. Rows of `values` begin `stride` values after each other; those of
+#: what is kept and left lie side by side. `ones` has room for a float32 per column. Bits of a row fill whole 16s.
+ENCODE = ("values", "kept", "pending", "lower", "upper", "ones", "bits", "rows", "columns", "stride", "stream")
+DECODE = ("lower", "upper", "bits", "out", "rows", "columns", "stride", "stream")
+
+
+def define(w: Writer) -> dict[str, Any]:
+    """The functions of this file by name."""
+    name = "onebit_columns"
+    return {
+        f"{name}_encode": w.function(f"{name}_encode", ENCODE, (), _encode(w, keeps=False)),
+        f"{name}_encode_keep": w.function(f"{name}_encode_keep", ENCODE, ("factor",), _encode(w, keeps=True)),
+        f"{name}_decode": w.function(f"{name}_decode", DECODE, (), _decode(w, add=False)),
+        f"{name}_add": w.function(f"{name}_add", DECODE, (), _decode(w, add=True)),
+    }
+
+
+def _encode(w: Writer, keeps: bool) -> Callable[..., None]:
+    t = w.t
+    zero = t.int64(0)
+
+    def body(
+        values: Any,
+        kept: Any,
+        pending: Any,
+        lower: Any,
+        upper: Any,
+        ones: Any,
+        bits: Any,
+        rows: Any,
+        columns: Any,
+        stride: Any,
+        stream: Any,
+        factor: Any = None,
+    ) -> None:
+        g, r, left = w.view(values, "float32"), w.view(kept, "float32"), w.view(pending, "float32")
+        a0s, a1s, counts = w.view(lower, "float32"), w.view(upper, "float32"), w.view(ones, "float32")
+        packed, word = w.view(bits, "uint8"), w.local(1, "int32")
+        blocks = w.keep(columns // LANES)
+        odd = w.keep(blocks * LANES)  # where columns begin that fill no block
+        words = w.keep((columns + LANES - 1) // LANES)
+
+        def v(row: Any, column: Any, wide: bool) -> Any:
+            there, here = row * stride + column, row * columns + column
+            if not wide:
+                return g[there] + factor * r[here] if keeps else g[there]
+            return g[w.at(there)] + w.lanes(factor) * r[w.at(here)] if keeps else g[w.at(there)]
+
+        def put(row: Any, number: Any, bits_of_word: Any) -> None:
+            place = t.address_of(packed[(row * words + number) * 2])
+            t.evaluate(w.call("void", "hp_store16", place, bits_of_word))
+
+        with t.serial(0, columns) as column:
+            for sums in (a0s, a1s, counts):
+                w.store(sums, column, t.float32(0))
+        with t.serial(0, rows) as row:
+            with t.serial(0, blocks) as block:
+                own = w.at(block * LANES)
+                value = w.keep(v(row, block * LANES, True))
+                positive = value >= w.zeros()
+                put(row, block, w.call("int32", "hp_bits", positive))
+                # NaN is not positive, so it reaches the lower level.
+                w.store(a1s, own, a1s[own] + t.Select(positive, value, w.zeros()))
+                w.store(a0s, own, a0s[own] + t.Select(positive, w.zeros(), value))
+                w.store(counts, own, counts[own] + t.Select(positive, w.lanes(t.float32(1)), w.zeros()))
+
+            def rest(row: Any = row) -> None:
+                w.store(word, zero, t.int32(0))
+                with t.serial(odd, columns) as column:
+                    value = w.keep(v(row, column, False))
+                    positive = value >= t.float32(0)
+                    bit = w.keep(t.Select(positive, t.int32(1), t.int32(0)))
+                    w.store(word, zero, word[zero] | (bit << (15 - t.cast(column - odd, "int32"))))
+                    w.store(a1s, column, a1s[column] + t.Select(positive, value, t.float32(0)))
+                    w.store(a0s, column, a0s[column] + t.Select(positive, t.float32(0), value))
+                    w.store(counts, column, counts[column] + t.cast(bit, "float32"))
+                put(row, blocks, word[zero])
+
+            w.when(odd < columns, rest)
+        with t.serial(0, columns) as column:
+            above = w.keep(counts[column])
+            a0 = w.keep(a0s[column] / t.max(t.cast(rows, "float32") - above, t.float32(1)))
+            mean = w.keep(a1s[column] / t.max(above, t.float32(1)))
+            w.store(a0s, column, a0)
+            # A NaN was added to the lower level; both are NaN then. Infinity is of one side only.
+            w.store(a1s, column, t.Select((t.reinterpret("int32", a0) & 0x7FFFFFFF) > INFINITE, a0, mean))
+        if not keeps:
+            return
+
+        def leave(past: bool) -> None:
+            with t.serial(0, rows) as row:
+                with t.serial(0, blocks) as block:
+                    own = w.at(block * LANES)
+                    value = w.keep(v(row, block * LANES, True))
+                    remaining = value - t.Select(value >= w.zeros(), a1s[own], a0s[own])
+                    place = row * columns + block * LANES
+                    if past:
+                        w.stream(left, place, remaining)
+                    else:
+                        w.store(left, w.at(place), remaining)
+                with t.serial(odd, columns) as column:
+                    value = w.keep(v(row, column, False))
+                    remaining = value - t.Select(value >= t.float32(0), a1s[column], a0s[column])
+                    w.store(left, row * columns + column, remaining)
+
+        _past_caches(w, stream, pending, columns, leave)
+
+    return body
+
+
+def _decode(w: Writer, add: bool) -> Callable[..., None]:
+    t = w.t
+
+    def body(lower: Any, upper: Any, bits: Any, out: Any, rows: Any, columns: Any, stride: Any, stream: Any) -> None:
+        a0s, a1s = w.view(lower, "float32"), w.view(upper, "float32")
+        packed, result = w.view(bits, "uint8"), w.view(out, "float32")
+        blocks = w.keep(columns // LANES)
+        odd = w.keep(blocks * LANES)
+        words = w.keep((columns + LANES - 1) // LANES)
+
+        def word(row: Any, number: Any) -> Any:
+            place = w.keep((row * words + number) * 2)
+            return w.keep((t.cast(packed[place], "int32") << 8) | t.cast(packed[place + 1], "int32"))
+
+        def write(past: bool) -> None:
+            with t.serial(0, rows) as row:
+                with t.serial(0, blocks) as block:
+                    own = w.at(block * LANES)
+                    mask = w.call("boolx16", "hp_mask", word(row, block))
+                    value = t.Select(mask, a1s[own], a0s[own])
+                    place = w.keep(row * stride + block * LANES)
+                    if add:
+                        w.store(result, w.at(place), result[w.at(place)] + value)
+                    elif past:
+                        w.stream(result, place, value)
+                    else:
+                        w.store(result, w.at(place), value)
+
+                def rest(row: Any = row) -> None:
+                    own = word(row, blocks)
+                    with t.serial(odd, columns) as column:
+                        bit = (own >> (15 - t.cast(column - odd, "int32"))) & 1
+                        value = w.keep(t.Select(bit == 1, a1s[column], a0s[column]))
+                        place = w.keep(row * stride + column)
+                        w.store(result, place, result[place] + value if add else value)
+
+                w.when(odd < columns, rest)
+
+        if add:
+            write(False)
+        else:
+            _past_caches(w, stream, out, stride, write)
+
+    return body
+
+
+def _past_caches(w: Writer, stream: Any, address: Any, stride: Any, write: Callable[[bool], None]) -> None:
+    """Write past the caches where that is asked for and all rows begin at multiples of 64 bytes."""
+    t = w.t
+
+    def past() -> None:
+        write(True)
+        t.evaluate(w.call("int32", "hp_fence"))
+
+    aligned = t.And(((address & 63) == 0), ((stride * 4) & 63) == 0)
+    w.either(t.And(stream != 0, aligned), past, lambda: write(False))
