@@ -140,8 +140,8 @@ class Database:
                 self.records.append(record)
                 self._by_key[record.key].append(record)
 
-    def keys(self) -> Iterator[KernelKey]:
-        """What there are records of."""
+    def __iter__(self) -> Iterator[KernelKey]:
+        """The keys that there are records of."""
         return iter(self._by_key)
 
     def best(self, key: KernelKey, *, current: bool = True) -> KernelRecord | None:
