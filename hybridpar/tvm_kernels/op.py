@@ -125,7 +125,11 @@ def _input_gradient(gradient: Tensor, weight: Tensor, size: Any, stride: Any, pa
 
 def _weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
     layout = layout_of(x)
-    if _usable(layout, x) and gradient.dtype is torch.float32 and layout_of(gradient) is layout:
+    if (
+        _usable(layout, x)
+        and gradient.dtype is torch.float32
+        and gradient.is_contiguous(memory_format=_FORMATS[layout])  # type: ignore[index]
+    ):
         assert layout is not None
         kernel = kernel_for(_WEIGHT, x.shape, taps, stride, padding, dilation, layout)
         if kernel is not None and kernel.takes(x, gradient):
