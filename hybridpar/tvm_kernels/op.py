@@ -92,14 +92,18 @@ def _usable(layout: Layout | None, image: Tensor, *others: Tensor) -> bool:
     )
 
 
-def _plain(weight: Tensor, channels: int) -> bool:
-    """Whether weights are one filter per channel. Strides that say channels_last make torch's result channels_last."""
-    return weight.ndim == 4 and weight.shape[0] == channels and weight.shape[1] == 1 and weight.stride(1) != 1
+def _fits(weight: Tensor, channels: int, layout: Layout | None) -> bool:
+    """Whether weights are one filter per channel, and make torch's result lie in the layout of the image.
+
+    They are dense whatever their channel's stride says, which torch takes for the layout that is asked for.
+    """
+    plain = weight.ndim == 4 and weight.shape[0] == channels and weight.shape[1] == 1
+    return plain and (layout is Layout.CHANNELS_LAST or weight.stride(1) != 1)
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:
     layout = layout_of(x)
-    if _usable(layout, x, weight, *(() if bias is None else (bias,))) and _plain(weight, x.shape[1]):
+    if _usable(layout, x, weight, *(() if bias is None else (bias,))) and _fits(weight, x.shape[1], layout):
         assert layout is not None
         kernel = kernel_for(_FORWARD, x.shape, weight.shape[2:], stride, padding, dilation, layout)
         if kernel is not None and kernel.takes(x, weight):
@@ -112,7 +116,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, paddin
 
 def _input_gradient(gradient: Tensor, weight: Tensor, size: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
     layout = layout_of(gradient)
-    if _usable(layout, gradient, weight) and _plain(weight, gradient.shape[1]):
+    if _usable(layout, gradient, weight) and _fits(weight, gradient.shape[1], layout):
         assert layout is not None
         sizes = (*gradient.shape[:2], *size)
         kernel = kernel_for(_INPUT, sizes, weight.shape[2:], stride, padding, dilation, layout)

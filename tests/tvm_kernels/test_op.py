@@ -154,6 +154,18 @@ def test_views_are_right(layout, view, align):
     assert found[0].stride() == torchs[0].stride()
 
 
+@pytest.mark.parametrize("layout", Layout)
+def test_the_layout_of_the_result_is_that_of_torch_whatever_the_weights_say(layout):
+    case = Case(SHAPES[0], layout)
+    case.weight = case.weight.as_strided(case.weight.shape, (9, 1, 3, 1))  # as after model.to(channels_last)
+    with tuned(all_records(SHAPES[0])) as kernels:
+        found = case.result(OP)
+    close(found, case.truth)
+    for mine, torchs in zip(found[:2], case.result(stock)[:2], strict=True):
+        assert mine.stride() == torchs.stride()
+    assert kernels.calls[Direction.FORWARD] == (layout is Layout.CHANNELS_LAST)
+
+
 def test_misaligned_tensors_reach_only_kernels_that_take_them():
     case = Case(SHAPES[0], Layout.CHANNELS_LAST)
     for align, times in ((4, 1), (64, 0)):
