@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,21 +31,13 @@ from hybridpar.tvm_kernels.spread import run_ranges
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A function of a kernel, and the range that must be computed before the next one.
-
-    Attributes:
-        function: Takes the addresses of first, second, third, out and scratch, then begin and end; releases the GIL.
-        count: The range is 0 to this.
-    """
-
-    function: Callable[..., Any]
-    count: int
+#: A function of a kernel takes the addresses of first, second, third, out and scratch, then begin and end of a range,
+#: and releases the GIL; with how far the range goes that must be computed before the next function.
+Phase = tuple[Callable[..., Any], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class TunedKernel:
     """A compiled kernel of one record. It checks nothing: what it is given must be dense, float32 and aligned.
 
     Attributes:
@@ -64,7 +57,7 @@ class Kernel:
         return all(tensor.data_ptr() % self.align == 0 for tensor in tensors)
 
     def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> None:
-        """Compute; see `Direction` for what the operands are.
+        """Compute.
 
         Args:
             first: Input, or the output's gradient where the input's is computed.
@@ -80,12 +73,11 @@ class Kernel:
             out.data_ptr(),
             0 if scratch is None else scratch.data_ptr(),
         )
-        for phase in self.phases:
+        for function, count in self.phases:
             if self.threads == 1:
-                phase.function(*places, 0, phase.count)
+                function(*places, 0, count)
             else:
-                function = phase.function
-                run_ranges(lambda begin, end: function(*places, begin, end), phase.count, self.threads)  # noqa: B023
+                run_ranges(partial(function, *places), count, self.threads)
 
 
 @dataclass(frozen=True)
@@ -100,13 +92,13 @@ class Decision:
     """
 
     key: KernelKey
-    kernel: Kernel | None
+    kernel: TunedKernel | None
     record: KernelRecord | None
     why: str = ""
 
 
-#: Makes the kernel of a record, or raises `KernelsUnavailable`.
-KernelMaker = Callable[[KernelRecord], Kernel]
+#: Makes the kernels of some records; where one cannot be had, it says why instead.
+KernelMaker = Callable[[Sequence[KernelRecord]], Sequence[TunedKernel | KernelsUnavailable]]
 
 
 def is_strict() -> bool:
@@ -119,7 +111,7 @@ class Choices:
 
     Args:
         database: The records.
-        make: Makes kernels of records; default: they are compiled and kept, see `compiled.make_kernel`.
+        make: Makes kernels of records; default: they are compiled and kept, see `compiled.make_kernels`.
     """
 
     def __init__(self, database: Database, make: KernelMaker | None = None) -> None:
@@ -128,9 +120,9 @@ class Choices:
         self._decided: dict[KernelKey, Decision] = {}
         self._lock = threading.Lock()
         #: Kernels by what a call knows of itself; only `find` writes it.
-        self.found: dict[tuple[Any, ...], Kernel | None] = {}
+        self.found: dict[tuple[Any, ...], TunedKernel | None] = {}
 
-    def find(self, call: tuple[Any, ...]) -> Kernel | None:
+    def find(self, call: tuple[Any, ...]) -> TunedKernel | None:
         """The kernel of a call, and remember it.
 
         Args:
@@ -150,45 +142,61 @@ class Choices:
         return kernel
 
     def decide(self, key: KernelKey) -> Decision:
-        """What a convolution runs on; said in one log line, the first time.
+        """What a convolution runs on.
 
         Raises:
             KernelError: There is no kernel, and HYBRIDPAR_KERNELS is `strict`.
         """
-        with self._lock:
-            if key not in self._decided:
-                decision = self._decide(key)
-                self._decided[key] = decision
-                _log.info("%s", describe_decision(decision))
-        decision = self._decided[key]
+        decision = self._decided.get(key) or self.prepare([key])[0]
         if decision.kernel is None and is_strict() and (decision.record is None or decision.record.wins):
             raise KernelError(
-                f"no kernel for {_name(key)}: {decision.why}",
+                f"no kernel for {describe_key(key)}: {decision.why}",
                 "HYBRIDPAR_KERNELS is strict, so every depthwise convolution needs a record and its kernel.",
                 "Tune it with `hybridpar tune`, or set HYBRIDPAR_KERNELS=on.",
             )
         return decision
 
-    def _decide(self, key: KernelKey) -> Decision:
-        if not wanted():
-            return Decision(key, None, None, "HYBRIDPAR_KERNELS is off")
-        record = self.database.best(key)
-        if record is None:
-            return Decision(key, None, None, why_no_record(self.database, key))
-        if not record.wins:
-            return Decision(key, None, record, "the record says that torch is faster")
-        try:
-            return Decision(key, self._kernel(record), record)
-        except KernelsUnavailable as error:
-            _log.warning("no kernel for %s, torch is used: %s", _name(key), error)
-            return Decision(key, None, record, f"its kernel cannot be had: {error}")
+    def prepare(self, keys: Iterable[KernelKey]) -> list[Decision]:
+        """Decide for convolutions before they run, and load their kernels together; each is told in one log line.
 
-    def _kernel(self, record: KernelRecord) -> Kernel:
+        Returns:
+            What each of them runs on.
+        """
+        keys = list(keys)
+        with self._lock:
+            winners: dict[KernelKey, KernelRecord] = {}
+            for key in dict.fromkeys(keys):
+                if key in self._decided:
+                    continue
+                record = self.database.best(key)
+                if not wanted():
+                    self._settle(Decision(key, None, None, "HYBRIDPAR_KERNELS is off"))
+                elif record is None:
+                    self._settle(Decision(key, None, None, why_no_record(self.database, key)))
+                elif not record.wins:
+                    self._settle(Decision(key, None, record, "the record says that torch is faster"))
+                else:
+                    winners[key] = record
+            for (key, record), kernel in zip(winners.items(), self._made([*winners.values()]), strict=True):
+                if isinstance(kernel, KernelsUnavailable):
+                    _log.warning("no kernel for %s, torch is used: %s", describe_key(key), kernel)
+                    self._settle(Decision(key, None, record, f"its kernel cannot be had: {kernel}"))
+                else:
+                    self._settle(Decision(key, kernel, record))
+        return [self._decided[key] for key in keys]
+
+    def _settle(self, decision: Decision) -> None:
+        self._decided[decision.key] = decision
+        _log.info("%s", describe_decision(decision))
+
+    def _made(self, records: Sequence[KernelRecord]) -> Sequence[TunedKernel | KernelsUnavailable]:
+        if not records:
+            return ()
         if self._make is not None:
-            return self._make(record)
-        from hybridpar.tvm_kernels.compiled import make_kernel
+            return self._make(records)
+        from hybridpar.tvm_kernels.compiled import make_kernels
 
-        return make_kernel(record)
+        return make_kernels(records)
 
     @property
     def decisions(self) -> list[Decision]:
@@ -228,7 +236,8 @@ def _without_batch(shape: ConvShape) -> tuple[Any, ...]:
     )
 
 
-def _name(key: KernelKey) -> str:
+def describe_key(key: KernelKey) -> str:
+    """The convolution in words."""
     return f"{key.direction} {key.shape.text} {key.layout}, {key.threads} thread(s)"
 
 
@@ -239,7 +248,7 @@ def describe_decision(decision: Decision) -> str:
     if record is not None and record.ms is not None and record.stock_ms is not None:
         times = f" ({record.ms:.3f} ms against {record.stock_ms:.3f} ms)"
     runs = "a tuned kernel" if decision.kernel is not None else f"torch, as {decision.why}"
-    return f"{_name(decision.key)} runs on {runs}{times}"
+    return f"{describe_key(decision.key)} runs on {runs}{times}"
 
 
 _active: Choices | None = None
@@ -265,7 +274,7 @@ def kernel_for(
     padding: Sequence[int],
     dilation: Sequence[int],
     layout: Layout,
-) -> Kernel | None:
+) -> TunedKernel | None:
     """The kernel of a call on the CPU in float32, or None for torch.
 
     Args:

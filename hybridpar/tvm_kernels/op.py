@@ -111,7 +111,7 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, paddin
             out = torch.empty(sizes, memory_format=_FORMATS[layout])
             kernel(x, weight, bias, out)
             return out
-    return _stock_forward(x, weight, bias, stride, padding, dilation)
+    return stock_forward(x, weight, bias, stride, padding, dilation)
 
 
 def _input_gradient(gradient: Tensor, weight: Tensor, size: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
@@ -124,7 +124,7 @@ def _input_gradient(gradient: Tensor, weight: Tensor, size: Any, stride: Any, pa
             out = torch.empty(sizes, memory_format=_FORMATS[layout])
             kernel(gradient, weight, None, out)
             return out
-    return _stock_input_gradient(gradient, weight, size, stride, padding, dilation)
+    return stock_input_gradient(gradient, weight, size, stride, padding, dilation)
 
 
 def _weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
@@ -140,17 +140,19 @@ def _weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, paddin
             out = torch.empty((x.shape[1], 1, *taps))
             kernel(x, gradient, None, out)
             return out
-    return _stock_weight_gradient(x, gradient, taps, stride, padding, dilation)
+    return stock_weight_gradient(x, gradient, taps, stride, padding, dilation)
 
 
-def _stock_forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:
+def stock_forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    """The output by torch alone."""
     _check(x, weight.shape[:2])
     return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[1])
 
 
-def _stock_input_gradient(
+def stock_input_gradient(
     gradient: Tensor, weight: Tensor, size: Any, stride: Any, padding: Any, dilation: Any
 ) -> Tensor:
+    """The input's gradient by torch alone; sizes are H and W of the input."""
     _check(gradient, weight.shape[:2])
     # Of the input only the form counts, and the gradient has the same layout.
     last = layout_of(gradient) is Layout.CHANNELS_LAST
@@ -159,7 +161,8 @@ def _stock_input_gradient(
     return _stock_backward(gradient, x, weight, stride, padding, dilation, (True, False))
 
 
-def _stock_weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
+def stock_weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    """The weights' gradient by torch alone; taps are KH and KW."""
     _check(x, (gradient.shape[1], 1))
     weight = torch.empty((gradient.shape[1], 1, *taps), dtype=x.dtype, device=x.device)
     return _stock_backward(gradient, x, weight, stride, padding, dilation, (False, True)).contiguous()
@@ -295,21 +298,21 @@ def _under_autocast(name: str, device: str) -> Any:
 _register(
     f"depthwise_conv2d(Tensor x, Tensor weight, Tensor? bias, {_NUMBERS}) -> Tensor",
     _forward,
-    _stock_forward,
+    stock_forward,
     _save_forward,
     _backward_of_forward,
 )
 _register(
     f"depthwise_conv2d_input_gradient(Tensor gradient, Tensor weight, SymInt[2] size, {_NUMBERS}) -> Tensor",
     _input_gradient,
-    _stock_input_gradient,
+    stock_input_gradient,
     _save_input_gradient,
     _backward_of_input_gradient,
 )
 _register(
     f"depthwise_conv2d_weight_gradient(Tensor x, Tensor gradient, SymInt[2] taps, {_NUMBERS}) -> Tensor",
     _weight_gradient,
-    _stock_weight_gradient,
+    stock_weight_gradient,
     _save_weight_gradient,
     _backward_of_weight_gradient,
 )

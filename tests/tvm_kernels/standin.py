@@ -7,14 +7,14 @@ each row of its result once. It adds up taps in float32, so it is also an oracle
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from hybridpar.kernel_build import KernelsUnavailable
-from hybridpar.tvm_kernels.choice import Choices, Kernel, Phase, use_choices
+from hybridpar.tvm_kernels.choice import Choices, Phase, TunedKernel, use_choices
 from hybridpar.tvm_kernels.database import Database, KernelRecord
 from hybridpar.tvm_kernels.device import cpu_fingerprint, installed_versions
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
@@ -56,9 +56,10 @@ class StandIn:
         self.ranges: list[tuple[int, int]] = []
         self.align, self.broken = align, broken
 
-    def __call__(self, record: KernelRecord) -> Kernel:
-        if self.broken:
-            raise KernelsUnavailable("the compiler is on strike")
+    def __call__(self, records: Sequence[KernelRecord]) -> list[TunedKernel | KernelsUnavailable]:
+        return [KernelsUnavailable("the compiler is on strike") if self.broken else self._make(one) for one in records]
+
+    def _make(self, record: KernelRecord) -> TunedKernel:
         shape, layout = ConvShape.parse(record.shape), record.layout
         images = shape.batch
         rows = {
@@ -73,13 +74,13 @@ class StandIn:
                 self.calls[record.direction] += 1
             rows(shape, layout, *places)
 
-        phases = [Phase(first, images)]
+        phases: list[Phase] = [(first, images)]
         scratch = 0
         if record.direction is Direction.WEIGHT_GRADIENT:
             taps = shape.channels * shape.kernel[0] * shape.kernel[1]
             scratch = 4 * images * taps
-            phases.append(Phase(lambda *places: _merge(shape, *places), 1))
-        return Kernel(tuple(phases), scratch, self.align, record.threads)
+            phases.append((lambda *places: _merge(shape, *places), 1))
+        return TunedKernel(tuple(phases), scratch, self.align, record.threads)
 
     def _forward(self, shape: ConvShape, layout: Layout, x: int, w: int, b: int, y: int, _: int, *part: int) -> None:
         image, out, weight = _image(x, shape, layout), _out(y, shape, layout), _weight(w, shape)

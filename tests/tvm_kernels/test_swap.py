@@ -46,7 +46,7 @@ SWAPPED = {"plain", "same", "valid"}
 def kernels(monkeypatch):
     """Kernels that numpy computes; what is chosen by is put back."""
     made = StandIn()
-    monkeypatch.setattr(choice.Choices, "_kernel", lambda self, record: made(record))
+    monkeypatch.setattr(choice.Choices, "_made", lambda self, records: made(records))
     before = choice.use_choices(None)
     yield made
     choice.use_choices(before)
