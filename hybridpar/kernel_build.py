@@ -32,6 +32,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -307,9 +308,9 @@ def _serve() -> None:
         request = json.loads(line)
         image, text = b"", b""
         try:
-            functions: dict[str, Any] = {}
-            for source in map(Path, request["sources"]):
-                functions |= _define(source)(Writer(tvm), **request["arguments"])
+            # TVM keeps what is half written per thread, and would go on with it after an error.
+            with ThreadPoolExecutor(1) as fresh:
+                functions = fresh.submit(_defined, Writer(tvm), request).result()
             module = tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline="hybridpar").mod
             with tempfile.TemporaryDirectory(prefix="hybridpar-") as aside:
                 file = Path(aside, "kernels.o")
@@ -325,12 +326,19 @@ def _serve() -> None:
         answers.flush()
 
 
+def _defined(writer: Any, request: dict[str, Any]) -> dict[str, Any]:
+    functions: dict[str, Any] = {}
+    for source in request["sources"]:
+        functions |= _define(Path(source))(writer, **request["arguments"])
+    return functions
+
+
 @functools.cache
 def _define(source: Path) -> Callable[..., dict[str, Any]]:
     """The function that defines kernels in a source file."""
     spec = importlib.util.spec_from_file_location(source.stem, source)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(f"{source} is no Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     define: Callable[..., dict[str, Any]] = module.define

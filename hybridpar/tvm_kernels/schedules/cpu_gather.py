@@ -17,10 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridpar.kernel_writer import Writer
-from hybridpar.tvm_kernels.schedules.geometry import Axis, Span, Taps, axis, interior, spans
+from hybridpar.tvm_kernels.schedules.geometry import ARGUMENTS, Span, axis, by_input, interior, spans
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
-
-ARGUMENTS = ("first", "second", "third", "out", "scratch", "begin", "end")
 
 #: Channels that one call of `prepare` at least turns.
 PREPARED = 16
@@ -179,9 +177,9 @@ class _Gather:
         origin = t.floordiv(steps, t.int64(along.stride)) if along.transposed else steps * along.stride
         base = w.keep(self._input_at(image * along.size + origin, moved * self.shift) + channel)
         sums = {(r, c): self._start(channel) for r in range(inner.width) for c in range(span.width)}
-        for input_row, row_uses in _by_input(inner.taps):
+        for input_row, row_uses in by_input(inner.taps):
             taps: dict[tuple[int, int], Any] = {}
-            for input_column, column_uses in _by_input(span.taps):
+            for input_column, column_uses in by_input(span.taps):
                 value = w.keep(self._load(self.input, base + self._offset(input_row, input_column)))
                 for r, row_tap in row_uses:
                     for c, column_tap in column_uses:
@@ -205,7 +203,7 @@ class _Gather:
             base = w.keep(self._input_at(image * self.vertical.size + place_of(step), moved * self.shift) + channel)
             new = [sums[self._at(t.int64(c * lanes))] for c in range(span.width)]
             taps: dict[int, Any] = {}
-            for input_column, uses in _by_input(span.taps):
+            for input_column, uses in by_input(span.taps):
                 value = w.keep(self._load(self.input, base + self._offset(0, input_column)))
                 for c, column_tap in uses:
                     if column_tap not in taps:
@@ -270,15 +268,3 @@ class _Gather:
             return self.w.keep(self._load(self.weights, channel + self.taps * self.shape.channels))
         zero = self.t.float32(0)
         return self.w.keep(zero if self.lanes == 1 else self.t.broadcast(zero, self.lanes))
-
-
-def _by_input(taps: tuple[Taps, ...]) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Input elements in order, each with the (output element, tap) that it is used for."""
-    uses: dict[int, list[tuple[int, int]]] = {}
-    for out, own in enumerate(taps):
-        for tap, place in own:
-            uses.setdefault(place, []).append((out, tap))
-    return sorted(uses.items())
-
-
-__all__ = ["ARGUMENTS", "PREPARED", "Axis", "define"]

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
+#: What every function of a kernel takes: addresses, then a range.
+ARGUMENTS = ("first", "second", "third", "out", "scratch", "begin", "end")
+
 #: (tap, input element) for each tap that an output element uses.
 Taps = tuple[tuple[int, int], ...]
 
@@ -118,3 +121,12 @@ def interior(along: Axis, tile: int) -> Span | None:
         if one.width == tile and all(taps == along.unbounded(one.start + index) for index, taps in enumerate(one.taps))
     ]
     return max(inner, key=lambda one: one.count, default=None)
+
+
+def by_input(taps: tuple[Taps, ...]) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Input elements in order, each with the (output element, tap) that it is used for."""
+    uses: dict[int, list[tuple[int, int]]] = {}
+    for out, own in enumerate(taps):
+        for tap, place in own:
+            uses.setdefault(place, []).append((out, tap))
+    return sorted(uses.items())
