@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hybridpar.cluster import cache_directory
@@ -41,6 +42,8 @@ from hybridpar.kernel_builder import TIMEOUT, Builder, KernelsUnavailable, Reque
 
 _log = logging.getLogger(__name__)
 
+#: Names of TVM's passes for functions with schedules, and for files that say WRITTEN_OUT = True.
+_SCHEDULED, _WRITTEN = "hybridpar", "hybridpar_written"
 _DIGEST = hashlib.sha256().digest_size
 
 Function = Callable[..., Any]
@@ -310,8 +313,8 @@ def _serve() -> None:
         try:
             # TVM keeps what is half written per thread, and would go on with it after an error.
             with ThreadPoolExecutor(1) as fresh:
-                functions = fresh.submit(_defined, Writer(tvm), request).result()
-            module = tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline="hybridpar").mod
+                functions, pipeline = fresh.submit(_defined, Writer(tvm), request).result()
+            module = tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline=pipeline).mod
             with tempfile.TemporaryDirectory(prefix="hybridpar-") as aside:
                 file = Path(aside, "kernels.o")
                 module.write_to_file(str(file), "o")
@@ -326,23 +329,24 @@ def _serve() -> None:
         answers.flush()
 
 
-def _defined(writer: Any, request: dict[str, Any]) -> dict[str, Any]:
+def _defined(writer: Any, request: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The functions that are asked for, and which pipeline they go through."""
     functions: dict[str, Any] = {}
-    for source in request["sources"]:
-        functions |= _define(Path(source))(writer, **request["arguments"])
-    return functions
+    modules = [_imported(Path(source)) for source in request["sources"]]
+    for module in modules:
+        functions |= module.define(writer, **request["arguments"])
+    written = all(getattr(module, "WRITTEN_OUT", False) for module in modules)
+    return functions, _WRITTEN if written else _SCHEDULED
 
 
 @functools.cache
-def _define(source: Path) -> Callable[..., dict[str, Any]]:
-    """The function that defines kernels in a source file."""
+def _imported(source: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(source.stem, source)
     if spec is None or spec.loader is None:
         raise FileNotFoundError(f"{source} is no Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    define: Callable[..., dict[str, Any]] = module.define
-    return define
+    return module
 
 
 def _features() -> dict[str, list[str]]:
@@ -357,20 +361,32 @@ def _features() -> dict[str, list[str]]:
 
 
 def _register_pipeline(tvm: Any) -> None:
-    """TVM's default passes, but arrays in scope `local` stay on the stack.
+    """TVM's default passes, but arrays in scope `local` stay on the stack; and the few that written out code needs.
 
-    Otherwise each becomes a call of TVM's allocator, which also keeps LLVM from holding them in registers.
+    Otherwise each array becomes a call of TVM's allocator, which also keeps LLVM from holding it in registers. The other
+    passes make no difference to code that is written out, and take half of the time.
     """
     pipelines = tvm.tirx.compilation_pipeline.PIPELINE_MAP
+    tirx = tvm.tirx.transform
 
-    def pipeline() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
-        passes, host, device = pipelines["s_tir"]()
-        mark = tvm.tirx.transform.prim_func_pass(
+    def host(others: Callable[[], Any]) -> Callable[[], Any]:
+        mark = tirx.prim_func_pass(
             lambda function, _module, _context: function.with_body(_on_stack(tvm, function.body)), opt_level=0
         )
-        return passes, lambda: tvm.ir.transform.Sequential([mark, host()]), device
+        return lambda: tvm.ir.transform.Sequential([mark, others()])
 
-    pipelines["hybridpar"] = pipeline
+    def scheduled() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
+        passes, others, device = pipelines["s_tir"]()
+        return passes, host(others), device
+
+    def written() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
+        _, others, device = pipelines["s_tir"]()
+        own = [tirx.FlattenBuffer(), tirx.StmtSimplify(), tirx.VerifyMemory(), tirx.AnnotateEntryFunc()]
+        own += [tirx.SplitHostDevice(), tirx.MakePackedAPI()]
+        return tvm.ir.transform.Sequential(own), host(others), device
+
+    pipelines[_SCHEDULED] = scheduled
+    pipelines[_WRITTEN] = written
 
 
 def _on_stack(tvm: Any, node: Any) -> Any:

@@ -23,6 +23,9 @@ from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 #: Channels that one call of `prepare` at least turns.
 PREPARED = 16
 
+#: No pass that turns schedules into loops is needed.
+WRITTEN_OUT = True
+
 
 def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) -> dict[str, Any]:
     """The functions of one kernel: `prepare` turns the weights, `rows` computes strips.

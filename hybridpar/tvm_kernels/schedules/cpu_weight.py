@@ -20,6 +20,9 @@ from hybridpar.kernel_writer import Writer
 from hybridpar.tvm_kernels.schedules.geometry import ARGUMENTS, Span, axis, by_input, spans
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
+#: No pass that turns schedules into loops is needed.
+WRITTEN_OUT = True
+
 
 def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) -> dict[str, Any]:
     """The functions of one kernel: `rows` makes the sums of parts, `merge` adds them up.
