@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -26,30 +27,26 @@ import logging
 import os
 import platform
 import stat
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hybridpar.cluster import cache_directory
+from hybridpar.kernel_builder import TIMEOUT, Builder, KernelsUnavailable, Request
 
 _log = logging.getLogger(__name__)
 
-#: Seconds after which a build is given up.
-TIMEOUT = 300.0
+#: Names of TVM's passes for functions with schedules, and for files that say WRITTEN_OUT = True.
+_SCHEDULED, _WRITTEN = "hybridpar", "hybridpar_written"
 _DIGEST = hashlib.sha256().digest_size
-_session: Any = None
-_loading = threading.Lock()
 
 Function = Callable[..., Any]
-
-
-class KernelsUnavailable(Exception):
-    """Kernels cannot be had here, and why; callers catch it."""
 
 
 def wanted() -> bool:
@@ -74,9 +71,8 @@ def load_kernels(name: str, sources: Sequence[Path]) -> dict[str, Function] | No
         _log.info("%s kernels are switched off by HYBRIDPAR_KERNELS", name)
         return None
     try:
-        content = _content(name, sources)
-        names = json.loads(content[: content.index(b"\n")])
-        return _functions(content[content.index(b"\n") + 1 :], names)
+        names, image = parted(content_of(kernel_path(name, sources), Request(sources), name))
+        return session().load(image, names)
     except (KernelsUnavailable, ImportError, OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         _log.warning("%s kernels cannot be had, slower torch code is used: %s", name, reason[-1])
@@ -85,14 +81,29 @@ def load_kernels(name: str, sources: Sequence[Path]) -> dict[str, Function] | No
 
 def kernel_path(name: str, sources: Sequence[Path]) -> Path:
     """The cache file of some kernels on this machine."""
+    return kernel_paths(name, sources, [{}])[0]
+
+
+def kernel_paths(name: str, sources: Sequence[Path], arguments: Sequence[dict[str, Any]]) -> list[Path]:
+    """The cache files of kernels that differ by the arguments of `define` only.
+
+    Args:
+        name: What they are called.
+        sources: The files that define them, and those that these import.
+        arguments: One entry per kernel.
+
+    Raises:
+        KernelsUnavailable: Nothing can be built on this machine.
+    """
     own = [Path(__file__), Path(__file__).with_name("kernel_writer.py")]
     made_from = {
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in (*own, *sources)],
         "tvm": [_version("apache-tvm"), _version("apache-tvm-ffi"), _version("apache-tvm-ffi-orcjit")],
         "device": _cpu(),
     }
-    digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:24]
-    return cache_directory() / "kernels" / f"{name}-{digest}.o"
+    told = [json.dumps({**made_from, "arguments": one}, sort_keys=True) for one in arguments]
+    directory = cache_directory() / "kernels"
+    return [directory / f"{name}-{hashlib.sha256(one.encode()).hexdigest()[:24]}.o" for one in told]
 
 
 def _version(distribution: str) -> str:
@@ -119,9 +130,18 @@ def _cpu() -> list[str]:
 # ------------------------------------------------------------------------------------------------------------ the cache
 
 
-def _content(name: str, sources: Sequence[Path]) -> bytes:
-    """The content of the cache file, built if need be."""
-    path = kernel_path(name, sources)
+def content_of(path: Path, request: Request, name: str) -> bytes:
+    """The content of a cache file, built if need be.
+
+    Args:
+        path: From `kernel_path`.
+        request: What builds it.
+        name: For messages.
+
+    Raises:
+        KernelsUnavailable: It is not there and cannot be built, or could not be trusted.
+        OSError: It cannot be written.
+    """
     _private_directory(path.parent)
     content = _verified(path, logging.DEBUG)
     if content is None:
@@ -129,9 +149,15 @@ def _content(name: str, sources: Sequence[Path]) -> bytes:
             content = _verified(path, logging.WARNING)  # another process may have built it while this one waited
             if content is None:
                 began = time.perf_counter()
-                content = _built(path, sources)
+                content = _built(path, request)
                 _log.info("built %s kernels for this CPU in %.1f s: %s", name, time.perf_counter() - began, path)
     return content
+
+
+def parted(content: bytes) -> tuple[list[str], bytes]:
+    """The functions' names and the object file, from the content of a cache file."""
+    line, _, image = content.partition(b"\n")
+    return json.loads(line), image
 
 
 def _private_directory(directory: Path) -> None:
@@ -198,52 +224,78 @@ def _lock(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _built(path: Path, sources: Sequence[Path]) -> bytes:
+def _built(path: Path, request: Request) -> bytes:
     """Build in a child process and keep the result."""
+    with Builder() as builder:
+        built = builder.build(request)
+    content = json.dumps(built.names).encode() + b"\n" + built.image
+    keep(path, content)
+    return content
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Put a file into the cache, whole or not at all.
+
+    Raises:
+        OSError: It cannot be written.
+    """
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as aside:
-        made = Path(aside, "kernels.o")
-        command = [sys.executable, "-m", __name__, str(made), *map(str, sources)]
-        root = str(Path(__file__).parents[1])
-        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TVM_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            raise KernelsUnavailable(f"building took more than {TIMEOUT:.0f} s") from error
-        if done.returncode:
-            reason = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
-            raise KernelsUnavailable(f"building failed: {reason[-1]}")
-        content = made.read_bytes()
         whole = Path(aside, "whole")
         with open(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(hashlib.sha256(content).digest() + content)
             file.flush()
             os.fsync(file.fileno())
         whole.replace(path)
-    return content
 
 
-def _functions(image: bytes, names: Sequence[str]) -> dict[str, Function]:
-    """Load an object file that lies in memory."""
-    global _session
-    import tvm_ffi_orcjit
+class Session:
+    """Object files that were loaded from memory; machine code is unloaded with the last of a session's functions.
 
-    with _loading:
-        if _session is None:
-            # Plain C objects need no platform, and the kernels fit in the smallest slab.
-            _session = tvm_ffi_orcjit.ExecutionSession(orc_rt=None, slab_size=4 << 20)
-        # Looking for a C++ runtime would start a compiler; these objects use none.
-        module = _session.load_module(image, keep_module_alive=True, cxx="-")
-    return {name: module[name] for name in names}
+    Names need to be unique in a file only.
+    """
+
+    def __init__(self) -> None:
+        import tvm_ffi_orcjit
+
+        # Plain C objects need no platform, and a thousand kernels fit in the smallest slab.
+        self._session = tvm_ffi_orcjit.ExecutionSession(orc_rt=None, slab_size=4 << 20)
+        self._loading = threading.Lock()
+
+    def load(self, image: bytes, names: Sequence[str], keep: bool = True) -> dict[str, Function]:
+        """Functions of an object file; they release the GIL while they run.
+
+        Args:
+            image: The file.
+            names: Functions in it.
+            keep: Leave it loaded until the process ends; otherwise until the last of the functions is gone.
+
+        Raises:
+            RuntimeError: It is no object file for this machine.
+        """
+        with self._loading:
+            # Looking for a C++ runtime would start a compiler; these objects use none.
+            module = self._session.load_module(image, keep_module_alive=keep, cxx="-")
+        return {name: module[name] for name in names}
+
+
+@functools.cache
+def session() -> Session:
+    """The session of what stays loaded until the process ends."""
+    return Session()
 
 
 # ---------------------------------------------------------------------------------------------------- the child process
 
 
-def _compile(out: Path, sources: Sequence[Path]) -> None:
-    """Compile source files to an object file behind a line that names the functions."""
+def _serve() -> None:
+    """Compile what is asked for, one line of JSON each, until there is no more to read.
+
+    The first line says that TVM is loaded. Each answer is a line of JSON: the functions' names and the sizes of the
+    object file and of the text that follow, or why there are none.
+    """
+    # What TVM or LLVM print must not get between the answers.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
     import tvm
     from tvm.script import ir_builder  # noqa: F401 - the writer reaches it as tvm.script.ir_builder
     from tvm.target import codegen
@@ -251,20 +303,50 @@ def _compile(out: Path, sources: Sequence[Path]) -> None:
 
     from hybridpar.kernel_writer import Writer
 
-    functions: dict[str, Any] = {}
-    for source in sources:
-        spec = importlib.util.spec_from_file_location(source.stem, source)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        functions |= module.define(Writer(tvm))
     _register_pipeline(tvm)
     target = tvm.target.Target({"kind": "llvm", "mcpu": codegen.llvm_get_system_cpu(), **_features()})
-    executable = tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline="hybridpar")
-    image = out.with_suffix(".image.o")
-    executable.mod.write_to_file(str(image), "o")
-    out.write_bytes(json.dumps(sorted(functions)).encode() + b"\n" + image.read_bytes())
+    answers.write(b"ready\n")
+    answers.flush()
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        image, text = b"", b""
+        try:
+            # TVM keeps what is half written per thread, and would go on with it after an error.
+            with ThreadPoolExecutor(1) as fresh:
+                functions, pipeline = fresh.submit(_defined, Writer(tvm), request).result()
+            module = tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline=pipeline).mod
+            with tempfile.TemporaryDirectory(prefix="hybridpar-") as aside:
+                file = Path(aside, "kernels.o")
+                module.write_to_file(str(file), "o")
+                image = file.read_bytes()
+            if request["text"]:
+                text = module.inspect_source(request["text"]).encode()
+            answer: dict[str, Any] = {"names": sorted(functions), "bytes": len(image), "text": len(text)}
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [""]
+            answer = {"error": f"{type(error).__name__}: {reason[-1]}"}
+        answers.write(json.dumps(answer).encode() + b"\n" + image + text)
+        answers.flush()
+
+
+def _defined(writer: Any, request: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The functions that are asked for, and which pipeline they go through."""
+    functions: dict[str, Any] = {}
+    modules = [_imported(Path(source)) for source in request["sources"]]
+    for module in modules:
+        functions |= module.define(writer, **request["arguments"])
+    written = all(getattr(module, "WRITTEN_OUT", False) for module in modules)
+    return functions, _WRITTEN if written else _SCHEDULED
+
+
+@functools.cache
+def _imported(source: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(source.stem, source)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(f"{source} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _features() -> dict[str, list[str]]:
@@ -279,20 +361,32 @@ def _features() -> dict[str, list[str]]:
 
 
 def _register_pipeline(tvm: Any) -> None:
-    """TVM's default passes, but arrays in scope `local` stay on the stack.
+    """TVM's default passes, but arrays in scope `local` stay on the stack; and the few that written out code needs.
 
-    Otherwise each becomes a call of TVM's allocator, which also keeps LLVM from holding them in registers.
+    Otherwise each array becomes a call of TVM's allocator, which also keeps LLVM from holding it in registers. The other
+    passes make no difference to code that is written out, and take half of the time.
     """
     pipelines = tvm.tirx.compilation_pipeline.PIPELINE_MAP
+    tirx = tvm.tirx.transform
 
-    def pipeline() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
-        passes, host, device = pipelines["s_tir"]()
-        mark = tvm.tirx.transform.prim_func_pass(
+    def host(others: Callable[[], Any]) -> Callable[[], Any]:
+        mark = tirx.prim_func_pass(
             lambda function, _module, _context: function.with_body(_on_stack(tvm, function.body)), opt_level=0
         )
-        return passes, lambda: tvm.ir.transform.Sequential([mark, host()]), device
+        return lambda: tvm.ir.transform.Sequential([mark, others()])
 
-    pipelines["hybridpar"] = pipeline
+    def scheduled() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
+        passes, others, device = pipelines["s_tir"]()
+        return passes, host(others), device
+
+    def written() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
+        _, others, device = pipelines["s_tir"]()
+        own = [tirx.FlattenBuffer(), tirx.StmtSimplify(), tirx.VerifyMemory(), tirx.AnnotateEntryFunc()]
+        own += [tirx.SplitHostDevice(), tirx.MakePackedAPI()]
+        return tvm.ir.transform.Sequential(own), host(others), device
+
+    pipelines[_SCHEDULED] = scheduled
+    pipelines[_WRITTEN] = written
 
 
 def _on_stack(tvm: Any, node: Any) -> Any:
@@ -320,4 +414,4 @@ def _on_stack(tvm: Any, node: Any) -> Any:
 
 
 if __name__ == "__main__":
-    _compile(Path(sys.argv[1]), [Path(argument) for argument in sys.argv[2:]])
+    _serve()
