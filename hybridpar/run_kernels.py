@@ -1,4 +1,4 @@
-"""Why: a run says which of its depthwise convolutions run on tuned kernels, why the others do not, and what it gains."""
+"""Why: a run says which of its depthwise convolutions run on tuned kernels, why others do not, and what it gains."""
 
 from __future__ import annotations
 

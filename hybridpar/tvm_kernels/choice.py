@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from hybridpar.errors import KernelError
-from hybridpar.kernel_build import KernelsUnavailable, wanted
+from hybridpar.kernel_build import wanted
+from hybridpar.kernel_builder import KernelsUnavailable
 from hybridpar.tvm_kernels.database import Database, KernelKey, KernelRecord
 from hybridpar.tvm_kernels.device import cpu_fingerprint, installed_versions
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, ShapeError
@@ -133,7 +134,8 @@ class Choices:
         """
         direction, sizes, taps, stride, padding, dilation, layout, threads = call
         try:
-            shape = ConvShape(*map(int, sizes), tuple(taps), tuple(stride), tuple(padding), tuple(dilation))
+            batch, channels, height, width = sizes
+            shape = ConvShape(batch, channels, height, width, taps, stride, padding, dilation)
         except (ShapeError, TypeError):  # an empty batch, or what torch refuses, too
             self.found[call] = None
             return None

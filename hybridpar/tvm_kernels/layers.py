@@ -119,8 +119,12 @@ def _noting(name: str, seen: list[DepthwiseLayer]) -> Any:
             return
         # Where both would be right, as with images of one pixel, it is what torch takes it for.
         last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        batch, channels, height, width = map(int, x.shape)
         shape = ConvShape(
-            *(int(size) for size in x.shape),
+            batch,
+            channels,
+            height,
+            width,
             (module.kernel_size[0], module.kernel_size[1]),
             (module.stride[0], module.stride[1]),
             number_padding(module),

@@ -267,7 +267,7 @@ def _backward_of_weight_gradient(ctx: Any, second: Tensor) -> tuple[Any, ...]:
 # ------------------------------------------------------------------------------------------------------ registration
 
 _NUMBERS = "int[2] stride, int[2] padding, int[2] dilation"
-_library = torch.library.Library("hybridpar", "FRAGMENT")
+_library: Any = torch.library.Library("hybridpar", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _register(schema: str, compute: Any, stock: Any, save: Any, backward: Any) -> None:

@@ -75,5 +75,5 @@ def restore(model: _Model) -> _Model:
     """
     for module in model.modules():
         if type(module) is DepthwiseConv2d:
-            module.__class__ = nn.Conv2d
+            module.__class__ = nn.Conv2d  # type: ignore[assignment]
     return model

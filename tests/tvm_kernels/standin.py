@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridpar.kernel_build import KernelsUnavailable
+from hybridpar.kernel_builder import KernelsUnavailable
 from hybridpar.tvm_kernels.choice import Choices, Phase, TunedKernel, use_choices
 from hybridpar.tvm_kernels.database import Database, KernelRecord
 from hybridpar.tvm_kernels.device import cpu_fingerprint, installed_versions
