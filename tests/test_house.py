@@ -60,7 +60,13 @@ ROOMS: dict[str, set[str]] = {
     },
     "show": {"errors", "observe", "partition", "pipeline", "plan"},
     "bench": {"compress", "config", "errors", "launch", "models", "optim", "pipeline", "process", "trainer"},
-    "cli": {"bench", "cluster", "config", "doctor", "errors", "launch", "partition", "run", "show"},
+    "tune_command": {
+        *("cluster", "config", "data", "errors", "kernel_build", "models", "process", "trainer", "tvm_kernels"),
+    },
+    "cli": {
+        *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "run", "show", "tune_command"),
+        "tvm_kernels",
+    },
     "__main__": {"cli"},
     "__init__": {"config", "errors", "partition", "plan", "trainer"},
 }
@@ -69,7 +75,7 @@ ROOMS: dict[str, set[str]] = {
 SHARED_ROOMS = {
     **dict.fromkeys(("lane_base", "lane_check", "lane_cpu", "lane_cuda", "lane_ops"), "lanes"),
     "probe_worker": "probe",
-    "kernel_writer": "kernel_build",
+    **dict.fromkeys(("kernel_builder", "kernel_writer"), "kernel_build"),
     "checkup": "doctor",
     **dict.fromkeys(("run_kernels", "run_plan", "run_sync", "run_timeline", "save_rule", "timings", "worker"), "run"),
     **dict.fromkeys(
