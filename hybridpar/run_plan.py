@@ -76,7 +76,7 @@ def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device:
         device=device,
         threads=torch.get_num_threads(),
         dtype="bfloat16" if config.amp == "bf16" else "float32",
-        memory_format="channels_last" if config.channels_last else "contiguous",
+        memory_format="channels_last" if config.uses_channels_last else "contiguous",
         seed=config.seed,
         versions={"torch": torch.__version__},
     )
