@@ -7,6 +7,7 @@ differs is where: in the forward direction at out·stride + tap·dilation − pa
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
@@ -92,7 +93,8 @@ def axis(shape: ConvShape, direction: Direction, which: int) -> Axis:
     return Axis(out, size, *own, transposed)
 
 
-def spans(along: Axis, tile: int) -> list[Span]:
+@functools.lru_cache(1024)
+def spans(along: Axis, tile: int) -> tuple[Span, ...]:
     """Divide an axis into tiles, the last one narrower where it must be; whole runs without a border are one span.
 
     Args:
@@ -110,9 +112,10 @@ def spans(along: Axis, tile: int) -> list[Span]:
         else:
             found.append(Span(start, 1, taps))
         previous = inner
-    return found
+    return tuple(found)
 
 
+@functools.lru_cache(1024)
 def interior(along: Axis, tile: int) -> Span | None:
     """The longest run of tiles without a border, or None."""
     inner = [
@@ -123,10 +126,11 @@ def interior(along: Axis, tile: int) -> Span | None:
     return max(inner, key=lambda one: one.count, default=None)
 
 
-def by_input(taps: tuple[Taps, ...]) -> list[tuple[int, list[tuple[int, int]]]]:
+@functools.lru_cache(4096)
+def by_input(taps: tuple[Taps, ...]) -> tuple[tuple[int, tuple[tuple[int, int], ...]], ...]:
     """Input elements in order, each with the (output element, tap) that it is used for."""
     uses: dict[int, list[tuple[int, int]]] = {}
     for out, own in enumerate(taps):
         for tap, place in own:
             uses.setdefault(place, []).append((out, tap))
-    return sorted(uses.items())
+    return tuple((place, tuple(own)) for place, own in sorted(uses.items()))
