@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None, *, program: Sequence[str] | Non
     program = ["-m", "hybridpar", *arguments] if program is None else program
     command = tyro.cli(
         Command,
-        args=arguments,
+        args=with_nested_options(arguments),
         prog="hybridpar",
         description="Train PyTorch vision models faster on the hardware you have.",
         config=(tyro.conf.FlagCreatePairsOff,),
@@ -114,6 +114,17 @@ def main(arguments: Sequence[str] | None = None, *, program: Sequence[str] | Non
         if "RANK" not in os.environ:
             raise
         return _fail(error, debug=True)
+
+
+def with_nested_options(arguments: Sequence[str]) -> list[str]:
+    """Join `--for` to its value, which begins with dashes itself and would be taken for an option."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1] == "--for" and argument.startswith("-"):
+            joined[-1] = f"--for={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 def _plan(command: PlanConfig, program: Sequence[str]) -> int:

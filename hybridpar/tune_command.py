@@ -83,9 +83,9 @@ def find_work(config: TuneConfig) -> Counter[KernelKey]:
         UsageError: There is none, or the model does not run on such an input.
     """
     if config.shapes is not None:
-        threads = config.threads or threads_per_worker(1, available_cores())
+        own = config.threads or threads_per_worker(1, available_cores())
         return Counter(
-            KernelKey(direction, shape, Layout(config.layout), threads, cpu_fingerprint())
+            KernelKey(direction, shape, Layout(config.layout), own, cpu_fingerprint())
             for shape in read_shapes(config.shapes)
             for direction in Direction
         )
@@ -109,9 +109,9 @@ def find_work(config: TuneConfig) -> Counter[KernelKey]:
             "Kernels are tuned for convolutions with one filter per channel.",
             "Models that have some: mobilenet_v2, efficientnet_b0, convnext_tiny.",
         )
-    threads = threads or threads_per_worker(1, available_cores())
+    own = threads or threads_per_worker(1, available_cores())
     return Counter(
-        KernelKey(direction, layer.shape, layer.layout, threads, cpu_fingerprint())
+        KernelKey(direction, layer.shape, layer.layout, own, cpu_fingerprint())
         for layer in layers
         for direction in layer.needs
     )

@@ -10,12 +10,13 @@ in all modes.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -200,10 +201,11 @@ class Choices:
 
         return make_kernels(records)
 
-    @property
-    def decisions(self) -> list[Decision]:
-        """Everything that was decided, in order."""
-        return list(self._decided.values())
+    @cached_property
+    def digest(self) -> str:
+        """Eight digits that tell these records, and whether they are used at all, from others."""
+        lines = sorted(record.line() for record in self.database.records) if wanted() else []
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
 
 
 def why_no_record(database: Database, key: KernelKey) -> str:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch import Tensor, fx, nn
 
-from hybridpar.tvm_kernels.choice import Choices, use_choices
+from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
 from hybridpar.tvm_kernels.database import Database, default_database, read_database
 from hybridpar.tvm_kernels.layers import is_depthwise, number_padding
 from hybridpar.tvm_kernels.op import depthwise_conv2d
@@ -30,6 +30,12 @@ class DepthwiseConv2d(nn.Conv2d):
 
     #: Tracers that know it keep the layer whole, as they keep `nn.Conv2d`, so that its unit is called the same.
     fx_leaf = True
+
+    @property
+    def kernel_variant(self) -> str:
+        """What times of this layer depend on besides torch: which records there are."""
+        choices = active_choices()
+        return "" if choices is None else choices.digest
 
     def forward(self, input: Tensor) -> Tensor:
         """As `nn.Conv2d`."""
