@@ -363,8 +363,8 @@ def _features() -> dict[str, list[str]]:
 def _register_pipeline(tvm: Any) -> None:
     """TVM's default passes, but arrays in scope `local` stay on the stack; and the few that written out code needs.
 
-    Otherwise each array becomes a call of TVM's allocator, which also keeps LLVM from holding it in registers. The other
-    passes make no difference to code that is written out, and take half of the time.
+    Otherwise each array becomes a call of TVM's allocator, which also keeps LLVM from holding it in registers. The
+    other passes make no difference to code that is written out, and take half of the time.
     """
     pipelines = tvm.tirx.compilation_pipeline.PIPELINE_MAP
     tirx = tvm.tirx.transform

@@ -56,7 +56,7 @@ class Speed:
         return next((rate for most, rate in self.copies if size <= most), self.copies[-1][1])
 
     def floor_ms(self, multiply_adds: int, size: int, threads: int = 1) -> float:
-        """What neither arithmetic on so many threads nor memory can beat; memory is taken as one thread's per thread."""
+        """What neither arithmetic on so many threads nor memory, taken as one thread's per thread, can beat."""
         return 1e3 * max(multiply_adds / self.multiply_adds, size / self.bandwidth(size)) / threads
 
 

@@ -124,7 +124,7 @@ class Bench:
         return out
 
     def error(self, kernel: Kernel) -> float:
-        """Largest difference of a kernel's result from float64, relative to the largest value; NaN counts as infinite."""
+        """Largest difference of a kernel's result from float64, relative to the largest value; infinite for NaN."""
         out = self.run(kernel)
         if self.direction is not Direction.WEIGHT_GRADIENT:
             out = out[self._checked_images]

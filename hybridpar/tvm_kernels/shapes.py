@@ -63,7 +63,9 @@ class ConvShape:
             raise ShapeError(f"a size of {self.text} is too small", "all are at least 1, padding at least 0", "mend it")
         if self.out_height < 1 or self.out_width < 1:
             raise ShapeError(
-                f"{self.text} has no output", "the kernel does not fit into the padded image", "enlarge image or padding"
+                f"{self.text} has no output",
+                "the kernel does not fit into the padded image",
+                "enlarge image or padding",
             )
 
     @property

@@ -98,9 +98,7 @@ class _Gather:
             bottom = w.keep(t.min(top + self.strip, t.int64(self.vertical.out)))
             count = w.keep(t.floordiv(bottom - top + (self.tile_rows - 1), t.int64(self.tile_rows)))
 
-            def each_tile(
-                body: Callable[[Any], None], top: Any = top, count: Any = count
-            ) -> None:
+            def each_tile(body: Callable[[Any], None], top: Any = top, count: Any = count) -> None:
                 if tiles == 1:
                     body(top)
                     return
