@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import platform
 import time
 from dataclasses import dataclass
@@ -134,8 +133,3 @@ def _least(run: object, times: int) -> float:
         return min(spent[1:])
     finally:
         torch.set_num_threads(threads)
-
-
-def cores() -> int:
-    """How many compilers may run beside each other."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
