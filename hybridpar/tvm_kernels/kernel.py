@@ -17,14 +17,12 @@ from typing import Any
 from hybridpar.kernel_build import Function, Session, contents_of, kernel_paths, parted, session
 from hybridpar.kernel_builder import KernelsUnavailable, Request
 from hybridpar.process import available_cores
+from hybridpar.tvm_kernels.schedules.geometry import PREPARED
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 _SCHEDULES = Path(__file__).with_name("schedules")
 _IMPORTED = (_SCHEDULES / "geometry.py", Path(__file__).with_name("shapes.py"))
 _FLOAT = 4
-
-#: Blocks of channels that `prepare` counts in.
-PREPARED = 16
 
 Parameters = Mapping[str, int]
 
@@ -45,12 +43,15 @@ class Variant:
     layout: Layout
     parameters: Parameters
 
+    def __post_init__(self) -> None:
+        if self.layout is not Layout.CHANNELS_LAST:
+            raise KernelsUnavailable(f"there are no kernels for the layout {self.layout}")
+
     @property
     def source(self) -> Path:
         """The schedule's file."""
         kind = "weight" if self.direction is Direction.WEIGHT_GRADIENT else "gather"
-        suffix = "" if self.layout is Layout.CHANNELS_LAST else "_rows"
-        return _SCHEDULES / f"cpu_{kind}{suffix}.py"
+        return _SCHEDULES / f"cpu_{kind}.py"
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -66,11 +67,6 @@ class Variant:
     def phases(self) -> tuple[tuple[str, int], ...]:
         """Functions in the order in which they run, and how far each counts."""
         shape, own = self.shape, self.parameters
-        if self.layout is Layout.CONTIGUOUS:
-            planes = shape.batch * shape.channels
-            if self.direction is Direction.WEIGHT_GRADIENT:
-                return (("rows", shape.channels),)
-            return (("rows", planes),)
         if self.direction is Direction.WEIGHT_GRADIENT:
             return (("rows", own["parts"] * own["groups"]), ("merge", -(-shape.channels // own["lanes"])))
         height = shape.height if self.direction is Direction.INPUT_GRADIENT else shape.out_height
@@ -81,8 +77,6 @@ class Variant:
         """Memory for all threads together that a call needs; its content is of no matter before and after."""
         shape, own = self.shape, self.parameters
         taps = shape.kernel[0] * shape.kernel[1]
-        if self.layout is Layout.CONTIGUOUS:
-            return 0
         if self.direction is Direction.WEIGHT_GRADIENT:
             return _FLOAT * own["parts"] * taps * -(-shape.channels // own["lanes"]) * own["lanes"]
         return _FLOAT * (taps + 1) * shape.channels

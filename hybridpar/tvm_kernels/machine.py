@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,17 +112,19 @@ def measure_speed(builder: Builder, machine: Machine | None = None) -> Speed:
     memory = torch.zeros(machine.lanes * chains)
     count = 200_000
     seconds = _least(lambda: peak(memory.data_ptr(), count), 15)
-    copies = []
-    for size in _COPIED:
-        source = torch.zeros(size // 8)
-        out = torch.empty_like(source)
-        copies.append((size, size / _least(lambda out=out, source=source: out.copy_(source), 9)))  # type: ignore[misc]
+    copies = [(size, size / _copied(size)) for size in _COPIED]
     return Speed(count * chains * machine.lanes / seconds, tuple(copies))
 
 
-def _least(run: object, times: int) -> float:
+def _copied(size: int) -> float:
+    """Seconds to read one half of so many bytes and write the other."""
+    source = torch.zeros(size // 8)
+    out = torch.empty_like(source)
+    return _least(lambda: out.copy_(source), 9)
+
+
+def _least(run: Callable[[], object], times: int) -> float:
     """Seconds of the fastest of some calls, on one thread."""
-    assert callable(run)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
