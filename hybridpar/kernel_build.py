@@ -131,27 +131,65 @@ def _cpu() -> list[str]:
 
 
 def content_of(path: Path, request: Request, name: str) -> bytes:
-    """The content of a cache file, built if need be.
-
-    Args:
-        path: From `kernel_path`.
-        request: What builds it.
-        name: For messages.
+    """The content of a cache file, built if need be; see `contents_of`.
 
     Raises:
         KernelsUnavailable: It is not there and cannot be built, or could not be trusted.
         OSError: It cannot be written.
     """
-    _private_directory(path.parent)
-    content = _verified(path, logging.DEBUG)
-    if content is None:
-        with _lock(path.with_suffix(".lock")):
-            content = _verified(path, logging.WARNING)  # another process may have built it while this one waited
-            if content is None:
-                began = time.perf_counter()
-                content = _built(path, request)
-                _log.info("built %s kernels for this CPU in %.1f s: %s", name, time.perf_counter() - began, path)
-    return content
+    (found,) = contents_of([path], [request], name)
+    if isinstance(found, KernelsUnavailable):
+        raise found
+    return found
+
+
+def contents_of(
+    paths: Sequence[Path], requests: Sequence[Request], name: str, workers: int = 1
+) -> list[bytes | KernelsUnavailable]:
+    """The contents of cache files; those that are not there are built together.
+
+    Args:
+        paths: From `kernel_paths`.
+        requests: What builds each.
+        name: For messages.
+        workers: How many may be built at a time.
+
+    Returns:
+        Of each file what it holds, or why it cannot be built.
+
+    Raises:
+        KernelsUnavailable: The directory cannot be used, or another process does not come to an end.
+        OSError: It cannot be written to.
+    """
+    found: dict[int, bytes | KernelsUnavailable] = {}
+
+    def look(level: int) -> list[int]:
+        """Read what is there; which ones are missing."""
+        for index, path in enumerate(paths):
+            content = found.get(index) or _verified(path, level)
+            if content is not None:
+                found[index] = content
+        return [index for index in range(len(paths)) if index not in found]
+
+    for directory in {path.parent for path in paths}:
+        _private_directory(directory)
+    missing = look(logging.DEBUG)
+    if missing:
+        with _lock(paths[missing[0]].with_suffix(".lock")):
+            missing = look(logging.WARNING)  # another process may have built them while this one waited
+            began = time.perf_counter()
+            with Builder(max(1, min(workers, len(missing)))) as builder, ThreadPoolExecutor(max(1, workers)) as pool:
+                built = {index: pool.submit(_built, paths[index], requests[index], builder) for index in missing}
+                for index, future in built.items():
+                    try:
+                        found[index] = future.result()
+                    except KernelsUnavailable as error:
+                        found[index] = error
+            if missing:
+                where = paths[missing[0]] if len(missing) == 1 else paths[missing[0]].parent
+                taken = time.perf_counter() - began
+                _log.info("built %s kernels for this CPU in %.1f s: %s", name, taken, where)
+    return [found[index] for index in range(len(paths))]
 
 
 def parted(content: bytes) -> tuple[list[str], bytes]:
@@ -224,16 +262,15 @@ def _lock(path: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _built(path: Path, request: Request) -> bytes:
+def _built(path: Path, request: Request, builder: Builder) -> bytes:
     """Build in a child process and keep the result."""
-    with Builder() as builder:
-        built = builder.build(request)
+    built = builder.build(request)
     content = json.dumps(built.names).encode() + b"\n" + built.image
-    keep(path, content)
+    _keep(path, content)
     return content
 
 
-def keep(path: Path, content: bytes) -> None:
+def _keep(path: Path, content: bytes) -> None:
     """Put a file into the cache, whole or not at all.
 
     Raises:
@@ -363,8 +400,8 @@ def _features() -> dict[str, list[str]]:
 def _register_pipeline(tvm: Any) -> None:
     """TVM's default passes, but arrays in scope `local` stay on the stack; and the few that written out code needs.
 
-    Otherwise each array becomes a call of TVM's allocator, which also keeps LLVM from holding it in registers. The other
-    passes make no difference to code that is written out, and take half of the time.
+    Otherwise each array becomes a call of TVM's allocator, which also keeps LLVM from holding it in registers. The
+    other passes make no difference to code that is written out, and take half of the time.
     """
     pipelines = tvm.tirx.compilation_pipeline.PIPELINE_MAP
     tirx = tvm.tirx.transform

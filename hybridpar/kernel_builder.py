@@ -156,6 +156,7 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=self._complaints,
             bufsize=0,
+            process_group=0,  # Ctrl-C is for the parent, which may want to finish
         )
         self._ready = False
 

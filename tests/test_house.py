@@ -41,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "data": {"config", "errors", "registry"},
     "kernel_build": {"cluster"},
     "compress": {"errors", "kernel_build", "process", "registry"},
-    "tvm_kernels": {"cluster", "errors", "kernel_build"},
+    "tvm_kernels": {"cluster", "errors", "kernel_build", "process"},
     "partition": {"config", "errors", "models", "plan", "process", "registry"},
     "cluster": {"process"},
     "probe": {"cluster", "errors", "process"},

@@ -77,7 +77,7 @@ def builds(object_file: bytes, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Where something was built; the build itself takes what was compiled before."""
     built: list[Path] = []
 
-    def build(path: Path, sources: object) -> bytes:
+    def build(path: Path, request: object, builder: object) -> bytes:
         built.append(path)
         path.write_bytes(object_file)
         path.chmod(0o600)

@@ -86,9 +86,7 @@ def _share(units: int, threads: int) -> float:
 # ------------------------------------------------------------------------------------- forward and input gradient
 
 
-def _gather(
-    shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine
-) -> Cost:
+def _gather(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     rows, strip = own["tile_rows"], own["strip"]
     vectors = -(-own["lanes"] // machine.lanes)
@@ -140,9 +138,7 @@ def _border_rows(vertical: Axis, inner: Span | None, span: Span, vectors: int, m
     return steps * step + len(outside) * (span.width * vectors + _TILE + _MISPREDICTED)
 
 
-def _lines(
-    shape: ConvShape, vertical: Axis, horizontal: Axis, own: Mapping[str, int], machine: Machine
-) -> float:
+def _lines(shape: ConvShape, vertical: Axis, horizontal: Axis, own: Mapping[str, int], machine: Machine) -> float:
     """Cycles for the input's lines of one image to come from L2."""
 
     def reach(count: int) -> int:

@@ -14,16 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridpar.kernel_build import Function, Session, content_of, kernel_paths, parted, session
+from hybridpar.kernel_build import Function, Session, contents_of, kernel_paths, parted, session
 from hybridpar.kernel_builder import KernelsUnavailable, Request
+from hybridpar.process import available_cores
+from hybridpar.tvm_kernels.schedules.geometry import PREPARED
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 _SCHEDULES = Path(__file__).with_name("schedules")
 _IMPORTED = (_SCHEDULES / "geometry.py", Path(__file__).with_name("shapes.py"))
 _FLOAT = 4
-
-#: Blocks of channels that `prepare` counts in.
-PREPARED = 16
 
 Parameters = Mapping[str, int]
 
@@ -44,12 +43,15 @@ class Variant:
     layout: Layout
     parameters: Parameters
 
+    def __post_init__(self) -> None:
+        if self.layout is not Layout.CHANNELS_LAST:
+            raise KernelsUnavailable(f"there are no kernels for the layout {self.layout}")
+
     @property
     def source(self) -> Path:
         """The schedule's file."""
         kind = "weight" if self.direction is Direction.WEIGHT_GRADIENT else "gather"
-        suffix = "" if self.layout is Layout.CHANNELS_LAST else "_rows"
-        return _SCHEDULES / f"cpu_{kind}{suffix}.py"
+        return _SCHEDULES / f"cpu_{kind}.py"
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -65,11 +67,6 @@ class Variant:
     def phases(self) -> tuple[tuple[str, int], ...]:
         """Functions in the order in which they run, and how far each counts."""
         shape, own = self.shape, self.parameters
-        if self.layout is Layout.CONTIGUOUS:
-            planes = shape.batch * shape.channels
-            if self.direction is Direction.WEIGHT_GRADIENT:
-                return (("rows", shape.channels),)
-            return (("rows", planes),)
         if self.direction is Direction.WEIGHT_GRADIENT:
             return (("rows", own["parts"] * own["groups"]), ("merge", -(-shape.channels // own["lanes"])))
         height = shape.height if self.direction is Direction.INPUT_GRADIENT else shape.out_height
@@ -80,8 +77,6 @@ class Variant:
         """Memory for all threads together that a call needs; its content is of no matter before and after."""
         shape, own = self.shape, self.parameters
         taps = shape.kernel[0] * shape.kernel[1]
-        if self.layout is Layout.CONTIGUOUS:
-            return 0
         if self.direction is Direction.WEIGHT_GRADIENT:
             return _FLOAT * own["parts"] * taps * -(-shape.channels // own["lanes"]) * own["lanes"]
         return _FLOAT * (taps + 1) * shape.channels
@@ -132,28 +127,33 @@ def load_image(variant: Variant, names: Sequence[str], image: bytes, into: Sessi
 
 
 def load_variants(variants: Sequence[Variant]) -> list[Kernel | KernelsUnavailable]:
-    """Kernels from the cache of this machine, built where they are not there yet.
+    """Kernels from the cache of this machine; those that are not there yet are built together.
 
     Returns:
         For each variant its kernel, or why there is none.
     """
-    found: list[Kernel | KernelsUnavailable] = []
-    paths: dict[str, Path] = {}
     try:
+        paths: dict[str, Path] = {}
         for source in {variant.source for variant in variants}:
             own = [variant for variant in variants if variant.source == source]
             located = kernel_paths("depthwise", (source, *_IMPORTED), [one.arguments for one in own])
             paths |= {_key(variant): path for variant, path in zip(own, located, strict=True)}
-    except KernelsUnavailable as error:
-        return [error for _ in variants]
-    for variant in variants:
-        try:
-            names, image = parted(content_of(paths[_key(variant)], variant.request(), "depthwise"))
-            found.append(load_image(variant, names, image))
-        except (KernelsUnavailable, ImportError, OSError, RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
-            found.append(KernelsUnavailable(reason[-1]))
-    return found
+        files = [paths[_key(variant)] for variant in variants]
+        contents = contents_of(files, [variant.request() for variant in variants], "depthwise", len(available_cores()))
+    except (KernelsUnavailable, OSError) as error:
+        return [KernelsUnavailable(str(error)) for _ in variants]
+    return [_loaded(variant, content) for variant, content in zip(variants, contents, strict=True)]
+
+
+def _loaded(variant: Variant, content: bytes | KernelsUnavailable) -> Kernel | KernelsUnavailable:
+    if isinstance(content, KernelsUnavailable):
+        return content
+    try:
+        names, image = parted(content)
+        return load_image(variant, names, image)
+    except (ImportError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return KernelsUnavailable(reason[-1])
 
 
 def _key(variant: Variant) -> str:

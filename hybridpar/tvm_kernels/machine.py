@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,7 +56,7 @@ class Speed:
         return next((rate for most, rate in self.copies if size <= most), self.copies[-1][1])
 
     def floor_ms(self, multiply_adds: int, size: int, threads: int = 1) -> float:
-        """What neither arithmetic on so many threads nor memory can beat; memory is taken as one thread's per thread."""
+        """What neither arithmetic on so many threads nor memory, taken as one thread's per thread, can beat."""
         return 1e3 * max(multiply_adds / self.multiply_adds, size / self.bandwidth(size)) / threads
 
 
@@ -112,17 +112,19 @@ def measure_speed(builder: Builder, machine: Machine | None = None) -> Speed:
     memory = torch.zeros(machine.lanes * chains)
     count = 200_000
     seconds = _least(lambda: peak(memory.data_ptr(), count), 15)
-    copies = []
-    for size in _COPIED:
-        source = torch.zeros(size // 8)
-        out = torch.empty_like(source)
-        copies.append((size, size / _least(lambda out=out, source=source: out.copy_(source), 9)))  # type: ignore[misc]
+    copies = [(size, size / _copied(size)) for size in _COPIED]
     return Speed(count * chains * machine.lanes / seconds, tuple(copies))
 
 
-def _least(run: object, times: int) -> float:
+def _copied(size: int) -> float:
+    """Seconds to read one half of so many bytes and write the other."""
+    source = torch.zeros(size // 8)
+    out = torch.empty_like(source)
+    return _least(lambda: out.copy_(source), 9)
+
+
+def _least(run: Callable[[], object], times: int) -> float:
     """Seconds of the fastest of some calls, on one thread."""
-    assert callable(run)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -134,8 +136,3 @@ def _least(run: object, times: int) -> float:
         return min(spent[1:])
     finally:
         torch.set_num_threads(threads)
-
-
-def cores() -> int:
-    """How many compilers may run beside each other."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -57,13 +57,14 @@ class ConvShape:
     dilation: tuple[int, int]
 
     def __post_init__(self) -> None:
-        least = {1: (self.batch, self.channels, self.height, self.width, *self.kernel, *self.stride, *self.dilation)}
-        least[0] = self.padding
-        if any(value < bound for bound, values in least.items() for value in values):
+        sizes = (self.batch, self.channels, self.height, self.width, *self.kernel, *self.stride, *self.dilation)
+        if min(sizes) < 1 or min(self.padding) < 0:
             raise ShapeError(f"a size of {self.text} is too small", "all are at least 1, padding at least 0", "mend it")
         if self.out_height < 1 or self.out_width < 1:
             raise ShapeError(
-                f"{self.text} has no output", "the kernel does not fit into the padded image", "enlarge image or padding"
+                f"{self.text} has no output",
+                "the kernel does not fit into the padded image",
+                "enlarge image or padding",
             )
 
     @property
@@ -111,9 +112,9 @@ class ConvShape:
             raise ShapeError(
                 f"'{text}' is not a shape", "one looks like 8x96x56x56 k3x3 s1x1 p1x1 d1x1", "write it like that"
             )
-        image = [int(one) for one in found.groups()[:4]]
-        pairs = [int(one) for one in found.groups()[4:]]
-        return cls(*image, *zip(pairs[::2], pairs[1::2], strict=True))
+        batch, channels, height, width, *pairs = (int(one) for one in found.groups())
+        kernel, stride, padding, dilation = zip(pairs[::2], pairs[1::2], strict=True)
+        return cls(batch, channels, height, width, kernel, stride, padding, dilation)
 
     def _out(self, axis: int, size: int) -> int:
         reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1

@@ -1,4 +1,4 @@
-"""Why: what is not worth compiling is ruled out by rules, and a record's parameters are checked before they become code.
+"""Why: rules say what is not worth compiling, and check a record's parameters before they become code.
 
 Parameters of forward and input gradient in channels_last (`schedules/cpu_gather.py`):
     lanes: channels that are computed side by side; tile_rows, tile_columns: outputs held in registers;
@@ -73,9 +73,9 @@ def _reject_gather(shape: ConvShape, direction: Direction, parameters: Mapping[s
         return "a strip is not made of whole tiles"
     if rows > 1 and not parameters["unroll"]:
         return "tiles of several rows are only there with unroll=1"
-    if direction is Direction.INPUT_GRADIENT:
-        if columns % shape.stride[1] or (parameters["unroll"] and rows % shape.stride[0]):
-            return "a tile is no multiple of the stride"
+    odd = columns % shape.stride[1] or (parameters["unroll"] and rows % shape.stride[0])
+    if direction is Direction.INPUT_GRADIENT and odd:
+        return "a tile is no multiple of the stride"
     if _written_out(shape, direction, parameters) > 4 * MOST_WRITTEN_OUT:
         return "too much would be written out"
     return None

@@ -20,9 +20,10 @@ import torch
 
 from hybridpar.kernel_build import Session
 from hybridpar.kernel_builder import Builder, Built, KernelsUnavailable
+from hybridpar.process import available_cores
 from hybridpar.tvm_kernels.cost import Ranking, estimate, rank
 from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image
-from hybridpar.tvm_kernels.machine import Speed, cores, measure_speed, this_machine
+from hybridpar.tvm_kernels.machine import Speed, measure_speed, this_machine
 from hybridpar.tvm_kernels.measure import MOST_ERROR, Bench, Timing
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.space import candidates, neighbours
@@ -154,7 +155,7 @@ def _own(builder: Builder | None) -> Iterator[Builder]:
     if builder is not None:
         yield builder
         return
-    with Builder(cores(), BUILD_TIMEOUT) as own:
+    with Builder(len(available_cores()), BUILD_TIMEOUT) as own:
         yield own
 
 
@@ -203,7 +204,7 @@ class _Search:
                     break
                 self.asked.add(_key(one))
                 building[self.builder.submit(self._variant(one).request())] = one
-                if len(building) >= cores() + 1:
+                if len(building) >= len(available_cores()) + 1:
                     self._take_next(building)
                 if self.results and time.monotonic() > stop:
                     break

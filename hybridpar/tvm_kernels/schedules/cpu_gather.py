@@ -13,15 +13,12 @@ input or the output's gradient, second the weights (C, 1, KH, KW), third the bia
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hybridpar.kernel_writer import Writer
-from hybridpar.tvm_kernels.schedules.geometry import ARGUMENTS, Span, axis, by_input, interior, spans
+from hybridpar.tvm_kernels.schedules.geometry import ARGUMENTS, PREPARED, Span, axis, by_input, interior, spans
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
-
-#: Channels that one call of `prepare` at least turns.
-PREPARED = 16
 
 #: No pass that turns schedules into loops is needed.
 WRITTEN_OUT = True
@@ -82,8 +79,8 @@ class _Gather:
                     place = w.keep(channel + self.taps * channels)
                     w.either(
                         third == t.int64(0),
-                        lambda place=place: w.store(turned, place, t.float32(0)),
-                        lambda place=place, channel=channel: w.store(turned, place, bias[channel]),
+                        lambda: w.store(turned, place, t.float32(0)),
+                        lambda: w.store(turned, place, bias[channel]),
                     )
 
     def rows(self, first: Any, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
@@ -91,61 +88,55 @@ class _Gather:
         w, t = self.w, self.t
         self.input, self.output, self.weights = (w.view(one, "float32") for one in (first, out, scratch))
         strips = -(-self.vertical.out // self.strip)
-        tiles = -(-self.strip // self.tile_rows)
         with t.serial(begin, end) as item:
             image = w.keep(t.floordiv(item, t.int64(strips)))
             top = w.keep((item - image * strips) * self.strip)
             bottom = w.keep(t.min(top + self.strip, t.int64(self.vertical.out)))
-            count = w.keep(t.floordiv(bottom - top + (self.tile_rows - 1), t.int64(self.tile_rows)))
-
-            def each_tile(
-                body: Callable[[Any], None], top: Any = top, count: Any = count
-            ) -> None:
-                if tiles == 1:
-                    body(top)
-                    return
-                with t.serial(t.int64(0), count) as index:
-                    body(w.keep(top + index * self.tile_rows))
-
             if self.columns_outer:
-                each_tile(
-                    lambda row, image=image, bottom=bottom: self._each_column(
-                        lambda span, moved: self._each_channel(
-                            lambda channel: self._tile(image, row, bottom, span, moved, channel)
-                        )
-                    )
-                )
+                for row in self._tile_rows(top, bottom):
+                    for span, moved in self._tile_columns():
+                        for channel in self._blocks():
+                            self._tile(image, row, bottom, span, moved, channel)
             else:
-                self._each_channel(
-                    lambda channel, image=image, bottom=bottom: each_tile(
-                        lambda row: self._each_column(
-                            lambda span, moved: self._tile(image, row, bottom, span, moved, channel)
-                        )
-                    )
-                )
+                for channel in self._blocks():
+                    for row in self._tile_rows(top, bottom):
+                        for span, moved in self._tile_columns():
+                            self._tile(image, row, bottom, span, moved, channel)
 
     # ------------------------------------------------------------------------------------------------------ the loops
 
-    def _each_channel(self, body: Callable[[Any], None]) -> None:
-        """Blocks of lanes; the last one reaches back where channels do not fill it, and computes some twice."""
+    # Each writes a loop around what its caller writes next, or more than one where the loop's parts differ.
+
+    def _blocks(self) -> Iterator[Any]:
+        """First channels of blocks of lanes; the last block reaches back where channels do not fill it."""
         t, channels, lanes = self.t, self.shape.channels, self.lanes
         blocks = -(-channels // lanes)
         if blocks == 1:
-            body(t.int64(0))
+            yield t.int64(0)
             return
         with t.serial(t.int64(0), t.int64(blocks)) as block:
             start = block * lanes
-            body(self.w.keep(t.min(start, t.int64(channels - lanes)) if channels % lanes else start))
+            yield self.w.keep(t.min(start, t.int64(channels - lanes)) if channels % lanes else start)
 
-    def _each_column(self, body: Callable[[Span, Any], None]) -> None:
-        """Tiles of a row; a run of tiles is a loop."""
+    def _tile_rows(self, top: Any, bottom: Any) -> Iterator[Any]:
+        """First rows of a strip's tiles."""
+        t = self.t
+        if self.strip == self.tile_rows:
+            yield top
+            return
+        count = t.floordiv(bottom - top + (self.tile_rows - 1), t.int64(self.tile_rows))
+        with t.serial(t.int64(0), self.w.keep(count)) as index:
+            yield self.w.keep(top + index * self.tile_rows)
+
+    def _tile_columns(self) -> Iterator[tuple[Span, Any]]:
+        """Tiles of a row: which kind, and how many of that kind lie before it."""
         t = self.t
         for span in self.columns:
             if span.count == 1:
-                body(span, t.int64(0))
+                yield span, t.int64(0)
             else:
                 with t.serial(t.int64(0), t.int64(span.count)) as index:
-                    body(span, self.w.keep(index))
+                    yield span, self.w.keep(index)
 
     # ------------------------------------------------------------------------------------------------------- the tile
 

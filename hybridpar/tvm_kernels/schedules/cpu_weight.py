@@ -1,7 +1,7 @@
 """Why: the weight gradient in channels_last is a long sum per tap, so the sums stay in registers and images pass by.
 
-Level 1 is a strip of output rows, small enough that input and gradient of some lanes stay in L1 while each group of taps
-passes over them. Level 2 is that group: taps x lanes sums in registers, and some columns of the gradient.
+Level 1 is a strip of output rows, small enough that input and gradient of some lanes stay in L1 while each group of
+taps passes over them. Level 2 is that group: taps x lanes sums in registers, and some columns of the gradient.
 
 The work is cut into parts (of images and strips) times groups of channels, which threads share out. Each part leaves
 sums of its own and `merge` adds them in order, so the result does not depend on how many threads there are.

@@ -15,6 +15,9 @@ from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 #: What every function of a kernel takes: addresses, then a range.
 ARGUMENTS = ("first", "second", "third", "out", "scratch", "begin", "end")
 
+#: Channels that are one step of the range of `prepare`.
+PREPARED = 16
+
 #: (tap, input element) for each tap that an output element uses.
 Taps = tuple[tuple[int, int], ...]
 
