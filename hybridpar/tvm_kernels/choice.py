@@ -255,6 +255,7 @@ def describe_decision(decision: Decision) -> str:
     return f"{describe_key(decision.key)} runs on {runs}{times}"
 
 
+_DIRECTIONS = tuple(Direction)
 _active: Choices | None = None
 
 
@@ -293,17 +294,18 @@ def kernel_for(
     choices = _active
     if choices is None:
         return None
-    call = (
-        direction,
-        tuple(sizes),
-        tuple(taps),
-        tuple(stride),
-        tuple(padding),
-        tuple(dilation),
-        layout,
-        torch.get_num_threads(),
-    )
+    rest = (tuple(sizes), tuple(taps), tuple(stride), tuple(padding), tuple(dilation), layout)
+    call = (direction, *rest, torch.get_num_threads())
     try:
         return choices.found[call]
     except KeyError:
         return choices.find(call)
+
+
+def any_kernel(*rest: Any) -> bool:
+    """Whether any direction has a kernel.
+
+    Args:
+        rest: As `kernel_for` takes it, without the direction.
+    """
+    return any(kernel_for(direction, *rest) is not None for direction in _DIRECTIONS)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridpar.tvm_kernels.choice import active_choices, kernel_for
+from hybridpar.tvm_kernels.choice import active_choices, any_kernel, kernel_for
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 
 _FORMATS = {Layout.CHANNELS_LAST: torch.channels_last, Layout.CONTIGUOUS: torch.contiguous_format}
@@ -50,17 +50,21 @@ def depthwise_conv2d(
         (N, C, OH, OW) with the values, and in the memory format, of `conv2d(..., groups=C)`.
     """
     stride, padding, dilation = _pair(stride), _pair(padding), _pair(dilation)
-    if not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter) and _is_stock(x, weight):
+    # What runs on torch in all directions is torch's own operation, with its one backward for both gradients.
+    if not torch.compiler.is_compiling() and type(x) is Tensor and _is_stock(x, weight, stride, padding, dilation):
         return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[-3])
     result: Tensor = torch.ops.hybridpar.depthwise_conv2d(x, weight, bias, stride, padding, dilation)
     return result
 
 
-def _is_stock(x: Tensor, weight: Tensor) -> bool:
-    """Whether it is clear at a glance that torch runs this; under autocast it is another dtype."""
+def _is_stock(x: Tensor, weight: Tensor, *numbers: tuple[int, int]) -> bool:
+    """Whether torch computes this and its gradients; under autocast it is another dtype."""
     if active_choices() is None or weight.shape[1] != 1 or weight.shape[0] != x.shape[-3]:
         return True
-    return x.dtype is not torch.float32 or x.ndim != 4 or not x.is_cpu or torch.is_autocast_enabled("cpu")
+    if x.dtype is not torch.float32 or not x.is_cpu or torch.is_autocast_enabled("cpu"):
+        return True
+    layout = layout_of(x)
+    return layout is None or not any_kernel(x.shape, weight.shape[2:], *numbers, layout)
 
 
 def _pair(value: int | Numbers) -> tuple[int, int]:

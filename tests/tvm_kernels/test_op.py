@@ -331,6 +331,16 @@ class _Calls(nn.Module):
         return torch.ops.hybridpar.depthwise_conv2d(x, weight, None, [1, 1], [1, 1], [1, 1])
 
 
+@pytest.mark.parametrize("tuned_one", [None, *Direction])
+def test_the_function_is_torchs_own_where_no_direction_is_tuned(tuned_one):
+    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    records = [record for record in all_records(SHAPES[0]) if record.direction is tuned_one]
+    with tuned(records):
+        out = depthwise_conv2d(case.x.requires_grad_(), case.weight, None, *case.numbers)
+    assert out.grad_fn is not None
+    assert (out.grad_fn.name() == "ConvolutionBackward0") == (tuned_one is None)
+
+
 def test_autocast_is_that_of_torch():
     case = Case(SHAPES[0], Layout.CHANNELS_LAST)
     case.gradient = case.gradient.bfloat16()
