@@ -21,6 +21,7 @@ from hybridpar.errors import HybridparError, LaunchError, SyncError
 from hybridpar.partition.command import run_plan
 from hybridpar.partition.request import PlanConfig
 from hybridpar.show import run_show
+from hybridpar.tvm_kernels.request import TuneConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,7 @@ class Benchmark:
 Command = Annotated[
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[PlanConfig, tyro.conf.subcommand("plan")]
+    | Annotated[TuneConfig, tyro.conf.subcommand("tune")]
     | Annotated[Show, tyro.conf.subcommand("show")]
     | Annotated[Benchmark, tyro.conf.subcommand("bench")]
     | Annotated[Doctor, tyro.conf.subcommand("doctor")],
@@ -83,7 +85,7 @@ def main(arguments: Sequence[str] | None = None, *, program: Sequence[str] | Non
     program = ["-m", "hybridpar", *arguments] if program is None else program
     command = tyro.cli(
         Command,
-        args=arguments,
+        args=with_nested_options(arguments),
         prog="hybridpar",
         description="Train PyTorch vision models faster on the hardware you have.",
         config=(tyro.conf.FlagCreatePairsOff,),
@@ -96,6 +98,8 @@ def main(arguments: Sequence[str] | None = None, *, program: Sequence[str] | Non
             return run_doctor(command.fresh, command.json)
         if isinstance(command, PlanConfig):
             return _plan(command, program)
+        if isinstance(command, TuneConfig):
+            return _tune(command, program)
         if isinstance(command, Show):
             return run_show(command.file, command.draw)
         if isinstance(command, Benchmark):
@@ -112,12 +116,34 @@ def main(arguments: Sequence[str] | None = None, *, program: Sequence[str] | Non
         return _fail(error, debug=True)
 
 
+def with_nested_options(arguments: Sequence[str]) -> list[str]:
+    """Join `--for` to its value, which begins with dashes itself and would be taken for an option."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1] == "--for" and argument.startswith("-"):
+            joined[-1] = f"--for={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
 def _plan(command: PlanConfig, program: Sequence[str]) -> int:
     from hybridpar.launch import restart_with_environment
 
     if command.wants_tuned_process:
         restart_with_environment(program)
     return run_plan(command)
+
+
+def _tune(command: TuneConfig, program: Sequence[str]) -> int:
+    from hybridpar.launch import restart_with_environment
+
+    command.check()
+    if command.tune_process and command.show is None:
+        restart_with_environment(program)
+    from hybridpar.tune_command import run_tune
+
+    return run_tune(command)
 
 
 def _bench(request: Bench, arguments: Sequence[str]) -> int:

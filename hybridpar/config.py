@@ -164,6 +164,11 @@ class TrainConfig(PipelineConfig, SyncConfig, OptimizerConfig, DataConfig):
     """Run forward in bfloat16 where autocast allows it."""
     channels_last: bool = False
     """Use the channels-last memory format."""
+    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
+    """Memory format; auto: contiguous, but channels_last with --channels-last or with --kernels."""
+    kernels: str = "off"
+    """Run depthwise convolutions on tuned kernels where these are faster: `auto` for those that were tuned on this
+    machine or come with the package, or a file that `hybridpar tune` wrote."""
     compile: bool = False
     """Compile the model with torch.compile."""
     deterministic: bool = False
@@ -184,6 +189,18 @@ class TrainConfig(PipelineConfig, SyncConfig, OptimizerConfig, DataConfig):
     """Whether the C allocator, thread counts and CPU affinity of CPU workers are set for training."""
     debug: bool = False
     """Show tracebacks."""
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether tuned kernels may take the place of torch's."""
+        return self.kernels.strip() != "off"
+
+    @property
+    def uses_channels_last(self) -> bool:
+        """Whether images and activations are in channels_last."""
+        return self.memory_format == "channels_last" or (
+            self.memory_format == "auto" and (self.channels_last or self.uses_kernels)
+        )
 
     def check(self) -> None:
         """Check what can be checked without the data and the machine.
@@ -227,6 +244,12 @@ class TrainConfig(PipelineConfig, SyncConfig, OptimizerConfig, DataConfig):
             raise UsageError(
                 "--cuda-graph with --timeline",
                 "A graph runs as a whole, so the actions inside it have no times of their own.",
+                "Leave out one of them.",
+            )
+        if self.channels_last and self.memory_format == "contiguous":
+            raise UsageError(
+                "--channels-last with --memory-format contiguous",
+                "They contradict each other.",
                 "Leave out one of them.",
             )
         if self.nesterov and self.momentum == 0:

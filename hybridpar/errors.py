@@ -82,6 +82,10 @@ class TrainingError(HybridparError):
     """Training cannot go on, for instance because the loss stays non-finite."""
 
 
+class KernelError(HybridparError):
+    """A kernel that was demanded cannot be had."""
+
+
 def nearest(name: str, choices: Iterable[str], most: int = 3) -> str:
     """A sentence that names the valid choices closest to a wrong name.
 

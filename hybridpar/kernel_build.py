@@ -15,6 +15,7 @@ This is the only module that imports TVM.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -22,19 +23,22 @@ import json
 import logging
 import os
 import platform
-import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from hybridpar.kernel_cache import TIMEOUT, KernelsUnavailable, cache_path, cached, wanted
+from hybridpar.kernel_builder import Builder, Request
+from hybridpar.kernel_cache import KernelsUnavailable, cache_path, cached_all, wanted
 
 _log = logging.getLogger(__name__)
 
-_session: Any = None
-_loading = threading.Lock()
+#: Names of TVM's passes for functions with schedules, and for files that say WRITTEN_OUT = True.
+_SCHEDULED, _WRITTEN = "hybridpar", "hybridpar_written"
 
 Function = Callable[..., Any]
 
@@ -56,9 +60,11 @@ def load_kernels(name: str, sources: Sequence[Path]) -> dict[str, Function] | No
         _log.info("%s kernels are switched off by HYBRIDPAR_KERNELS", name)
         return None
     try:
-        content = cached(kernel_path(name, sources), lambda directory: _built(directory, sources))
-        names = json.loads(content[: content.index(b"\n")])
-        return _functions(content[content.index(b"\n") + 1 :], names)
+        (content,) = contents_of([kernel_path(name, sources)], [Request(sources)])
+        if isinstance(content, KernelsUnavailable):
+            raise content
+        names, image = parted(content)
+        return session().load(image, names)
     except (KernelsUnavailable, ImportError, OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         _log.warning("%s kernels cannot be had, slower torch code is used: %s", name, reason[-1])
@@ -67,13 +73,27 @@ def load_kernels(name: str, sources: Sequence[Path]) -> dict[str, Function] | No
 
 def kernel_path(name: str, sources: Sequence[Path]) -> Path:
     """The cache file of some kernels on this machine."""
+    return kernel_paths(name, sources, [{}])[0]
+
+
+def kernel_paths(name: str, sources: Sequence[Path], arguments: Sequence[dict[str, Any]]) -> list[Path]:
+    """The cache files of kernels that differ by the arguments of `define` only.
+
+    Args:
+        name: What they are called.
+        sources: The files that define them, and those that these import.
+        arguments: One entry per kernel.
+
+    Raises:
+        KernelsUnavailable: Nothing can be built on this machine.
+    """
     own = [Path(__file__), Path(__file__).with_name("kernel_writer.py")]
     made_from = {
         "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in (*own, *sources)],
         "tvm": [_version("apache-tvm"), _version("apache-tvm-ffi"), _version("apache-tvm-ffi-orcjit")],
         "device": _cpu(),
     }
-    return cache_path(name, made_from, ".o")
+    return [cache_path(name, {**made_from, "arguments": one}, ".o") for one in arguments]
 
 
 def _version(distribution: str) -> str:
@@ -97,42 +117,92 @@ def _cpu() -> list[str]:
     return [platform.system(), platform.machine(), *(f"{key}={found[key]}" for key in sorted(found))]
 
 
-def _built(directory: Path, sources: Sequence[Path]) -> bytes:
-    """Compile in a child process."""
-    made = directory / "kernels.o"
-    command = [sys.executable, "-m", __name__, str(made), *map(str, sources)]
-    root = str(Path(__file__).parents[1])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TVM_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise KernelsUnavailable(f"building took more than {TIMEOUT:.0f} s") from error
-    if done.returncode:
-        reason = done.stderr.strip().splitlines() or [f"exit {done.returncode}"]
-        raise KernelsUnavailable(f"building failed: {reason[-1]}")
-    return made.read_bytes()
+def contents_of(
+    paths: Sequence[Path], requests: Sequence[Request], workers: int = 1
+) -> list[bytes | KernelsUnavailable]:
+    """The contents of cache files; those that are not there are built together.
+
+    Args:
+        paths: From `kernel_paths`.
+        requests: What builds each.
+        workers: How many may be built at a time.
+
+    Returns:
+        Of each file what it holds, or why it cannot be built.
+
+    Raises:
+        KernelsUnavailable: The directory cannot be used, or another process does not come to an end.
+        OSError: It cannot be written to.
+    """
+    return cached_all(paths, lambda missing: _built({index: requests[index] for index in missing}, workers))
 
 
-def _functions(image: bytes, names: Sequence[str]) -> dict[str, Function]:
-    """Load an object file that lies in memory."""
-    global _session
-    import tvm_ffi_orcjit
+def _built(requests: Mapping[int, Request], workers: int) -> Iterator[tuple[int, bytes | KernelsUnavailable]]:
+    """Build in child processes."""
+    with Builder(max(1, min(workers, len(requests)))) as builder:
+        asked = {index: builder.submit(request) for index, request in requests.items()}
+        for index, future in asked.items():
+            try:
+                built = future.result()
+                yield index, json.dumps(built.names).encode() + b"\n" + built.image
+            except KernelsUnavailable as error:
+                yield index, error
 
-    with _loading:
-        if _session is None:
-            # Plain C objects need no platform, and the kernels fit in the smallest slab.
-            _session = tvm_ffi_orcjit.ExecutionSession(orc_rt=None, slab_size=4 << 20)
-        # Looking for a C++ runtime would start a compiler; these objects use none.
-        module = _session.load_module(image, keep_module_alive=True, cxx="-")
-    return {name: module[name] for name in names}
+
+def parted(content: bytes) -> tuple[list[str], bytes]:
+    """The functions' names and the object file, from the content of a cache file."""
+    line, _, image = content.partition(b"\n")
+    return json.loads(line), image
+
+
+class Session:
+    """Object files that were loaded from memory; machine code is unloaded with the last of a session's functions.
+
+    Names need to be unique in a file only.
+    """
+
+    def __init__(self) -> None:
+        import tvm_ffi_orcjit
+
+        # Plain C objects need no platform, and a thousand kernels fit in the smallest slab.
+        self._session = tvm_ffi_orcjit.ExecutionSession(orc_rt=None, slab_size=4 << 20)
+        self._loading = threading.Lock()
+
+    def load(self, image: bytes, names: Sequence[str], keep: bool = True) -> dict[str, Function]:
+        """Functions of an object file; they release the GIL while they run.
+
+        Args:
+            image: The file.
+            names: Functions in it.
+            keep: Leave it loaded until the process ends; otherwise until the last of the functions is gone.
+
+        Raises:
+            RuntimeError: It is no object file for this machine.
+        """
+        with self._loading:
+            # Looking for a C++ runtime would start a compiler; these objects use none.
+            module = self._session.load_module(image, keep_module_alive=keep, cxx="-")
+        return {name: module[name] for name in names}
+
+
+@functools.cache
+def session() -> Session:
+    """The session of what stays loaded until the process ends."""
+    return Session()
 
 
 # ---------------------------------------------------------------------------------------------------- the child process
 
 
-def _compile(out: Path, sources: Sequence[Path]) -> None:
-    """Compile source files to an object file behind a line that names the functions."""
+def _serve() -> None:
+    """Compile what is asked for, one line of JSON each, until there is no more to read.
+
+    The first line says that TVM is loaded. Each answer is a line of JSON: the functions' names and the sizes of the
+    object file and of the text that follow, or why there are none.
+    """
+    # What TVM or LLVM print must not get between the answers.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
     import tvm
     from tvm.script import ir_builder  # noqa: F401 - the writer reaches it as tvm.script.ir_builder
     from tvm.target import codegen
@@ -140,20 +210,50 @@ def _compile(out: Path, sources: Sequence[Path]) -> None:
 
     from hybridpar.kernel_writer import Writer
 
-    functions: dict[str, Any] = {}
-    for source in sources:
-        spec = importlib.util.spec_from_file_location(source.stem, source)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        functions |= module.define(Writer(tvm))
     _register_pipeline(tvm)
     target = tvm.target.Target({"kind": "llvm", "mcpu": codegen.llvm_get_system_cpu(), **_features()})
-    executable = tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline="hybridpar")
-    image = out.with_suffix(".image.o")
-    executable.mod.write_to_file(str(image), "o")
-    out.write_bytes(json.dumps(sorted(functions)).encode() + b"\n" + image.read_bytes())
+    answers.write(b"ready\n")
+    answers.flush()
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        image, text = b"", b""
+        try:
+            # TVM keeps what is half written per thread, and would go on with it after an error.
+            with ThreadPoolExecutor(1) as fresh:
+                functions, pipeline = fresh.submit(_defined, Writer(tvm), request).result()
+            module = tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline=pipeline).mod
+            with tempfile.TemporaryDirectory(prefix="hybridpar-") as aside:
+                file = Path(aside, "kernels.o")
+                module.write_to_file(str(file), "o")
+                image = file.read_bytes()
+            if request["text"]:
+                text = module.inspect_source(request["text"]).encode()
+            answer: dict[str, Any] = {"names": sorted(functions), "bytes": len(image), "text": len(text)}
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [""]
+            answer = {"error": f"{type(error).__name__}: {reason[-1]}"}
+        answers.write(json.dumps(answer).encode() + b"\n" + image + text)
+        answers.flush()
+
+
+def _defined(writer: Any, request: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The functions that are asked for, and which pipeline they go through."""
+    functions: dict[str, Any] = {}
+    modules = [_imported(Path(source)) for source in request["sources"]]
+    for module in modules:
+        functions |= module.define(writer, **request["arguments"])
+    written = all(getattr(module, "WRITTEN_OUT", False) for module in modules)
+    return functions, _WRITTEN if written else _SCHEDULED
+
+
+@functools.cache
+def _imported(source: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(source.stem, source)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(f"{source} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _features() -> dict[str, list[str]]:
@@ -168,20 +268,32 @@ def _features() -> dict[str, list[str]]:
 
 
 def _register_pipeline(tvm: Any) -> None:
-    """TVM's default passes, but arrays in scope `local` stay on the stack.
+    """TVM's default passes, but arrays in scope `local` stay on the stack; and the few that written out code needs.
 
-    Otherwise each becomes a call of TVM's allocator, which also keeps LLVM from holding them in registers.
+    Otherwise each array becomes a call of TVM's allocator, which also keeps LLVM from holding it in registers. The
+    other passes make no difference to code that is written out, and take half of the time.
     """
     pipelines = tvm.tirx.compilation_pipeline.PIPELINE_MAP
+    tirx = tvm.tirx.transform
 
-    def pipeline() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
-        passes, host, device = pipelines["s_tir"]()
-        mark = tvm.tirx.transform.prim_func_pass(
+    def host(others: Callable[[], Any]) -> Callable[[], Any]:
+        mark = tirx.prim_func_pass(
             lambda function, _module, _context: function.with_body(_on_stack(tvm, function.body)), opt_level=0
         )
-        return passes, lambda: tvm.ir.transform.Sequential([mark, host()]), device
+        return lambda: tvm.ir.transform.Sequential([mark, others()])
 
-    pipelines["hybridpar"] = pipeline
+    def scheduled() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
+        passes, others, device = pipelines["s_tir"]()
+        return passes, host(others), device
+
+    def written() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
+        _, others, device = pipelines["s_tir"]()
+        own = [tirx.FlattenBuffer(), tirx.StmtSimplify(), tirx.VerifyMemory(), tirx.AnnotateEntryFunc()]
+        own += [tirx.SplitHostDevice(), tirx.MakePackedAPI()]
+        return tvm.ir.transform.Sequential(own), host(others), device
+
+    pipelines[_SCHEDULED] = scheduled
+    pipelines[_WRITTEN] = written
 
 
 def _on_stack(tvm: Any, node: Any) -> Any:
@@ -209,4 +321,4 @@ def _on_stack(tvm: Any, node: Any) -> Any:
 
 
 if __name__ == "__main__":
-    _compile(Path(sys.argv[1]), [Path(argument) for argument in sys.argv[2:]])
+    _serve()

@@ -18,7 +18,7 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +62,55 @@ def cached(path: Path, build: Callable[[Path], bytes]) -> bytes:
     Raises:
         KernelsUnavailable: The cache cannot be used, or another process takes too long; or raised by `build`.
     """
-    _private_directory(path.parent)
-    content = _verified(path, logging.DEBUG)
-    if content is None:
-        with _lock(path.with_suffix(".lock")):
-            content = _verified(path, logging.WARNING)  # another process may have built it while this one waited
-            if content is None:
-                began = time.perf_counter()
-                content = _built(path, build)
-                _log.info("built %s in %.1f s", path, time.perf_counter() - began)
+
+    def alone(_missing: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as aside:
+            yield 0, build(Path(aside))
+
+    (content,) = cached_all([path], alone)
+    assert isinstance(content, bytes)
     return content
+
+
+def cached_all(
+    paths: Sequence[Path], build: Callable[[Sequence[int]], Iterable[tuple[int, bytes | KernelsUnavailable]]]
+) -> list[bytes | KernelsUnavailable]:
+    """The contents of cache files; those that are not there are built together.
+
+    Args:
+        paths: What `cache_path` returned.
+        build: Makes the contents of those with these indices; gives index and content, or why there is none.
+
+    Returns:
+        Of each file what it holds, or why it cannot be built.
+
+    Raises:
+        KernelsUnavailable: The cache cannot be used, or another process takes too long; or raised by `build`.
+        OSError: The cache cannot be written to.
+    """
+    found: dict[int, bytes | KernelsUnavailable] = {}
+
+    def look(level: int) -> list[int]:
+        """Read what is there; which ones are missing."""
+        for index, path in enumerate(paths):
+            content = found.get(index) or _verified(path, level)
+            if content is not None:
+                found[index] = content
+        return [index for index in range(len(paths)) if index not in found]
+
+    for directory in {path.parent for path in paths}:
+        _private_directory(directory)
+    missing = look(logging.DEBUG)
+    if missing:
+        with _lock(paths[missing[0]].with_suffix(".lock")):
+            missing = look(logging.WARNING)  # another process may have built them while this one waited
+            began = time.perf_counter()
+            for index, content in build(missing) if missing else ():
+                found[index] = content
+                if isinstance(content, bytes):
+                    keep(paths[index], content)
+                    _log.info("built %s, %.1f s after the start", paths[index], time.perf_counter() - began)
+    return [found[index] for index in range(len(paths))]
 
 
 def keep(path: Path, content: bytes) -> None:
@@ -87,14 +126,6 @@ def keep(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         whole.replace(path)
-
-
-def _built(path: Path, build: Callable[[Path], bytes]) -> bytes:
-    """Build and keep the result."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as aside:
-        content = build(Path(aside))
-    keep(path, content)
-    return content
 
 
 def _private_directory(directory: Path) -> None:

@@ -9,6 +9,7 @@ This module imports no TVM: it is handed to it by `hybridpar.kernel_build`, in t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -87,7 +88,14 @@ class Writer:
         #: TIR's own words, of TVM's IR builder.
         self.t = tvm.tirx.script.builder.ir
 
-    def function(self, name: str, integers: Sequence[str], floats: Sequence[str], body: Callable[..., None]) -> Any:
+    def function(
+        self,
+        name: str,
+        integers: Sequence[str],
+        floats: Sequence[str],
+        body: Callable[..., None],
+        helpers: bool = True,
+    ) -> Any:
         """A function of 64-bit integers, addresses among them, and of floats.
 
         Args:
@@ -95,6 +103,7 @@ class Writer:
             integers: Names of its first arguments.
             floats: Names of its further arguments.
             body: Called with all arguments by name; writes the statements.
+            helpers: Whether the body calls helpers.
         """
         t = self.t
         with self.tvm.script.ir_builder.IRBuilder() as builder:
@@ -103,7 +112,8 @@ class Writer:
                 t.func_attr({"global_symbol": name})
                 arguments = {one: t.arg(one, t.int64()) for one in integers}
                 arguments |= {one: t.arg(one, t.float32()) for one in floats}
-                with t.attr(0, "pragma_import_llvm", self.tvm.ir.StringImm(HELPERS)):
+                imported = t.attr(0, "pragma_import_llvm", self.tvm.ir.StringImm(HELPERS))
+                with imported if helpers else contextlib.nullcontext():
                     body(**arguments)
         return builder.get()
 

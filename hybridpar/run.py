@@ -40,7 +40,8 @@ from hybridpar.pipeline.step import LateOutcome
 from hybridpar.pipeline.world import World
 from hybridpar.plan import ModelInfo, Plan
 from hybridpar.process import describe as describe_process
-from hybridpar.run_plan import micro_batch_samples, plan_of_run
+from hybridpar.run_kernels import prepare_kernels
+from hybridpar.run_plan import plan_of_run
 from hybridpar.run_sync import sync_fields, tell_travelling
 from hybridpar.run_timeline import StageWatch, check_timeline
 from hybridpar.rundir import claim_place, find_place
@@ -50,6 +51,7 @@ from hybridpar.staging import shape_of
 from hybridpar.timings import RunningMean, StepClock, StepTimes, Timings, combine
 from hybridpar.trainer import StepResult, Trainer
 from hybridpar.worker import device_name, tune_worker
+from hybridpar.worker_share import micro_batch_samples
 
 #: Options that decide which samples a step sees; a resumed run must not change them.
 _POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size", "synthetic_samples")
@@ -104,7 +106,7 @@ class Run:
             micro_batches=config.micro_batches,
             loader_workers=config.loader_workers,
             device=world.device,
-            channels_last=config.channels_last,
+            channels_last=config.uses_channels_last,
         )
         self.test = TestBatches(
             data,
@@ -113,7 +115,7 @@ class Run:
             workers=world.size,
             loader_workers=config.loader_workers,
             device=world.device,
-            channels_last=config.channels_last,
+            channels_last=config.uses_channels_last,
         )
         per_epoch = self.batches.steps_per_epoch
         self.total = config.steps if config.steps is not None else config.epochs * per_epoch
@@ -132,6 +134,7 @@ class Run:
             example=_example(data, config, replicas) if config.is_staged or config.chooses else None,
             name=model_name,
         )
+        self.kernels = prepare_kernels(model, config, world, data.sample_shape)
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + world.rank)
         self.position = (0, 0)
@@ -191,6 +194,9 @@ class Run:
         notes += tell_travelling(travelling, self.place.directory if self.world.is_main else None)
         self.choice = travelling.choice
         plan = plan_of_run(self.trainer, self.config, model, device, travelling)
+        if self.kernels is not None:
+            notes += self.kernels.notes()
+            plan = plan.model_copy(update={"kernels": self.kernels.section()})
         if self.world.is_main:
             replace_file(self.place.directory / "plan.json", [plan.to_json().encode()])
         assert plan.pipeline is not None
@@ -363,6 +369,7 @@ class Run:
         engine = self.trainer.engine
         peak = engine.pipeline.peak_saved_bytes if isinstance(engine, StageEngine) else 0
         answers = self.world.gather((self.timings.share(self.watch.ahead), peak))
+        kernels = self.kernels.measured(self.world) if self.kernels is not None else None
         if not self.world.is_main:
             return
         ended: Literal["finished", "interrupted"] = "interrupted" if stopped else "finished"
@@ -379,6 +386,7 @@ class Run:
             summary |= {key: measured[key] for key in ("bubble", "overlap") if key in measured}
         if isinstance(engine, StageEngine):
             summary["peak_saved_bytes"] = max(peaks)
+        summary["kernels"] = kernels
         if self.watch.forecast is not None:
             summary["predicted_step_ms"] = round(self.watch.forecast.simulation.step_ms, 3)
         if self.choice is not None and self.choice.predicted is not None:

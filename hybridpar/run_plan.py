@@ -32,6 +32,7 @@ from hybridpar.plan import (
 from hybridpar.process import available_cores
 from hybridpar.stage_engine import StageEngine
 from hybridpar.trainer import Trainer
+from hybridpar.worker_share import micro_batch_samples
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device:
         device=device,
         threads=torch.get_num_threads(),
         dtype="bfloat16" if config.amp == "bf16" else "float32",
-        memory_format="channels_last" if config.channels_last else "contiguous",
+        memory_format="channels_last" if config.uses_channels_last else "contiguous",
         seed=config.seed,
         versions={"torch": torch.__version__},
     )
@@ -107,11 +108,6 @@ def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device:
         kernels=made.kernels,
         measured=measured,
     )
-
-
-def micro_batch_samples(config: TrainConfig, replicas: int) -> int:
-    """Samples of a micro-batch of one replica, and at least the two that BatchNorm needs."""
-    return max(2, config.batch_size // (replicas * config.micro_batches))
 
 
 def with_forecast(plan: Plan, forecast: Forecast) -> Plan:

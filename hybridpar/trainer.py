@@ -41,6 +41,7 @@ from hybridpar.stage_engine import StageEngine
 from hybridpar.staging import make_stage_plan, shape_of
 from hybridpar.step_result import BadSteps
 from hybridpar.step_result import StepResult as StepResult
+from hybridpar.tvm_kernels import optimize
 
 _log = logging.getLogger(__name__)
 
@@ -118,8 +119,11 @@ class Trainer:
         self._owns_lanes = lanes is None
         self.lanes = lanes or Lanes(self.world.device)
         self.model = model.to(self.world.device)
-        if self.config.channels_last:
+        if self.config.uses_channels_last:
             self.model.to(memory_format=torch.channels_last)
+        if self.config.uses_kernels:
+            chosen = self.config.kernels.strip()
+            optimize(self.model, None if chosen == "auto" else chosen)
         self.fingerprint = model_fingerprint(self.model)
         self._loss = loss or nn.CrossEntropyLoss(label_smoothing=self.config.label_smoothing)
         self.total_steps = total_steps
@@ -221,7 +225,7 @@ class Trainer:
         return list(zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)), samples, None
 
     def _place(self, tensor: Tensor) -> Tensor:
-        if self.config.channels_last and tensor.ndim == 4:
+        if self.config.uses_channels_last and tensor.ndim == 4:
             return tensor.to(self.world.device, memory_format=torch.channels_last, non_blocking=True)
         return tensor.to(self.world.device, non_blocking=True)
 

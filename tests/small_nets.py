@@ -71,6 +71,14 @@ def dropping(num_classes: int = 10) -> nn.Module:
     return SmallNet(num_classes, dropout=0.3)
 
 
+def separable(num_classes: int = 10) -> nn.Module:
+    """With depthwise convolutions, one of which has a bias."""
+    net = SmallNet(num_classes)
+    net.body.insert(3, nn.Conv2d(8, 8, 3, padding=1, groups=8, bias=False))
+    net.body.insert(4, nn.Conv2d(8, 8, 5, padding=2, groups=8))
+    return net
+
+
 def broken(num_classes: int = 10) -> nn.Module:
     """A factory with a bug."""
     return nn.Linear(num_classes, torch.zeros(3)[7])  # type: ignore[arg-type]

@@ -120,6 +120,7 @@ def test_commands_parse(block: Block) -> None:
     for command in block.commands():
         if (arguments := words_of(command, "hybridpar")) is not None:
             config = (tyro.conf.FlagCreatePairsOff,)
+            arguments = cli.with_nested_options(arguments)
             tyro.cli(cli.Command, args=arguments, prog="hybridpar", config=config)  # exits where it does not parse
         elif command[0] == "make":
             assert command[1] in targets

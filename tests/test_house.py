@@ -43,22 +43,32 @@ ROOMS: dict[str, set[str]] = {
     "kernel_build": {"kernel_cache"},
     "kernel_cuda": {"kernel_cache"},
     "compress": {"errors", "kernel_build", "kernel_cuda", "process", "registry"},
+    "tvm_kernels": {"cluster", "errors", "kernel_build", "kernel_cache", "process"},
     "partition": {"config", "errors", "models", "plan", "process", "registry"},
     "cluster": {"process"},
     "probe": {"cluster", "errors", "process"},
     "pipeline": {"compress", "errors", "lanes", "process", "registry"},
     "optim": {"config", "errors"},
     "checkpoint": {"errors", "pipeline"},
-    "trainer": {"checkpoint", "config", "errors", "lanes", "models", "optim", "partition", "pipeline", "plan"},
+    "trainer": {
+        *("checkpoint", "config", "errors", "lanes", "models", "optim", "partition", "pipeline", "plan", "process"),
+        "tvm_kernels",
+    },
     "rundir": {"checkpoint", "config", "errors", "observe"},
     "doctor": {"cluster", "errors", "probe", "process"},
     "run": {
         *("checkpoint", "cluster", "compress", "config", "data", "errors", "launch", "models", "observe", "pipeline"),
-        *("plan", "process", "rundir", "trainer"),
+        *("plan", "process", "rundir", "trainer", "tvm_kernels"),
     },
     "show": {"errors", "observe", "partition", "pipeline", "plan"},
     "bench": {"compress", "config", "errors", "launch", "models", "optim", "pipeline", "process", "trainer"},
-    "cli": {"bench", "cluster", "config", "doctor", "errors", "launch", "partition", "run", "show"},
+    "tune_command": {
+        *("cluster", "config", "data", "errors", "kernel_build", "models", "process", "trainer", "tvm_kernels"),
+    },
+    "cli": {
+        *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "run", "show", "tune_command"),
+        "tvm_kernels",
+    },
     "__main__": {"cli"},
     "__init__": {"config", "errors", "partition", "plan", "trainer"},
 }
@@ -68,10 +78,12 @@ SHARED_ROOMS = {
     **dict.fromkeys(("lane_base", "lane_check", "lane_cpu", "lane_cuda", "lane_ops"), "lanes"),
     "probe_worker": "probe",
     "cuda_driver": "kernel_cuda",
-    "kernel_writer": "kernel_build",
+    **dict.fromkeys(("kernel_builder", "kernel_writer"), "kernel_build"),
     "checkup": "doctor",
-    **dict.fromkeys(("run_plan", "run_sync", "run_timeline", "save_rule", "timings", "worker"), "run"),
-    **dict.fromkeys(("evaluation", "replica_engine", "stage_engine", "staging", "step_result"), "trainer"),
+    **dict.fromkeys(("run_kernels", "run_plan", "run_sync", "run_timeline", "save_rule", "timings", "worker"), "run"),
+    **dict.fromkeys(
+        ("evaluation", "replica_engine", "stage_engine", "staging", "step_result", "worker_share"), "trainer"
+    ),
 }
 
 #: What must answer without the seconds that torch takes.

@@ -7,12 +7,14 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from hybridpar import kernel_build, kernel_cache
 from hybridpar.kernel_build import kernel_path, load_kernels
+from hybridpar.kernel_builder import Request
 
 ROOT = Path(__file__).parents[1]
 
@@ -74,12 +76,13 @@ def place(
 
 @pytest.fixture
 def builds(object_file: bytes, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Where something was built; the build itself takes what was compiled before."""
+    """What was built; the build itself takes what was compiled before."""
     built: list[Path] = []
 
-    def build(directory: Path, sources: object) -> bytes:
-        built.append(directory.parent)
-        return object_file[kernel_cache._DIGEST :]
+    def build(requests: Mapping[int, Request], workers: int) -> Iterator[tuple[int, bytes]]:
+        for index, request in requests.items():
+            built.extend(request.sources)
+            yield index, object_file[kernel_cache._DIGEST :]
 
     monkeypatch.setattr(kernel_build, "_built", build)
     return built
@@ -117,7 +120,7 @@ def test_what_cannot_be_trusted_is_built_anew(
         place.rename(place.with_suffix(".elsewhere"))
         place.symlink_to(place.with_suffix(".elsewhere"))
     assert load_kernels("tiny", [source]) is not None
-    assert builds == [place.parent]
+    assert builds == [source]
     assert place.read_bytes() == object_file
     assert len([one for one in caplog.records if one.levelno == logging.WARNING]) == 1
     assert "built anew" in caplog.text

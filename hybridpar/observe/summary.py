@@ -104,6 +104,7 @@ def summarize(
         "peak_saved_bytes": None,
         "predicted_step_ms": None,
         "predicted_sync_ms": None,
+        "kernels": None,
         "versions": _installed_versions() | dict(versions or {}),
     }
 

@@ -71,6 +71,10 @@ def profile_key(units: ModelUnits, inputs: Sequence[torch.Tensor], threads: int,
         "passes": passes,
         "torch": str(torch.__version__),
         "units": [unit.name for unit in units.graph.units],
+        # Layers that do the same in another way say so, and how.
+        "variants": sorted(
+            {str(one) for module in units.model.modules() if (one := getattr(module, "kernel_variant", ""))}
+        ),
     }
 
 

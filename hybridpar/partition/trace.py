@@ -61,7 +61,9 @@ class _LadderTracer(fx.Tracer):
         self.failed: str | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name in self.whole or super().is_leaf_module(m, module_qualified_name)
+        # A class can say that it is one operation, as torch's own layers are.
+        leaf = getattr(type(m), "fx_leaf", False) is True
+        return leaf or module_qualified_name in self.whole or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

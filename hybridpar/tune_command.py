@@ -1,0 +1,203 @@
+"""Why: `hybridpar tune`: whose convolutions are tuned, what is shown meanwhile, and what is printed at the end."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from hybridpar.cluster import default_workers
+from hybridpar.config import TrainConfig
+from hybridpar.data import load_dataset
+from hybridpar.errors import KernelError, UsageError
+from hybridpar.kernel_cache import KernelsUnavailable
+from hybridpar.models import build_model, seed_everything
+from hybridpar.process import available_cores, threads_per_worker
+from hybridpar.tvm_kernels.database import KernelKey, read_database, user_database
+from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.layers import depthwise_layers
+from hybridpar.tvm_kernels.request import TuneConfig
+from hybridpar.tvm_kernels.search import Progress as SearchProgress
+from hybridpar.tvm_kernels.search import SearchReport, search_all
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.table import as_json, draw_rows, rows_of, summary_lines, table_of
+from hybridpar.worker_share import share_of_worker
+
+
+def run_tune(config: TuneConfig, search: Callable[..., SearchReport] = search_all) -> int:
+    """Tune, or show what was tuned.
+
+    Args:
+        config: The request.
+        search: Does the searching.
+
+    Returns:
+        0; 130 where the user stopped it, and what was found is kept.
+
+    Raises:
+        HybridparError: The request cannot be met; the message says why and what to do.
+    """
+    config.check()
+    if config.show is not None:
+        _show(config, config.show, None)
+        return 0
+    work = find_work(config)
+    path = config.output or user_database()
+    with _Bar() as bar:
+        try:
+            report = search(
+                work,
+                path,
+                config.seconds,
+                again=config.again,
+                seed=config.seed,
+                trials=config.trials,
+                on_progress=bar.show,
+            )
+        except KernelsUnavailable as error:
+            raise KernelError(
+                f"no kernel can be built here: {error}",
+                "Tuning compiles kernels with TVM.",
+                "Install apache-tvm of the version that hybridpar asks for; training works without.",
+            ) from error
+    if path.exists():
+        _show(config, path, set(work))
+    said = f"{report.tuned} searches done, {report.skipped} were done before"
+    said += f", {report.empty} without a kernel, where torch is used" if report.empty else ""
+    said += f", {report.left} left: the same command goes on with them" if report.left else ""
+    print(f"{said}; records are in {path}", file=sys.stderr)
+    return 130 if report.stopped else 0
+
+
+def find_work(config: TuneConfig) -> Counter[KernelKey]:
+    """The convolutions that a request asks for, and how often each one runs in a step.
+
+    Raises:
+        UsageError: There is none, or the model does not run on such an input.
+    """
+    if config.shapes is not None:
+        own = config.threads or threads_per_worker(1, available_cores())
+        return Counter(
+            KernelKey(direction, shape, Layout(config.layout), own, cpu_fingerprint())
+            for shape in read_shapes(config.shapes)
+            for direction in Direction
+        )
+    assert config.model is not None
+    sample, classes, batch, layout = config.sample, config.classes, config.batch, Layout(config.layout)
+    threads, stem = config.threads, "imagenet"
+    if config.for_ is not None:
+        run = parse_train_options(config.for_)
+        data = load_dataset(run)
+        channels, rows, columns = data.sample_shape
+        share = share_of_worker(run, run.workers or run.workers_wanted or default_workers())
+        sample, classes, batch, stem = (channels, rows, columns), data.classes, share.samples, run.stem
+        threads = threads or share.threads
+        layout = Layout.CONTIGUOUS if run.memory_format == "contiguous" else Layout.CHANNELS_LAST
+    seed_everything(config.seed)
+    model = build_model(config.model, classes, stem=stem)  # type: ignore[arg-type]
+    layers = depthwise_layers(model, (batch, *sample), layout=layout)
+    if not layers:
+        raise UsageError(
+            f"{config.model} has no depthwise convolution",
+            "Kernels are tuned for convolutions with one filter per channel.",
+            "Models that have some: mobilenet_v2, efficientnet_b0, convnext_tiny.",
+        )
+    own = threads or threads_per_worker(1, available_cores())
+    return Counter(
+        KernelKey(direction, layer.shape, layer.layout, own, cpu_fingerprint())
+        for layer in layers
+        for direction in layer.needs
+    )
+
+
+def parse_train_options(text: str) -> TrainConfig:
+    """Options of `hybridpar train` from one word.
+
+    Raises:
+        UsageError: They contradict each other.
+        SystemExit: They cannot be read; what is wrong has been printed.
+    """
+    config = tyro.cli(
+        TrainConfig, args=shlex.split(text), prog="hybridpar tune --for", config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    config.check()
+    return config
+
+
+def read_shapes(path: Path) -> list[ConvShape]:
+    """Shapes from a file with one per line; empty lines and what stands behind # do not count.
+
+    Raises:
+        UsageError: The file cannot be read, a line is no shape, or there is none.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise UsageError(f"cannot read the shapes in {path}: {reason}", fix="Name a file of shapes.") from error
+    shapes = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if text:
+            try:
+                shapes.append(ConvShape.parse(text))
+            except UsageError as error:
+                raise UsageError(f"{path}, line {number}: {error.what}", error.why, error.fix) from error
+    if not shapes:
+        raise UsageError(f"{path} has no shape in it", "It has one per line.", "Write 8x96x56x56 k3x3 s1x1 p1x1 d1x1.")
+    return shapes
+
+
+def _show(config: TuneConfig, path: Path, only: set[KernelKey] | None) -> None:
+    """Print the rows of a database, or of some of its keys."""
+    rows = rows_of(read_database(path), only)
+    if config.draw is not None:
+        draw_rows(rows, config.draw)
+    if config.json:
+        print(json.dumps(as_json(rows), indent=2))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table_of(rows))
+    for line in summary_lines(rows):
+        console.print(line)
+    if config.draw is not None:
+        console.print(f"picture written to {config.draw}")
+
+
+class _Bar:
+    """A progress bar with the best so far, on standard error."""
+
+    def __init__(self) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=None)
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def show(self, progress: SearchProgress) -> None:
+        """Take in how far it is."""
+        text = f"{progress.key.shape.text} {progress.key.direction}"
+        if progress.best is not None:
+            best = progress.best
+            text += f"  best {best.ms:.3f} ms, torch {best.stock_ms:.3f} ms, {best.stock_ms / best.ms:.2f}x"
+        self._progress.update(self._task, total=progress.total, completed=progress.done, description=text)

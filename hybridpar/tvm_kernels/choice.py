@@ -1,0 +1,310 @@
+"""Why: a tuned kernel is used only where a record says that it beats torch, on this device and with these threads.
+
+Everything else runs on torch, and one log line per convolution says why. What was decided is kept, so a call costs one
+look into a dictionary.
+
+`HYBRIDPAR_KERNELS` says more: `off` leaves everything to torch; `strict` makes it an error where a convolution in
+float32 on the CPU has no record, or its kernel cannot be had. Where a record says that torch is faster, torch is used
+in all modes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.errors import KernelError
+from hybridpar.kernel_cache import KernelsUnavailable, wanted
+from hybridpar.tvm_kernels.database import Database, KernelKey, KernelRecord
+from hybridpar.tvm_kernels.device import cpu_fingerprint, installed_versions
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, ShapeError
+from hybridpar.tvm_kernels.spread import run_ranges
+
+_log = logging.getLogger(__name__)
+
+
+#: A function of a kernel takes the addresses of first, second, third, out and scratch, then begin and end of a range,
+#: and releases the GIL; with how far the range goes that must be computed before the next function.
+Phase = tuple[Callable[..., Any], int]
+
+
+@dataclass(frozen=True, slots=True)
+class TunedKernel:
+    """A compiled kernel of one record. It checks nothing: what it is given must be dense, float32 and aligned.
+
+    Attributes:
+        phases: What is computed, in order.
+        scratch_bytes: Memory that it needs meanwhile.
+        align: What all addresses are multiples of.
+        threads: On how many threads it runs.
+    """
+
+    phases: Sequence[Phase]
+    scratch_bytes: int
+    align: int
+    threads: int
+
+    def takes(self, *tensors: Tensor) -> bool:
+        """Whether the addresses are aligned as they must be."""
+        return all(tensor.data_ptr() % self.align == 0 for tensor in tensors)
+
+    def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> None:
+        """Compute.
+
+        Args:
+            first: Input, or the output's gradient where the input's is computed.
+            second: Weights, or the output's gradient where theirs is computed.
+            third: Bias, or None.
+            out: The result.
+        """
+        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8) if self.scratch_bytes else None
+        places = (
+            first.data_ptr(),
+            second.data_ptr(),
+            0 if third is None else third.data_ptr(),
+            out.data_ptr(),
+            0 if scratch is None else scratch.data_ptr(),
+        )
+        for function, count in self.phases:
+            if self.threads == 1:
+                function(*places, 0, count)
+            else:
+                run_ranges(partial(function, *places), count, self.threads)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a convolution runs on.
+
+    Attributes:
+        key: The convolution.
+        kernel: The kernel; None for torch.
+        record: What the decision rests on, if there is a record.
+        why: Why it is torch; empty where it is not.
+    """
+
+    key: KernelKey
+    kernel: TunedKernel | None
+    record: KernelRecord | None
+    why: str = ""
+
+
+#: Makes the kernels of some records; where one cannot be had, it says why instead.
+KernelMaker = Callable[[Sequence[KernelRecord]], Sequence[TunedKernel | KernelsUnavailable]]
+
+
+def is_strict() -> bool:
+    """Whether HYBRIDPAR_KERNELS says that missing kernels are errors."""
+    return os.environ.get("HYBRIDPAR_KERNELS", "").strip().lower() == "strict"
+
+
+class Choices:
+    """Decides and remembers.
+
+    Args:
+        database: The records.
+        make: Makes kernels of records; default: they are compiled and kept, see `compiled.make_kernels`.
+    """
+
+    def __init__(self, database: Database, make: KernelMaker | None = None) -> None:
+        self.database = database
+        self._make = make
+        self._decided: dict[KernelKey, Decision] = {}
+        self._lock = threading.Lock()
+        #: Kernels by what a call knows of itself; only `find` writes it.
+        self.found: dict[tuple[Any, ...], TunedKernel | None] = {}
+
+    def find(self, call: tuple[Any, ...]) -> TunedKernel | None:
+        """The kernel of a call, and remember it.
+
+        Args:
+            call: Direction, sizes of the input, taps, stride, padding, dilation, layout, threads.
+
+        Raises:
+            KernelError: There is none, and HYBRIDPAR_KERNELS is `strict`.
+        """
+        direction, sizes, taps, stride, padding, dilation, layout, threads = call
+        try:
+            batch, channels, height, width = sizes
+            shape = ConvShape(batch, channels, height, width, taps, stride, padding, dilation)
+        except (ShapeError, TypeError):  # an empty batch, or what torch refuses, too
+            self.found[call] = None
+            return None
+        kernel = self.decide(KernelKey(direction, shape, layout, threads, cpu_fingerprint())).kernel
+        self.found[call] = kernel
+        return kernel
+
+    def decide(self, key: KernelKey) -> Decision:
+        """What a convolution runs on.
+
+        Raises:
+            KernelError: There is no kernel, and HYBRIDPAR_KERNELS is `strict`.
+        """
+        decision = self._decided.get(key) or self.prepare([key])[0]
+        if decision.kernel is None and is_strict() and (decision.record is None or decision.record.wins):
+            raise KernelError(
+                f"no kernel for {describe_key(key)}: {decision.why}",
+                "HYBRIDPAR_KERNELS is strict, so every depthwise convolution needs a record and its kernel.",
+                "Tune it with `hybridpar tune`, or set HYBRIDPAR_KERNELS=on.",
+            )
+        return decision
+
+    def prepare(self, keys: Iterable[KernelKey]) -> list[Decision]:
+        """Decide for convolutions before they run, and load their kernels together; each is told in one log line.
+
+        Returns:
+            What each of them runs on.
+        """
+        keys = list(keys)
+        with self._lock:
+            winners: dict[KernelKey, KernelRecord] = {}
+            for key in dict.fromkeys(keys):
+                if key in self._decided:
+                    continue
+                record = self.database.best(key)
+                if not wanted():
+                    self._settle(Decision(key, None, None, "HYBRIDPAR_KERNELS is off"))
+                elif record is None:
+                    self._settle(Decision(key, None, None, why_no_record(self.database, key)))
+                elif not record.wins:
+                    self._settle(Decision(key, None, record, "the record says that torch is faster"))
+                else:
+                    winners[key] = record
+            for (key, record), kernel in zip(winners.items(), self._made([*winners.values()]), strict=True):
+                if isinstance(kernel, KernelsUnavailable):
+                    _log.warning("no kernel for %s, torch is used: %s", describe_key(key), kernel)
+                    self._settle(Decision(key, None, record, f"its kernel cannot be had: {kernel}"))
+                else:
+                    self._settle(Decision(key, kernel, record))
+        return [self._decided[key] for key in keys]
+
+    def _settle(self, decision: Decision) -> None:
+        self._decided[decision.key] = decision
+        _log.info("%s", describe_decision(decision))
+
+    def _made(self, records: Sequence[KernelRecord]) -> Sequence[TunedKernel | KernelsUnavailable]:
+        if not records:
+            return ()
+        if self._make is not None:
+            return self._make(records)
+        from hybridpar.tvm_kernels.compiled import make_kernels
+
+        return make_kernels(records)
+
+    @cached_property
+    def digest(self) -> str:
+        """Eight digits that tell these records, and whether they are used at all, from others."""
+        lines = sorted(record.line() for record in self.database.records) if wanted() else []
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
+
+
+def why_no_record(database: Database, key: KernelKey) -> str:
+    """What the nearest record of another key differs in."""
+    near: list[tuple[int, str]] = []
+    if database.best(key, current=False) is not None:
+        versions = ", ".join(f"{name} {version}" for name, version in installed_versions())
+        return f"its record is not of {versions}; tune again"
+    for other in database:
+        if (other.op, other.direction, other.dtype) != (key.op, key.direction, key.dtype):
+            continue
+        differing = []
+        if other.shape != key.shape:
+            alike = ConvShape(key.shape.batch, *_without_batch(other.shape))
+            if alike != key.shape:
+                continue
+            differing.append(f"batch {other.shape.batch}")
+        if other.layout != key.layout:
+            differing.append(str(other.layout))
+        if other.threads != key.threads:
+            differing.append(f"{other.threads} thread(s)")
+        if other.device != key.device:
+            differing.append(other.device)
+        near.append((len(differing), ", ".join(differing)))
+    return f"its record is for {min(near)[1]}" if near else "there is no record"
+
+
+def _without_batch(shape: ConvShape) -> tuple[Any, ...]:
+    return (
+        *(shape.channels, shape.height, shape.width),
+        *(shape.kernel, shape.stride, shape.padding, shape.dilation),
+    )
+
+
+def describe_key(key: KernelKey) -> str:
+    """The convolution in words."""
+    return f"{key.direction} {key.shape.text} {key.layout}, {key.threads} thread(s)"
+
+
+def describe_decision(decision: Decision) -> str:
+    """One line that says what runs and why."""
+    record = decision.record
+    times = ""
+    if record is not None and record.ms is not None and record.stock_ms is not None:
+        times = f" ({record.ms:.3f} ms against {record.stock_ms:.3f} ms)"
+    runs = "a tuned kernel" if decision.kernel is not None else f"torch, as {decision.why}"
+    return f"{describe_key(decision.key)} runs on {runs}{times}"
+
+
+_DIRECTIONS = tuple(Direction)
+_active: Choices | None = None
+
+
+def active_choices() -> Choices | None:
+    """What the op chooses by; None where nobody has given a database, and everything runs on torch."""
+    return _active
+
+
+def use_choices(choices: Choices | None) -> Choices | None:
+    """Choose by something else from now on, in the whole process; returns what was used before."""
+    global _active
+    before, _active = _active, choices
+    return before
+
+
+def kernel_for(
+    direction: Direction,
+    sizes: Sequence[int],
+    taps: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    layout: Layout,
+) -> TunedKernel | None:
+    """The kernel of a call on the CPU in float32, or None for torch.
+
+    Args:
+        direction: What is computed.
+        sizes: Of the input: N, C, H, W.
+        taps: Rows and columns of a filter.
+        stride: Two numbers, as the next ones.
+        padding: As torch has it.
+        dilation: As torch has it.
+        layout: Of input and output.
+    """
+    choices = _active
+    if choices is None:
+        return None
+    rest = (tuple(sizes), tuple(taps), tuple(stride), tuple(padding), tuple(dilation), layout)
+    call = (direction, *rest, torch.get_num_threads())
+    try:
+        return choices.found[call]
+    except KeyError:
+        return choices.find(call)
+
+
+def any_kernel(*rest: Any) -> bool:
+    """Whether any direction has a kernel.
+
+    Args:
+        rest: As `kernel_for` takes it, without the direction.
+    """
+    return any(kernel_for(direction, *rest) is not None for direction in _DIRECTIONS)

@@ -1,0 +1,300 @@
+"""Why: what was measured once, for hours perhaps, is kept as plain text that can be merged, and can do no harm.
+
+A database is a file of JSON lines, one record each. A record says what was computed, where and with which versions it
+was measured, the parameters of the kernel, and its time beside that of torch. Lines are only ever appended, each with
+one write under a lock, so two writers mix whole lines and a writer that dies leaves at most one broken line, which
+readers count and skip. Two files are merged by taking the lines of both. Nothing in a record is executed: parameters
+are numbers that the kernel's source checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import importlib.resources
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from hybridpar.cluster import cache_directory
+from hybridpar.errors import UsageError
+from hybridpar.tvm_kernels.device import installed_versions
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, ShapeError
+
+RECORD_VERSION: Literal[1] = 1
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, order=True)
+class KernelKey:
+    """What a kernel computes, and where: what a record must agree in to be of use.
+
+    Attributes:
+        direction: Forward, or which gradient.
+        shape: The convolution.
+        layout: Of activations.
+        threads: Threads that compute it.
+        device: Fingerprint of the device.
+        dtype: Of all tensors.
+        op: Name of the operation.
+    """
+
+    direction: Direction
+    shape: ConvShape
+    layout: Layout
+    threads: int
+    device: str
+    dtype: str = "float32"
+    op: str = "depthwise_conv2d"
+
+
+class KernelRecord(BaseModel):
+    """One candidate that was measured. Times are milliseconds of one call, medians of interleaved pairs."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    version: Literal[1] = RECORD_VERSION
+    op: str = "depthwise_conv2d"
+    direction: Direction
+    shape: str = Field(description="as `ConvShape.text` has it")
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    layout: Layout
+    device: str
+    threads: int = Field(ge=1)
+    versions: dict[str, str]
+    parameters: dict[str, int | float | str | bool | None] = Field(description="of the schedule")
+    align: int = Field(4, ge=1, description="what the addresses of all tensors must be multiples of")
+    ms: float | None = Field(gt=0, description="None where it was compiled and not measured")
+    stock_ms: float | None = Field(gt=0, description="torch, in the better of its layouts")
+    floor_ms: float | None = Field(None, gt=0, description="what neither arithmetic nor memory can beat here")
+    error: float | None = Field(
+        None, ge=0, description="largest difference from float64, relative to the largest value"
+    )
+    tuned_at: float = Field(0.0, ge=0, description="seconds since the epoch; records of one search share it")
+
+    @field_validator("shape")
+    @classmethod
+    def _is_a_shape(cls, text: str) -> str:
+        try:
+            return ConvShape.parse(text).text
+        except ShapeError as error:
+            raise ValueError(error.what) from error
+
+    @property
+    def key(self) -> KernelKey:
+        """What it is a record of."""
+        shape = ConvShape.parse(self.shape)
+        return KernelKey(self.direction, shape, self.layout, self.threads, self.device, self.dtype, self.op)
+
+    @property
+    def current(self) -> bool:
+        """Whether it was measured with the versions that are installed."""
+        return tuple(sorted(self.versions.items())) == installed_versions()
+
+    @property
+    def wins(self) -> bool:
+        """Whether it was measured to be faster than torch."""
+        return self.ms is not None and self.stock_ms is not None and self.ms < self.stock_ms
+
+    def line(self) -> str:
+        """The record as a line of a database."""
+        return json.dumps(self.model_dump(mode="json", exclude_none=True) | {"ms": self.ms, "stock_ms": self.stock_ms})
+
+
+@dataclass
+class Database:
+    """Records, by what they are of.
+
+    Attributes:
+        name: What to call it in messages.
+        records: Everything that could be read.
+        damaged: Lines that are no records.
+        other_versions: Lines of a version that this package does not read.
+    """
+
+    name: str = "the database"
+    records: list[KernelRecord] = field(default_factory=list)
+    damaged: int = 0
+    other_versions: int = 0
+
+    def __post_init__(self) -> None:
+        self._by_key: dict[KernelKey, list[KernelRecord]] = {}
+        for record in self.records:
+            self._by_key.setdefault(record.key, []).append(record)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def add(self, records: Iterable[KernelRecord]) -> None:
+        """Take in more records; nothing is written."""
+        for record in records:
+            if record not in self._by_key.setdefault(record.key, []):
+                self.records.append(record)
+                self._by_key[record.key].append(record)
+
+    def __iter__(self) -> Iterator[KernelKey]:
+        """The keys that there are records of."""
+        return iter(self._by_key)
+
+    def best(self, key: KernelKey, *, current: bool = True) -> KernelRecord | None:
+        """The fastest record of the newest search for a key.
+
+        Times of different searches are not compared: the machine may have been busy during one of them.
+
+        Args:
+            key: What is to be computed.
+            current: Only records of the versions that are installed.
+        """
+        found = [one for one in self._by_key.get(key, ()) if one.ms is not None and (one.current or not current)]
+        newest = max((one.tuned_at for one in found), default=0.0)
+        # Records without a time were left out above, so every one of these has one.
+        return min((one for one in found if one.tuned_at == newest), key=lambda one: one.ms or 0.0, default=None)
+
+
+def parse_records(text: str, name: str = "the database") -> Database:
+    """The database in a text; lines that are no records are counted, not an error."""
+    records, damaged, other = [], 0, 0
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+            if isinstance(data, dict) and isinstance(data.get("version"), int) and data["version"] != RECORD_VERSION:
+                other += 1
+                continue
+            records.append(KernelRecord.model_validate(data))
+        except (ValueError, ValidationError, RecursionError):
+            damaged += 1
+    return Database(name, records, damaged, other)
+
+
+def read_database(path: str | Path) -> Database:
+    """Read a database. What is damaged in it, or of another version, is counted and told in one line.
+
+    Raises:
+        UsageError: There is no such file, it cannot be read, or it holds nothing but damage.
+    """
+    path = Path(path)
+    database = parse_records(_read_text(path), str(path))
+    if not database.records and database.damaged:
+        raise UsageError(
+            f"{path} is not a kernel database: none of its {database.damaged} line(s) is a record",
+            "It is a file of JSON lines that `hybridpar tune` writes.",
+            f"Make it with `hybridpar tune MODEL -o {path}`.",
+        )
+    _tell(database)
+    return database
+
+
+def _tell(database: Database) -> None:
+    if database.damaged:
+        _log.warning("%s: %d line(s) are damaged and were skipped", database.name, database.damaged)
+    if database.other_versions:
+        _log.warning(
+            "%s: %d record(s) are of a version that this hybridpar does not read and were skipped; tune again",
+            database.name,
+            database.other_versions,
+        )
+    old = sum(not record.current for record in database.records)
+    if old:
+        versions = ", ".join(f"{name} {version}" for name, version in installed_versions())
+        _log.warning("%s: %d record(s) are not of %s and are not used; tune again", database.name, old, versions)
+
+
+def user_database() -> Path:
+    """Where `hybridpar tune` writes unless told otherwise, and what `--kernels auto` reads."""
+    return cache_directory() / "kernels.jsonl"
+
+
+def default_database() -> Database:
+    """What comes with the package and what was tuned on this machine; the latter counts where both know a key.
+
+    A file that is missing or cannot be read is as an empty one: a database can only make things faster.
+    """
+    found = Database("the packaged and the user's kernel database")
+    with contextlib.suppress(FileNotFoundError):
+        packaged = importlib.resources.files("hybridpar.tvm_kernels").joinpath("kernels.jsonl")
+        # The packaged times come second to any that were measured here.
+        found.add(
+            record.model_copy(update={"tuned_at": 0.0}) for record in parse_records(packaged.read_text("utf-8")).records
+        )
+    try:
+        if user_database().exists():
+            found.add(read_database(user_database()).records)
+    except UsageError as error:
+        _log.warning("%s", error.what)
+    return found
+
+
+def append_records(path: str | Path, records: Iterable[KernelRecord]) -> None:
+    """Add records at the end of a file, which is made if need be.
+
+    Raises:
+        UsageError: It cannot be written.
+    """
+    _append(Path(path), [record.line() for record in records])
+
+
+def merge_databases(paths: Sequence[str | Path], into: str | Path) -> int:
+    """Put the lines of several databases into one, each once; lines that cannot be read here are kept as they are.
+
+    Args:
+        paths: Files to read.
+        into: File to append to; may be one of them, or new.
+
+    Returns:
+        Number of lines added.
+
+    Raises:
+        UsageError: A file cannot be read or written.
+    """
+    target = Path(into)
+    present = set(_read_text(target).splitlines()) if target.exists() else set()
+    found = (line for path in paths for line in _read_text(Path(path)).splitlines())
+    added = list(dict.fromkeys(line for line in found if line.strip() and line not in present))
+    _append(target, added)
+    return len(added)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the kernel database {path}: {error.strerror}",
+            "It is a file of JSON lines that `hybridpar tune` writes.",
+            f"Make it with `hybridpar tune MODEL -o {path}`.",
+        ) from error
+
+
+def _append(path: Path, lines: Sequence[str]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks: a line is still one write
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            size = os.fstat(handle).st_size
+            # A writer may have died within a line; the next record must not be lost with it.
+            if lines and size and os.pread(handle, 1, size - 1) != b"\n":
+                os.write(handle, b"\n")
+            for line in lines:
+                data = line.encode() + b"\n"
+                if os.write(handle, data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write the kernel database {path}: {error.strerror}",
+            "Records are appended to it as they are measured.",
+            "Name another place with -o.",
+        ) from error

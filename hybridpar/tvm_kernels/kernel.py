@@ -1,0 +1,161 @@
+"""Why: whoever runs a kernel needs to know its phases, how far each can be shared out, and the scratch that it wants.
+
+A kernel runs in phases, one after the other. Each is a function over a range that may be cut anywhere and shared among
+threads, for example `prepare` over channels and then `rows` over strips of the image; the result is the same bit for
+bit however it is cut. Functions take addresses and nothing is checked in them, so the caller has checked that tensors
+are float32, dense in the kernel's layout, on the CPU and as large as the shape says. Any multiple of 4 is an address.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridpar.kernel_build import Function, Session, contents_of, kernel_paths, parted, session
+from hybridpar.kernel_builder import Request
+from hybridpar.kernel_cache import KernelsUnavailable
+from hybridpar.process import available_cores
+from hybridpar.tvm_kernels.schedules.geometry import PREPARED
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+
+_SCHEDULES = Path(__file__).with_name("schedules")
+_IMPORTED = (_SCHEDULES / "geometry.py", Path(__file__).with_name("shapes.py"))
+_FLOAT = 4
+
+Parameters = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute one direction of one shape.
+
+    Attributes:
+        shape: What is computed.
+        direction: Which of the three.
+        layout: Of input, output and their gradients; weights are always contiguous (C, 1, KH, KW).
+        parameters: How; which ones there are is told by `hybridpar.tvm_kernels.space`.
+    """
+
+    shape: ConvShape
+    direction: Direction
+    layout: Layout
+    parameters: Parameters
+
+    def __post_init__(self) -> None:
+        if self.layout is not Layout.CHANNELS_LAST:
+            raise KernelsUnavailable(f"there are no kernels for the layout {self.layout}")
+
+    @property
+    def source(self) -> Path:
+        """The schedule's file."""
+        kind = "weight" if self.direction is Direction.WEIGHT_GRADIENT else "gather"
+        return _SCHEDULES / f"cpu_{kind}.py"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `define` in the schedule's file takes."""
+        told = {"shape": self.shape.text, "direction": str(self.direction)}
+        return {**told, "parameters": dict(sorted(self.parameters.items()))}
+
+    def request(self, text: str = "") -> Request:
+        """What builds it; see `Request` for the text."""
+        return Request((self.source,), self.arguments, text)
+
+    @property
+    def phases(self) -> tuple[tuple[str, int], ...]:
+        """Functions in the order in which they run, and how far each counts."""
+        shape, own = self.shape, self.parameters
+        if self.direction is Direction.WEIGHT_GRADIENT:
+            return (("rows", own["parts"] * own["groups"]), ("merge", -(-shape.channels // own["lanes"])))
+        height = shape.height if self.direction is Direction.INPUT_GRADIENT else shape.out_height
+        return (("prepare", -(-shape.channels // PREPARED)), ("rows", shape.batch * -(-height // own["strip"])))
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory for all threads together that a call needs; its content is of no matter before and after."""
+        shape, own = self.shape, self.parameters
+        taps = shape.kernel[0] * shape.kernel[1]
+        if self.direction is Direction.WEIGHT_GRADIENT:
+            return _FLOAT * own["parts"] * taps * -(-shape.channels // own["lanes"]) * own["lanes"]
+        return _FLOAT * (taps + 1) * shape.channels
+
+
+class Kernel:
+    """A variant as machine code.
+
+    Args:
+        variant: What it computes, and how.
+        functions: By name; they release the GIL while they run.
+    """
+
+    def __init__(self, variant: Variant, functions: Mapping[str, Function]) -> None:
+        self.variant = variant
+        self.scratch_bytes = variant.scratch_bytes
+        #: Functions of (first, second, third, out, scratch, begin, end), and how far each counts, to be run in order.
+        self.phases = tuple((functions[name], count) for name, count in variant.phases)
+
+    def __call__(self, first: int, second: int, third: int, out: int, scratch: int) -> None:
+        """Run all of it in this thread.
+
+        Args:
+            first: Address of the input, or for the input gradient of the output's gradient.
+            second: Address of the weights, or for the weight gradient of the output's gradient.
+            third: Address of the bias in the forward direction, or 0; else 0.
+            out: Address of what is computed.
+            scratch: Address of `scratch_bytes` bytes.
+        """
+        for function, count in self.phases:
+            function(first, second, third, out, scratch, 0, count)
+
+
+def load_image(variant: Variant, names: Sequence[str], image: bytes, into: Session | None = None) -> Kernel:
+    """The kernel in an object file.
+
+    Args:
+        variant: What was built.
+        names: Its functions.
+        image: The object file.
+        into: A session of the caller's, whose machine code goes with the last kernel; None keeps it for ever.
+
+    Raises:
+        RuntimeError: It is no object file for this machine.
+    """
+    functions = session().load(image, names) if into is None else into.load(image, names, keep=False)
+    return Kernel(variant, functions)
+
+
+def load_variants(variants: Sequence[Variant]) -> list[Kernel | KernelsUnavailable]:
+    """Kernels from the cache of this machine; those that are not there yet are built together.
+
+    Returns:
+        For each variant its kernel, or why there is none.
+    """
+    try:
+        paths: dict[str, Path] = {}
+        for source in {variant.source for variant in variants}:
+            own = [variant for variant in variants if variant.source == source]
+            located = kernel_paths("depthwise", (source, *_IMPORTED), [one.arguments for one in own])
+            paths |= {_key(variant): path for variant, path in zip(own, located, strict=True)}
+        files = [paths[_key(variant)] for variant in variants]
+        contents = contents_of(files, [variant.request() for variant in variants], len(available_cores()))
+    except (KernelsUnavailable, OSError) as error:
+        return [KernelsUnavailable(str(error)) for _ in variants]
+    return [_loaded(variant, content) for variant, content in zip(variants, contents, strict=True)]
+
+
+def _loaded(variant: Variant, content: bytes | KernelsUnavailable) -> Kernel | KernelsUnavailable:
+    if isinstance(content, KernelsUnavailable):
+        return content
+    try:
+        names, image = parted(content)
+        return load_image(variant, names, image)
+    except (ImportError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return KernelsUnavailable(reason[-1])
+
+
+def _key(variant: Variant) -> str:
+    return json.dumps([variant.source.name, variant.arguments], sort_keys=True)

@@ -1,0 +1,151 @@
+"""Why: what is to be tuned is what a model really computes, found by running it on tensors without data.
+
+A forward pass on torch's fake tensors costs neither time nor memory, and shows every convolution with the shape and the
+layout that reach it. (The meta device knows no layouts.) A model that needs values is run for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hybridpar.errors import UsageError
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+
+
+@dataclass(frozen=True)
+class DepthwiseLayer:
+    """A depthwise convolution in a model.
+
+    Attributes:
+        name: Of the module.
+        shape: With the batch that the model was run with.
+        layout: Of its input.
+        needs: What a training step computes; a layer behind nothing trainable has no input gradient to compute.
+    """
+
+    name: str
+    shape: ConvShape
+    layout: Layout
+    needs: tuple[Direction, ...] = tuple(Direction)
+
+
+def is_depthwise(module: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether a module is a convolution with one filter per channel that the op can take the place of.
+
+    Subclasses have a forward of their own, and so have parametrised and lazy layers: none of these is touched.
+    """
+    return (
+        (type(module) is nn.Conv2d or getattr(type(module), "fx_leaf", False) is True)
+        and isinstance(module, nn.Conv2d)
+        and module.groups == module.in_channels == module.out_channels > 1
+        and module.padding_mode == "zeros"
+        and (not isinstance(module.padding, str) or _is_even_handed(module))
+    )
+
+
+def _is_even_handed(module: nn.Conv2d) -> bool:
+    """Whether padding by name comes to as many zeros on both sides."""
+    spare = [dilation * (taps - 1) for dilation, taps in zip(module.dilation, module.kernel_size, strict=True)]
+    return module.padding == "valid" or all(zeros % 2 == 0 for zeros in spare)
+
+
+def number_padding(module: nn.Conv2d) -> tuple[int, int]:
+    """The padding of a layer in numbers."""
+    padding: Any = module.padding
+    if padding == "valid":
+        return 0, 0
+    if padding == "same":
+        rows, columns = (
+            dilation * (taps - 1) // 2 for dilation, taps in zip(module.dilation, module.kernel_size, strict=True)
+        )
+        return rows, columns
+    return padding[0], padding[1]
+
+
+def depthwise_layers(
+    model: nn.Module, sizes: Sequence[int], *, layout: Layout = Layout.CHANNELS_LAST, dtype: torch.dtype = torch.float32
+) -> list[DepthwiseLayer]:
+    """The depthwise convolutions of a training step, one entry for each time that one runs.
+
+    Args:
+        model: Any module; it is not changed.
+        sizes: Of its input: N, C, H, W.
+        layout: Of its input.
+        dtype: Of its input.
+
+    Raises:
+        UsageError: The model does not run on such an input.
+    """
+    seen: list[DepthwiseLayer] = []
+    hooks = [
+        module.register_forward_pre_hook(_noting(name, seen))
+        for name, module in model.named_modules()
+        if is_depthwise(module)
+    ]
+    if not hooks:
+        return []
+    example = _input(sizes, layout, dtype, next(model.parameters()).device)
+    try:
+        fake = FakeTensorMode()
+        named = [*model.named_parameters(), *model.named_buffers()]
+        with fake:
+            _run(model, {name: fake.from_tensor(tensor) for name, tensor in named}, fake.from_tensor(example))
+    except Exception:  # the model wants values; whatever else is wrong with it shows again
+        seen.clear()
+        try:
+            _run(model, {name: tensor.detach().clone() for name, tensor in model.named_buffers()}, example)
+        except Exception as error:
+            raise UsageError(
+                f"{type(model).__name__} does not run on an input of {'x'.join(map(str, sizes))}",
+                f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+                "Name another input; depthwise convolutions are found by running the model.",
+            ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _noting(name: str, seen: list[DepthwiseLayer]) -> Any:
+    def note(module: nn.Conv2d, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0]
+        if x.ndim != 4:
+            return
+        # Where both would be right, as with images of one pixel, it is what torch takes it for.
+        last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        batch, channels, height, width = map(int, x.shape)
+        shape = ConvShape(
+            batch,
+            channels,
+            height,
+            width,
+            (module.kernel_size[0], module.kernel_size[1]),
+            (module.stride[0], module.stride[1]),
+            number_padding(module),
+            (module.dilation[0], module.dilation[1]),
+        )
+        needs = [Direction.FORWARD]
+        if x.requires_grad:
+            needs.append(Direction.INPUT_GRADIENT)
+        if module.weight.requires_grad:
+            needs.append(Direction.WEIGHT_GRADIENT)
+        seen.append(DepthwiseLayer(name, shape, Layout.CHANNELS_LAST if last else Layout.CONTIGUOUS, tuple(needs)))
+
+    return note
+
+
+def _input(sizes: Sequence[int], layout: Layout, dtype: torch.dtype, device: Any) -> Tensor:
+    form = torch.channels_last if layout is Layout.CHANNELS_LAST else torch.contiguous_format
+    return torch.zeros(tuple(sizes), dtype=dtype, device=device).contiguous(memory_format=form)
+
+
+def _run(model: nn.Module, state: dict[str, Tensor], example: Tensor) -> None:
+    devices = [] if example.device.type != "cuda" else [example.device]
+    with torch.random.fork_rng(devices=devices):
+        torch.func.functional_call(model, state, (example,))

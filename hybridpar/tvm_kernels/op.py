@@ -1,0 +1,322 @@
+"""Why: a tuned convolution must be an operation like torch's own: differentiable, traceable, compilable, safe.
+
+`torch.ops.hybridpar.depthwise_conv2d` and its two gradients are operations of one kernel each or, wherever none was
+tuned, of torch's. Each of the three is linear in both of its operands, so the gradients of each are made of the other
+two, and gradients of any order come for nothing.
+
+They are registered with `torch.library.Library` and not with `custom_op`, which takes 13 us more for each call.
+What is handed to a kernel is checked here: dtype, device, layout, alignment. What does not pass runs on torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridpar.tvm_kernels.choice import active_choices, any_kernel, kernel_for
+from hybridpar.tvm_kernels.shapes import Direction, Layout
+
+_FORMATS = {Layout.CHANNELS_LAST: torch.channels_last, Layout.CONTIGUOUS: torch.contiguous_format}
+
+#: The same on every call, so looked up once.
+_FORWARD, _INPUT, _WEIGHT = Direction.FORWARD, Direction.INPUT_GRADIENT, Direction.WEIGHT_GRADIENT
+
+Numbers = Sequence[int]
+
+
+def depthwise_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Numbers = 1,
+    padding: int | Numbers = 0,
+    dilation: int | Numbers = 1,
+) -> Tensor:
+    """A depthwise convolution, by tuned kernels where a database in use says that they are faster.
+
+    Args:
+        x: (N, C, H, W).
+        weight: (C, 1, KH, KW).
+        bias: (C,).
+        stride: As `torch.nn.functional.conv2d` takes it, and the next ones.
+        padding: Numbers alone.
+        dilation: One or two numbers.
+
+    Returns:
+        (N, C, OH, OW) with the values, and in the memory format, of `conv2d(..., groups=C)`.
+    """
+    stride, padding, dilation = _pair(stride), _pair(padding), _pair(dilation)
+    # What runs on torch in all directions is torch's own operation, with its one backward for both gradients.
+    if not torch.compiler.is_compiling() and type(x) is Tensor and _is_stock(x, weight, stride, padding, dilation):
+        return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[-3])
+    result: Tensor = torch.ops.hybridpar.depthwise_conv2d(x, weight, bias, stride, padding, dilation)
+    return result
+
+
+def _is_stock(x: Tensor, weight: Tensor, *numbers: tuple[int, int]) -> bool:
+    """Whether torch computes this and its gradients; under autocast it is another dtype."""
+    if active_choices() is None or weight.shape[1] != 1 or weight.shape[0] != x.shape[-3]:
+        return True
+    if x.dtype is not torch.float32 or not x.is_cpu or torch.is_autocast_enabled("cpu"):
+        return True
+    layout = layout_of(x)
+    return layout is None or not any_kernel(x.shape, weight.shape[2:], *numbers, layout)
+
+
+def _pair(value: int | Numbers) -> tuple[int, int]:
+    if isinstance(value, int):
+        return value, value
+    return (value[0], value[1]) if len(value) == 2 else (value[0], value[0])
+
+
+# ---------------------------------------------------------------------------------------------------- what is computed
+
+
+def layout_of(tensor: Tensor) -> Layout | None:
+    """How a dense tensor lies in memory; None where it is not dense, or could be either."""
+    if tensor.ndim != 4:
+        return None
+    last = tensor.is_contiguous(memory_format=torch.channels_last)
+    if tensor.is_contiguous():
+        return None if last else Layout.CONTIGUOUS
+    return Layout.CHANNELS_LAST if last else None
+
+
+def _usable(layout: Layout | None, image: Tensor, *others: Tensor) -> bool:
+    """Whether kernels can read tensors that belong to an image of a layout."""
+    return (
+        layout is not None
+        and image.is_cpu
+        and image.dtype is torch.float32
+        and all(other.dtype is torch.float32 and other.is_cpu and other.is_contiguous() for other in others)
+    )
+
+
+def _fits(weight: Tensor, channels: int, layout: Layout | None) -> bool:
+    """Whether weights are one filter per channel, and make torch's result lie in the layout of the image.
+
+    They are dense whatever their channel's stride says, which torch takes for the layout that is asked for.
+    """
+    plain = weight.ndim == 4 and weight.shape[0] == channels and weight.shape[1] == 1
+    return plain and (layout is Layout.CHANNELS_LAST or weight.stride(1) != 1)
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    layout = layout_of(x)
+    if _usable(layout, x, weight, *(() if bias is None else (bias,))) and _fits(weight, x.shape[1], layout):
+        assert layout is not None
+        kernel = kernel_for(_FORWARD, x.shape, weight.shape[2:], stride, padding, dilation, layout)
+        if kernel is not None and kernel.takes(x, weight):
+            sizes = _out_sizes(x.shape, weight.shape, stride, padding, dilation)
+            out = torch.empty(sizes, memory_format=_FORMATS[layout])
+            kernel(x, weight, bias, out)
+            return out
+    return stock_forward(x, weight, bias, stride, padding, dilation)
+
+
+def _input_gradient(gradient: Tensor, weight: Tensor, size: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    layout = layout_of(gradient)
+    if _usable(layout, gradient, weight) and _fits(weight, gradient.shape[1], layout):
+        assert layout is not None
+        sizes = (*gradient.shape[:2], *size)
+        kernel = kernel_for(_INPUT, sizes, weight.shape[2:], stride, padding, dilation, layout)
+        if kernel is not None and kernel.takes(gradient, weight):
+            out = torch.empty(sizes, memory_format=_FORMATS[layout])
+            kernel(gradient, weight, None, out)
+            return out
+    return stock_input_gradient(gradient, weight, size, stride, padding, dilation)
+
+
+def _weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    layout = layout_of(x)
+    if (
+        _usable(layout, x)
+        and gradient.dtype is torch.float32
+        and gradient.is_contiguous(memory_format=_FORMATS[layout])  # type: ignore[index]
+    ):
+        assert layout is not None
+        kernel = kernel_for(_WEIGHT, x.shape, taps, stride, padding, dilation, layout)
+        if kernel is not None and kernel.takes(x, gradient):
+            out = torch.empty((x.shape[1], 1, *taps))
+            kernel(x, gradient, None, out)
+            return out
+    return stock_weight_gradient(x, gradient, taps, stride, padding, dilation)
+
+
+def stock_forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    """The output by torch alone."""
+    _check(x, weight.shape[:2])
+    return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[1])
+
+
+def stock_input_gradient(
+    gradient: Tensor, weight: Tensor, size: Any, stride: Any, padding: Any, dilation: Any
+) -> Tensor:
+    """The input's gradient by torch alone; sizes are H and W of the input."""
+    _check(gradient, weight.shape[:2])
+    # Of the input only the form counts, and the gradient has the same layout.
+    last = layout_of(gradient) is Layout.CHANNELS_LAST
+    form = torch.channels_last if last else torch.contiguous_format
+    x = torch.empty((*gradient.shape[:2], *size), dtype=gradient.dtype, device=gradient.device, memory_format=form)
+    return _stock_backward(gradient, x, weight, stride, padding, dilation, (True, False))
+
+
+def stock_weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
+    """The weights' gradient by torch alone; taps are KH and KW."""
+    _check(x, (gradient.shape[1], 1))
+    weight = torch.empty((gradient.shape[1], 1, *taps), dtype=x.dtype, device=x.device)
+    return _stock_backward(gradient, x, weight, stride, padding, dilation, (False, True)).contiguous()
+
+
+def _check(image: Tensor, filters: Numbers) -> None:
+    """Refuse what is no depthwise convolution of one filter per channel.
+
+    Raises:
+        ValueError: With the sizes that do not fit.
+    """
+    if image.ndim != 4 or tuple(filters) != (image.shape[1], 1):
+        raise ValueError(
+            f"an image of shape {tuple(image.shape)} and filters ({', '.join(map(str, filters))}, ...): "
+            "hybridpar's depthwise convolution has images (N, C, H, W) and filters (C, 1, KH, KW)"
+        )
+
+
+def _stock_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, wanted: tuple[bool, bool]
+) -> Tensor:
+    groups = x.shape[1]
+    found = torch.ops.aten.convolution_backward(
+        gradient, x, weight, None, stride, padding, dilation, False, [0, 0], groups, [*wanted, False]
+    )
+    result: Tensor = found[0] if wanted[0] else found[1]
+    return result
+
+
+def _out_sizes(sizes: Numbers, weight: Numbers, stride: Numbers, padding: Numbers, dilation: Numbers) -> list[int]:
+    reach = [dilation[axis] * (weight[2 + axis] - 1) + 1 for axis in (0, 1)]
+    return [
+        sizes[0],
+        sizes[1],
+        *((sizes[2 + axis] + 2 * padding[axis] - reach[axis]) // stride[axis] + 1 for axis in (0, 1)),
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------- autograd
+
+
+def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, *ctx.numbers = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.has_bias = bias is not None
+
+
+def _backward_of_forward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    gradient = _like(gradient, x)
+    ops = torch.ops.hybridpar
+    to_x = to_weight = to_bias = None
+    if ctx.needs_input_grad[0]:
+        to_x = ops.depthwise_conv2d_input_gradient(gradient, weight, x.shape[2:], *ctx.numbers)
+    if ctx.needs_input_grad[1]:
+        to_weight = ops.depthwise_conv2d_weight_gradient(x, gradient, weight.shape[2:], *ctx.numbers)
+    if ctx.has_bias and ctx.needs_input_grad[2]:
+        to_bias = gradient.sum((0, 2, 3))
+    return to_x, to_weight, to_bias, None, None, None
+
+
+def _like(gradient: Tensor, x: Tensor) -> Tensor:
+    """The gradient in the layout of the input, in which everything is computed; it may come as any view."""
+    layout = layout_of(x)
+    return gradient if layout is None else gradient.contiguous(memory_format=_FORMATS[layout])
+
+
+def _save_input_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gradient, weight, _, *ctx.numbers = inputs
+    ctx.save_for_backward(gradient, weight)
+
+
+def _backward_of_input_gradient(ctx: Any, second: Tensor) -> tuple[Any, ...]:
+    gradient, weight = ctx.saved_tensors
+    second = _like(second, gradient)
+    ops = torch.ops.hybridpar
+    to_gradient = to_weight = None
+    if ctx.needs_input_grad[0]:
+        to_gradient = ops.depthwise_conv2d(second, weight, None, *ctx.numbers)
+    if ctx.needs_input_grad[1]:
+        to_weight = ops.depthwise_conv2d_weight_gradient(second, gradient, weight.shape[2:], *ctx.numbers)
+    return to_gradient, to_weight, None, None, None, None
+
+
+def _save_weight_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, gradient, _, *ctx.numbers = inputs
+    ctx.save_for_backward(x, gradient)
+
+
+def _backward_of_weight_gradient(ctx: Any, second: Tensor) -> tuple[Any, ...]:
+    x, gradient = ctx.saved_tensors
+    second = second.contiguous()
+    ops = torch.ops.hybridpar
+    to_x = to_gradient = None
+    if ctx.needs_input_grad[0]:
+        to_x = ops.depthwise_conv2d_input_gradient(gradient, second, x.shape[2:], *ctx.numbers)
+    if ctx.needs_input_grad[1]:
+        to_gradient = ops.depthwise_conv2d(x, second, None, *ctx.numbers)
+    return to_x, to_gradient, None, None, None, None
+
+
+# ------------------------------------------------------------------------------------------------------ registration
+
+_NUMBERS = "int[2] stride, int[2] padding, int[2] dilation"
+_library: Any = torch.library.Library("hybridpar", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _register(schema: str, compute: Any, stock: Any, save: Any, backward: Any) -> None:
+    """Define an operation; what torch computes has the same form, so that does for tensors without data."""
+    name = schema.partition("(")[0]
+    full = f"hybridpar::{name}"
+    _library.define(schema, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+    _library.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(full, stock, lib=_library)
+    torch.library.register_autograd(full, backward, setup_context=save, lib=_library)
+    for device in ("cpu", "cuda"):
+        _library.impl(name, _under_autocast(name, device), f"Autocast{device.upper()}")
+
+
+def _under_autocast(name: str, device: str) -> Any:
+    """Tensors in autocast's dtype, as torch does it with its own convolution."""
+
+    def cast(*arguments: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return getattr(torch.ops.hybridpar, name)(
+                *(one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one for one in arguments)
+            )
+
+    return cast
+
+
+_register(
+    f"depthwise_conv2d(Tensor x, Tensor weight, Tensor? bias, {_NUMBERS}) -> Tensor",
+    _forward,
+    stock_forward,
+    _save_forward,
+    _backward_of_forward,
+)
+_register(
+    f"depthwise_conv2d_input_gradient(Tensor gradient, Tensor weight, SymInt[2] size, {_NUMBERS}) -> Tensor",
+    _input_gradient,
+    stock_input_gradient,
+    _save_input_gradient,
+    _backward_of_input_gradient,
+)
+_register(
+    f"depthwise_conv2d_weight_gradient(Tensor x, Tensor gradient, SymInt[2] taps, {_NUMBERS}) -> Tensor",
+    _weight_gradient,
+    stock_weight_gradient,
+    _save_weight_gradient,
+    _backward_of_weight_gradient,
+)

@@ -1,0 +1,92 @@
+"""Why: what tuned kernels save is measured where they run, not taken over from the day on which they were tuned."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from hybridpar.tvm_kernels.choice import Choices, TunedKernel
+from hybridpar.tvm_kernels.database import KernelKey
+from hybridpar.tvm_kernels.op import stock_forward, stock_input_gradient, stock_weight_gradient
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+
+
+def measure_saving(choices: Choices, keys: Mapping[KernelKey, int], pairs: int = 5) -> float:
+    """Milliseconds that tuned kernels take less than torch, added over some convolutions.
+
+    Each pair times one after the other, on the same random operands and in the layout that the model uses; both
+    allocate their results. The median difference of the pairs counts.
+
+    Args:
+        choices: What decides; convolutions that it leaves to torch save nothing.
+        keys: Convolutions, and how often each one runs.
+        pairs: Pairs of calls of each, after one that does not count.
+    """
+    saved, threads = 0.0, torch.get_num_threads()
+    try:
+        with torch.no_grad():
+            for key, count in keys.items():
+                kernel = choices.decide(key).kernel
+                if kernel is not None:
+                    torch.set_num_threads(key.threads)
+                    saved += count * _saved(key, kernel, pairs)
+    finally:
+        torch.set_num_threads(threads)
+    return saved
+
+
+def _saved(key: KernelKey, kernel: TunedKernel, pairs: int) -> float:
+    tuned, stock = _sides(key, kernel)
+    differences = []
+    for _ in range(pairs + 1):
+        torchs = _milliseconds(stock)
+        differences.append(torchs - _milliseconds(tuned))
+    return median(differences[1:])
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return (time.perf_counter() - began) * 1e3
+
+
+def _sides(key: KernelKey, kernel: TunedKernel) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The same computation by a kernel and by torch."""
+    shape = key.shape
+    form = torch.channels_last if key.layout is Layout.CHANNELS_LAST else torch.contiguous_format
+    image = (shape.batch, shape.channels, shape.height, shape.width)
+    out = (shape.batch, shape.channels, shape.out_height, shape.out_width)
+    filters = (shape.channels, 1, *shape.kernel)
+    # Operands of the three directions, and the sizes of what they give.
+    operands: tuple[tuple[int, ...], tuple[int, ...]]
+    operands, result = {
+        Direction.FORWARD: ((image, filters), out),
+        Direction.INPUT_GRADIENT: ((out, filters), image),
+        Direction.WEIGHT_GRADIENT: ((image, out), filters),
+    }[key.direction]
+    first, second = (_random(sizes, form if sizes != filters else torch.contiguous_format) for sizes in operands)
+
+    def tuned() -> Tensor:
+        made = torch.empty(result, memory_format=form if result != filters else torch.contiguous_format)
+        kernel(first, second, None, made)
+        return made
+
+    return tuned, lambda: _stock(key.direction, shape, first, second)
+
+
+def _random(sizes: tuple[int, ...], form: torch.memory_format) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(sizes, generator=generator).contiguous(memory_format=form)
+
+
+def _stock(direction: Direction, shape: ConvShape, first: Tensor, second: Tensor) -> Tensor:
+    numbers = (shape.stride, shape.padding, shape.dilation)
+    if direction is Direction.FORWARD:
+        return stock_forward(first, second, None, *numbers)
+    if direction is Direction.INPUT_GRADIENT:
+        return stock_input_gradient(first, second, (shape.height, shape.width), *numbers)
+    return stock_weight_gradient(first, second, shape.kernel, *numbers)

@@ -1,0 +1,264 @@
+"""Why: forward and input gradient in channels_last gather the same way, with a tile of outputs held in registers.
+
+Level 1 is a strip of output rows of one image, which threads share out; inside, either all of a strip is done for some
+channels before the next ones (its input then stays in L1), or all channels of a tile before the next tile (memory is
+then read in order). Level 2 is a tile of rows x columns x lanes, SIMD over channels. An input element is read once per
+tile and multiplied with every tap that it meets.
+
+This is TIR written out, since a schedule has no word for what it takes: a border that is split off so that each of its
+tiles has just the taps that meet the image, input rows whose bounds are computed, and a range given by the caller.
+Arguments of all functions: addresses (first, second, third, out, scratch), then the range (begin, end). First is the
+input or the output's gradient, second the weights (C, 1, KH, KW), third the bias or 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hybridpar.kernel_writer import Writer
+from hybridpar.tvm_kernels.schedules.geometry import ARGUMENTS, PREPARED, Span, axis, by_input, interior, spans
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction
+
+#: No pass that turns schedules into loops is needed.
+WRITTEN_OUT = True
+
+
+def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) -> dict[str, Any]:
+    """The functions of one kernel: `prepare` turns the weights, `rows` computes strips.
+
+    Args:
+        w: Writes them.
+        shape: As `ConvShape.text`.
+        direction: Forward or input gradient.
+        parameters: lanes, tile_rows, tile_columns, strip, columns_outer and unroll.
+    """
+    kernel = _Gather(w, ConvShape.parse(shape), Direction(direction), **parameters)
+    return {
+        name: w.function(name, ARGUMENTS, (), body, helpers=False)
+        for name, body in (("prepare", kernel.prepare), ("rows", kernel.rows))
+    }
+
+
+class _Gather:
+    """Writes one kernel."""
+
+    def __init__(
+        self,
+        w: Writer,
+        shape: ConvShape,
+        direction: Direction,
+        lanes: int,
+        tile_rows: int,
+        tile_columns: int,
+        strip: int,
+        columns_outer: int,
+        unroll: int,
+    ) -> None:
+        self.w, self.t = w, w.t
+        self.shape, self.lanes, self.strip = shape, lanes, strip
+        self.tile_rows, self.columns_outer = tile_rows, bool(columns_outer)
+        self.vertical, self.horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
+        self.columns = spans(self.horizontal, tile_columns)
+        self.shift = self.horizontal.shift(tile_columns)
+        self.inner = interior(self.vertical, tile_rows) if unroll else None
+        self.bias = direction is Direction.FORWARD
+        self.taps = shape.kernel[0] * shape.kernel[1]
+
+    def prepare(self, second: Any, third: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
+        """Turn weights from (C, K) to (K, C), behind which comes the bias; blocks of channels are the range."""
+        w, t, channels = self.w, self.t, self.shape.channels
+        weights, turned = w.view(second, "float32"), w.view(scratch, "float32")
+        bias = w.view(third, "float32")
+        with t.serial(begin, end) as block:
+            first = w.keep(block * PREPARED)
+            with t.serial(first, t.min(first + PREPARED, t.int64(channels))) as channel:
+                with t.serial(t.int64(0), t.int64(self.taps)) as tap:
+                    w.store(turned, tap * channels + channel, weights[channel * self.taps + tap])
+                if self.bias:
+                    place = w.keep(channel + self.taps * channels)
+                    w.either(
+                        third == t.int64(0),
+                        lambda: w.store(turned, place, t.float32(0)),
+                        lambda: w.store(turned, place, bias[channel]),
+                    )
+
+    def rows(self, first: Any, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
+        """Compute strips; strips of all images are the range."""
+        w, t = self.w, self.t
+        self.input, self.output, self.weights = (w.view(one, "float32") for one in (first, out, scratch))
+        strips = -(-self.vertical.out // self.strip)
+        with t.serial(begin, end) as item:
+            image = w.keep(t.floordiv(item, t.int64(strips)))
+            top = w.keep((item - image * strips) * self.strip)
+            bottom = w.keep(t.min(top + self.strip, t.int64(self.vertical.out)))
+            if self.columns_outer:
+                for row in self._tile_rows(top, bottom):
+                    for span, moved in self._tile_columns():
+                        for channel in self._blocks():
+                            self._tile(image, row, bottom, span, moved, channel)
+            else:
+                for channel in self._blocks():
+                    for row in self._tile_rows(top, bottom):
+                        for span, moved in self._tile_columns():
+                            self._tile(image, row, bottom, span, moved, channel)
+
+    # ------------------------------------------------------------------------------------------------------ the loops
+
+    # Each writes a loop around what its caller writes next, or more than one where the loop's parts differ.
+
+    def _blocks(self) -> Iterator[Any]:
+        """First channels of blocks of lanes; the last block reaches back where channels do not fill it."""
+        t, channels, lanes = self.t, self.shape.channels, self.lanes
+        blocks = -(-channels // lanes)
+        if blocks == 1:
+            yield t.int64(0)
+            return
+        with t.serial(t.int64(0), t.int64(blocks)) as block:
+            start = block * lanes
+            yield self.w.keep(t.min(start, t.int64(channels - lanes)) if channels % lanes else start)
+
+    def _tile_rows(self, top: Any, bottom: Any) -> Iterator[Any]:
+        """First rows of a strip's tiles."""
+        t = self.t
+        if self.strip == self.tile_rows:
+            yield top
+            return
+        count = t.floordiv(bottom - top + (self.tile_rows - 1), t.int64(self.tile_rows))
+        with t.serial(t.int64(0), self.w.keep(count)) as index:
+            yield self.w.keep(top + index * self.tile_rows)
+
+    def _tile_columns(self) -> Iterator[tuple[Span, Any]]:
+        """Tiles of a row: which kind, and how many of that kind lie before it."""
+        t = self.t
+        for span in self.columns:
+            if span.count == 1:
+                yield span, t.int64(0)
+            else:
+                with t.serial(t.int64(0), t.int64(span.count)) as index:
+                    yield span, self.w.keep(index)
+
+    # ------------------------------------------------------------------------------------------------------- the tile
+
+    def _tile(self, image: Any, row: Any, bottom: Any, span: Span, moved: Any, channel: Any) -> None:
+        """One tile: all taps written out where no row meets a border, else row by row."""
+        w, t = self.w, self.t
+
+        def apart() -> None:
+            if self.tile_rows == 1:
+                self._row(image, row, span, moved, channel)
+                return
+            with t.serial(row, t.min(row + self.tile_rows, bottom)) as one:
+                self._row(image, w.keep(one), span, moved, channel)
+
+        inner = self.inner
+        if inner is None:
+            apart()
+        elif inner.count * inner.width == self.vertical.out:
+            self._whole(image, row, span, moved, channel)
+        else:
+            inside = t.And(row >= t.int64(inner.start), row < t.int64(inner.start + inner.count * inner.width))
+            w.either(inside, lambda: self._whole(image, row, span, moved, channel), apart)
+
+    def _whole(self, image: Any, row: Any, span: Span, moved: Any, channel: Any) -> None:
+        """A tile that meets no border above or below, all of it written out."""
+        w, t = self.w, self.t
+        inner = self.inner
+        assert inner is not None
+        along = self.vertical
+        # Where the tile's input begins, as if the first tile of the run were at row 0 of the input.
+        steps = row - inner.start
+        origin = t.floordiv(steps, t.int64(along.stride)) if along.transposed else steps * along.stride
+        base = w.keep(self._input_at(image * along.size + origin, moved * self.shift) + channel)
+        sums = {(r, c): self._start(channel) for r in range(inner.width) for c in range(span.width)}
+        for input_row, row_uses in by_input(inner.taps):
+            taps: dict[tuple[int, int], Any] = {}
+            for input_column, column_uses in by_input(span.taps):
+                value = w.keep(self._load(self.input, base + self._offset(input_row, input_column)))
+                for r, row_tap in row_uses:
+                    for c, column_tap in column_uses:
+                        tap = (row_tap, column_tap)
+                        if tap not in taps:
+                            taps[tap] = w.keep(self._tap(t.int64(row_tap), column_tap, channel))
+                        sums[r, c] = w.keep(sums[r, c] + value * taps[tap])
+        at = w.keep(self._output_at(image, row, span, moved) + channel)
+        for (r, c), total in sums.items():
+            self._store(at + (r * self.horizontal.out + c) * self.shape.channels, total)
+
+    def _row(self, image: Any, row: Any, span: Span, moved: Any, channel: Any) -> None:
+        """One row of a tile, with a loop over the rows of taps that meet the image."""
+        w, t, lanes = self.w, self.t, self.lanes
+        sums = w.local(span.width * lanes, "float32")
+        for c in range(span.width):
+            w.store(sums, self._at(t.int64(c * lanes)), self._start(channel))
+        low, high, tap_of, place_of = self._bounds(row)
+        with t.serial(low, high) as step:
+            tap = w.keep(tap_of(step))
+            base = w.keep(self._input_at(image * self.vertical.size + place_of(step), moved * self.shift) + channel)
+            new = [sums[self._at(t.int64(c * lanes))] for c in range(span.width)]
+            taps: dict[int, Any] = {}
+            for input_column, uses in by_input(span.taps):
+                value = w.keep(self._load(self.input, base + self._offset(0, input_column)))
+                for c, column_tap in uses:
+                    if column_tap not in taps:
+                        taps[column_tap] = w.keep(self._tap(tap, column_tap, channel))
+                    new[c] = w.keep(new[c] + value * taps[column_tap])
+            for c, total in enumerate(new):
+                w.store(sums, self._at(t.int64(c * lanes)), total)
+        at = w.keep(self._output_at(image, row, span, moved) + channel)
+        for c in range(span.width):
+            self._store(at + c * self.shape.channels, sums[self._at(t.int64(c * lanes))])
+
+    def _bounds(self, row: Any) -> tuple[Any, Any, Callable[[Any], Any], Callable[[Any], Any]]:
+        """The loop over taps of an output row: from, to, and of a step the tap and the input row."""
+        w, t, along = self.w, self.t, self.vertical
+        none = t.int64(0)
+        if not along.transposed:
+            first = w.keep(row * along.stride - along.padding)
+            d = along.dilation
+            low = t.floordiv(t.max(none, d - 1 - first), t.int64(d))
+            high = t.min(t.int64(along.taps), t.floordiv(t.max(none, along.size - 1 - first + d), t.int64(d)))
+            return w.keep(low), w.keep(high), lambda step: step, lambda step: first + step * d
+        if along.stride == 1:
+            d = along.dilation
+            last = w.keep(row + along.padding)
+            low = t.floordiv(t.max(none, last - (along.size - 1) + (d - 1)), t.int64(d))
+            high = t.min(t.int64(along.taps), t.floordiv(last, t.int64(d)) + 1)
+            return w.keep(low), w.keep(high), lambda step: step, lambda step: last - step * d
+        place = w.keep(t.floordiv(row + along.padding, t.int64(along.stride)))
+        phase = w.keep(row + along.padding - place * along.stride)
+        low = t.max(none, place - (along.size - 1))
+        most = t.floordiv(along.taps - 1 - phase + along.stride, t.int64(along.stride))
+        high = t.min(most, place + 1)
+        return w.keep(low), w.keep(high), lambda step: phase + step * along.stride, lambda step: place - step
+
+    # ------------------------------------------------------------------------------------------------- what memory is
+
+    def _at(self, start: Any) -> Any:
+        return start if self.lanes == 1 else self.t.ramp(start, 1, self.lanes)
+
+    def _load(self, buffer: Any, start: Any) -> Any:
+        return buffer[self._at(start)]
+
+    def _store(self, start: Any, value: Any) -> None:
+        self.w.store(self.output, self._at(start), value)
+
+    def _input_at(self, row: Any, column: Any) -> Any:
+        return (row * self.horizontal.size + column) * self.shape.channels
+
+    def _offset(self, row: int, column: int) -> int:
+        return (row * self.horizontal.size + column) * self.shape.channels
+
+    def _output_at(self, image: Any, row: Any, span: Span, moved: Any) -> Any:
+        column = moved * span.width + span.start
+        return ((image * self.vertical.out + row) * self.horizontal.out + column) * self.shape.channels
+
+    def _tap(self, row: Any, column: int, channel: Any) -> Any:
+        return self._load(self.weights, (row * self.shape.kernel[1] + column) * self.shape.channels + channel)
+
+    def _start(self, channel: Any) -> Any:
+        """What a sum starts from: the bias, or zero."""
+        if self.bias:
+            return self.w.keep(self._load(self.weights, channel + self.taps * self.shape.channels))
+        zero = self.t.float32(0)
+        return self.w.keep(zero if self.lanes == 1 else self.t.broadcast(zero, self.lanes))

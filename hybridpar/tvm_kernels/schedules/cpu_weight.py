@@ -1,0 +1,239 @@
+"""Why: the weight gradient in channels_last is a long sum per tap, so the sums stay in registers and images pass by.
+
+Level 1 is a strip of output rows, small enough that input and gradient of some lanes stay in L1 while each group of
+taps passes over them. Level 2 is that group: taps x lanes sums in registers, and some columns of the gradient.
+
+The work is cut into parts (of images and strips) times groups of channels, which threads share out. Each part leaves
+sums of its own and `merge` adds them in order, so the result does not depend on how many threads there are.
+
+This is TIR written out, since a schedule has no word for what it takes: a border that is split off so that its columns
+have just the taps that meet the image, rows whose bounds are computed, and a range given by the caller.
+Arguments of all functions: addresses (first, second, third, out, scratch), then the range (begin, end). First is the
+input, second the output's gradient, third is not used, out is the gradient (C, 1, KH, KW).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridpar.kernel_writer import Writer
+from hybridpar.tvm_kernels.schedules.geometry import ARGUMENTS, Span, axis, by_input, spans
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction
+
+#: No pass that turns schedules into loops is needed.
+WRITTEN_OUT = True
+
+
+def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) -> dict[str, Any]:
+    """The functions of one kernel: `rows` makes the sums of parts, `merge` adds them up.
+
+    Args:
+        w: Writes them.
+        shape: As `ConvShape.text`.
+        direction: The weight gradient.
+        parameters: lanes, tap_rows, tap_columns, tile_columns, strip, parts and groups.
+    """
+    assert Direction(direction) is Direction.WEIGHT_GRADIENT
+    kernel = _Weight(w, ConvShape.parse(shape), **parameters)
+    return {
+        name: w.function(name, ARGUMENTS, (), body, helpers=False)
+        for name, body in (("rows", kernel.rows), ("merge", kernel.merge))
+    }
+
+
+class _Weight:
+    """Writes one kernel."""
+
+    def __init__(
+        self,
+        w: Writer,
+        shape: ConvShape,
+        lanes: int,
+        tap_rows: int,
+        tap_columns: int,
+        tile_columns: int,
+        strip: int,
+        parts: int,
+        groups: int,
+    ) -> None:
+        self.w, self.t = w, w.t
+        self.shape, self.lanes, self.tap_rows, self.tap_columns = shape, lanes, tap_rows, tap_columns
+        self.strip, self.parts, self.groups = strip, parts, groups
+        self.rows_axis = axis(shape, Direction.FORWARD, 0)
+        self.columns_axis = axis(shape, Direction.FORWARD, 1)
+        self.columns = spans(self.columns_axis, tile_columns)
+        self.shift = self.columns_axis.shift(tile_columns)
+        self.blocks = -(-shape.channels // lanes)
+        self.pitch = self.blocks * lanes
+        self.taps = shape.kernel[0] * shape.kernel[1]
+
+    def rows(self, first: Any, second: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
+        """Make the sums of parts; the range counts groups of channels within parts."""
+        w, t = self.w, self.t
+        self.input, self.gradient, self.sums = (w.view(one, "float32") for one in (first, second, scratch))
+        strips = -(-self.rows_axis.out // self.strip)
+        total = self.shape.batch * strips
+        with t.serial(begin, end) as item:
+            part = w.keep(t.floordiv(item, t.int64(self.groups)))
+            group = w.keep(item - part * self.groups)
+            own = w.keep(part * (self.taps * self.pitch))
+            low, high = (w.keep(t.floordiv((group + one) * self.blocks, t.int64(self.groups))) for one in (0, 1))
+            with t.serial(t.int64(0), t.int64(self.taps)) as tap:
+                with t.serial(low, high) as block:
+                    w.store(self.sums, self._at(own + tap * self.pitch + block * self.lanes), self._zero())
+            from_strip, to_strip = (w.keep(t.floordiv((part + one) * total, t.int64(self.parts))) for one in (0, 1))
+            with t.serial(from_strip, to_strip) as index:
+                image = w.keep(t.floordiv(index, t.int64(strips)))
+                top = w.keep((index - image * strips) * self.strip)
+                bottom = w.keep(t.min(top + self.strip, t.int64(self.rows_axis.out)))
+                with t.serial(low, high) as block:
+                    self._strip(image, top, bottom, block, own)
+
+    def merge(self, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
+        """Add up the sums of all parts; the range counts blocks of lanes."""
+        w, t, lanes = self.w, self.t, self.lanes
+        sums, result = w.view(scratch, "float32"), w.view(out, "float32")
+        total = w.local(lanes, "float32")
+        whole = self._at(t.int64(0))
+        with t.serial(begin, end) as block:
+            channel = self._channel(block)
+            with t.serial(t.int64(0), t.int64(self.taps)) as tap:
+                place = w.keep(tap * self.pitch + block * lanes)
+                w.store(total, whole, sums[self._at(place)])
+                with t.serial(t.int64(1), t.int64(self.parts)) as part:
+                    w.store(total, whole, total[whole] + sums[self._at(place + part * (self.taps * self.pitch))])
+                with t.serial(t.int64(0), t.int64(lanes)) as lane:
+                    w.store(result, (channel + lane) * self.taps + tap, total[lane])
+
+    # -------------------------------------------------------------------------------------------------------- a strip
+
+    def _strip(self, image: Any, top: Any, bottom: Any, block: Any, own: Any) -> None:
+        """All taps of one strip and one block of lanes."""
+        t, height = self.t, self.shape.kernel[0]
+        channel = self._channel(block)
+        for start in range(0, self.shape.kernel[1], self.tap_columns):
+            columns = range(start, min(start + self.tap_columns, self.shape.kernel[1]))
+            whole, rest = divmod(height, self.tap_rows)
+            if whole:
+                with t.serial(t.int64(0), t.int64(whole)) as group:
+                    tap = self.w.keep(group * self.tap_rows)
+                    self._taps(image, top, bottom, channel, own + block * self.lanes, tap, self.tap_rows, columns)
+            if rest:
+                tap = t.int64(whole * self.tap_rows)
+                self._taps(image, top, bottom, channel, own + block * self.lanes, tap, rest, columns)
+
+    def _taps(
+        self, image: Any, top: Any, bottom: Any, channel: Any, sums: Any, tap: Any, count: int, columns: range
+    ) -> None:
+        """Some rows of taps: together where all meet the image, else each on its own."""
+        w, t = self.w, self.t
+
+        def passes(tap: Any, count: int, bounds: list[tuple[Any, Any]]) -> None:
+            self._accumulate(image, bounds, channel, sums, tap, count, columns)
+
+        (low, high), (last_low, last_high) = self._bounds(tap), self._bounds(tap + (count - 1))
+        del last_low, high
+        joint = w.keep(t.min(t.max(low, top), bottom))
+        joint_end = w.keep(t.max(joint, t.min(last_high, bottom)))
+        w.when(joint < joint_end, lambda: passes(tap, count, [(joint, joint_end)]))
+        if count == 1:
+            return
+
+        def apart() -> None:
+            with t.serial(tap, tap + count) as one:
+                low, high = self._bounds(one)
+                before = (w.keep(t.max(top, low)), w.keep(t.min(joint, high)))
+                behind = (w.keep(t.max(joint_end, low)), w.keep(t.min(bottom, high)))
+                passes(one, 1, [before, behind])
+
+        w.when(t.Or(top < joint, joint_end < bottom), apart)
+
+    def _bounds(self, tap: Any) -> tuple[Any, Any]:
+        """Output rows for which a row of taps meets the image: from, to."""
+        t, along = self.t, self.rows_axis
+        offset = self.w.keep(along.padding - tap * along.dilation)
+        stride = t.int64(along.stride)
+        low = t.floordiv(t.max(offset, t.int64(0)) + (along.stride - 1), stride)
+        high = t.min(t.int64(along.out), t.floordiv(t.max(along.size - 1 + offset + along.stride, t.int64(0)), stride))
+        return self.w.keep(low), self.w.keep(high)
+
+    def _accumulate(
+        self,
+        image: Any,
+        bounds: list[tuple[Any, Any]],
+        channel: Any,
+        sums: Any,
+        tap: Any,
+        count: int,
+        columns: range,
+    ) -> None:
+        """Add output rows to the sums of some taps, which are held in registers meanwhile."""
+        w, t, lanes, shape = self.w, self.t, self.lanes, self.shape
+        held = w.local(count * len(columns) * lanes, "float32")
+        places = {
+            (r, column): (self._at(t.int64((r * len(columns) + index) * lanes)), r * shape.kernel[1] + column)
+            for r in range(count)
+            for index, column in enumerate(columns)
+        }
+
+        def memory(offset: int) -> Any:
+            return self._at(sums + (tap * shape.kernel[1] + offset) * self.pitch)
+
+        for place, offset in places.values():
+            w.store(held, place, self.sums[memory(offset)])
+
+        def row(out_row: Any) -> None:
+            first = w.keep(out_row * self.rows_axis.stride - self.rows_axis.padding + tap * self.rows_axis.dilation)
+            x = w.keep((image * shape.height + first) * (shape.width * shape.channels) + channel)
+            g = w.keep((image * shape.out_height + out_row) * (shape.out_width * shape.channels) + channel)
+            for span in self.columns:
+                if span.count == 1:
+                    self._columns(held, places, span, x, g + span.start * shape.channels, count)
+                else:
+                    with t.serial(t.int64(0), t.int64(span.count)) as index:
+                        own_x = w.keep(x + index * (self.shift * shape.channels))
+                        own_g = w.keep(g + (index * span.width + span.start) * shape.channels)
+                        self._columns(held, places, span, own_x, own_g, count)
+
+        for low, high in bounds:
+            with t.serial(low, high) as out_row:
+                row(out_row)
+        for place, offset in places.values():
+            w.store(self.sums, memory(offset), held[place])
+
+    def _columns(
+        self, held: Any, places: dict[tuple[int, int], tuple[Any, int]], span: Span, x: Any, g: Any, count: int
+    ) -> None:
+        """A tile of columns of one output row."""
+        w, shape = self.w, self.shape
+        gradients: dict[int, Any] = {}
+        new: dict[tuple[int, int], Any] = {}
+        down = self.rows_axis.dilation * shape.width
+        for r in range(count):
+            for place, uses in by_input(span.taps):
+                wanted = [(out, tap) for out, tap in uses if (r, tap) in places]
+                if not wanted:
+                    continue
+                value = w.keep(self.input[self._at(x + (r * down + place) * shape.channels)])
+                for out, tap in wanted:
+                    if out not in gradients:
+                        gradients[out] = w.keep(self.gradient[self._at(g + out * shape.channels)])
+                    before = new[r, tap] if (r, tap) in new else held[places[r, tap][0]]
+                    new[r, tap] = w.keep(before + value * gradients[out])
+        for key, total in new.items():
+            w.store(held, places[key][0], total)
+
+    # ------------------------------------------------------------------------------------------------- what memory is
+
+    def _channel(self, block: Any) -> Any:
+        """First channel of a block; the last one reaches back where channels do not fill it."""
+        t, channels, lanes = self.t, self.shape.channels, self.lanes
+        start = block * lanes
+        return self.w.keep(t.min(start, t.int64(channels - lanes)) if channels % lanes else start)
+
+    def _at(self, start: Any) -> Any:
+        return start if self.lanes == 1 else self.t.ramp(start, 1, self.lanes)
+
+    def _zero(self) -> Any:
+        zero = self.t.float32(0)
+        return zero if self.lanes == 1 else self.t.broadcast(zero, self.lanes)

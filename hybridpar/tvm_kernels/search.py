@@ -1,0 +1,180 @@
+"""Why: a model needs dozens of searches; they share the time, and what one found is on disk before the next begins.
+
+A search is one direction of one convolution. Those that the database has a record of are skipped, so a run that was
+stopped goes on where it was. The time that is left is divided evenly among the searches that are left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridpar.errors import UsageError
+from hybridpar.tvm_kernels.database import Database, KernelKey, KernelRecord, append_records, read_database
+from hybridpar.tvm_kernels.device import installed_versions
+from hybridpar.tvm_kernels.tuner import Tuned, TuningStopped, tune
+
+#: Candidates of a search that are kept: the fastest, and others to begin the next search with.
+KEPT = 3
+
+#: Seconds in which a search can try one candidate; less is not begun.
+LEAST_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far tuning has come.
+
+    Attributes:
+        done: Searches that are finished, those skipped included.
+        total: All searches.
+        key: What is being searched for.
+        best: The best candidate of this search so far.
+    """
+
+    done: int
+    total: int
+    key: KernelKey
+    best: Tuned | None = None
+
+
+@dataclass
+class SearchReport:
+    """What became of a tune.
+
+    Attributes:
+        skipped: Searches that the database had a record of.
+        tuned: Searches that left a record.
+        empty: Searches that no kernel came out of.
+        left: Searches for which no time was left.
+        stopped: Whether the user stopped it.
+    """
+
+    skipped: int = 0
+    tuned: int = 0
+    empty: int = 0
+    left: int = 0
+    stopped: bool = False
+
+
+def search_all(
+    keys: Iterable[KernelKey],
+    path: Path,
+    seconds: float,
+    *,
+    again: bool = False,
+    seed: int = 0,
+    trials: int | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    tuner: Callable[..., list[Tuned]] = tune,
+    **options: Any,
+) -> SearchReport:
+    """Search for the kernels of some convolutions, and append what is found to a database.
+
+    Args:
+        keys: The convolutions.
+        path: The database.
+        seconds: Time for all of it.
+        again: Search also where there is a record.
+        seed: Of data and search.
+        trials: At most so many candidates for each.
+        on_progress: Called at the start of a search and with each candidate.
+        tuner: Searches for one.
+        options: Handed to the tuner as they are.
+
+    Raises:
+        UsageError: The database cannot be read or written, or the time is too short for a single search.
+        KernelsUnavailable: Nothing can be built on this machine.
+    """
+    keys = list(dict.fromkeys(keys))
+    database = read_database(path) if path.exists() else Database(str(path))
+    todo = [key for key in keys if again or database.best(key) is None]
+    report = SearchReport(skipped=len(keys) - len(todo))
+    if todo and seconds < LEAST_SECONDS:
+        raise UsageError(
+            f"a budget of {seconds:g} s is too short to try one candidate",
+            f"A search takes {LEAST_SECONDS:g} s at least, and {len(todo)} are to be done.",
+            f"Use --budget {max(1, round(10 * len(todo) / 60))}m, for instance.",
+        )
+    end = time.monotonic() + seconds
+    for place, key in enumerate(todo):
+        share = (end - time.monotonic()) / (len(todo) - place)
+        if share <= 0 or (share < LEAST_SECONDS and end - time.monotonic() < LEAST_SECONDS):
+            report.left = len(todo) - place
+            break
+
+        def tell(best: Tuned | None, at: int = report.skipped + place, of: KernelKey = key) -> None:
+            if on_progress is not None:
+                on_progress(Progress(at, len(keys), of, best))
+
+        tell(None)
+        try:
+            found = tuner(
+                key.shape,
+                key.direction,
+                key.layout,
+                key.threads,
+                max(share, LEAST_SECONDS),
+                seed,
+                lambda _, best, tell=tell: tell(best),
+                known=_known(database, key),
+                trials=trials,
+                **options,
+            )
+        except TuningStopped as stopped:
+            report.stopped, found = True, stopped.results
+        _keep(path, key, found)
+        report.tuned += bool(found)
+        report.empty += not found and not report.stopped
+        if report.stopped:
+            report.left = len(todo) - place - bool(found)
+            break
+    return report
+
+
+def _known(database: Database, key: KernelKey) -> list[dict[str, int]]:
+    """Parameters that did well before, also with other versions, other devices, threads or batches: where to begin."""
+    alike = [
+        (other != key, best.ms / best.stock_ms, best)
+        for other in database
+        if (other.direction, other.layout) == (key.direction, key.layout) and _same_but_batch(other, key)
+        if (best := database.best(other, current=False)) is not None and best.ms and best.stock_ms
+    ]
+    ordered = [best for _, _, best in sorted(alike, key=lambda one: one[:2])]
+    return [{name: value for name, value in one.parameters.items() if isinstance(value, int)} for one in ordered]
+
+
+def _same_but_batch(one: KernelKey, other: KernelKey) -> bool:
+    first, second = one.shape, other.shape
+    return (first.channels, first.height, first.width, first.kernel, first.stride, first.padding, first.dilation) == (
+        *(second.channels, second.height, second.width),
+        *(second.kernel, second.stride, second.padding, second.dilation),
+    )
+
+
+def _keep(path: Path, key: KernelKey, found: Sequence[Tuned]) -> None:
+    now, versions = time.time(), dict(installed_versions())
+    finals = [one for one in found if one.final] or list(found)
+    append_records(
+        path,
+        [
+            KernelRecord(
+                direction=key.direction,
+                shape=key.shape.text,
+                layout=key.layout,
+                device=key.device,
+                threads=key.threads,
+                versions=versions,
+                parameters=dict(one.parameters),
+                ms=one.ms,
+                stock_ms=one.stock_ms,
+                floor_ms=one.floor_ms,
+                error=one.error,
+                tuned_at=now,
+            )
+            for one in finals[:KEPT]
+        ],
+    )

@@ -1,0 +1,131 @@
+"""Why: tuner, database, op and schedules must mean the same convolution, so its numbers and its cost are told once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hybridpar.errors import UsageError
+
+_TEXT = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+) k(\d+)x(\d+) s(\d+)x(\d+) p(\d+)x(\d+) d(\d+)x(\d+)")
+_FLOAT = 4
+
+
+class ShapeError(UsageError):
+    """A text that names no shape, or a shape that cannot be."""
+
+
+class Direction(StrEnum):
+    """What is computed."""
+
+    FORWARD = "forward"
+    INPUT_GRADIENT = "input_gradient"
+    WEIGHT_GRADIENT = "weight_gradient"
+
+
+class Layout(StrEnum):
+    """How the activations lie in memory."""
+
+    CHANNELS_LAST = "channels_last"
+    CONTIGUOUS = "contiguous"
+
+
+@dataclass(frozen=True, order=True)
+class ConvShape:
+    """A depthwise convolution with channel multiplier 1, as torch numbers it; pairs are (vertical, horizontal).
+
+    Attributes:
+        batch: Images.
+        channels: Of the input, and as many of the output.
+        height: Rows of the input.
+        width: Columns of the input.
+        kernel: Taps.
+        stride: Input elements from one output element to the next.
+        padding: Zeros on either side of the input.
+        dilation: Input elements from one tap to the next.
+    """
+
+    batch: int
+    channels: int
+    height: int
+    width: int
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        sizes = (self.batch, self.channels, self.height, self.width, *self.kernel, *self.stride, *self.dilation)
+        if min(sizes) < 1 or min(self.padding) < 0:
+            raise ShapeError(f"a size of {self.text} is too small", "all are at least 1, padding at least 0", "mend it")
+        if self.out_height < 1 or self.out_width < 1:
+            raise ShapeError(
+                f"{self.text} has no output",
+                "the kernel does not fit into the padded image",
+                "enlarge image or padding",
+            )
+
+    @property
+    def out_height(self) -> int:
+        """Rows of the output."""
+        return self._out(0, self.height)
+
+    @property
+    def out_width(self) -> int:
+        """Columns of the output."""
+        return self._out(1, self.width)
+
+    @property
+    def multiply_adds(self) -> int:
+        """Multiplications with an element of the image, not with padding; the same in all three directions."""
+        return self.batch * self.channels * self._useful(0, self.height) * self._useful(1, self.width)
+
+    @property
+    def bytes(self) -> int:
+        """The least traffic of the forward direction."""
+        return self.least_bytes(Direction.FORWARD)
+
+    def least_bytes(self, direction: Direction) -> int:
+        """Bytes that must be read and written if everything is touched once: the two images and the weights."""
+        del direction  # each reads two of input, output and weights and writes the third
+        pixels = self.height * self.width + self.out_height * self.out_width
+        return _FLOAT * self.channels * (self.batch * pixels + self.kernel[0] * self.kernel[1])
+
+    @property
+    def text(self) -> str:
+        """As `parse` reads it: "8x96x56x56 k3x3 s1x1 p1x1 d1x1"."""
+        image = f"{self.batch}x{self.channels}x{self.height}x{self.width}"
+        pairs = {"k": self.kernel, "s": self.stride, "p": self.padding, "d": self.dilation}
+        return " ".join([image, *(f"{letter}{one[0]}x{one[1]}" for letter, one in pairs.items())])
+
+    @classmethod
+    def parse(cls, text: str) -> ConvShape:
+        """Read what `text` gives.
+
+        Raises:
+            ShapeError: It is written otherwise, or cannot be.
+        """
+        found = _TEXT.fullmatch(text.strip())
+        if found is None:
+            raise ShapeError(
+                f"'{text}' is not a shape", "one looks like 8x96x56x56 k3x3 s1x1 p1x1 d1x1", "write it like that"
+            )
+        batch, channels, height, width, *pairs = (int(one) for one in found.groups())
+        kernel, stride, padding, dilation = zip(pairs[::2], pairs[1::2], strict=True)
+        return cls(batch, channels, height, width, kernel, stride, padding, dilation)
+
+    def _out(self, axis: int, size: int) -> int:
+        reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1
+        return (size + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
+
+    def _useful(self, axis: int, size: int) -> int:
+        """Pairs of output element and tap along an axis that meet inside of the image."""
+
+        def pairs() -> Iterator[int]:
+            for out in range(self._out(axis, size)):
+                first = out * self.stride[axis] - self.padding[axis]
+                yield from (first + tap * self.dilation[axis] for tap in range(self.kernel[axis]))
+
+        return sum(0 <= place < size for place in pairs())

@@ -1,0 +1,85 @@
+"""Why: a model gets tuned kernels without being rewritten, and can be given back as it was.
+
+A layer is swapped by giving it another class, nothing else: parameters, names, hooks, state dict and every reference
+to it stay, those in a traced graph or a pipeline's stage too. So it does not matter whether a model is swapped before
+or after it is partitioned, and plans and checkpoints fit both.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor, fx, nn
+
+from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
+from hybridpar.tvm_kernels.database import Database, default_database, read_database
+from hybridpar.tvm_kernels.layers import is_depthwise, number_padding
+from hybridpar.tvm_kernels.op import depthwise_conv2d
+
+_log = logging.getLogger(__name__)
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+fx.wrap("depthwise_conv2d")  # one node wherever a tracer goes into the layer
+
+
+class DepthwiseConv2d(nn.Conv2d):
+    """A depthwise `nn.Conv2d` that runs tuned kernels where they are faster; `optimize` makes layers into it."""
+
+    #: Tracers that know it keep the layer whole, as they keep `nn.Conv2d`, so that its unit is called the same.
+    fx_leaf = True
+
+    @property
+    def kernel_variant(self) -> str:
+        """What times of this layer depend on besides torch: which records there are."""
+        choices = active_choices()
+        return "" if choices is None else choices.digest
+
+    def forward(self, input: Tensor) -> Tensor:
+        """As `nn.Conv2d`."""
+        padding = number_padding(self)
+        return depthwise_conv2d(input, self.weight, self.bias, self.stride, padding, self.dilation)
+
+
+def optimize(model: _Model, database: str | Path | Database | None = None, report: bool = False) -> _Model:
+    """Let a model's depthwise convolutions run tuned kernels, wherever a record says that they are faster.
+
+    The database is used by the whole process from then on.
+
+    Args:
+        model: Any module; changed in place.
+        database: A file that `hybridpar tune` wrote, or what was read from it; default: what comes with the package and
+            what was tuned on this machine.
+        report: Log a line at level WARNING, so that it is seen, that says how many layers were swapped.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        UsageError: The database cannot be read.
+    """
+    if database is None:
+        database = default_database()
+    elif not isinstance(database, Database):
+        database = read_database(database)
+    use_choices(Choices(database))
+    layers = [module for module in model.modules() if is_depthwise(module)]
+    for layer in layers:
+        layer.__class__ = DepthwiseConv2d
+    if report:
+        _log.warning("%d depthwise convolution(s) choose from %d record(s)", len(layers), len(database))
+    return model
+
+
+def restore(model: _Model) -> _Model:
+    """Undo `optimize`: all layers are plain `nn.Conv2d` again.
+
+    Returns:
+        The model itself.
+    """
+    for module in model.modules():
+        if type(module) is DepthwiseConv2d:
+            module.__class__ = nn.Conv2d  # type: ignore[assignment]
+    return model

@@ -1,0 +1,155 @@
+"""Why: what tuning found is judged by one row per convolution: torch, the kernel, what is possible, how exact it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybridpar.errors import UsageError
+from hybridpar.tvm_kernels.database import Database, KernelKey
+from hybridpar.tvm_kernels.shapes import Direction
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """The best record of a key.
+
+    Attributes:
+        shape: The convolution.
+        direction: What is computed.
+        layout: Of activations.
+        threads: Threads that compute it.
+        device: Where it was measured.
+        current: Whether the versions that it was measured with are those that are installed.
+        stock_ms: Time of torch.
+        tuned_ms: Time of the kernel.
+        floor_ms: What neither arithmetic nor memory can beat.
+        ratio: How many times as fast as torch the kernel is.
+        error: Largest difference from float64, relative to the largest value.
+        runs: `tuned` or `stock`: which of the two is used.
+    """
+
+    shape: str
+    direction: str
+    layout: str
+    threads: int
+    device: str
+    current: bool
+    stock_ms: float
+    tuned_ms: float
+    floor_ms: float | None
+    ratio: float
+    error: float | None
+    runs: str
+
+
+def rows_of(database: Database, only: Collection[KernelKey] | None = None) -> list[Row]:
+    """A row for each key that was measured, in the order of shapes and directions.
+
+    Args:
+        database: The records.
+        only: Leave out what is not among these.
+    """
+    order = list(Direction)
+    keys = [key for key in database if only is None or key in only]
+    rows = []
+    for key in sorted(
+        keys, key=lambda one: (one.device, one.threads, one.shape, one.layout, order.index(one.direction))
+    ):
+        best = database.best(key) or database.best(key, current=False)
+        if best is None or best.ms is None or best.stock_ms is None:
+            continue
+        rows.append(
+            Row(
+                key.shape.text,
+                key.direction.value,
+                key.layout.value,
+                key.threads,
+                key.device,
+                best.current,
+                best.stock_ms,
+                best.ms,
+                best.floor_ms,
+                round(best.stock_ms / best.ms, 3),
+                best.error,
+                "tuned" if best.wins else "stock",
+            )
+        )
+    return rows
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, object]]:
+    """Rows as plain values."""
+    return [asdict(row) for row in rows]
+
+
+def table_of(rows: Sequence[Row]) -> Table:
+    """The rows as a table for the terminal."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("shape")
+    table.add_column("direction")
+    for name in ("threads", "stock_ms", "tuned_ms", "floor_ms", "ratio", "error"):
+        table.add_column(name, justify="right")
+    table.add_column("runs")
+    for row in rows:
+        table.add_row(
+            row.shape + (" contiguous" if row.layout == "contiguous" else ""),
+            row.direction,
+            str(row.threads),
+            f"{row.stock_ms:.3f}",
+            f"{row.tuned_ms:.3f}",
+            "" if row.floor_ms is None else f"{row.floor_ms:.3f}",
+            f"{row.ratio:.2f}x",
+            "" if row.error is None else f"{row.error:.1e}",
+            row.runs if row.current else f"{row.runs}, other versions",
+        )
+    return table
+
+
+def summary_lines(rows: Sequence[Row]) -> list[str]:
+    """Geometric means per direction, as chosen: where torch is used the ratio is 1."""
+    lines = []
+    for direction in Direction:
+        ratios = [max(row.ratio, 1.0) for row in rows if row.direction == direction]
+        if ratios:
+            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+            tuned = sum(row.runs == "tuned" for row in rows if row.direction == direction)
+            lines.append(f"{direction}: {tuned} of {len(ratios)} tuned, {mean:.2f}x torch as chosen (geometric mean)")
+    return lines
+
+
+def draw_rows(rows: Sequence[Row], path: Path) -> None:
+    """Draw a bar for each row: how many times as fast as torch.
+
+    Raises:
+        UsageError: matplotlib is missing, or the file cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError("--draw needs matplotlib", fix="Install it with `pip install hybridpar[plots]`.") from error
+    shapes = list(dict.fromkeys((row.shape, row.layout, row.threads) for row in rows))
+    figure = Figure(figsize=(9, 1.5 + 0.45 * len(shapes)), layout="constrained")
+    axes = figure.subplots()
+    for index, direction in enumerate(Direction):
+        own = {(row.shape, row.layout, row.threads): row.ratio for row in rows if row.direction == direction}
+        places = [place + 0.27 * (index - 1) for place, shape in enumerate(shapes) if shape in own]
+        axes.barh(places, [own[shape] for shape in shapes if shape in own], height=0.25, label=direction.value)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(shapes)), [shape for shape, _, _ in shapes], fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("times as fast as torch")
+    axes.set_xscale("log")
+    axes.legend(loc="best", fontsize=8)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", fix="Name another file.") from error

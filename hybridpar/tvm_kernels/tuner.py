@@ -1,0 +1,301 @@
+"""Why: the best tile depends on shape, batch, threads and CPU, so it is searched for, in the time that a user gives.
+
+The space is ranked by the cost model. Its best candidates and some drawn at random are compiled in child processes,
+checked against float64 and timed; then the neighbours of the fastest, again by the model's order, until the time is
+up; at last the finalists are timed once more and longer, since the fastest of many noisy times is too good to be true.
+A candidate that fails to compile, crashes the compiler or computes something else is lost, alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from hybridpar.kernel_build import Session
+from hybridpar.kernel_builder import Builder, Built
+from hybridpar.kernel_cache import KernelsUnavailable
+from hybridpar.process import available_cores
+from hybridpar.tvm_kernels.cost import Ranking, estimate, rank
+from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image
+from hybridpar.tvm_kernels.machine import Speed, measure_speed, this_machine
+from hybridpar.tvm_kernels.measure import MOST_ERROR, Bench, Timing
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.space import candidates, neighbours
+
+_log = logging.getLogger(__name__)
+
+#: Seconds for one build; straight code of the space's bound takes two or three.
+BUILD_TIMEOUT = 30.0
+#: Of the first candidates, those that the model likes best and those drawn at random.
+_LIKED, _DRAWN = 10, 3
+#: Part of the time that is kept for timing the finalists again, how many they are, and the longest for one of them.
+_FINAL, _FINALISTS, _LONGEST = 0.2, 3, 1.5
+#: Seconds to time a candidate for.
+_GLANCE = 0.12
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A candidate that was measured.
+
+    Attributes:
+        parameters: Of the schedule.
+        ms: Of one call, median of the pairs.
+        stock_ms: Of torch's, in its better layout, in the same pairs.
+        floor_ms: What neither arithmetic nor memory can beat.
+        error: Largest difference from float64, relative to the largest value.
+        speedup: Median of the ratios, pair by pair.
+        predicted: Cycles that the model said.
+        final: Whether it was timed again as a finalist.
+        drawn: Whether it was drawn at random, and not chosen.
+    """
+
+    parameters: Mapping[str, int]
+    ms: float
+    stock_ms: float
+    floor_ms: float
+    error: float
+    speedup: float = 0.0
+    predicted: float = 0.0
+    final: bool = False
+    drawn: bool = False
+
+
+class TuningStopped(KeyboardInterrupt):
+    """The user stopped the search.
+
+    Args:
+        results: What was measured until then, best first.
+    """
+
+    def __init__(self, results: list[Tuned]) -> None:
+        super().__init__("stopped")
+        self.results = results
+
+
+def tune(
+    shape: ConvShape,
+    direction: Direction,
+    layout: Layout,
+    threads: int = 1,
+    budget_s: float = 30.0,
+    seed: int = 0,
+    on_progress: Callable[[Tuned, Tuned], None] | None = None,
+    *,
+    known: Sequence[Mapping[str, int]] = (),
+    builder: Builder | None = None,
+    speed: Speed | None = None,
+    trials: int | None = None,
+) -> list[Tuned]:
+    """Search for the fastest kernel of one direction of one convolution.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        layout: Of the images.
+        threads: That a call may use.
+        budget_s: Seconds for all of it; at least one candidate is tried.
+        seed: Of the data and of the random part of the search.
+        on_progress: Called with each candidate that was measured and the best so far.
+        known: Parameters measured earlier, best first: the first ones are measured anew, and their neighbours.
+        builder: Builds candidates; None for one of this call's own.
+        speed: What the CPU can do, for `floor_ms`; None measures it.
+        trials: At most so many candidates; None for as many as there is time for.
+
+    Returns:
+        All that were measured, best first: finalists before others. Empty where no kernel covers the convolution, or
+        none could be built.
+
+    Raises:
+        TuningStopped: On KeyboardInterrupt, with what there is.
+        KernelsUnavailable: Nothing at all can be built on this machine.
+    """
+    with _single(threads), _own(builder) as build:
+        search = _Search(shape, direction, layout, threads, seed, build, on_progress)
+        if not search.space:
+            return []
+        search.speed = speed or measure_speed(build)
+        try:
+            search.run(time.monotonic() + budget_s, budget_s, known, trials)
+        except KeyboardInterrupt:
+            raise TuningStopped(search.sorted()) from None
+        return search.sorted()
+
+
+def ranking(results: Sequence[Tuned], drawn_only: bool = False) -> Ranking:
+    """How well the model ordered what was measured.
+
+    Args:
+        results: Of one search.
+        drawn_only: Compare only candidates drawn at random: the others are the model's own choice, and alike.
+    """
+    chosen = [one for one in results if one.drawn or not drawn_only]
+    return rank([one.predicted for one in chosen], [one.ms for one in chosen])
+
+
+@contextmanager
+def _single(threads: int) -> Iterator[None]:
+    """Set torch's threads for the time of a search."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _own(builder: Builder | None) -> Iterator[Builder]:
+    if builder is not None:
+        yield builder
+        return
+    with Builder(len(available_cores()), BUILD_TIMEOUT) as own:
+        yield own
+
+
+class _Search:
+    """One search."""
+
+    speed: Speed
+
+    def __init__(
+        self,
+        shape: ConvShape,
+        direction: Direction,
+        layout: Layout,
+        threads: int,
+        seed: int,
+        builder: Builder,
+        on_progress: Callable[[Tuned, Tuned], None] | None,
+    ) -> None:
+        self.shape, self.direction, self.layout, self.threads = shape, direction, layout, threads
+        self.builder, self.on_progress = builder, on_progress
+        machine = this_machine()
+        space = list(candidates(shape, direction, layout, threads, machine))
+        costs = [estimate(shape, direction, one, threads, machine).cycles for one in space]
+        order = sorted(range(len(space)), key=lambda index: costs[index])
+        self.space = [space[index] for index in order]
+        self.predicted = {_key(space[index]): costs[index] for index in order}
+        self.random = random.Random(seed)
+        self.seed = seed
+        self.results: dict[tuple[tuple[str, int], ...], Tuned] = {}
+        self.kernels: dict[tuple[tuple[str, int], ...], Kernel] = {}
+        self.asked: set[tuple[tuple[str, int], ...]] = set()
+        self.drawn: set[tuple[tuple[str, int], ...]] = set()
+        self.session = Session()
+        self.failed = 0
+
+    def run(self, end: float, budget: float, known: Sequence[Mapping[str, int]], trials: int | None) -> None:
+        """Measure until the time is up."""
+        self.bench = Bench(self.shape, self.direction, self.layout, self.threads, self.seed)
+        stop = end - _FINAL * budget
+        allowed = len(self.space) if trials is None else trials
+        building: dict[Future[Built], dict[str, int]] = {}
+        try:
+            for one in self._proposals(known):
+                # A few ahead of what is measured, so that compilers have work and the order can still be changed.
+                if len(self.asked) >= allowed:
+                    break
+                self.asked.add(_key(one))
+                building[self.builder.submit(self._variant(one).request())] = one
+                if len(building) >= len(available_cores()) + 1:
+                    self._take_next(building)
+                if self.results and time.monotonic() > stop:
+                    break
+            while building and (not self.results or time.monotonic() < stop):
+                self._take_next(building)
+        finally:
+            for future in building:
+                future.cancel()
+        self._finals(end)
+
+    def sorted(self) -> list[Tuned]:
+        """What was measured, finalists first, and of those the fastest."""
+        return sorted(self.results.values(), key=lambda one: (not one.final, one.ms))
+
+    def _proposals(self, known: Sequence[Mapping[str, int]]) -> Iterator[dict[str, int]]:
+        """What to try, in order; what is best so far decides what comes next."""
+        fresh = {_key(one): one for one in self.space}
+
+        def take(one: Mapping[str, int]) -> Iterator[dict[str, int]]:
+            if _key(one) in fresh and _key(one) not in self.asked:
+                yield fresh[_key(one)]
+
+        for one in known[:_FINALISTS]:
+            yield from take(one)
+        drawn = self.random.sample(self.space, min(_DRAWN, len(self.space)))
+        self.drawn = {_key(one) for one in drawn}
+        for one in (*self.space[:_LIKED], *drawn):
+            yield from take(one)
+        while len(self.asked) < len(self.space):
+            best = sorted(self.results.values(), key=lambda one: one.ms)[:_FINALISTS]
+            near = [other for one in best for other in neighbours(one.parameters, self.space)]
+            near.sort(key=lambda one: self.predicted[_key(one)])
+            before = len(self.asked)
+            for one in near[:4]:  # then look again at what is best
+                yield from take(one)
+            for one in near[4:]:
+                if len(self.asked) > before:
+                    break
+                yield from take(one)
+            if len(self.asked) == before:
+                left = [one for one in self.space if _key(one) not in self.asked]
+                yield from (left[0], *([self.random.choice(left[1:])] if len(left) > 1 else []))
+
+    def _variant(self, parameters: Mapping[str, int]) -> Variant:
+        return Variant(self.shape, self.direction, self.layout, parameters)
+
+    def _take_next(self, building: dict[Future[Built], dict[str, int]]) -> None:
+        """Wait for the oldest build, and measure it."""
+        future = next(iter(building))
+        parameters = building.pop(future)
+        try:
+            built = future.result()
+            kernel = load_image(self._variant(parameters), built.names, built.image, self.session)
+        except (KernelsUnavailable, RuntimeError) as error:
+            self.failed += 1
+            _log.info("%s %s %s: %s", self.direction, self.shape.text, parameters, error)
+            if self.failed >= 8 and not self.results:
+                raise KernelsUnavailable(str(error)) from None
+            return
+        error_found = self.bench.error(kernel)
+        if error_found > MOST_ERROR[self.direction]:
+            _log.warning("%s %s %s is wrong by %.1e", self.direction, self.shape.text, parameters, error_found)
+            return
+        key = _key(parameters)
+        self.kernels[key] = kernel
+        self._note(key, self._tuned(parameters, self.bench.compare(kernel, _GLANCE), error_found))
+        for other in sorted(self.results, key=lambda one: self.results[one].ms)[_FINALISTS + 2 :]:
+            self.kernels.pop(other, None)  # unloads it
+
+    def _tuned(self, parameters: Mapping[str, int], timing: Timing, error: float) -> Tuned:
+        floor = self.speed.floor_ms(self.shape.multiply_adds, self.shape.least_bytes(self.direction), self.threads)
+        key = _key(parameters)
+        own = (timing.ms, timing.stock_ms, floor, error, timing.speedup, self.predicted[key])
+        return Tuned(dict(parameters), *own, drawn=key in self.drawn)
+
+    def _note(self, key: tuple[tuple[str, int], ...], result: Tuned) -> None:
+        self.results[key] = result
+        if self.on_progress is not None:
+            self.on_progress(result, self.sorted()[0])
+
+    def _finals(self, end: float) -> None:
+        """Time the fastest once more, as long as there is time, in turn."""
+        best = [key for key in sorted(self.results, key=lambda one: self.results[one].ms) if key in self.kernels]
+        for place, key in enumerate(best[:_FINALISTS]):
+            left = max(0.0, end - time.monotonic()) / (min(len(best), _FINALISTS) - place)
+            timing = self.bench.compare(self.kernels[key], min(left, _LONGEST), least=5)
+            before = self.results[key]
+            again = self._tuned(before.parameters, timing, before.error)
+            self._note(key, replace(again, final=True))
+
+
+def _key(parameters: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(parameters.items()))

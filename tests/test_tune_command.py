@@ -1,0 +1,210 @@
+"""Why: what `hybridpar tune` searches must be what training will ask for, and wrong requests must cost no minute."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from hybridpar import tune_command
+from hybridpar.cli import main
+from hybridpar.errors import KernelError
+from hybridpar.kernel_cache import KernelsUnavailable
+from hybridpar.partition.profile_cache import profile_key
+from hybridpar.partition.trace import trace_model
+from hybridpar.partition.units import find_units
+from hybridpar.process import available_cores, threads_per_worker
+from hybridpar.run_kernels import prepare_kernels
+from hybridpar.tune_command import find_work, run_tune
+from hybridpar.tvm_kernels import choice, optimize, search
+from hybridpar.tvm_kernels.database import Database, append_records
+from hybridpar.tvm_kernels.request import TuneConfig
+from hybridpar.tvm_kernels.shapes import Direction, Layout
+from tests.small_nets import separable
+from tests.tvm_kernels.standin import all_records
+from tests.tvm_kernels.test_search import Tuner
+
+SHAPE = "2x8x9x9 k3x3 s1x1 p1x1 d1x1"
+
+
+@pytest.fixture
+def call(tmp_path, capsys, monkeypatch):
+    """Run the command in this process, in an empty directory, with a tuner that finds candidates at once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    tuner = Tuner()
+    monkeypatch.setattr(search.search_all, "__kwdefaults__", {**search.search_all.__kwdefaults__, "tuner": tuner})
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            code = main(["tune", *arguments, *(() if "--show" in arguments else ("--no-tune-process",))])
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    run.tuner = tuner
+    return run
+
+
+def test_shapes_are_tuned_shown_and_skipped_the_next_time(call, tmp_path):
+    (tmp_path / "shapes.txt").write_text(f"# a comment\n\n{SHAPE}  # and one more\n")
+    options = ("--shapes", "shapes.txt", "--threads", "1", "-o", "k.jsonl")
+    code, table, said = call(*options, "--draw", "k.png")
+    assert code == 0
+    assert table.count(SHAPE) == 3
+    assert "3.00x" in table
+    assert "forward: 1 of 1 tuned, 3.00x torch as chosen" in table
+    assert "3 searches done, 0 were done before" in said
+    assert (tmp_path / "k.png").exists()
+    code, _, said = call(*options)
+    assert (code, len(call.tuner.asked)) == (0, 3)
+    assert "0 searches done, 3 were done before" in said
+    code, text, _ = call("--show", "k.jsonl", "--json")
+    assert code == 0
+    assert {row["direction"] for row in json.loads(text)} == {str(direction) for direction in Direction}
+
+
+def test_a_models_convolutions_are_tuned_once_for_each_shape(call):
+    code, table, _ = call("mobilenet_v2", "--input", "3x64x64", "--batch", "2", "--threads", "1", "-o", "k.jsonl")
+    assert code == 0
+    assert len(call.tuner.asked) == len(set(call.tuner.asked)) == 30
+    assert "2x32x32x32 k3x3 s1x1 p1x1 d1x1" in table
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--workers 1 --batch-size 16", "--workers 2 --micro-batches 2 --batch-size 32", "--memory-format contiguous"],
+)
+def test_what_training_asks_for_is_what_is_tuned(options, monkeypatch):
+    small = "--data synthetic --image-size 8 --synthetic-samples 64"
+    config = TuneConfig(model="tests.small_nets:separable", for_=f"{small} {options}")
+    work = find_work(config)
+
+    run = tune_command.parse_train_options(f"{small} {options} --kernels auto")
+    workers = run.workers or 2
+
+    class _World:
+        size, device = workers, torch.device("cpu")
+
+    monkeypatch.setattr(choice, "_active", choice.Choices(Database(), None))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads_per_worker(workers, available_cores()))
+    try:
+        use = prepare_kernels(optimize(separable(), Database()), run, _World(), (3, 8, 8))  # type: ignore[arg-type]
+    finally:
+        torch.set_num_threads(threads)
+    assert use is not None
+    assert {decision.key for _, _, decision in use.operations} == set(work)
+    assert len(work) == 6
+    expected = Layout.CONTIGUOUS if "contiguous" in options else Layout.CHANNELS_LAST
+    assert {key.layout for key in work} == {expected}
+
+
+def test_the_users_database_is_the_default(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "shapes.txt").write_text(SHAPE)
+    assert call("--shapes", "shapes.txt", "--threads", "1")[0] == 0
+    assert (tmp_path / "cache" / "kernels.jsonl").exists()
+
+
+def test_ctrl_c_keeps_what_there_is(call, tmp_path):
+    (tmp_path / "shapes.txt").write_text(SHAPE)
+    call.tuner.stop_at = 2
+    code, table, said = call("--shapes", "shapes.txt", "--threads", "1", "-o", "k.jsonl")
+    assert code == 130
+    assert table.count(SHAPE) == 2
+    assert "1 left: the same command goes on" in said
+
+
+def test_ctrl_c_between_searches_is_no_traceback(call, tmp_path, monkeypatch):
+    (tmp_path / "shapes.txt").write_text(SHAPE)
+
+    def interrupted(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+
+    assert threading.current_thread() is threading.main_thread()
+    monkeypatch.setattr(tune_command, "find_work", interrupted)
+    code, _, said = call("--shapes", "shapes.txt", "-o", "k.jsonl")
+    assert code == 130
+    assert "Traceback" not in said
+
+
+def test_without_a_compiler_it_says_so(tmp_path):
+    (tmp_path / "shapes.txt").write_text(SHAPE)
+
+    def nothing(*_: object, **__: object) -> None:
+        raise KernelsUnavailable("apache-tvm is not installed")
+
+    config = TuneConfig(shapes=tmp_path / "shapes.txt", output=tmp_path / "k.jsonl")
+    with pytest.raises(KernelError, match="apache-tvm is not installed"):
+        run_tune(config, nothing)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], ["nothing to tune"]),
+        (["mobilenet_v2", "--shapes", "x"], ["exclude each other"]),
+        (["--show", "nowhere.jsonl"], ["cannot read the kernel database nowhere.jsonl"]),
+        (["--show", "no_database"], ["no_database is not a kernel database"]),
+        (["--shapes", "nowhere"], ["cannot read the shapes in nowhere"]),
+        (["--shapes", "empty"], ["empty has no shape in it", "8x96x56x56"]),
+        (["--shapes", "no_database"], ["no_database, line 1", "'no shape' is not a shape"]),
+        (["--shapes", "small", "--budget", "1s"], ["too short to try one candidate", "--budget"]),
+        (["--shapes", "small", "--budget", "soon"], ["'soon' is not a time", "10m"]),
+        (["--shapes", "small", "--budget", "0m"], ["is not a time"]),
+        (["--shapes", "small", "--threads", "0"], ["--threads is 0"]),
+        (["--shapes", "small", "-o", "no/where.jsonl"], ["no such directory"]),
+        (["--shapes", "small", "-o", "folder"], ["cannot be written"]),
+        (["--shapes", "small", "--draw", "k.txt"], ["--draw is k.txt"]),
+        (["--shapes", "small", "--for", "--workers 2"], ["--for without a model"]),
+        (["resnet18", "--input", "3x64x64"], ["resnet18 has no depthwise convolution", "mobilenet_v2"]),
+        (["mobilenet_v3"], ["unknown model 'mobilenet_v3'"]),
+        (["mobilenet_v2", "--input", "224"], ["'224' is not an image"]),
+        (["mobilenet_v2", "--input", "4x64x64"], ["does not run on an input of 32x4x64x64"]),
+        (["mobilenet_v2", "--for", "--data cifer10"], ["unknown data set 'cifer10'"]),
+        (["mobilenet_v2", "--for", "--workers 0"], ["--workers is 0"]),
+        (["mobilenet_v2", "--for", "--wrokers 2"], ["--workers"]),
+    ],
+)
+def test_wrong_requests_exit_with_2(call, tmp_path, arguments, said):
+    (tmp_path / "no_database").write_text("no shape\n")
+    (tmp_path / "small").write_text(SHAPE)
+    (tmp_path / "empty").touch()
+    (tmp_path / "folder").mkdir()
+    code, _, error = call(*arguments)
+    assert code == 2
+    assert "Traceback" not in error
+    for part in said:
+        assert part in error
+    assert not call.tuner.asked
+
+
+def test_the_script_is_the_command(tmp_path):
+    append_records(tmp_path / "k.jsonl", all_records(SHAPE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["scripts/autotune_kernels.py", "--show", str(tmp_path / "k.jsonl")])
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(
+                str(tune_command.Path(__file__).parents[1] / "scripts/autotune_kernels.py"), run_name="__main__"
+            )
+    assert left.value.code == 0
+
+
+def test_times_of_a_profile_are_told_apart_by_kernels(monkeypatch):
+    x, keys = torch.randn(2, 3, 8, 8), []
+    monkeypatch.setattr(choice, "_active", None)
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
+    for records in ([], all_records(SHAPE)):
+        model = optimize(separable(), Database("", records))
+        keys.append(profile_key(find_units(trace_model(model, (x,)), (x,)), (x,), 1, 2))
+    assert keys[0] != keys[1]

@@ -1,0 +1,426 @@
+"""Why: wherever torch's convolution may stand, the op must stand, and say the same."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from hybridpar.errors import KernelError
+from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
+from hybridpar.tvm_kernels.database import Database
+from hybridpar.tvm_kernels.op import depthwise_conv2d
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from tests.tvm_kernels.standin import StandIn, all_records, tuned
+
+OP = torch.ops.hybridpar.depthwise_conv2d.default
+INPUT = torch.ops.hybridpar.depthwise_conv2d_input_gradient.default
+WEIGHT = torch.ops.hybridpar.depthwise_conv2d_weight_gradient.default
+
+SHAPES = [
+    "2x8x9x9 k3x3 s1x1 p1x1 d1x1",
+    "1x5x7x10 k3x5 s2x1 p1x2 d1x1",
+    "3x17x8x6 k5x5 s2x2 p2x2 d1x1",
+    "1x2x9x9 k7x7 s1x1 p3x3 d1x1",
+    "2x4x11x12 k3x3 s1x2 p2x0 d2x3",
+    "1x3x4x4 k3x3 s1x1 p0x0 d1x1",
+]
+FORMS = {Layout.CHANNELS_LAST: torch.channels_last, Layout.CONTIGUOUS: torch.contiguous_format}
+
+
+class Case:
+    """Operands of a convolution, and what float64 makes of them."""
+
+    def __init__(self, shape: str, layout: Layout, bias: bool = True) -> None:
+        self.shape = one = ConvShape.parse(shape)
+        self.x = torch.randn(one.batch, one.channels, one.height, one.width).contiguous(memory_format=FORMS[layout])
+        self.weight = torch.randn(one.channels, 1, *one.kernel)
+        self.bias = torch.randn(one.channels) if bias else None
+        self.gradient = torch.randn(one.batch, one.channels, one.out_height, one.out_width)
+        self.gradient = self.gradient.contiguous(memory_format=FORMS[layout])
+        self.numbers = [list(one.stride), list(one.padding), list(one.dilation)]
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.x, self.weight, self.bias
+
+    def result(self, run: Callable[..., Tensor], x: Tensor | None = None) -> list[Tensor]:
+        """Output and all gradients."""
+        operands = [one.detach().requires_grad_() for one in (self.x if x is None else x, self.weight, self.bias)]
+        out = run(*operands, *self.numbers)
+        return [out.detach(), *torch.autograd.grad(out, operands, self.gradient)]
+
+    @property
+    def truth(self) -> list[Tensor]:
+        doubled = Case.__new__(Case)
+        doubled.__dict__ = {
+            key: value.double() if isinstance(value, Tensor) else value for key, value in vars(self).items()
+        }
+        return doubled.result(stock)
+
+
+def stock(x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: list[int]) -> Tensor:
+    return F.conv2d(x, weight, bias, *numbers, x.shape[1])
+
+
+def close(found: list[Tensor], truth: list[Tensor]) -> None:
+    for one, right in zip(found, truth, strict=True):
+        torch.testing.assert_close(one.double(), right, rtol=0, atol=1e-5 * float(right.abs().max()))
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_are_used_and_right(shape, layout):
+    case = Case(shape, layout)
+    with tuned(all_records(shape)) as kernels:
+        found = case.result(OP)
+    assert kernels.calls == dict.fromkeys(Direction, 1)
+    close(found, case.truth)
+    for mine, torchs in zip(found[:2], case.result(stock)[:2], strict=True):
+        assert mine.stride() == torchs.stride()
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_without_records_it_is_torch_bit_by_bit(shape, layout):
+    case = Case(shape, layout)
+    with tuned([]) as kernels:
+        found = case.result(OP)
+    for mine, torchs in zip(found[:3], case.result(stock)[:3], strict=True):
+        assert torch.equal(mine, torchs)
+    assert not any(kernels.calls.values())
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_each_direction_is_chosen_for_itself(direction):
+    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    records = [record for record in all_records(SHAPES[0]) if record.direction is direction]
+    with tuned(records) as kernels:
+        close(case.result(OP), case.truth)
+    assert kernels.calls == dict.fromkeys(Direction, 0) | {direction: 1}
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_share_the_rows(threads):
+    shape = "5x8x9x9 k3x3 s1x1 p1x1 d1x1"
+    case = Case(shape, Layout.CHANNELS_LAST)
+    with tuned(all_records(shape, threads=threads)) as kernels:
+        torch.set_num_threads(threads)
+        try:
+            found = case.result(OP)
+        finally:
+            torch.set_num_threads(1)
+    assert kernels.calls == dict.fromkeys(Direction, 1)
+    forward = sorted(kernels.ranges[:threads])
+    assert [begin for begin, _ in forward] == [0, *(end for _, end in forward[:-1])]
+    assert forward[-1][1] == 5
+    close(found, case.truth)
+
+
+# ------------------------------------------------------------------------------------------------------ odd operands
+
+
+def views(x: Tensor) -> dict[str, Tensor]:
+    """The same values in tensors that no kernel may be given as they are, or may it?"""
+    room = torch.empty(x.numel() + 1)
+    shifted = room[1:].as_strided(x.shape, x.stride()).copy_(x)
+    wide = torch.cat([x, x], 1)
+    tall = torch.cat([x, x], 2)
+    return {
+        "one element behind": shifted,
+        "half of the channels": wide[:, : x.shape[1]],
+        "half of the rows": tall[:, :, : x.shape[2]],
+        "transposed": x.transpose(2, 3).contiguous().transpose(2, 3),
+        "expanded": x[:1].expand(x.shape[0], -1, -1, -1),
+    }
+
+
+@pytest.mark.parametrize("align", [4, 64])
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("view", ["one element behind", "half of the channels", "half of the rows", "transposed"])
+def test_views_are_right(layout, view, align):
+    case = Case("2x8x6x9 k3x3 s1x1 p1x1 d1x1", layout)
+    x = views(case.x)[view]
+    with tuned(all_records(case.shape), StandIn(align=align)):
+        found = case.result(OP, x)
+    close(found, case.truth)
+    torchs = case.result(stock, x)
+    assert found[0].stride() == torchs[0].stride()
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_the_layout_of_the_result_is_that_of_torch_whatever_the_weights_say(layout):
+    case = Case(SHAPES[0], layout)
+    case.weight = case.weight.as_strided(case.weight.shape, (9, 1, 3, 1))  # as after model.to(channels_last)
+    with tuned(all_records(SHAPES[0])) as kernels:
+        found = case.result(OP)
+    close(found, case.truth)
+    for mine, torchs in zip(found[:2], case.result(stock)[:2], strict=True):
+        assert mine.stride() == torchs.stride()
+    assert kernels.calls[Direction.FORWARD] == (layout is Layout.CHANNELS_LAST)
+
+
+def test_misaligned_tensors_reach_only_kernels_that_take_them():
+    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    for align, times in ((4, 1), (64, 0)):
+        with tuned(all_records(SHAPES[0]), StandIn(align=align)) as kernels, torch.no_grad():
+            OP(views(case.x)["one element behind"], case.weight, None, *case.numbers)
+        assert kernels.calls[Direction.FORWARD] == times
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_gradients_come_in_any_layout(layout):
+    case = Case(SHAPES[0], layout)
+    other = FORMS[next(one for one in Layout if one is not layout)]
+    for gradient in (case.gradient.contiguous(memory_format=other), torch.tensor(0.5).expand(case.gradient.shape)):
+        case.gradient = gradient
+        with tuned(all_records(SHAPES[0])) as kernels:
+            close(case.result(OP), case.truth)
+        assert kernels.calls == dict.fromkeys(Direction, 1)
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 9, 9), (1, 1, 9, 9), (2, 8, 1, 1)])
+def test_sizes_at_the_edge(sizes):
+    x, weight = torch.randn(sizes, requires_grad=True), torch.randn(sizes[1], 1, 3, 3, requires_grad=True)
+    records = all_records(ConvShape(max(1, sizes[0]), *sizes[1:], (3, 3), (1, 1), (1, 1), (1, 1)))
+    with tuned(records):
+        found = OP(x, weight, None, [1, 1], [1, 1], [1, 1])
+        gradients = torch.autograd.grad(found.sum(), (x, weight))
+    right = stock(x, weight, None, [1, 1], [1, 1], [1, 1])
+    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(gradients, torch.autograd.grad(right.sum(), (x, weight)))
+
+
+def test_what_is_not_a_number_stays_so():
+    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    case.x[0, 0, 4, 4], case.x[0, 1, 0, 0] = torch.nan, torch.inf
+    with tuned(all_records(SHAPES[0])):
+        found = case.result(OP)
+    for mine, torchs in zip(found, case.result(stock), strict=True):
+        assert torch.equal(mine.isnan(), torchs.isnan())
+
+
+def test_what_is_no_depthwise_convolution_is_refused():
+    with pytest.raises(ValueError, match=r"images \(N, C, H, W\)"):
+        OP(torch.randn(1, 4, 8, 8), torch.randn(8, 1, 3, 3), None, [1, 1], [1, 1], [1, 1])
+
+
+@pytest.mark.parametrize(("x", "weight"), [((4, 8, 8), (4, 1, 3, 3)), ((2, 4, 8, 8), (8, 1, 3, 3))])
+def test_the_function_takes_what_torch_takes(x, weight):
+    x, weight = torch.randn(x), torch.randn(weight)
+    with tuned(all_records("2x4x8x8 k3x3 s1x1 p1x1 d1x1")):
+        found = depthwise_conv2d(x, weight, padding=1)
+    assert torch.equal(found, F.conv2d(x, weight, padding=1, groups=4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes_are_torch(dtype):
+    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    x, weight = case.x.to(dtype), case.weight.to(dtype)
+    with tuned(all_records(SHAPES[0])) as kernels:
+        assert torch.equal(OP(x, weight, None, *case.numbers), stock(x, weight, None, *case.numbers))
+    assert not any(kernels.calls.values())
+
+
+# ---------------------------------------------------------------------------------------------------------- autograd
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:5:3])
+def test_gradients_of_gradients(shape):
+    one = ConvShape.parse(shape)
+    x = torch.randn(1, 2, one.height, one.width, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(2, 1, *one.kernel, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(2, dtype=torch.float64, requires_grad=True)
+
+    def run(*operands: Tensor) -> Tensor:
+        return OP(*operands, list(one.stride), list(one.padding), list(one.dilation))
+
+    assert torch.autograd.gradcheck(run, (x, weight, bias))
+    assert torch.autograd.gradgradcheck(run, (x, weight, bias))
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_second_gradients_by_kernels(layout):
+    case = Case(SHAPES[4], layout)
+
+    def penalty(run: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        operands = [one.detach().requires_grad_() for one in (case.x, case.weight)]
+        first = torch.autograd.grad(run(*operands, None, *case.numbers), operands, case.gradient, create_graph=True)
+        return torch.autograd.grad(sum(one.square().sum() for one in first), operands)
+
+    with tuned(all_records(SHAPES[4])) as kernels:
+        found = penalty(OP)
+    assert kernels.calls == {Direction.FORWARD: 1, Direction.INPUT_GRADIENT: 2, Direction.WEIGHT_GRADIENT: 2}
+    for mine, torchs in zip(found, penalty(stock), strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_only_what_is_wanted_is_computed(frozen):
+    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    operands = [case.x, case.weight]
+    operands[1 - frozen].requires_grad_()
+    with tuned(all_records(SHAPES[0])) as kernels:
+        OP(*operands, None, *case.numbers).sum().backward()
+    skipped = (Direction.INPUT_GRADIENT, Direction.WEIGHT_GRADIENT)[frozen]
+    assert kernels.calls == dict.fromkeys(Direction, 1) | {skipped: 0}
+
+
+# ------------------------------------------------------------------------------------------------ torch's other parts
+
+
+@pytest.mark.parametrize("records", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("layout", Layout)
+def test_torch_finds_nothing_wrong_with_the_ops(layout, records):
+    case = Case("2x4x7x8 k3x3 s2x2 p1x1 d1x1", layout)
+    with tuned(all_records(case.shape) if records else []):
+        operands = [one.requires_grad_() for one in case.operands]
+        torch.library.opcheck(OP, (*operands, *case.numbers))
+        gradient = case.gradient.requires_grad_()
+        torch.library.opcheck(INPUT, (gradient, case.weight, [7, 8], *case.numbers))
+        torch.library.opcheck(WEIGHT, (case.x, gradient, [3, 3], *case.numbers))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 1, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return depthwise_conv2d(x.relu(), self.weight, None, 1, 1).relu()
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_it_compiles(layout):
+    net, x = Net(), torch.randn(2, 8, 9, 9).contiguous(memory_format=FORMS[layout])
+    with tuned(all_records(SHAPES[0])) as kernels:
+        compiled = torch.compile(net, fullgraph=True)
+        found = compiled(x)
+        (gradient,) = torch.autograd.grad(found.square().sum(), net.parameters())
+    assert kernels.calls == dict.fromkeys(Direction, 1) | {Direction.INPUT_GRADIENT: 0}
+    right = net(x)
+    torch.testing.assert_close(found, right)
+    assert found.stride() == right.stride()
+    torch.testing.assert_close(gradient, *torch.autograd.grad(right.square().sum(), net.parameters()))
+
+
+def test_it_is_one_node_of_an_exported_program():
+    net, x = Net(), torch.randn(2, 8, 9, 9)
+    with tuned(all_records(SHAPES[0])) as kernels:
+        program = torch.export.export(net, (x,))
+        assert [node.target for node in program.graph.nodes].count(OP) == 1
+        found = program.module()(x)
+    assert kernels.calls[Direction.FORWARD] == 1
+    torch.testing.assert_close(found, net(x))
+
+
+def test_it_is_one_node_of_a_traced_graph():
+    graph = fx.symbolic_trace(_Calls())
+    names = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert names == ["hybridpar.depthwise_conv2d"]
+
+
+class _Calls(nn.Module):
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.ops.hybridpar.depthwise_conv2d(x, weight, None, [1, 1], [1, 1], [1, 1])
+
+
+@pytest.mark.parametrize("tuned_one", [None, *Direction])
+def test_the_function_is_torchs_own_where_no_direction_is_tuned(tuned_one):
+    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    records = [record for record in all_records(SHAPES[0]) if record.direction is tuned_one]
+    with tuned(records):
+        out = depthwise_conv2d(case.x.requires_grad_(), case.weight, None, *case.numbers)
+    assert out.grad_fn is not None
+    assert (out.grad_fn.name() == "ConvolutionBackward0") == (tuned_one is None)
+
+
+def test_autocast_is_that_of_torch():
+    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    case.gradient = case.gradient.bfloat16()
+    with tuned(all_records(SHAPES[0])) as kernels, torch.autocast("cpu", dtype=torch.bfloat16):
+        found, right = case.result(OP), case.result(stock)
+        called = depthwise_conv2d(*case.operands, *case.numbers)
+    assert found[0].dtype is called.dtype is torch.bfloat16
+    assert torch.equal(found[0], right[0])
+    assert torch.equal(called, right[0])
+    assert [one.dtype for one in found[1:]] == [torch.float32] * 3
+    for mine, torchs in zip(found[1:], right[1:], strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=2e-2, atol=2e-1)
+    assert not any(kernels.calls.values())
+
+
+def test_many_threads_call_at_once():
+    shape = "4x8x9x9 k3x3 s1x1 p1x1 d1x1"
+    case = Case(shape, Layout.CHANNELS_LAST)
+    found: list[list[Tensor]] = []
+    with tuned(all_records(shape, threads=2)):
+
+        def work() -> None:
+            torch.set_num_threads(2)
+            found.extend(case.result(OP) for _ in range(10))
+
+        callers = [threading.Thread(target=work) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+    torch.set_num_threads(1)
+    truth = case.truth
+    assert len(found) == 30
+    for one in found:
+        close(one, truth)
+
+
+def test_a_thousand_calls_leave_nothing_behind():
+    case = Case("1x2x5x5 k3x3 s1x1 p1x1 d1x1", Layout.CHANNELS_LAST)
+    with tuned(all_records(case.shape)), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+
+        def alive() -> int:
+            gc.collect()
+            return sum(isinstance(one, Tensor) for one in gc.get_objects())
+
+        case.result(OP)
+        before = alive()
+        for _ in range(1000):
+            case.result(OP)
+        assert alive() == before
+
+
+# --------------------------------------------------------------------------------------------------------- in between
+
+
+def test_strict_demands_kernels(monkeypatch):
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "strict")
+    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    with tuned([]), pytest.raises(KernelError, match="there is no record"):
+        case.result(OP)
+    with tuned(all_records(SHAPES[0]), StandIn(broken=True)), pytest.raises(KernelError, match="on strike"):
+        case.result(OP)
+    with tuned(all_records(SHAPES[0], stock_ms=0.5)):
+        close(case.result(OP), case.truth)
+
+
+@pytest.mark.parametrize("reason", ["off", "broken", "slower"])
+def test_kernels_that_are_not_there_are_not_noticed(reason, monkeypatch):
+    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    if reason == "off":
+        monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
+    records = all_records(SHAPES[0], **({"stock_ms": 0.5} if reason == "slower" else {}))
+    with tuned(records, StandIn(broken=reason == "broken")) as kernels:
+        close(case.result(OP), case.truth)
+    assert not any(kernels.calls.values())
+
+
+def test_choices_are_given_back():
+    before = active_choices()
+    mine = Choices(Database())
+    assert use_choices(mine) is before
+    assert use_choices(before) is mine

@@ -1,0 +1,165 @@
+"""Why: a record's parameters become machine code that checks nothing, so what the space lets through must be sound."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridpar.tvm_kernels.cost import estimate, rank
+from hybridpar.tvm_kernels.kernel import Variant
+from hybridpar.tvm_kernels.machine import Machine
+from hybridpar.tvm_kernels.schedules.geometry import Axis, axis, by_input, interior, spans
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.space import GATHER, WEIGHT, candidates, neighbours, outside, reject
+
+LAST = Layout.CHANNELS_LAST
+MACHINES = [Machine(8, 16), Machine(16, 32), Machine(4, 32)]
+SHAPE = ConvShape.parse("8x144x56x56 k3x3 s1x1 p1x1 d1x1")
+STRIDED = ConvShape.parse("8x144x56x56 k5x5 s2x2 p2x2 d1x1")
+GOOD = {
+    Direction.FORWARD: dict(zip(GATHER, (8, 2, 4, 8, 0, 1), strict=True)),
+    Direction.INPUT_GRADIENT: dict(zip(GATHER, (8, 2, 4, 8, 0, 1), strict=True)),
+    Direction.WEIGHT_GRADIENT: dict(zip(WEIGHT, (8, 3, 3, 4, 7, 2, 2), strict=True)),
+}
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("shape", [SHAPE, STRIDED], ids=str)
+@pytest.mark.parametrize("machine", MACHINES, ids=str)
+def test_candidates_are_many_different_and_allowed(shape: ConvShape, direction: Direction, machine: Machine) -> None:
+    for threads in (1, 2, 8):
+        space = list(candidates(shape, direction, LAST, threads, machine))
+        assert len({tuple(sorted(one.items())) for one in space}) == len(space) > 20
+        assert all(reject(shape, direction, LAST, one) is None for one in space)
+        phases = [dict(Variant(shape, direction, LAST, one).phases)["rows"] for one in space]
+        assert max(phases) >= threads
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_what_is_no_number_or_no_parameter_is_refused(direction: Direction) -> None:
+    good = GOOD[direction]
+    assert reject(SHAPE, direction, LAST, good) is None
+    for name in good:
+        for value in (0, -1, 10**9, 2.0, "8", True, None):
+            changed = {**good, name: value}
+            allowed = name in ("columns_outer", "unroll", "strip") and value in (0, 1) and type(value) is int
+            if not allowed:
+                assert reject(SHAPE, direction, LAST, changed), changed  # type: ignore[arg-type]
+        assert reject(SHAPE, direction, LAST, {key: value for key, value in good.items() if key != name})
+    assert reject(SHAPE, direction, LAST, {**good, "more": 1})
+    assert reject(SHAPE, direction, LAST, {})
+
+
+def test_lanes_never_pass_the_channels() -> None:
+    narrow = ConvShape.parse("1x5x9x9 k3x3 s1x1 p1x1 d1x1")
+    for direction, good in GOOD.items():
+        assert "lanes" in str(reject(narrow, direction, LAST, good))
+        assert {one["lanes"] for one in candidates(narrow, direction, LAST, 1, MACHINES[0])} == {4}
+
+
+def test_what_no_kernel_covers() -> None:
+    both = ConvShape.parse("1x8x20x20 k3x3 s2x2 p1x1 d2x2")
+    assert outside(both, Direction.INPUT_GRADIENT, LAST)
+    assert outside(both, Direction.FORWARD, LAST) is None
+    assert outside(SHAPE, Direction.FORWARD, Layout.CONTIGUOUS)
+    assert outside(ConvShape.parse("1x8x40x40 k33x3 s1x1 p1x1 d1x1"), Direction.FORWARD, LAST)
+    assert outside(ConvShape.parse("1x8x40x40 k1x1 s1x1 p0x0 d1x1"), Direction.FORWARD, LAST)
+    assert not list(candidates(both, Direction.INPUT_GRADIENT, LAST, 1, MACHINES[0]))
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_neighbours_are_one_step_away(direction: Direction) -> None:
+    space = list(candidates(SHAPE, direction, LAST, 2, MACHINES[0]))
+    for one in space[::50]:
+        for other in neighbours(one, space):
+            changed = [name for name in one if one[name] != other[name]]
+            assert len(changed) == 1 or set(changed) == {"strip", "tile_rows"}
+    assert any(neighbours(one, space) for one in space)
+
+
+# ------------------------------------------------------------------------------------------------------------- geometry
+
+AXES = st.builds(
+    Axis,
+    out=st.integers(1, 30),
+    size=st.integers(1, 30),
+    taps=st.integers(1, 9),
+    stride=st.integers(1, 3),
+    padding=st.integers(0, 6),
+    dilation=st.integers(1, 3),
+    transposed=st.booleans(),
+)
+
+
+@given(AXES, st.integers(1, 8))
+@settings(max_examples=150, deadline=None)
+def test_spans_cover_an_axis_once_with_the_right_taps(along: Axis, tiles: int) -> None:
+    tile = tiles * along.whole
+    seen = []
+    for span in spans(along, tile):
+        for moved in range(span.count):
+            for index, taps in enumerate(span.taps):
+                out = span.start + moved * tile + index
+                shift = moved * along.shift(tile)
+                assert tuple((tap, place + shift) for tap, place in taps) == along.bounded(out)
+                seen.append(out)
+    assert seen == list(range(along.out))
+    inner = interior(along, tile)
+    if inner is not None:
+        assert all(along.bounded(out) == along.unbounded(out) for out in range(inner.start, inner.count * tile))
+
+
+@pytest.mark.parametrize("shape", [SHAPE, STRIDED], ids=str)
+def test_both_directions_use_the_same_pairs(shape: ConvShape) -> None:
+    def pairs(direction: Direction) -> set[tuple[int, int, int]]:
+        along = axis(shape, direction, 0)
+        found = {(out, tap, place) for out in range(along.out) for tap, place in along.bounded(out)}
+        return found if direction is Direction.FORWARD else {(place, tap, out) for out, tap, place in found}
+
+    assert pairs(Direction.FORWARD) == pairs(Direction.INPUT_GRADIENT)
+    width = len(pairs(Direction.FORWARD))
+    assert width * width * shape.batch * shape.channels == shape.multiply_adds
+
+
+def test_inputs_know_their_uses() -> None:
+    assert by_input((((0, 4), (1, 5)), ((0, 5),))) == ((4, ((0, 0),)), (5, ((0, 1), (1, 0))))
+
+
+# ----------------------------------------------------------------------------------------------------------------- cost
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_costs_follow_the_work(direction: Direction) -> None:
+    one, machine = GOOD[direction], MACHINES[0]
+
+    def cycles(text: str, threads: int = 1) -> float:
+        return estimate(ConvShape.parse(text), direction, one, threads, machine).cycles
+
+    alone = cycles("8x144x56x56 k3x3 s1x1 p1x1 d1x1")
+    assert 3.9 < cycles("32x144x56x56 k3x3 s1x1 p1x1 d1x1") / alone < 4.1
+    assert 1.9 < alone / cycles("8x144x56x56 k3x3 s1x1 p1x1 d1x1", threads=2) < 2.1
+    assert cycles("8x144x56x56 k7x7 s1x1 p3x3 d1x1") > 1.5 * alone
+
+
+def test_too_few_and_too_many_sums_cost() -> None:
+    shape, machine = ConvShape.parse("8x64x14x14 k7x7 s1x1 p3x3 d1x1"), MACHINES[0]
+
+    def compute(columns: int) -> float:
+        own = {**GOOD[Direction.FORWARD], "tile_rows": 1, "tile_columns": columns}
+        return estimate(shape, Direction.FORWARD, own, 1, machine).compute
+
+    assert compute(7) < compute(1)
+    assert compute(7) < compute(14) * 1.2
+
+
+def test_a_ranking_is_told_by_order_alone() -> None:
+    right = rank([1.0, 5.0, 9.0, 2.0], [10.0, 30.0, 400.0, 20.0])
+    assert right.correlation == pytest.approx(1.0)
+    assert right.regret == {1: 0.0, 4: 0.0, 16: 0.0}
+    wrong = rank([9.0, 5.0, 1.0], [10.0, 20.0, 40.0])
+    assert wrong.correlation == pytest.approx(-1.0)
+    assert wrong.regret[1] == pytest.approx(3.0)
+    assert wrong.regret[4] == 0.0
+    assert rank([], []).regret == {}
+    assert rank([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]).correlation is None

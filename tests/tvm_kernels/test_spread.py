@@ -1,0 +1,52 @@
+"""Why: every row is computed once, whatever the number of threads, and nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from hybridpar.tvm_kernels.spread import run_ranges
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7])
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 100])
+def test_ranges_cover_all_rows_once(rows, threads):
+    seen: list[tuple[int, int, int]] = []
+    run_ranges(lambda begin, end: seen.append((begin, end, threading.get_ident())), rows, threads)
+    ends = [0, *(end for _, end, _ in sorted(seen))]
+    assert [begin for begin, _, _ in sorted(seen)] == ends[:-1]
+    assert ends[-1] == rows
+    assert len(seen) == max(1, min(rows, threads))
+
+
+def test_ranges_run_at_the_same_time():
+    both = threading.Barrier(2, timeout=30)
+    run_ranges(lambda begin, end: both.wait(), 2, 2)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_an_error_comes_back_when_all_have_ended(bad):
+    ended: list[int] = []
+
+    def work(begin: int, end: int) -> None:
+        if begin == bad:
+            raise ValueError(f"row {bad}")
+        ended.append(begin)
+
+    with pytest.raises(ValueError, match=f"row {bad}"):
+        run_ranges(work, 2, 2)
+    assert ended == [1 - bad]
+    run_ranges(lambda begin, end: ended.append(end), 2, 2)
+    assert sorted(ended[1:]) == [1, 2], "the helpers live on"
+
+
+def test_a_forked_process_has_helpers_of_its_own():
+    run_ranges(lambda begin, end: None, 2, 2)
+    child = os.fork()
+    if child == 0:
+        seen: list[int] = []
+        run_ranges(lambda begin, end: seen.append(begin), 2, 2)
+        os._exit(0 if sorted(seen) == [0, 1] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

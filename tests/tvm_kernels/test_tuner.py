@@ -1,0 +1,179 @@
+"""Why: a search that a user stops, or whose candidates fail, must keep what it has and never pass on a wrong kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridpar.kernel_builder import Builder, Built, Request
+from hybridpar.kernel_cache import KernelsUnavailable
+from hybridpar.tvm_kernels import tuner
+from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_variants
+from hybridpar.tvm_kernels.machine import Machine, Speed, measure_speed
+from hybridpar.tvm_kernels.measure import Bench, reference, summarize_pairs
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.space import reject
+from hybridpar.tvm_kernels.tuner import Tuned, TuningStopped, ranking, tune
+
+LAST = Layout.CHANNELS_LAST
+SHAPE = ConvShape.parse("2x16x9x9 k3x3 s1x1 p1x1 d1x1")
+SPEED = Speed(50e9, ((1 << 20, 40e9), (1 << 30, 10e9)))
+
+
+@pytest.fixture(scope="module")
+def builder() -> Iterator[Builder]:
+    with Builder(1) as own:
+        yield own
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_search_finds_kernels_that_are_right(direction: Direction, builder: Builder) -> None:
+    seen: list[tuple[Tuned, Tuned]] = []
+    threads = torch.get_num_threads()
+    results = tune(
+        SHAPE,
+        direction,
+        LAST,
+        budget_s=60.0,
+        trials=4,
+        on_progress=lambda one, best: seen.append((one, best)),
+        builder=builder,
+        speed=SPEED,
+    )
+    assert torch.get_num_threads() == threads
+    assert len(results) == 4
+    assert [one.ms for one in results if one.final] == sorted(one.ms for one in results if one.final)
+    for one in results:
+        assert reject(SHAPE, direction, LAST, one.parameters) is None
+        assert one.ms > 0
+        assert one.stock_ms > 0
+        assert one.error < 1e-5
+        floor = 1e3 * max(SHAPE.multiply_adds / 50e9, SHAPE.least_bytes(direction) / 40e9)
+        assert one.floor_ms == pytest.approx(floor)
+    assert len(seen) == 4 + sum(one.final for one in results)
+    assert ranking(results).candidates == 4
+
+
+def test_a_search_goes_on_from_what_is_known(builder: Builder) -> None:
+    (first,) = tune(SHAPE, Direction.FORWARD, LAST, budget_s=0.0, builder=builder, speed=SPEED, seed=3)
+    known = {**first.parameters, "tile_columns": first.parameters["tile_columns"] - 1}
+    (again,) = tune(SHAPE, Direction.FORWARD, LAST, budget_s=0.0, builder=builder, speed=SPEED, known=[known])
+    assert dict(again.parameters) == known
+
+
+class Failing(Builder):
+    """Builds nothing, and notes what it was asked for."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(1)
+        self.error = error
+        self.asked = 0
+
+    def submit(self, request: Request) -> Future[Built]:
+        self.asked += 1
+        future: Future[Built] = Future()
+        future.set_exception(self.error)
+        return future
+
+
+def test_where_nothing_can_be_built_the_search_ends() -> None:
+    with Failing(KernelsUnavailable("no TVM")) as failing, pytest.raises(KernelsUnavailable, match="no TVM"):
+        tune(SHAPE, Direction.FORWARD, LAST, budget_s=60.0, builder=failing, speed=SPEED)
+    assert failing.asked < 20
+
+
+def test_a_user_who_stops_keeps_what_there_is(builder: Builder) -> None:
+    def stop(one: Tuned, best: Tuned) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(TuningStopped) as stopped:
+        tune(SHAPE, Direction.FORWARD, LAST, budget_s=60.0, builder=builder, speed=SPEED, on_progress=stop)
+    assert len(stopped.value.results) == 1
+    assert builder.build(Variant(SHAPE, Direction.FORWARD, LAST, stopped.value.results[0].parameters).request()).image
+
+
+def test_a_wrong_kernel_is_never_timed(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(variant: Variant, *rest: object) -> Kernel:
+        def nothing(*addresses: int) -> None:
+            pass
+
+        return Kernel(variant, {name: nothing for name, _ in variant.phases})
+
+    monkeypatch.setattr(tuner, "load_image", shifted)
+    monkeypatch.setattr(torch, "empty_like", lambda like: torch.full(like.shape, torch.nan))
+    assert tune(SHAPE, Direction.FORWARD, LAST, budget_s=60.0, trials=2, builder=builder, speed=SPEED) == []
+
+
+def test_what_no_kernel_covers_is_not_searched_for() -> None:
+    with Failing(AssertionError()) as failing:
+        assert tune(SHAPE, Direction.FORWARD, Layout.CONTIGUOUS, builder=failing) == []
+        assert failing.asked == 0
+
+
+def test_speed_is_measured(builder: Builder) -> None:
+    speed = measure_speed(builder, Machine(4, 16))
+    assert speed.multiply_adds > 1e8
+    assert all(rate > 1e7 for _, rate in speed.copies)
+    assert speed.bandwidth(10**12) == speed.copies[-1][1]
+    assert speed.floor_ms(10**9, 0, threads=2) == pytest.approx(1e12 / speed.multiply_adds / 2)
+
+
+def test_variants_come_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
+    own = {"lanes": 8, "tile_rows": 1, "tile_columns": 3, "strip": 3, "columns_outer": 0, "unroll": 1}
+    variants = [Variant(SHAPE, Direction.FORWARD, LAST, own | {"strip": strip}) for strip in (3, 9)]
+    for kernel in load_variants(variants):
+        assert isinstance(kernel, Kernel)
+        assert Bench(SHAPE, Direction.FORWARD, LAST).error(kernel) < 1e-5
+    monkeypatch.setattr("hybridpar.kernel_build._built", lambda *_: pytest.fail("it is there already"))
+    first, unknown = load_variants([variants[0], variants[0]])
+    assert isinstance(first, Kernel)
+    assert isinstance(unknown, Kernel)
+
+
+# ------------------------------------------------------------------------------------------------------------ measuring
+
+
+def test_disturbed_pairs_are_dropped() -> None:
+    timing = summarize_pairs([(0.001, 0.002)] * 9 + [(0.5, 0.002), (0.001, 0.9)])
+    assert (timing.pairs, timing.dropped) == (9, 2)
+    assert timing.ms == pytest.approx(1.0)
+    assert timing.stock_ms == pytest.approx(2.0)
+    assert timing.speedup == pytest.approx(2.0)
+
+
+def test_a_single_pair_is_kept() -> None:
+    assert summarize_pairs([(0.001, 0.002)]).pairs == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["2x3x7x6 k3x5 s1x1 p1x2 d1x1", "1x2x9x9 k3x3 s2x2 p0x1 d1x2", "2x1x5x5 k5x5 s1x2 p4x3 d1x1"]
+)
+def test_the_reference_is_torchs_in_float64(text: str) -> None:
+    shape = ConvShape.parse(text)
+    image = torch.randn(shape.batch, shape.channels, shape.height, shape.width, dtype=torch.float64)
+    weight = torch.randn(shape.channels, 1, *shape.kernel, dtype=torch.float64)
+    image.requires_grad_()
+    weight.requires_grad_()
+    sizes = (shape.stride, shape.padding, shape.dilation, shape.channels)
+    out = torch.nn.functional.conv2d(image, weight, None, *sizes)
+    gradient = torch.randn_like(out)
+    expected = dict(zip(Direction, (out, *torch.autograd.grad(out, (image, weight), gradient)), strict=True))
+    for direction in Direction:
+        got = reference(shape, direction, image.detach(), gradient, weight.detach())
+        torch.testing.assert_close(got, expected[direction].detach())
+
+
+def test_an_error_of_nan_is_no_small_one() -> None:
+    variant = Variant(SHAPE, Direction.FORWARD, LAST, dict.fromkeys(("lanes", "strip"), 8))
+    bench = Bench(SHAPE, Direction.FORWARD, LAST)
+
+    def poison(first: int, second: int, third: int, out: int, *rest: int) -> None:
+        torch.frombuffer((__import__("ctypes").c_float * 4).from_address(out), dtype=torch.float32).fill_(torch.nan)
+
+    assert math.isinf(bench.error(Kernel(variant, {"prepare": poison, "rows": poison})))
