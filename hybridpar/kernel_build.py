@@ -2,8 +2,8 @@
 
 Kernels are defined in source files of their own, each with a function `define(writer)` that returns functions of TIR by
 name, written out or made by a schedule of `writer.tvm`. They are compiled to one object file by a child process of
-`hybridpar.kernel_builder`, as `import tvm` takes seconds and brings threads of its own. apache-tvm-ffi-orcjit loads that
-from memory, without linker or compiler.
+`hybridpar.kernel_builder`, as `import tvm` takes seconds and brings threads of its own. apache-tvm-ffi-orcjit loads
+that from memory, without linker or compiler.
 
 The file is kept in the user's cache. Its name says what it was made from (the sources, TVM's version, the CPU with its
 features), and it begins with the hash of its content. A file that is damaged, or that another user could have written,
