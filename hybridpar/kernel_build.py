@@ -1,9 +1,9 @@
 """Why: kernels are compiled for the CPU they run on, once, and later starts need neither compiler nor TVM.
 
 Kernels are defined in source files of their own, each with a function `define(writer)` that returns functions of TIR by
-name, written out or made by a schedule of `writer.tvm`. They are compiled to one object file by a child process, as
-`import tvm` takes seconds and brings threads of its own. apache-tvm-ffi-orcjit loads that from memory, without linker
-or compiler.
+name, written out or made by a schedule of `writer.tvm`. They are compiled to one object file by a child process of
+`hybridpar.kernel_builder`, as `import tvm` takes seconds and brings threads of its own. apache-tvm-ffi-orcjit loads
+that from memory, without linker or compiler.
 
 The file is kept in the user's cache (`hybridpar.kernel_cache`). Its name says what it was made from: the sources, TVM's
 version, the CPU with its features. Where nothing can be built one line is logged, and callers use their fallback.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
@@ -46,8 +48,6 @@ def builder() -> Iterator[Builder]:
 
 
 def times(built: Built, value: int) -> int:
-    import ctypes
-
     place = ctypes.c_int64()
     Session().load(built.image, built.names, keep=False)["times"](ctypes.addressof(place), value)
     return place.value
@@ -97,9 +97,9 @@ def test_closing_ends_what_is_being_built(source: Path) -> None:
     hanging, waiting = (builder.submit(Request((source,), {"hang": True})) for _ in range(2))
     (child,) = builder._children
     builder.close()
-    with pytest.raises(KernelsUnavailable):
-        hanging.result()
-    assert waiting.cancelled() or isinstance(waiting.exception(), KernelsUnavailable)
+    for future in (hanging, waiting):
+        with pytest.raises((KernelsUnavailable, CancelledError)):
+            future.result(timeout=10)
     with pytest.raises(ProcessLookupError):
         os.kill(child._process.pid, 0)
 
@@ -114,6 +114,6 @@ def test_code_is_unloaded_with_its_last_function(builder: Builder, source: Path)
 
     functions.pop()
     before = mapped()
-    for _ in range(200):
+    for _ in range(1000):  # more than fit the session's memory at a time
         session.load(built.image, built.names, keep=False)["times"]
     assert mapped() <= before + 8

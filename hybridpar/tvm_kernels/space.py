@@ -167,11 +167,20 @@ def _weight(shape: ConvShape, direction: Direction, threads: int, machine: Machi
                 if tap_rows * columns * tap_columns > MOST_WRITTEN_OUT:
                     continue
                 for strip in sorted({1, 2, 4, 8, 16, shape.out_height}):
-                    units = [(1, 1)] if threads == 1 else [(threads, 1), (2 * threads, 1), (1, threads)]
-                    for parts, groups in units:
-                        if strip <= shape.out_height and parts <= shape.batch and groups <= blocks:
-                            own = {"lanes": lanes, "tap_rows": tap_rows, "tap_columns": tap_columns}
-                            yield own | {"tile_columns": columns, "strip": strip, "parts": parts, "groups": groups}
+                    own = {"lanes": lanes, "tap_rows": tap_rows, "tap_columns": tap_columns}
+                    own |= {"tile_columns": columns, "strip": strip}
+                    most_parts = shape.batch * -(-shape.out_height // strip)
+                    for parts, groups in _units(threads, most_parts, blocks):
+                        if strip <= shape.out_height:
+                            yield own | {"parts": parts, "groups": groups}
+
+
+def _units(threads: int, parts: int, groups: int) -> list[tuple[int, int]]:
+    """Ways to cut the work for some threads, into at most so many parts and groups; in one where that cannot be."""
+    if threads == 1:
+        return [(1, 1)]
+    ways = [(threads, 1), (2 * threads, 1), (1, threads)]
+    return [way for way in ways if way[0] <= parts and way[1] <= groups] or [(min(threads, parts), 1)]
 
 
 def neighbours(one: Mapping[str, int], among: list[dict[str, int]]) -> list[dict[str, int]]:
