@@ -9,6 +9,7 @@ This module imports no TVM: it is handed to it by `hybridpar.kernel_build`, in t
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,56 @@ INFINITE = 0x7F800000
 
 _ORDER = ", ".join(f"i32 {lane}" for lane in reversed(range(LANES)))
 _POWERS = ", ".join(f"i32 {1 << lane}" for lane in reversed(range(LANES)))
+
+
+def _all(value: float | int) -> str:
+    """A constant in all lanes, in LLVM's words: a float32 is given by the bits of the double that it is."""
+    if isinstance(value, int):
+        return "<" + ", ".join([f"i32 {value}"] * LANES) + ">"
+    (bits,) = struct.unpack("<Q", struct.pack("<d", struct.unpack("<f", struct.pack("<f", value))[0]))
+    return "<" + ", ".join([f"float 0x{bits:016X}"] * LANES) + ">"
+
+
+def _sigmoid() -> str:
+    """1 / (1 + e^-z) in all lanes.
+
+    e^t = 2^n e^f with n = round(t / ln 2): Cody and Waite's ln 2 in two parts, and the polynomial of Cephes' `expf`,
+    good to 2 units in the last place. Adding 1.5 * 2^23 rounds, and leaves n in the low bits. t is cut off so that n
+    is in [-127, 128], where the exponent's bits give exactly 0 and infinity; NaN passes.
+    """
+    steps = [
+        "%t = fneg <16 x float> %z",
+        f"%over = fcmp ogt <16 x float> %t, {_all(89.0)}",
+        f"%low = select <16 x i1> %over, <16 x float> {_all(89.0)}, <16 x float> %t",
+        f"%under = fcmp olt <16 x float> %low, {_all(-88.0)}",
+        f"%cut = select <16 x i1> %under, <16 x float> {_all(-88.0)}, <16 x float> %low",
+        _muladd("m", "%cut", _all(1.44269504088896341), _all(12582912.0)),
+        f"%n = fsub <16 x float> %m, {_all(12582912.0)}",
+        _muladd("rest", "%n", _all(-0.693359375), "%cut"),
+        _muladd("f", "%n", _all(2.12194440e-4), "%rest"),
+        _muladd("p4", "%f", _all(1.9875691500e-4), _all(1.3981999507e-3)),
+        _muladd("p3", "%p4", "%f", _all(8.3334519073e-3)),
+        _muladd("p2", "%p3", "%f", _all(4.1665795894e-2)),
+        _muladd("p1", "%p2", "%f", _all(1.6666665459e-1)),
+        _muladd("p0", "%p1", "%f", _all(5.0000001201e-1)),
+        "%square = fmul <16 x float> %f, %f",
+        f"%line = fadd <16 x float> %f, {_all(1.0)}",
+        _muladd("p", "%p0", "%square", "%line"),
+        "%raw = bitcast <16 x float> %m to <16 x i32>",
+        f"%biased = add <16 x i32> %raw, {_all(127)}",
+        f"%exponent = shl <16 x i32> %biased, {_all(23)}",
+        "%power = bitcast <16 x i32> %exponent to <16 x float>",
+        _muladd("sum", "%p", "%power", _all(1.0)),
+        f"%sigmoid = fdiv <16 x float> {_all(1.0)}, %sum",
+        "ret <16 x float> %sigmoid",
+    ]
+    return "\n  ".join(steps)
+
+
+def _muladd(name: str, x: str, y: str, z: str) -> str:
+    operands = ", ".join(f"<16 x float> {one}" for one in (x, y, z))
+    return f"%{name} = call <16 x float> @llvm.fmuladd.v16f32({operands})"
+
 
 #: Functions in LLVM IR that kernels may call. A mask's first lane is the most significant bit, and what lies in memory
 #: is big-endian, as numpy packs bits; addresses need no alignment except where values are streamed.
@@ -65,6 +116,16 @@ define linkonce_odr i32 @hp_pairs(<16 x i1> %high, <16 x i1> %low) alwaysinline 
 define linkonce_odr void @hp_stream(ptr %place, <16 x float> %values) alwaysinline nounwind {{
   store <16 x float> %values, ptr %place, align 64, !nontemporal !0
   ret void
+}}
+declare <16 x float> @llvm.fmuladd.v16f32(<16 x float>, <16 x float>, <16 x float>)
+define linkonce_odr <16 x float> @hp_sigmoid(<16 x float> %z) alwaysinline nounwind {{
+  {_sigmoid()}
+}}
+define linkonce_odr float @hp_sigmoid_one(float %z) alwaysinline nounwind {{
+  %wide = insertelement <16 x float> zeroinitializer, float %z, i64 0
+  %all = call <16 x float> @hp_sigmoid(<16 x float> %wide)
+  %one = extractelement <16 x float> %all, i64 0
+  ret float %one
 }}
 define linkonce_odr i32 @hp_fence() alwaysinline nounwind {{
   fence seq_cst
