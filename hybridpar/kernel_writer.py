@@ -32,33 +32,30 @@ def _all(value: float | int) -> str:
 
 
 def _sigmoid() -> str:
-    """1 / (1 + e^-z) in all lanes.
+    """1 / (1 + e^-z) in all lanes, good to 3 units in the last place.
 
-    e^t = 2^n e^f with n = round(t / ln 2): Cody and Waite's ln 2 in two parts, and the polynomial of Cephes' `expf`,
-    good to 2 units in the last place. Adding 1.5 * 2^23 rounds, and leaves n in the low bits. t is cut off so that n
-    is in [-127, 128], where the exponent's bits give exactly 0 and infinity; NaN passes.
+    e^-z = 2^n e^-h with n = round(-z / ln 2) and h = z + n ln 2, with Cody and Waite's ln 2 in two parts. Adding 1.5 *
+    2^23 rounds, and leaves n in the low bits. The polynomial is the minimax one of degree 5 for the relative error
+    (9e-8) where |h| <= ln 2 / 2, with p(0) = 1. z is cut off so that n is in [-127, 128], where the exponent's bits
+    give exactly 0 and infinity; NaN passes.
     """
     steps = [
-        "%t = fneg <16 x float> %z",
-        f"%over = fcmp ogt <16 x float> %t, {_all(89.0)}",
-        f"%low = select <16 x i1> %over, <16 x float> {_all(89.0)}, <16 x float> %t",
-        f"%under = fcmp olt <16 x float> %low, {_all(-88.0)}",
-        f"%cut = select <16 x i1> %under, <16 x float> {_all(-88.0)}, <16 x float> %low",
-        _muladd("m", "%cut", _all(1.44269504088896341), _all(12582912.0)),
+        f"%over = fcmp ogt <16 x float> %z, {_all(88.0)}",
+        f"%low = select <16 x i1> %over, <16 x float> {_all(88.0)}, <16 x float> %z",
+        f"%under = fcmp olt <16 x float> %low, {_all(-89.0)}",
+        f"%cut = select <16 x i1> %under, <16 x float> {_all(-89.0)}, <16 x float> %low",
+        _muladd("m", "%cut", _all(-1.44269504088896341), _all(12582912.0)),
         f"%n = fsub <16 x float> %m, {_all(12582912.0)}",
-        _muladd("rest", "%n", _all(-0.693359375), "%cut"),
-        _muladd("f", "%n", _all(2.12194440e-4), "%rest"),
-        _muladd("p4", "%f", _all(1.9875691500e-4), _all(1.3981999507e-3)),
-        _muladd("p3", "%p4", "%f", _all(8.3334519073e-3)),
-        _muladd("p2", "%p3", "%f", _all(4.1665795894e-2)),
-        _muladd("p1", "%p2", "%f", _all(1.6666665459e-1)),
-        _muladd("p0", "%p1", "%f", _all(5.0000001201e-1)),
-        "%square = fmul <16 x float> %f, %f",
-        f"%line = fadd <16 x float> %f, {_all(1.0)}",
-        _muladd("p", "%p0", "%square", "%line"),
+        _muladd("rest", "%n", _all(0.693359375), "%cut"),
+        _muladd("h", "%n", _all(-2.12194440e-4), "%rest"),
+        _muladd("p4", "%h", _all(-8.2903062276e-3), _all(4.1897975562e-2)),
+        _muladd("p3", "%p4", "%h", _all(-1.6667636582e-1)),
+        _muladd("p2", "%p3", "%h", _all(4.9999149191e-1)),
+        _muladd("p1", "%p2", "%h", _all(-9.9999970701e-1)),
+        _muladd("p", "%p1", "%h", _all(1.0)),
         "%raw = bitcast <16 x float> %m to <16 x i32>",
-        f"%biased = add <16 x i32> %raw, {_all(127)}",
-        f"%exponent = shl <16 x i32> %biased, {_all(23)}",
+        f"%moved = shl <16 x i32> %raw, {_all(23)}",
+        f"%exponent = add <16 x i32> %moved, {_all(127 << 23)}",
         "%power = bitcast <16 x i32> %exponent to <16 x float>",
         _muladd("sum", "%p", "%power", _all(1.0)),
         f"%sigmoid = fdiv <16 x float> {_all(1.0)}, %sum",

@@ -44,12 +44,19 @@ SEGMENT, SHARED = 4, 3
 
 ACTIVATIONS = ("none", "relu", "relu6", "silu")
 
+#: Activations whose slope costs more than memory: their gradient before the activation is computed once, and waits in
+#: the memory of the result.
+COSTLY = ("silu",)
+
 _EXTENT = ("rows", "channels", "repeat", "length", "begin", "end", "phases", "stream")
 #: Addresses (of the parameters, 0 for none) and numbers: there are rows * channels float32; `repeat` rows are one wide
 #: row, whose width is a multiple of LANES; `length` wide rows are a segment; a call is for the segments from `begin` up
 #: to `end`; `stream` is 1 where the result, at a multiple of 64, is to be written past the caches.
 FORWARD = ("x", "weight", "bias", "running_mean", "running_var", "y", "table", "scratch", *_EXTENT)
 BACKWARD = ("x", "grad_y", "table", "grad_x", "grad_weight", "grad_bias", "scratch", *_EXTENT)
+
+#: Sets the values at a place.
+_Put = Callable[[Any, Any], None]
 
 
 def define(w: Writer) -> dict[str, Any]:
@@ -66,7 +73,7 @@ class _Extent:
     """What follows from a function's numbers: how rows are grouped, and where in scratch their sums are."""
 
     def __init__(self, w: Writer, scratch: Any, numbers: dict[str, Any]) -> None:
-        t = self.t = w.t
+        self.t = w.t
         self.w = w
         self.rows, self.channels, self.repeat = numbers["rows"], numbers["channels"], numbers["repeat"]
         self.length, self.begin, self.end = numbers["length"], numbers["begin"], numbers["end"]
@@ -142,7 +149,7 @@ class _Extent:
         self.columns(column)
 
     def per_channel(self, total: Any, channel: Any, left: Callable[[Any], Any]) -> None:
-        """Set total[0] to the sum of a channel's columns of the joined row, and of left(place) of the rows left over."""
+        """Set total[0] to the sum of a channel's columns of the joined row, and of left(place) of rows left over."""
         t, w = self.t, self.w
         zero = t.int64(0)
         w.store(total, zero, t.float64(0))
@@ -153,7 +160,6 @@ class _Extent:
 
 
 def _forward(w: Writer, activation: str) -> Callable[..., None]:
-    t = w.t
 
     def body(
         x: Any,
@@ -186,13 +192,16 @@ def _forward(w: Writer, activation: str) -> Callable[..., None]:
             ),
         )
 
-        def activated(column: Any, places: Sequence[Any], put: Callable[[Any, Any], None], wide: bool) -> None:
+        def activated(column: Any, places: Sequence[Any], put: _Put, wide: bool) -> None:
             terms = [w.keep(one) for one in _terms(w, extent, rows, column, wide)]
             for place in places:
                 index = w.at(place) if wide else place
                 put(place, _activate(w, activation, _normal(terms, values[index]), wide))
 
-        w.when(extent.phase(APPLY), lambda: _apply(w, extent, result, stream, activated))
+        def apply() -> None:
+            _written(w, result, stream, lambda put: _apply(w, extent, result, put, activated))
+
+        w.when(extent.phase(APPLY), apply)
 
     return body
 
@@ -218,7 +227,7 @@ def _backward(w: Writer, activation: str) -> Callable[..., None]:
         factors = w.keep((extent.joined + extent.width) * 2)
 
         def slope(terms: Sequence[Any], place: Any, wide: bool) -> tuple[Any, Any]:
-            """x - mean, and the gradient before the activation."""
+            """The value less its mean, and the gradient before the activation."""
             centred = w.keep(values[place] - terms[0])
             return centred, w.keep(_slope(w, activation, centred * terms[1] + terms[2], above[place], wide))
 
@@ -262,19 +271,37 @@ def _backward(w: Writer, activation: str) -> Callable[..., None]:
                     place = place + extent.width
                     w.store(extent.floats, place, t.Select(constant, t.float32(0), t.cast(offset, "float32")))
 
-        def gradient(column: Any, places: Sequence[Any], put: Callable[[Any, Any], None], wide: bool) -> None:
+        def gradient(column: Any, places: Sequence[Any], put: _Put, wide: bool) -> None:
             terms = [w.keep(one) for one in _terms(w, extent, rows, column, wide)]
             at = w.at if wide else lambda one: one
             slope_x, offset = (
                 w.keep(extent.floats[at(factors + extent.width * number + column)]) for number in range(2)
             )
             for place in places:
-                centred, g = slope(terms, at(place), wide)
+                if wide and activation in COSTLY:
+                    centred, g = values[at(place)] - terms[0], result[at(place)]
+                else:
+                    centred, g = slope(terms, at(place), wide)
                 put(place, terms[1] * g + (slope_x * centred + offset))
 
-        w.when(extent.phase(REDUCE), lambda: _gradient_sums(w, extent, rows, slope))
+        def sums() -> None:
+            if activation in COSTLY:
+                _written(w, result, stream, lambda put: _gradient_sums(w, extent, rows, slope, put))
+            else:
+                _gradient_sums(w, extent, rows, slope, None)
+
+        def apply() -> None:
+            def write(put: _Put) -> None:
+                _apply(w, extent, result, put, gradient)
+
+            if activation in COSTLY:  # the memory has just been read
+                write(lambda place, value: w.store(result, w.at(place), value))
+            else:
+                _written(w, result, stream, write)
+
+        w.when(extent.phase(REDUCE), sums)
         w.when(extent.phase(JOIN), join)
-        w.when(extent.phase(APPLY), lambda: _apply(w, extent, result, stream, gradient))
+        w.when(extent.phase(APPLY), apply)
 
     return body
 
@@ -432,9 +459,13 @@ def _fill_table(
 
 
 def _gradient_sums(
-    w: Writer, extent: _Extent, rows: Any, slope: Callable[[Sequence[Any], Any, bool], tuple[Any, Any]]
+    w: Writer,
+    extent: _Extent,
+    rows: Any,
+    slope: Callable[[Sequence[Any], Any, bool], tuple[Any, Any]],
+    put: _Put | None,
 ) -> None:
-    """Each segment's columns of g and of g (x - mean), summed; g is the gradient before the activation."""
+    """Each segment's columns of g and of g (x - mean), summed; g is the gradient before the activation, and is put."""
     t = w.t
     doubles, floats, width = extent.doubles, extent.floats, extent.width
     sums = extent.work()
@@ -458,6 +489,8 @@ def _gradient_sums(
                 total, product = floats[w.at(sums + column)], floats[w.at(products + column)]
                 for place in places:
                     centred, g = slope(terms, w.at(place), True)
+                    if put is not None:
+                        put(place, g)
                     total, product = total + g, product + g * centred
                 total, product = w.keep(total), w.keep(product)
                 w.store(floats, w.at(sums + column), total)
@@ -481,38 +514,29 @@ def _gradient_sums(
 # --------------------------------------------------------------------------------------------------- what both have
 
 
+def _written(w: Writer, memory: Any, stream: Any, write: Callable[[_Put], None]) -> None:
+    """Write a body twice: for vectors that go to the caches, and for those that go past them."""
+
+    def past() -> None:
+        write(lambda place, value: w.stream(memory, place, value))
+        w.t.evaluate(w.call("int32", "hp_fence"))
+
+    w.either(stream != 0, past, lambda: write(lambda place, value: w.store(memory, w.at(place), value)))
+
+
 def _apply(
-    w: Writer,
-    extent: _Extent,
-    result: Any,
-    stream: Any,
-    make: Callable[[Any, Sequence[Any], Callable[[Any, Any], None], bool], None],
+    w: Writer, extent: _Extent, result: Any, put: _Put, make: Callable[[Any, Sequence[Any], _Put, bool], None]
 ) -> None:
     """Write the result of the segments of this call, and of the rows left over where the last one is among them."""
     t = w.t
-
-    def whole(past: bool) -> None:
-        first = extent.begin * extent.length
-        last = t.min(extent.end * extent.length, extent.wide)
-
-        def put(place: Any, value: Any) -> None:
-            if past:
-                w.stream(result, place, value)
-            else:
-                w.store(result, w.at(place), value)
-
-        extent.walk(w.keep(first), w.keep(last), lambda column, places: make(column, places, put, True))
-
-    def stream_out() -> None:
-        whole(True)
-        t.evaluate(w.call("int32", "hp_fence"))
+    first, last = w.keep(extent.begin * extent.length), w.keep(t.min(extent.end * extent.length, extent.wide))
+    extent.walk(first, last, lambda column, places: make(column, places, put, True))
 
     def left() -> None:
         with t.serial(0, extent.left * extent.channels) as column:
             place = w.keep(extent.tail * extent.channels + column)
             make(column, [place], lambda place, value: w.store(result, place, value), False)
 
-    w.either(stream != 0, stream_out, lambda: whole(False))
     w.when(extent.end == extent.segments, left)
 
 
