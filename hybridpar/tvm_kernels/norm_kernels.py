@@ -26,8 +26,9 @@ from hybridpar.tvm_kernels.schedules.norm_source import (
     SEGMENT,
     SHARED,
     TABLE_ROWS,
+    TRACK,
 )
-from hybridpar.tvm_kernels.spread import spread_out
+from hybridpar.tvm_kernels.spread import run_ranges
 
 _SOURCES = [Path(__file__).parent / "schedules" / "norm_source.py"]
 
@@ -80,10 +81,15 @@ class RowPlan:
         return torch.empty((self.segments * SEGMENT + SHARED) * self.width, dtype=torch.float64)
 
 
+def wide_channels(channels: int) -> int:
+    """Values of a wide row: the least multiple of the channels that is whole vectors."""
+    return math.lcm(channels, LANES)
+
+
 @functools.lru_cache(maxsize=1024)
 def plan_rows(rows: int, channels: int) -> RowPlan:
     """The plan for so many rows of so many channels."""
-    repeat = LANES // math.gcd(channels, LANES)
+    repeat = wide_channels(channels) // channels
     wide = rows // repeat
     length = CHUNK * max(2, math.ceil(wide / (CHUNK * _SEGMENTS)))
     return RowPlan(rows, channels, repeat, length, math.ceil(wide / length))
@@ -94,6 +100,8 @@ def forward(
     weight: Tensor | None,
     bias: Tensor | None,
     running: tuple[Tensor, Tensor] | None,
+    training: bool,
+    momentum: float,
     eps: float,
     activation: str,
 ) -> tuple[Tensor, Tensor]:
@@ -103,7 +111,9 @@ def forward(
         x: (N, C, H, W), channels last.
         weight: (C), or None for ones.
         bias: (C), or None for zeros.
-        running: Mean and variance to normalise by; None for those of the batch.
+        running: Running mean and variance, (C) each; None for none.
+        training: Whether to normalise by the statistics of the batch, and to move the running ones by them.
+        momentum: How far the running statistics move.
         eps: Added to the variance.
         activation: One of `ACTIVATIONS`.
 
@@ -126,21 +136,25 @@ def forward(
         statistics.data_ptr(),
         scratch.data_ptr(),
     )
-    phases = REDUCE | JOIN | APPLY if running is None else JOIN | APPLY | FIXED
+    if training:
+        phases = REDUCE | JOIN | APPLY | (0 if running is None else TRACK)
+    else:
+        phases = JOIN | APPLY | FIXED
     kernel = table()[f"norm_forward_{activation}"]
     stream = _streams(y)
-    _run(plan, phases, lambda begin, end, phase: kernel(*addresses, *plan.numbers, begin, end, phase, stream, eps))
+    floats = (eps, momentum)
+    _run(plan, phases, lambda begin, end, phase: kernel(*addresses, *plan.numbers, begin, end, phase, stream, *floats))
     return y, statistics
 
 
 def backward(
-    x: Tensor, grad_y: Tensor, statistics: Tensor, activation: str, fixed: bool
+    grad_y: Tensor, x: Tensor, statistics: Tensor, activation: str, fixed: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of `forward`.
 
     Args:
-        x: What it was given.
         grad_y: The gradient of its result, laid out as x is.
+        x: What it was given.
         statistics: Its table.
         activation: Its activation.
         fixed: Whether it was given running statistics.
@@ -151,22 +165,22 @@ def backward(
     channels = x.shape[1]
     plan = plan_rows(x.numel() // channels, channels)
     grad_x = torch.empty_like(x)
-    of_parameters = torch.empty(2, channels)
+    grad_weight, grad_bias = torch.empty(channels), torch.empty(channels)
     scratch = plan.scratch()
     addresses = (
         x.data_ptr(),
         grad_y.data_ptr(),
         statistics.data_ptr(),
         grad_x.data_ptr(),
-        of_parameters.data_ptr(),
-        of_parameters.data_ptr() + 4 * channels,
+        grad_weight.data_ptr(),
+        grad_bias.data_ptr(),
         scratch.data_ptr(),
     )
     phases = REDUCE | JOIN | APPLY | (FIXED if fixed else 0)
     kernel = table()[f"norm_backward_{activation}"]
     stream = _streams(grad_x)
     _run(plan, phases, lambda begin, end, phase: kernel(*addresses, *plan.numbers, begin, end, phase, stream))
-    return grad_x, of_parameters[0], of_parameters[1]
+    return grad_x, grad_weight, grad_bias
 
 
 def _streams(result: Tensor) -> int:
@@ -179,12 +193,10 @@ def _run(plan: RowPlan, phases: int, call: Callable[[int, int, int], object]) ->
     if threads <= 1:
         call(0, plan.segments, phases)
         return
-    bounds = [plan.segments * number // threads for number in range(threads + 1)]
-    fixed = phases & FIXED
+    how = phases & (FIXED | TRACK)
     for phase in (REDUCE, JOIN, APPLY):
-        if not phases & phase:
-            continue
-        if phase == JOIN:
-            call(0, plan.segments, phase | fixed)
-        else:
-            spread_out(threads, lambda part, phase=phase: call(bounds[part], bounds[part + 1], phase | fixed))
+        if phases & phase:
+            own = phase | how
+            run_ranges(
+                lambda begin, end, own=own: call(begin, end, own), plan.segments, 1 if phase == JOIN else threads
+            )

@@ -1,39 +1,84 @@
-"""Why: torch's threads cannot be given work of ours from Python, and TVM's would fight with them for the cores.
+"""Why: kernels compute ranges of rows on one thread each, and who calls them spreads the rows over threads.
 
-A few threads wait for work; the caller does the first part itself. They start when they are first needed, and again in
-a forked process, to which threads do not come along.
+TVM's own pool of threads is never used: it pins and spins, and so do torch's threads, and together they are slower than
+one thread. The helpers here sleep while there is nothing to do. Kernels release the GIL while they run.
+
+A helper takes one task after another and never waits for another task, so any number of threads may call at the same
+time, also from backward passes and lanes. A forked process starts helpers of its own.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
-_pool: ThreadPoolExecutor | None = None
+Range = Callable[[int, int], object]
+_Task = tuple[Range, int, int, "SimpleQueue[BaseException | None]"]
 
 
-def spread_out(parts: int, work: Callable[[int], object]) -> None:
-    """Call work(0) to work(parts - 1) side by side, and return when all have ended.
+class _Helpers:
+    """Threads that wait for tasks; as many as were ever needed at a time by one caller."""
+
+    def __init__(self) -> None:
+        self.tasks: SimpleQueue[_Task] = SimpleQueue()
+        self.count = 0
+        self.starting = threading.Lock()
+
+    def at_least(self, count: int) -> None:
+        with self.starting:
+            while self.count < count:
+                threading.Thread(target=self._work, name=f"kernels-{self.count}", daemon=True).start()
+                self.count += 1
+
+    def _work(self) -> None:
+        while True:
+            run, begin, end, done = self.tasks.get()
+            try:
+                run(begin, end)
+                done.put(None)
+            except BaseException as error:
+                done.put(error)
+
+
+_helpers = _Helpers()
+
+
+def _forget_helpers() -> None:
+    global _helpers
+    _helpers = _Helpers()  # threads do not survive a fork
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_helpers)
+
+
+def run_ranges(run: Range, rows: int, threads: int) -> None:
+    """Call `run(begin, end)` for ranges that cover all rows, one range per thread, and wait until all have returned.
 
     Args:
-        parts: How many; the first is done by the calling thread.
-        work: Must release the GIL where it takes its time.
+        run: Computes rows from begin to before end; called on several threads at a time.
+        rows: How many rows there are.
+        threads: How many threads may be used; this one is one of them.
+
+    Raises:
+        BaseException: What `run` raised first, by the order of the ranges' ends.
     """
-    global _pool
-    if _pool is None:
-        _pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="hybridpar-kernel")
-    waiting = [_pool.submit(work, part) for part in range(1, parts)]
+    parts = min(threads, rows)
+    if parts <= 1:
+        run(0, rows)
+        return
+    if _helpers.count < parts - 1:
+        _helpers.at_least(parts - 1)
+    done: SimpleQueue[BaseException | None] = SimpleQueue()
+    for part in range(1, parts):
+        _helpers.tasks.put((run, rows * part // parts, rows * (part + 1) // parts, done))
+    errors: list[BaseException | None] = []
     try:
-        work(0)
-    finally:
-        for one in waiting:
-            one.result()
-
-
-def _forget() -> None:
-    global _pool
-    _pool = None
-
-
-os.register_at_fork(after_in_child=_forget)
+        run(0, rows // parts)
+    finally:  # the others write to memory that the caller would free
+        errors = [done.get() for _ in range(1, parts)]
+    for error in errors:
+        if error is not None:
+            raise error

@@ -30,12 +30,12 @@ CHUNK = 128
 #: Wide rows that are walked at a time, so that sums are read and written less often.
 ROWS = 4
 
-#: Phases of a call, added up. REDUCE and APPLY run over segments; JOIN runs once in between. With FIXED, JOIN takes the
-#: running statistics in place of the batch's, and backward takes them as constants.
-REDUCE, JOIN, APPLY, FIXED = 1, 2, 4, 8
+#: Phases of a call, added up. REDUCE and APPLY run over segments; JOIN runs once in between. With TRACK it moves the
+#: running statistics; with FIXED it takes them in place of the batch's, and backward takes them as constants.
+REDUCE, JOIN, APPLY, FIXED, TRACK = 1, 2, 4, 8, 16
 
-#: Rows of the table that forward leaves for backward, each of a wide row's float32. The first three are repeated to
-#: that width; of the others the first `channels` values count.
+#: Rows of the table that forward leaves for backward, each repeated to a wide row of float32. REST is what the float32
+#: of MEAN lacks; VARIANCE is the unbiased one.
 MEAN, SCALE, SHIFT, INVERSE, REST, VARIANCE = range(6)
 TABLE_ROWS = 6
 
@@ -64,7 +64,7 @@ def define(w: Writer) -> dict[str, Any]:
     functions = {}
     for activation in ACTIVATIONS:
         forward, backward = f"norm_forward_{activation}", f"norm_backward_{activation}"
-        functions[forward] = w.function(forward, FORWARD, ("eps",), _forward(w, activation))
+        functions[forward] = w.function(forward, FORWARD, ("eps", "momentum"), _forward(w, activation))
         functions[backward] = w.function(backward, BACKWARD, (), _backward(w, activation))
     return functions
 
@@ -160,6 +160,7 @@ class _Extent:
 
 
 def _forward(w: Writer, activation: str) -> Callable[..., None]:
+    t = w.t
 
     def body(
         x: Any,
@@ -172,25 +173,36 @@ def _forward(w: Writer, activation: str) -> Callable[..., None]:
         scratch: Any,
         stream: Any,
         eps: Any,
+        momentum: Any,
         **numbers: Any,
     ) -> None:
         values, result, rows = w.view(x, "float32"), w.view(y, "float32"), w.view(table, "float32")
         extent = _Extent(w, scratch, numbers)
-        fixed = w.view(running_mean, "float32"), w.view(running_var, "float32")
+        running = w.view(running_mean, "float32"), w.view(running_var, "float32")
         parameters = (weight, w.view(weight, "float32")), (bias, w.view(bias, "float32"))
 
-        def learn(mean: Any, variance: Any) -> Callable[[Any], None]:
-            return lambda channel: _fill_table(w, extent, rows, channel, mean, variance, parameters, eps)
+        def learn(channel: Any, mean: Any, variance: Any) -> None:
+            mean, variance = w.keep(mean), w.keep(variance)
+            unbiased = w.keep(_unbiased(w, extent, variance))
+            _fill_table(w, extent, rows, channel, (mean, variance, unbiased), parameters, eps)
+
+            def track() -> None:
+                part = w.keep(t.cast(momentum, "float64"))
+                for kept, new in zip(running, (mean, unbiased), strict=True):
+                    old = t.cast(kept[channel], "float64")
+                    w.store(kept, channel, t.cast(part * new + (t.float64(1) - part) * old, "float32"))
+
+            w.when(extent.phase(TRACK), track)
+
+        def from_running() -> None:
+            with t.serial(0, extent.channels) as channel:
+                learn(channel, *(t.cast(one[channel], "float64") for one in running))
+
+        def join() -> None:
+            w.either(extent.phase(FIXED), from_running, lambda: _from_moments(w, extent, values, learn))
 
         w.when(extent.phase(REDUCE), lambda: _moments(w, extent, values))
-        w.when(
-            extent.phase(JOIN),
-            lambda: w.either(
-                extent.phase(FIXED),
-                lambda: _from_running(w, extent, *fixed, learn),
-                lambda: _from_moments(w, extent, values, learn),
-            ),
-        )
+        w.when(extent.phase(JOIN), join)
 
         def activated(column: Any, places: Sequence[Any], put: _Put, wide: bool) -> None:
             terms = [w.keep(one) for one in _terms(w, extent, rows, column, wide)]
@@ -408,15 +420,12 @@ def _from_moments(w: Writer, extent: _Extent, values: Any, learn: Callable[[Any,
             return off * off
 
         extent.per_channel(total, channel, left)
-        learn(doubles[mean + channel], total[zero] / count)(channel)
+        learn(channel, doubles[mean + channel], total[zero] / count)
 
 
-def _from_running(
-    w: Writer, extent: _Extent, mean: Any, variance: Any, learn: Callable[[Any, Any], Callable[[Any], None]]
-) -> None:
-    """Fill the table from running statistics."""
-    with w.t.serial(0, extent.channels) as channel:
-        learn(w.t.cast(mean[channel], "float64"), w.t.cast(variance[channel], "float64"))(channel)
+def _unbiased(w: Writer, extent: _Extent, variance: Any) -> Any:
+    count = w.keep(w.t.cast(extent.rows, "float64"))
+    return variance * (count / (count - w.t.float64(1)))
 
 
 def _fill_table(
@@ -424,14 +433,13 @@ def _fill_table(
     extent: _Extent,
     rows: Any,
     channel: Any,
-    mean: Any,
-    variance: Any,
+    statistics: tuple[Any, Any, Any],
     parameters: tuple[tuple[Any, Any], tuple[Any, Any]],
     eps: Any,
 ) -> None:
     """Set a channel's column of the table."""
     t, width = w.t, extent.width
-    mean, variance = w.keep(mean), w.keep(variance)
+    mean, variance, unbiased = statistics
     inverse = w.keep(t.float64(1) / t.sqrt(variance + t.cast(eps, "float64")))
     high = w.keep(t.cast(mean, "float32"))
     rest = w.keep(mean - t.cast(high, "float64"))
@@ -444,15 +452,11 @@ def _fill_table(
         )
     scale = w.keep(factor[t.int64(0)] * inverse)
     shift = w.keep(offset[t.int64(0)] - rest * scale)
+    found = {MEAN: mean, SCALE: scale, SHIFT: shift, INVERSE: inverse, REST: rest, VARIANCE: unbiased}
     with t.serial(0, extent.repeat) as copy:
         place = w.keep(copy * extent.channels + channel)
-        w.store(rows, width * MEAN + place, high)
-        w.store(rows, width * SCALE + place, t.cast(scale, "float32"))
-        w.store(rows, width * SHIFT + place, t.cast(shift, "float32"))
-    w.store(rows, width * INVERSE + channel, t.cast(inverse, "float32"))
-    w.store(rows, width * REST + channel, t.cast(rest, "float32"))
-    count = t.cast(extent.rows, "float64")
-    w.store(rows, width * VARIANCE + channel, t.cast(variance * (count / (count - t.float64(1))), "float32"))
+        for row, value in found.items():
+            w.store(rows, width * row + place, t.cast(value, "float32"))
 
 
 # ------------------------------------------------------------------------------------------------ the parts of backward
