@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from hybridpar.errors import HybridparError, UsageError, nearest
 from hybridpar.tvm_kernels import norm_kernels
-from hybridpar.tvm_kernels.schedules.norm_source import ACTIVATIONS, MEAN, TABLE_ROWS, VARIANCE
+from hybridpar.tvm_kernels.schedules.norm_rows import ACTIVATIONS, MEAN, TABLE_ROWS, VARIANCE
 
 #: What torch does for each activation, into the same memory where nothing but the result is kept for backward.
 STOCK: dict[str, Callable[[Tensor], Tensor]] = {
@@ -155,7 +155,7 @@ class _BatchNormThen(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         return (*_gradients(ctx, grad_y), *(None,) * 6)
 
 
@@ -280,7 +280,8 @@ def _refuse(ctx: Any, *_: Any) -> None:
     )
 
 
-_library = torch.library.Library("hybridpar", "FRAGMENT")
+#: `Library` has no types.
+_library: Any = torch.library.Library("hybridpar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
 
 _library.define(

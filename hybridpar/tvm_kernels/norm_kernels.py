@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybridpar.kernel_build import Function, load_kernels
 from hybridpar.kernel_writer import LANES
-from hybridpar.tvm_kernels.schedules.norm_source import (
+from hybridpar.tvm_kernels.schedules.norm_rows import (
     APPLY,
     CHUNK,
     FIXED,
@@ -30,7 +30,7 @@ from hybridpar.tvm_kernels.schedules.norm_source import (
 )
 from hybridpar.tvm_kernels.spread import run_ranges
 
-_SOURCES = [Path(__file__).parent / "schedules" / "norm_source.py"]
+_SOURCES = [Path(__file__).parent / "schedules" / f"norm_{part}.py" for part in ("rows", "forward", "backward")]
 
 #: At most so many segments are made of a tensor, so that sums of segments stay few beside it.
 _SEGMENTS = 64
@@ -136,14 +136,15 @@ def forward(
         statistics.data_ptr(),
         scratch.data_ptr(),
     )
-    if training:
-        phases = REDUCE | JOIN | APPLY | (0 if running is None else TRACK)
-    else:
-        phases = JOIN | APPLY | FIXED
+    tracked = 0 if running is None else TRACK
+    phases = REDUCE | JOIN | APPLY | tracked if training else JOIN | APPLY | FIXED
     kernel = table()[f"norm_forward_{activation}"]
     stream = _streams(y)
-    floats = (eps, momentum)
-    _run(plan, phases, lambda begin, end, phase: kernel(*addresses, *plan.numbers, begin, end, phase, stream, *floats))
+
+    def call(begin: int, end: int, phase: int) -> None:
+        kernel(*addresses, *plan.numbers, begin, end, phase, stream, eps, momentum)
+
+    _run(plan, phases, call)
     return y, statistics
 
 
@@ -179,7 +180,11 @@ def backward(
     phases = REDUCE | JOIN | APPLY | (FIXED if fixed else 0)
     kernel = table()[f"norm_backward_{activation}"]
     stream = _streams(grad_x)
-    _run(plan, phases, lambda begin, end, phase: kernel(*addresses, *plan.numbers, begin, end, phase, stream))
+
+    def call(begin: int, end: int, phase: int) -> None:
+        kernel(*addresses, *plan.numbers, begin, end, phase, stream)
+
+    _run(plan, phases, call)
     return grad_x, grad_weight, grad_bias
 
 
@@ -193,10 +198,10 @@ def _run(plan: RowPlan, phases: int, call: Callable[[int, int, int], object]) ->
     if threads <= 1:
         call(0, plan.segments, phases)
         return
-    how = phases & (FIXED | TRACK)
     for phase in (REDUCE, JOIN, APPLY):
         if phases & phase:
-            own = phase | how
-            run_ranges(
-                lambda begin, end, own=own: call(begin, end, own), plan.segments, 1 if phase == JOIN else threads
-            )
+            _run_phase(plan, phase | phases & (FIXED | TRACK), call, 1 if phase == JOIN else threads)
+
+
+def _run_phase(plan: RowPlan, phase: int, call: Callable[[int, int, int], object], threads: int) -> None:
+    run_ranges(lambda begin, end: call(begin, end, phase), plan.segments, threads)
