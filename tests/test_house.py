@@ -41,6 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "data": {"config", "errors", "registry"},
     "kernel_build": {"cluster"},
     "compress": {"errors", "kernel_build", "process", "registry"},
+    "tvm_kernels": {"errors", "kernel_build"},
     "partition": {"config", "errors", "models", "plan", "process", "registry"},
     "cluster": {"process"},
     "probe": {"cluster", "errors", "process"},

@@ -22,10 +22,10 @@ from hybridpar.errors import HybridparError, UsageError, nearest
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.schedules.norm_rows import ACTIVATIONS, MEAN, TABLE_ROWS, VARIANCE
 
-#: What torch does for each activation, into the same memory where nothing but the result is kept for backward.
+#: What torch does for each activation.
 STOCK: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda z: z,
-    "relu": functional.relu_,
+    "relu": functional.relu,
     "relu6": functional.relu6,
     "silu": functional.silu,
 }
@@ -50,7 +50,9 @@ def stock_batch_norm_act(
     """What `torch.ops.hybridpar.batch_norm_act` is defined as, by torch's own operations."""
     if act not in STOCK:
         raise UsageError(f"{act!r} is no activation of batch_norm_act", fix=nearest(act, ACTIVATIONS))
-    return STOCK[act](functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps))
+    z = functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    # Of these only the rectifier's backward needs nothing but its result.
+    return functional.relu_(z) if act == "relu" else STOCK[act](z)
 
 
 def fusable(

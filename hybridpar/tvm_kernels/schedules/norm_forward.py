@@ -221,17 +221,19 @@ def _fill_table(
     inverse = w.keep(t.float64(1) / t.sqrt(variance + t.cast(eps, "float64")))
     high = w.keep(t.cast(mean, "float32"))
     rest = w.keep(mean - t.cast(high, "float64"))
-    factor, offset = w.local(1, "float64"), w.local(1, "float64")
-    for (address, memory), local, otherwise in zip(parameters, (factor, offset), (1, 0), strict=True):
-        w.store(local, t.int64(0), t.float64(otherwise))
-        w.when(
-            address != 0,
-            lambda local=local, memory=memory: w.store(local, t.int64(0), t.cast(memory[channel], "float64")),
-        )
-    scale = w.keep(factor[t.int64(0)] * inverse)
-    shift = w.keep(offset[t.int64(0)] - rest * scale)
+    scale = w.keep(_parameter(w, *parameters[0], channel, 1) * inverse)
+    shift = w.keep(_parameter(w, *parameters[1], channel, 0) - rest * scale)
     found = {MEAN: mean, SCALE: scale, SHIFT: shift, INVERSE: inverse, REST: rest, VARIANCE: unbiased}
     with t.serial(0, extent.repeat) as copy:
         place = w.keep(copy * extent.channels + channel)
         for row, value in found.items():
             w.store(rows, width * row + place, t.cast(value, "float32"))
+
+
+def _parameter(w: Writer, address: Any, memory: Any, channel: Any, otherwise: int) -> Any:
+    """A channel's parameter, or what it is where there is none."""
+    t = w.t
+    zero, value = t.int64(0), w.local(1, "float64")
+    w.store(value, zero, t.float64(otherwise))
+    w.when(address != 0, lambda: w.store(value, zero, t.cast(memory[channel], "float64")))
+    return value[zero]

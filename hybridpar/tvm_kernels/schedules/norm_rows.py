@@ -49,9 +49,9 @@ ACTIVATIONS = ("none", "relu", "relu6", "silu")
 COSTLY = ("silu",)
 
 #: The numbers that follow a function's addresses; those of parameters and running statistics may be 0 for none. There
-#: are rows * channels float32; `repeat` rows are one wide row, whose width is a multiple of LANES; `length` wide rows are
-#: a segment; a call is for the segments from `begin` up to `end`; `stream` is 1 where the result, which then begins at a
-#: multiple of 64, is to be written past the caches.
+#: are rows * channels float32; `repeat` rows are one wide row, whose width is a multiple of LANES; `length` wide rows
+#: are a segment; a call is for the segments from `begin` up to `end`; `stream` is 1 where the result, which then begins
+#: at a multiple of 64, is to be written past the caches.
 EXTENT = ("rows", "channels", "repeat", "length", "begin", "end", "phases", "stream")
 
 #: Sets the values at a place.
