@@ -13,8 +13,3 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if not norm_kernels.table():
         norm_kernels.table.cache_clear()
     assert norm_kernels.table(), "TVM is a dependency, so kernels can be built"
-
-
-@pytest.fixture
-def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_kernels, "table", dict)

@@ -151,7 +151,7 @@ def test_running_statistics_move_as_torchs(momentum: float) -> None:
         OP(x, None, None, *mine, True, momentum, EPS, "none")
         functional.batch_norm(x, *theirs, None, None, True, momentum, EPS)
     for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)
@@ -240,8 +240,8 @@ def test_the_inner_operations_check_what_they_get() -> None:
             ops.batch_norm_act_backward(gradient, x, table, "relu", False)
 
 
-@pytest.mark.usefixtures("no_kernels")
-def test_without_kernels() -> None:
+def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_kernels, "table", dict)
     x = images(2, 4, 3, 3).requires_grad_()
     y = OP(x, None, None, None, None, True, 0.1, EPS, "silu")
     assert torch.equal(y, functional.silu(functional.batch_norm(x, None, None, training=True)))

@@ -100,14 +100,14 @@ def _backward(w: Writer, activation: str) -> Callable[..., None]:
                 offset = w.keep(t.float64(0) - share * sum_g - slope_x * rest)
                 with t.serial(0, extent.repeat) as copy:
                     place = factors + copy * extent.channels + channel
-                    constant = extent.phase(FIXED)
-                    w.store(extent.floats, place, t.Select(constant, t.float32(0), t.cast(slope_x, "float32")))
-                    place = place + extent.width
-                    w.store(extent.floats, place, t.Select(constant, t.float32(0), t.cast(offset, "float32")))
+                    w.store(extent.floats, place, t.cast(slope_x, "float32"))
+                    w.store(extent.floats, place + extent.width, t.cast(offset, "float32"))
 
         def gradient(column: Any, places: Sequence[Any], put: Put, wide: bool) -> None:
             terms = terms_of(w, extent, rows, column, wide)
             at = w.at if wide else lambda one: one
+            fixed = w.lanes(extent.phase(FIXED)) if wide else extent.phase(FIXED)
+            zeros = w.zeros() if wide else t.float32(0)
             slope_x, offset = (
                 w.keep(extent.floats[at(factors + extent.width * number + column)]) for number in range(2)
             )
@@ -116,7 +116,9 @@ def _backward(w: Writer, activation: str) -> Callable[..., None]:
                     centred, g = values[at(place)] - terms[0], result[at(place)]
                 else:
                     centred, g = slope(terms, at(place), wide)
-                put(place, terms[1] * g + (slope_x * centred + offset))
+                # Where statistics are constants x has no part in it, not even as NaN.
+                through = slope_x * centred + offset
+                put(place, terms[1] * g + t.Select(fixed, zeros, through))
 
         def sums() -> None:
             if activation in COSTLY:
