@@ -10,6 +10,7 @@ This module imports no TVM: it is handed to it by `hybridpar.kernel_build`, in t
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,53 @@ INFINITE = 0x7F800000
 
 _ORDER = ", ".join(f"i32 {lane}" for lane in reversed(range(LANES)))
 _POWERS = ", ".join(f"i32 {1 << lane}" for lane in reversed(range(LANES)))
+
+
+def _all(value: float | int) -> str:
+    """A constant in all lanes, in LLVM's words: a float32 is given by the bits of the double that it is."""
+    if isinstance(value, int):
+        return "<" + ", ".join([f"i32 {value}"] * LANES) + ">"
+    (bits,) = struct.unpack("<Q", struct.pack("<d", struct.unpack("<f", struct.pack("<f", value))[0]))
+    return "<" + ", ".join([f"float 0x{bits:016X}"] * LANES) + ">"
+
+
+def _sigmoid() -> str:
+    """1 / (1 + e^-z) in all lanes, good to 3 units in the last place.
+
+    e^-z = 2^n e^-h with n = round(-z / ln 2) and h = z + n ln 2, with Cody and Waite's ln 2 in two parts. Adding 1.5 *
+    2^23 rounds, and leaves n in the low bits. The polynomial is the minimax one of degree 5 for the relative error
+    (9e-8) where |h| <= ln 2 / 2, with p(0) = 1. z is cut off so that n is in [-127, 128], where the exponent's bits
+    give exactly 0 and infinity; NaN passes.
+    """
+    steps = [
+        f"%over = fcmp ogt <16 x float> %z, {_all(88.0)}",
+        f"%low = select <16 x i1> %over, <16 x float> {_all(88.0)}, <16 x float> %z",
+        f"%under = fcmp olt <16 x float> %low, {_all(-89.0)}",
+        f"%cut = select <16 x i1> %under, <16 x float> {_all(-89.0)}, <16 x float> %low",
+        _muladd("m", "%cut", _all(-1.44269504088896341), _all(12582912.0)),
+        f"%n = fsub <16 x float> %m, {_all(12582912.0)}",
+        _muladd("rest", "%n", _all(0.693359375), "%cut"),
+        _muladd("h", "%n", _all(-2.12194440e-4), "%rest"),
+        _muladd("p4", "%h", _all(-8.2903062276e-3), _all(4.1897975562e-2)),
+        _muladd("p3", "%p4", "%h", _all(-1.6667636582e-1)),
+        _muladd("p2", "%p3", "%h", _all(4.9999149191e-1)),
+        _muladd("p1", "%p2", "%h", _all(-9.9999970701e-1)),
+        _muladd("p", "%p1", "%h", _all(1.0)),
+        "%raw = bitcast <16 x float> %m to <16 x i32>",
+        f"%moved = shl <16 x i32> %raw, {_all(23)}",
+        f"%exponent = add <16 x i32> %moved, {_all(127 << 23)}",
+        "%power = bitcast <16 x i32> %exponent to <16 x float>",
+        _muladd("sum", "%p", "%power", _all(1.0)),
+        f"%sigmoid = fdiv <16 x float> {_all(1.0)}, %sum",
+        "ret <16 x float> %sigmoid",
+    ]
+    return "\n  ".join(steps)
+
+
+def _muladd(name: str, x: str, y: str, z: str) -> str:
+    operands = ", ".join(f"<16 x float> {one}" for one in (x, y, z))
+    return f"%{name} = call <16 x float> @llvm.fmuladd.v16f32({operands})"
+
 
 #: Functions in LLVM IR that kernels may call. A mask's first lane is the most significant bit, and what lies in memory
 #: is big-endian, as numpy packs bits; addresses need no alignment except where values are streamed.
@@ -66,6 +114,16 @@ define linkonce_odr i32 @hp_pairs(<16 x i1> %high, <16 x i1> %low) alwaysinline 
 define linkonce_odr void @hp_stream(ptr %place, <16 x float> %values) alwaysinline nounwind {{
   store <16 x float> %values, ptr %place, align 64, !nontemporal !0
   ret void
+}}
+declare <16 x float> @llvm.fmuladd.v16f32(<16 x float>, <16 x float>, <16 x float>)
+define linkonce_odr <16 x float> @hp_sigmoid(<16 x float> %z) alwaysinline nounwind {{
+  {_sigmoid()}
+}}
+define linkonce_odr float @hp_sigmoid_one(float %z) alwaysinline nounwind {{
+  %wide = insertelement <16 x float> zeroinitializer, float %z, i64 0
+  %all = call <16 x float> @hp_sigmoid(<16 x float> %wide)
+  %one = extractelement <16 x float> %all, i64 0
+  ret float %one
 }}
 define linkonce_odr i32 @hp_fence() alwaysinline nounwind {{
   fence seq_cst

@@ -10,6 +10,10 @@ Training with M micro-batches of b is the same function as data parallelism over
 
 A module gets another class with the same parameters, buffers and names, so `state_dict`, pickling and `isinstance` go
 on working; `release` gives it its class back.
+
+A layer with a forward of its own is pooled too where it has two methods: `normalise(input, mean, variance, training,
+momentum)`, which is `batch_norm` and whatever the layer does behind it, and `activate(output)`, that alone. Its class
+says in `reduce_state(state)` what copies and pickles are made of.
 """
 
 from __future__ import annotations
@@ -207,14 +211,22 @@ class _PooledForward:
                 scratch.enter(input.numel() // input.shape[1])
                 scratch.mean.copy_(mean)
                 scratch.variance.copy_(variance)
-            return output
+            return self.activate(output) if hasattr(self, "activate") else output
         if paused:
-            return functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+            return _normalise(self, input, None, None, 0.0)
         scratch.enter(input.numel() // input.shape[1])
         # The kernel keeps its running statistics for an eval-mode backward that never comes here. `.data` gives them
         # a version counter of their own, so that clearing the scratch is not taken for an edit of a saved tensor.
         mean, variance = scratch.mean.data, scratch.variance.data
-        return functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+        return _normalise(self, input, mean, variance, 1.0)
+
+
+def _normalise(layer: Any, input: Tensor, mean: Tensor | None, variance: Tensor | None, momentum: float) -> Tensor:
+    """Normalise by the batch, and move statistics, as the layer does it."""
+    if hasattr(layer, "normalise"):
+        result: Tensor = layer.normalise(input, mean, variance, True, momentum)
+        return result
+    return functional.batch_norm(input, mean, variance, layer.weight, layer.bias, True, momentum, layer.eps)
 
 
 _classes: dict[type, type] = {}
@@ -232,6 +244,9 @@ def _reduce_to_original(self: Any, protocol: int) -> tuple[Any, ...]:
     """Copies and pickles are plain layers of the original class."""
     original = next(base for base in type(self).__mro__[1:] if base is not _PooledForward)
     state = {key: value for key, value in self.__dict__.items() if key != "_pool"}
+    if hasattr(original, "reduce_state"):
+        reduced: tuple[Any, ...] = original.reduce_state(state)
+        return reduced
     return (original.__new__, (original,), state)
 
 
@@ -241,5 +256,5 @@ def _can_pool(layer: nn.Module) -> bool:
         and not isinstance(layer, nn.SyncBatchNorm)
         and layer.track_running_stats
         and layer.running_mean is not None
-        and type(layer).forward is _BatchNorm.forward
+        and (type(layer).forward is _BatchNorm.forward or hasattr(layer, "normalise"))
     )

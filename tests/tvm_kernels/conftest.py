@@ -1,10 +1,20 @@
-"""Why: here kernels are on; compiling is replaced wherever a test does not need it."""
+"""Why: here kernels are on; compiling is replaced wherever a test does not need it, and done once where one does."""
 
 from __future__ import annotations
 
 import pytest
 
+from hybridpar.tvm_kernels import norm_kernels
+
 
 @pytest.fixture(autouse=True)
 def _kernels_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
+
+
+@pytest.fixture
+def kernels(_kernels_on: None) -> None:
+    """The kernels of norms, which are there."""
+    if not norm_kernels.table():
+        norm_kernels.table.cache_clear()
+    assert norm_kernels.table(), "TVM is a dependency, so kernels can be built"

@@ -1,0 +1,207 @@
+"""Why: kernels get addresses and numbers; here these are made of tensors, and rows are shared out to threads.
+
+Whoever calls has seen to it that tensors are dense float32 on a CPU, that activations lie in channels-last order and
+that the parameters have one value per channel. The GIL is released while kernels run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hybridpar.kernel_build import Function, load_kernels
+from hybridpar.kernel_writer import LANES
+from hybridpar.tvm_kernels.schedules.norm_rows import (
+    APPLY,
+    CHUNK,
+    FIXED,
+    JOIN,
+    REDUCE,
+    SEGMENT,
+    SHARED,
+    TABLE_ROWS,
+    TRACK,
+)
+from hybridpar.tvm_kernels.spread import run_ranges
+
+_SOURCES = [Path(__file__).parent / "schedules" / f"norm_{part}.py" for part in ("rows", "forward", "backward")]
+
+#: At most so many segments are made of a tensor, so that sums of segments stay few beside it.
+_SEGMENTS = 64
+
+#: Bytes from which on a result is written past the caches.
+_STREAM = 16 << 20
+
+#: Values below which a second thread costs more than it brings.
+_SHARE = 1 << 16
+
+
+@functools.cache
+def table() -> Mapping[str, Function]:
+    """All kernels by name, built if need be; empty where there are none."""
+    return load_kernels("norm", _SOURCES) or {}
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """How the rows of a tensor are walked; it follows from their number and length alone.
+
+    Attributes:
+        rows: Pixels of all images.
+        channels: Values of a row.
+        repeat: Rows that are one wide row, so that it is whole vectors.
+        length: Wide rows of a segment, a multiple of `CHUNK`.
+        segments: What threads share; 0 where all rows together are no wide row.
+    """
+
+    rows: int
+    channels: int
+    repeat: int
+    length: int
+    segments: int
+
+    @property
+    def width(self) -> int:
+        """Values of a wide row."""
+        return self.channels * self.repeat
+
+    @property
+    def numbers(self) -> tuple[int, int, int, int]:
+        """What a kernel is given first."""
+        return self.rows, self.channels, self.repeat, self.length
+
+    def scratch(self) -> Tensor:
+        """Memory for sums."""
+        return torch.empty((self.segments * SEGMENT + SHARED) * self.width, dtype=torch.float64)
+
+
+def wide_channels(channels: int) -> int:
+    """Values of a wide row: the least multiple of the channels that is whole vectors."""
+    return math.lcm(channels, LANES)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_rows(rows: int, channels: int) -> RowPlan:
+    """The plan for so many rows of so many channels."""
+    repeat = wide_channels(channels) // channels
+    wide = rows // repeat
+    length = CHUNK * max(2, math.ceil(wide / (CHUNK * _SEGMENTS)))
+    return RowPlan(rows, channels, repeat, length, math.ceil(wide / length))
+
+
+def forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running: tuple[Tensor, Tensor] | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    """Normalise and activate.
+
+    Args:
+        x: (N, C, H, W), channels last.
+        weight: (C), or None for ones.
+        bias: (C), or None for zeros.
+        running: Running mean and variance, (C) each; None for none.
+        training: Whether to normalise by the statistics of the batch, and to move the running ones by them.
+        momentum: How far the running statistics move.
+        eps: Added to the variance.
+        activation: One of `ACTIVATIONS`.
+
+    Returns:
+        The result, laid out as x is, and a table of (6, columns): what backward needs, and the batch's statistics.
+    """
+    channels = x.shape[1]
+    plan = plan_rows(x.numel() // channels, channels)
+    y = torch.empty_like(x)
+    statistics = torch.empty(TABLE_ROWS, plan.width)
+    scratch = plan.scratch()
+    mean, variance = (0, 0) if running is None else (running[0].data_ptr(), running[1].data_ptr())
+    addresses = (
+        x.data_ptr(),
+        0 if weight is None else weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        mean,
+        variance,
+        y.data_ptr(),
+        statistics.data_ptr(),
+        scratch.data_ptr(),
+    )
+    tracked = 0 if running is None else TRACK
+    phases = REDUCE | JOIN | APPLY | tracked if training else JOIN | APPLY | FIXED
+    kernel = table()[f"norm_forward_{activation}"]
+    stream = _streams(y)
+
+    def call(begin: int, end: int, phase: int) -> None:
+        kernel(*addresses, *plan.numbers, begin, end, phase, stream, eps, momentum)
+
+    _run(plan, phases, call)
+    return y, statistics
+
+
+def backward(
+    grad_y: Tensor, x: Tensor, statistics: Tensor, activation: str, fixed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `forward`.
+
+    Args:
+        grad_y: The gradient of its result, laid out as x is.
+        x: What it was given.
+        statistics: Its table.
+        activation: Its activation.
+        fixed: Whether it was given running statistics.
+
+    Returns:
+        The gradients of x, weight and bias.
+    """
+    channels = x.shape[1]
+    plan = plan_rows(x.numel() // channels, channels)
+    grad_x = torch.empty_like(x)
+    grad_weight, grad_bias = torch.empty(channels), torch.empty(channels)
+    scratch = plan.scratch()
+    addresses = (
+        x.data_ptr(),
+        grad_y.data_ptr(),
+        statistics.data_ptr(),
+        grad_x.data_ptr(),
+        grad_weight.data_ptr(),
+        grad_bias.data_ptr(),
+        scratch.data_ptr(),
+    )
+    phases = REDUCE | JOIN | APPLY | (FIXED if fixed else 0)
+    kernel = table()[f"norm_backward_{activation}"]
+    stream = _streams(grad_x)
+
+    def call(begin: int, end: int, phase: int) -> None:
+        kernel(*addresses, *plan.numbers, begin, end, phase, stream)
+
+    _run(plan, phases, call)
+    return grad_x, grad_weight, grad_bias
+
+
+def _streams(result: Tensor) -> int:
+    return int(result.numel() * 4 >= _STREAM and result.data_ptr() % 64 == 0)
+
+
+def _run(plan: RowPlan, phases: int, call: Callable[[int, int, int], object]) -> None:
+    """Run phases, those over rows on as many threads as torch would take."""
+    threads = min(torch.get_num_threads(), plan.segments, plan.rows * plan.channels // _SHARE)
+    if threads <= 1:
+        call(0, plan.segments, phases)
+        return
+    for phase in (REDUCE, JOIN, APPLY):
+        if phases & phase:
+            _run_phase(plan, phase | phases & (FIXED | TRACK), call, 1 if phase == JOIN else threads)
+
+
+def _run_phase(plan: RowPlan, phase: int, call: Callable[[int, int, int], object], threads: int) -> None:
+    run_ranges(lambda begin, end: call(begin, end, phase), plan.segments, threads)

@@ -1,0 +1,300 @@
+"""Why: a model should get fused norms in place, without being written anew, and give them back.
+
+BatchNorm layers, and the activations behind them, are found on the model's graph. A layer gets another class with the
+same parameters, buffers and names, so `state_dict`, hooks and `isinstance` go on working; the activation that it now
+does itself gets a class that passes its input on. That is done only where nothing else sees what lies between the two.
+An activation that is called at several places (ResNet's `self.relu`) goes on working at the others: it leaves out what
+the layer says to have done already, which for a rectifier changes nothing even where the word gets lost.
+
+Copies and pickles are plain layers of the original classes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hybridpar.errors import UsageError
+from hybridpar.tvm_kernels.batch_norm_act import STOCK, batch_norm_then, stock_batch_norm_act
+
+#: Whether to fuse: rows (pixels of all images), channels, activation, threads.
+Choice = Callable[[int, int, str, int], bool]
+
+_KINDS: dict[type, str] = {nn.ReLU: "relu", nn.ReLU6: "relu6", nn.SiLU: "silu"}
+
+#: f(f(z)) = f(z).
+_RECTIFIERS = ("relu", "relu6")
+
+
+@dataclass(frozen=True)
+class NormPair:
+    """A BatchNorm layer and what follows it.
+
+    Attributes:
+        norm: The layer's name in the model.
+        activation: The name of the activation that is to be done with it; None for none.
+        act: What kind that is.
+        shared: Whether the activation is also called elsewhere.
+    """
+
+    norm: str
+    activation: str | None = None
+    act: str = "none"
+    shared: bool = False
+
+
+def fuse_norms(model: nn.Module, choice: Choice | None = None) -> list[NormPair]:
+    """Let BatchNorm layers do the activations behind them, in place.
+
+    Args:
+        model: Any model. What cannot be traced is looked at where modules are called one after another.
+        choice: Where to use the kernels; None for wherever they can be used. Elsewhere a layer does what it did.
+
+    Returns:
+        What was swapped; layers that are swapped already are left as they are.
+    """
+    pairs = find_norms(model)
+    for pair in pairs:
+        norm: Any = model.get_submodule(pair.norm)
+        _swap(norm, _FusedForward, "_fused", _Fused(pair.act, choice, pair.shared))
+        if pair.activation is not None:
+            activation: Any = model.get_submodule(pair.activation)
+            if pair.shared:
+                if not isinstance(activation, _SharedForward):
+                    _swap(activation, _SharedForward, "_act", pair.act)
+            else:
+                _swap(activation, _PassedForward, "_norm", weakref.ref(norm))
+    return pairs
+
+
+def unfuse_norms(model: nn.Module) -> None:
+    """Give all layers their own classes back. Safe to call twice.
+
+    Args:
+        model: What `fuse_norms` was given, or any model.
+
+    Raises:
+        UsageError: A layer was given yet another class since, and still has it.
+    """
+    for module in model.modules():
+        if isinstance(module, _Swapped):
+            _swap_back(module)
+
+
+def find_norms(model: nn.Module) -> list[NormPair]:
+    """The BatchNorm2d layers of a model that can be fused, each with the activation that can be fused with it."""
+    found = _on_graph(model)
+    return _in_sequence(model) if found is None else found
+
+
+# ------------------------------------------------------------------------------------------------------------ finding
+
+
+def _on_graph(model: nn.Module) -> list[NormPair] | None:
+    """What the graphs of training and of evaluation agree on; None where the model cannot be traced."""
+    flags = [(module, module.training) for module in model.modules()]
+    before = set(vars(model))
+    found: list[dict[str, NormPair]] = []
+    try:
+        for training in (True, False):
+            model.train(training)
+            found.append(_of_graph(fx.Tracer().trace(model), model))
+    except Exception:  # tracing runs the user's code, which may raise anything
+        return None
+    finally:
+        for name in set(vars(model)) - before:  # the tracer leaves constants on the model
+            delattr(model, name)
+        for module, flag in flags:
+            module.training = flag
+    names = {**found[0], **found[1]}
+    return [
+        found[0].get(name, pair) if found[0].get(name, pair) == found[1].get(name, pair) else NormPair(name)
+        for name, pair in names.items()
+    ]
+
+
+def _of_graph(graph: fx.Graph, model: nn.Module) -> dict[str, NormPair]:
+    calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
+    pairs = {}
+    for node in graph.nodes:
+        name = str(node.target)
+        if node.op != "call_module" or not _is_norm(model.get_submodule(name)):
+            continue
+        after = next(iter(node.users)) if len(node.users) == 1 else None
+        pair = NormPair(name)
+        if calls[name] == 1 and after is not None and after.op == "call_module" and _unseen(model, name):
+            target = str(after.target)
+            kind = _kind(model.get_submodule(target))
+            shared = calls[target] > 1
+            if kind is not None and (not shared or kind in _RECTIFIERS):
+                pair = NormPair(name, target, kind, shared)
+        pairs[name] = pair
+    return pairs
+
+
+def _in_sequence(model: nn.Module) -> list[NormPair]:
+    """Neighbours in `nn.Sequential`, of modules that have one place in the model."""
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    pairs = {name: NormPair(name) for name, module in model.named_modules() if _is_norm(module)}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
+            continue
+        children = [(f"{name}.{key}".lstrip("."), child) for key, child in module.named_children()]
+        for (own, norm), (following, activation) in pairwise(children):
+            kind = _kind(activation)
+            alone = places[id(norm)] == places[id(activation)] == 1
+            if own in pairs and kind is not None and alone and _unseen(model, own):
+                pairs[own] = NormPair(own, following, kind)
+    return list(pairs.values())
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return isinstance(module, nn.BatchNorm2d) and type(module).forward is _BatchNorm.forward
+
+
+def _kind(module: nn.Module) -> str | None:
+    if isinstance(module, _SharedForward):
+        return str(module._act)
+    return _KINDS.get(type(module))
+
+
+def _unseen(model: nn.Module, name: str) -> bool:
+    """Whether no hook looks at what the layer gives, or at its gradient."""
+    module = model.get_submodule(name)
+    return not (module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+
+# ----------------------------------------------------------------------------------------------------------- swapping
+
+
+@dataclass(frozen=True)
+class _Fused:
+    act: str
+    choice: Choice | None
+    #: Whether the activation goes on looking at what it is given.
+    tells: bool
+
+
+class _Swapped:
+    """Mixed in before a module's class; `_key` names what the module carries in addition."""
+
+    _key: str
+
+    @classmethod
+    def reduce_state(cls, state: dict[str, Any]) -> tuple[Any, ...]:
+        """What copies and pickles are made of: the original class, and a state without what was added."""
+        original = _original(cls)
+        return (original.__new__, (original,), {key: value for key, value in state.items() if key != cls._key})
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self.reduce_state(self.__dict__)
+
+
+class _FusedForward(_Swapped):
+    """A BatchNorm2d that also activates. `normalise` and `activate` are what pooling over micro-batches asks for."""
+
+    _key = "_fused"
+    _fused: _Fused
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        mean, variance = self.running_mean, self.running_var
+        by_batch = self.training or (mean is None and variance is None)
+        if self.training and not self.track_running_stats:
+            mean = variance = None
+        result: Tensor = self.normalise(input, mean, variance, by_batch, momentum)
+        return result
+
+    def normalise(
+        self: Any, input: Tensor, mean: Tensor | None, variance: Tensor | None, training: bool, momentum: float
+    ) -> Tensor:
+        fused: _Fused = self._fused
+        arguments = (input, self.weight, self.bias, mean, variance, training, momentum, self.eps, fused.act)
+        output = batch_norm_then(*arguments) if _chosen(fused, input) else stock_batch_norm_act(*arguments)
+        return self._told(output)  # type: ignore[no-any-return]
+
+    def activate(self: Any, output: Tensor) -> Tensor:
+        fused: _Fused = self._fused
+        return self._told(STOCK[fused.act](output))  # type: ignore[no-any-return]
+
+    def _told(self, output: Tensor) -> Tensor:
+        if self._fused.tells and not torch.compiler.is_compiling():
+            output._activated = (self._fused.act, output._version)  # type: ignore[attr-defined]
+        return output
+
+
+def _chosen(fused: _Fused, input: Tensor) -> bool:
+    if torch.compiler.is_compiling():  # compilers fuse torch's own operations
+        return False
+    if fused.choice is None or input.ndim != 4 or input.shape[1] == 0:
+        return True
+    channels = input.shape[1]
+    return fused.choice(input.numel() // channels, channels, fused.act, torch.get_num_threads())
+
+
+class _PassedForward(_Swapped):
+    """An activation that its norm has done. Where the norm was taken out of the model, it is one again."""
+
+    _key = "_norm"
+    _norm: weakref.ref[nn.Module]
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        if isinstance(self._norm(), _FusedForward):
+            return input
+        result: Tensor = super().forward(input)  # type: ignore[misc]
+        return result
+
+
+class _SharedForward(_Swapped):
+    """A rectifier that leaves out what was done already, unless the tensor has been changed since."""
+
+    _key = "_act"
+    _act: str
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and getattr(input, "_activated", None) == (self._act, input._version):
+            return input
+        result: Tensor = super().forward(input)  # type: ignore[misc]
+        return result
+
+
+_classes: dict[tuple[type, type], type] = {}
+
+
+def _swap(module: Any, mixin: type[_Swapped], key: str, value: Any) -> None:
+    original = type(module)
+    if (mixin, original) not in _classes:
+        made = type(original.__name__, (mixin, original), {})
+        # Tracers tell leaves by their module.
+        made.__qualname__, made.__module__ = original.__qualname__, original.__module__
+        _classes[mixin, original] = made
+    module.__dict__[key] = value
+    module.__class__ = _classes[mixin, original]
+
+
+def _swap_back(module: Any) -> None:
+    if type(module) not in _classes.values():
+        raise UsageError(
+            f"{type(module).__name__} was given another class since its activation was fused",
+            "Classes are given back in the reverse order.",
+            "Let the pool of running statistics release its layers first.",
+        )
+    del module.__dict__[module._key]
+    module.__class__ = _original(type(module))
+
+
+def _original(swapped: type) -> type:
+    return next(base for base in swapped.__mro__ if issubclass(base, nn.Module) and not issubclass(base, _Swapped))

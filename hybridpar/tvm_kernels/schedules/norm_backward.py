@@ -1,0 +1,195 @@
+"""Why: backward reads the tensor and the gradient once for two sums, and once to write the gradient of the tensor.
+
+With z = (x - mean) scale + shift, g = f'(z) dy, n rows and 1 / sqrt(var + eps) = inverse (Ioffe and Szegedy 2015,
+"Batch Normalization", section 3): dbias = sum(g), dweight = inverse sum(g (x - mean)), and
+dx = scale (g - dbias / n - (x - mean) inverse dweight / n). What the activation took, z, is made again from x. See
+`norm_rows` for how rows are walked and summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybridpar.kernel_writer import LANES, Writer
+from hybridpar.tvm_kernels.schedules.norm_rows import (
+    ACTIVATIONS,
+    APPLY,
+    COSTLY,
+    EXTENT,
+    FIXED,
+    INVERSE,
+    JOIN,
+    REDUCE,
+    REST,
+    SCALE,
+    Extent,
+    Put,
+    apply_rows,
+    slope_of,
+    terms_of,
+    write_out,
+)
+
+BACKWARD = ("x", "grad_y", "table", "grad_x", "grad_weight", "grad_bias", "scratch", *EXTENT)
+
+
+def define(w: Writer) -> dict[str, Any]:
+    """One function for each activation."""
+    names = {activation: f"norm_backward_{activation}" for activation in ACTIVATIONS}
+    return {name: w.function(name, BACKWARD, (), _backward(w, one)) for one, name in names.items()}
+
+
+def _backward(w: Writer, activation: str) -> Callable[..., None]:
+    t = w.t
+
+    def body(
+        x: Any,
+        grad_y: Any,
+        table: Any,
+        grad_x: Any,
+        grad_weight: Any,
+        grad_bias: Any,
+        scratch: Any,
+        stream: Any,
+        **numbers: Any,
+    ) -> None:
+        values, above, rows = w.view(x, "float32"), w.view(grad_y, "float32"), w.view(table, "float32")
+        result, of_weight, of_bias = (w.view(one, "float32") for one in (grad_x, grad_weight, grad_bias))
+        extent = Extent(w, scratch, numbers)
+        #: Two rows of float32 behind the joined row: what x - mean is multiplied by, and what is added.
+        factors = w.keep((extent.joined + extent.width) * 2)
+
+        def slope(terms: Sequence[Any], place: Any, wide: bool) -> tuple[Any, Any]:
+            """The value less its mean, and the gradient before the activation."""
+            centred = w.keep(values[place] - terms[0])
+            return centred, w.keep(slope_of(w, activation, centred * terms[1] + terms[2], above[place], wide))
+
+        def join() -> None:
+            zero = t.int64(0)
+            first, second = w.local(1, "float64"), w.local(1, "float64")
+
+            def left(channel: Any, centred: bool) -> Callable[[Any], Any]:
+                def one(place: Any) -> Any:
+                    x, g = slope(terms_of(w, extent, rows, channel, False), place, False)
+                    exact = t.cast(g, "float64")
+                    return exact * t.cast(x, "float64") if centred else exact
+
+                return one
+
+            # The sums are taken row by row, as there is one joined row: first of g, which goes to the gradient of bias.
+            extent.over_segments(lambda place, _rows, _column: extent.doubles[w.at(place)])
+            with t.serial(0, extent.channels) as channel:
+                extent.per_channel(first, channel, left(channel, False))
+                w.store(extent.doubles, extent.joined + 2 * extent.width + channel, first[zero])
+                w.store(of_bias, channel, t.cast(first[zero], "float32"))
+            extent.over_segments(lambda place, _rows, _column: extent.doubles[w.at(place + extent.width)])
+            with t.serial(0, extent.channels) as channel:
+                extent.per_channel(second, channel, left(channel, True))
+                sum_g = w.keep(extent.doubles[extent.joined + 2 * extent.width + channel])
+
+                def row(number: int, channel: Any = channel) -> Any:
+                    return w.keep(t.cast(rows[extent.width * number + channel], "float64"))
+
+                inverse, rest, scale = row(INVERSE), row(REST), row(SCALE)
+                sum_gx = w.keep((second[zero] - rest * sum_g) * inverse)
+                w.store(of_weight, channel, t.cast(sum_gx, "float32"))
+                share = w.keep(scale / t.cast(extent.rows, "float64"))
+                slope_x = w.keep(t.float64(0) - share * inverse * sum_gx)
+                # x - mean misses the mean's second part.
+                offset = w.keep(t.float64(0) - share * sum_g - slope_x * rest)
+                with t.serial(0, extent.repeat) as copy:
+                    place = factors + copy * extent.channels + channel
+                    w.store(extent.floats, place, t.cast(slope_x, "float32"))
+                    w.store(extent.floats, place + extent.width, t.cast(offset, "float32"))
+
+        def gradient(column: Any, places: Sequence[Any], put: Put, wide: bool) -> None:
+            terms = terms_of(w, extent, rows, column, wide)
+            at = w.at if wide else lambda one: one
+            fixed = w.lanes(extent.phase(FIXED)) if wide else extent.phase(FIXED)
+            zeros = w.zeros() if wide else t.float32(0)
+            slope_x, offset = (
+                w.keep(extent.floats[at(factors + extent.width * number + column)]) for number in range(2)
+            )
+            for place in places:
+                if wide and activation in COSTLY:
+                    centred, g = values[at(place)] - terms[0], result[at(place)]
+                else:
+                    centred, g = slope(terms, at(place), wide)
+                # Where statistics are constants x has no part in it, not even as NaN.
+                through = slope_x * centred + offset
+                put(place, terms[1] * g + t.Select(fixed, zeros, through))
+
+        def sums() -> None:
+            if activation in COSTLY:
+                write_out(w, result, stream, lambda put: _gradient_sums(w, extent, rows, slope, put))
+            else:
+                _gradient_sums(w, extent, rows, slope, None)
+
+        def apply() -> None:
+            def write(put: Put) -> None:
+                apply_rows(w, extent, result, put, gradient)
+
+            if activation in COSTLY:  # the memory has just been read
+                write(lambda place, value: w.store(result, w.at(place), value))
+            else:
+                write_out(w, result, stream, write)
+
+        w.when(extent.phase(REDUCE), sums)
+        w.when(extent.phase(JOIN), join)
+        w.when(extent.phase(APPLY), apply)
+
+    return body
+
+
+def _gradient_sums(
+    w: Writer,
+    extent: Extent,
+    rows: Any,
+    slope: Callable[[Sequence[Any], Any, bool], tuple[Any, Any]],
+    put: Put | None,
+) -> None:
+    """Each segment's columns of g and of g (x - mean), summed; g is the gradient before the activation, and is put."""
+    t = w.t
+    doubles, floats, width = extent.doubles, extent.floats, extent.width
+    sums = extent.work()
+    products = w.keep(sums + width)
+
+    def segment(number: Any) -> None:
+        first, last = extent.bounds(number)
+        pairs = ((w.keep(extent.sums(number)), sums), (w.keep(extent.sums(number) + width), products))
+
+        def clear(column: Any) -> None:
+            for wide, _ in pairs:
+                w.store(doubles, w.at(wide + column), w.lanes(t.float64(0)))
+
+        def chunk(start: Any, stop: Any) -> None:
+            def begin(column: Any) -> None:
+                for _, row in pairs:
+                    w.store(floats, w.at(row + column), w.zeros())
+
+            def add(column: Any, places: Sequence[Any]) -> None:
+                terms = terms_of(w, extent, rows, column, True)
+                total, product = floats[w.at(sums + column)], floats[w.at(products + column)]
+                for place in places:
+                    centred, g = slope(terms, w.at(place), True)
+                    if put is not None:
+                        put(place, g)
+                    total, product = total + g, product + g * centred
+                total, product = w.keep(total), w.keep(product)
+                w.store(floats, w.at(sums + column), total)
+                w.store(floats, w.at(products + column), product)
+
+            def end(column: Any) -> None:
+                for wide, row in pairs:
+                    own = t.cast(floats[w.at(row + column)], f"float64x{LANES}")
+                    w.store(doubles, w.at(wide + column), doubles[w.at(wide + column)] + own)
+
+            extent.columns(begin)
+            extent.walk(start, stop, add)
+            extent.columns(end)
+
+        extent.columns(clear)
+        extent.chunks(first, last, chunk)
+
+    extent.backwards(segment)

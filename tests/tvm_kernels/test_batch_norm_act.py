@@ -1,0 +1,323 @@
+"""Why: one operation instead of two must give what the two give, to float64's eyes, and refuse nothing they take."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hybridpar.errors import UsageError
+from hybridpar.tvm_kernels import batch_norm_act as module
+from hybridpar.tvm_kernels import norm_kernels
+from hybridpar.tvm_kernels.batch_norm_act import SecondDerivativeError, batch_norm_then, stock_batch_norm_act
+from hybridpar.tvm_kernels.schedules.norm_rows import ACTIVATIONS, CHUNK
+from tests.tvm_kernels.norms import EPS, error, images, parameters, truth
+
+pytestmark = pytest.mark.usefixtures("kernels")
+
+OP = torch.ops.hybridpar.batch_norm_act
+
+#: Odd sizes, channels that fill no vector, one channel, less than a wide row, a wide row and a rest, several segments.
+SHAPES = [
+    (2, 1, 1, 1),
+    (3, 1, 3, 3),
+    (1, 3, 5, 7),
+    (4, 17, 9, 9),
+    (2, 24, 12, 13),
+    (33, 40, 4, 5),
+    (1, 1000, 3, 3),
+    (8, 32, 20, 20),
+    (3, 96, 31, 17),
+]
+
+
+def fused(
+    x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor, act: str, running: tuple[Tensor, Tensor] | None = None
+) -> list[Tensor]:
+    own = [one.detach().requires_grad_() for one in (x, weight, bias)]
+    y = batch_norm_then(*own, *(running or (None, None)), running is None, 0.0, EPS, act)
+    assert type(y.grad_fn).__name__ == "_BatchNormThenBackward", "the kernels did not run"
+    return [y.detach(), *torch.autograd.grad(y, own, gradient)]
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_float64(shape: tuple[int, ...], act: str) -> None:
+    x, gradient = images(*shape), images(*shape)
+    weight, bias = parameters(shape[1])
+    results = fused(x, gradient, weight, bias, act)
+    expected, stock = truth(x, gradient, weight, bias, act), truth(x, gradient, weight, bias, act, dtype=torch.float32)
+    assert results[0].stride() == x.stride()
+    for found, true, other in zip(results, expected, stock, strict=True):
+        # With two values the gradient is the difference of equals; neither side has it.
+        assert error(found, true) < max(2e-6, 4 * error(other, true) if math.prod(shape) == 2 else 0)
+
+
+@pytest.mark.parametrize("mean", [1e3, 1e4, -1e6])
+@pytest.mark.parametrize("act", ["none", "relu6", "silu"])
+def test_a_large_mean_costs_no_digits(mean: float, act: str) -> None:
+    x, gradient = images(4, 24, 20, 20, mean=mean), images(4, 24, 20, 20)
+    weight, bias = parameters(24)
+    results, expected = fused(x, gradient, weight, bias, act), truth(x, gradient, weight, bias, act)
+    assert max(error(found, true) for found, true in zip(results, expected, strict=True)) < 2e-6
+
+
+def test_a_chunk_that_begins_with_an_outlier() -> None:
+    x = images(1, 16, 16, 16)
+    x.permute(0, 2, 3, 1).view(-1, 16)[::CHUNK] = 1e4
+    weight, bias = parameters(16)
+    gradient = images(1, 16, 16, 16)
+    results, expected = fused(x, gradient, weight, bias, "none"), truth(x, gradient, weight, bias, "none")
+    assert max(error(found, true) for found, true in zip(results, expected, strict=True)) < 2e-5
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_change_nothing(threads: int) -> None:
+    x, gradient = images(4, 72, 30, 30), images(4, 72, 30, 30)
+    weight, bias = parameters(72)
+    assert norm_kernels.plan_rows(4 * 30 * 30, 72).segments >= 3
+    alone = fused(x, gradient, weight, bias, "silu")
+    torch.set_num_threads(threads)
+    try:
+        for one, other in zip(alone, fused(x, gradient, weight, bias, "silu"), strict=True):
+            assert torch.equal(one, other)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_several_threads_may_call() -> None:
+    x, gradient = images(2, 40, 14, 14), images(2, 40, 14, 14)
+    weight, bias = parameters(40)
+    expected = fused(x, gradient, weight, bias, "relu6")
+    same: list[bool] = []
+
+    def work() -> None:
+        for _ in range(5):
+            found = fused(x, gradient, weight, bias, "relu6")
+            same.append(all(map(torch.equal, found, expected)))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert same == [True] * 15
+
+
+@pytest.mark.parametrize("size", [1, 4096])
+def test_results_past_the_caches_are_the_same(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, gradient = images(2, 24, 15, 9), images(2, 24, 15, 9)
+    weight, bias = parameters(24)
+    for act in ACTIVATIONS:
+        near = fused(x, gradient, weight, bias, act)
+        with monkeypatch.context() as patch:
+            patch.setattr(norm_kernels, "_STREAM", size)
+            for one, other in zip(near, fused(x, gradient, weight, bias, act), strict=True):
+                assert torch.equal(one, other)
+
+
+def test_views_that_are_not_aligned() -> None:
+    room = torch.randn(1 + 2 * 5 * 5 * 24)
+    x = room[1:].view(2, 5, 5, 24).permute(0, 3, 1, 2)
+    assert x.data_ptr() % 16 == 4
+    weight, bias = parameters(24)
+    gradient = torch.randn(x.shape)  # and one that lies otherwise
+    results, expected = fused(x, gradient, weight, bias, "silu"), truth(x, gradient, weight, bias, "silu")
+    assert max(error(found, true) for found, true in zip(results, expected, strict=True)) < 2e-6
+
+
+def test_a_gradient_without_memory_of_its_own() -> None:
+    x = images(2, 8, 4, 4).requires_grad_()
+    weight, bias = parameters(8)
+    batch_norm_then(x, weight, bias, None, None, True, 0.0, EPS, "relu").sum().backward()
+    assert x.grad is not None
+    expected = truth(x, torch.ones_like(x), weight, bias, "relu")[1]
+    # Of a sum the gradient is zero but for the rectifier, so it is small.
+    torch.testing.assert_close(x.grad.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- statistics and modes
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.25, 1.0])
+def test_running_statistics_move_as_torchs(momentum: float) -> None:
+    mine, theirs = ([torch.full((24,), 0.5), torch.full((24,), 2.0)] for _ in range(2))
+    for _ in range(3):
+        x = images(3, 24, 5, 5, mean=2)
+        OP(x, None, None, *mine, True, momentum, EPS, "none")
+        functional.batch_norm(x, *theirs, None, None, True, momentum, EPS)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+def test_evaluation_and_frozen_statistics(act: str) -> None:
+    x, gradient = images(2, 40, 6, 7, mean=3), images(2, 40, 6, 7)
+    weight, bias = parameters(40)
+    running = torch.randn(40) + 3, torch.rand(40) + 0.5
+    kept = [one.clone() for one in running]
+    results, expected = fused(x, gradient, weight, bias, act, running), truth(x, gradient, weight, bias, act, running)
+    assert max(error(found, true) for found, true in zip(results, expected, strict=True)) < 2e-6
+    assert all(map(torch.equal, running, kept))
+    with torch.no_grad():
+        assert torch.equal(OP(x, weight, bias, *running, False, 0.1, EPS, act), results[0])
+
+
+def test_frozen_parameters_and_none() -> None:
+    x = images(2, 16, 5, 5).requires_grad_()
+    weight, bias = parameters(16)
+    gradient = images(2, 16, 5, 5)
+    (frozen,) = torch.autograd.grad(batch_norm_then(x, weight, bias, None, None, True, 0.0, EPS, "relu"), x, gradient)
+    assert error(frozen, truth(x, gradient, weight, bias, "relu")[1]) < 2e-6
+    (plain,) = torch.autograd.grad(batch_norm_then(x, None, None, None, None, True, 0.0, EPS, "relu"), x, gradient)
+    assert error(plain, truth(x, gradient, torch.ones(16), torch.zeros(16), "relu")[1]) < 2e-6
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 200])
+def test_nan_and_infinity_as_torch(value: float, place: int, act: str) -> None:
+    x = images(2, 16, 12, 12)
+    x.permute(0, 2, 3, 1).view(-1, 16)[place, 3] = value
+    gradient = images(2, 16, 12, 12)
+    weight, bias = parameters(16)
+    mine, theirs = ([torch.zeros(16), torch.ones(16)] for _ in range(2))
+    for running, training in ((None, True), ((torch.zeros(16), torch.ones(16)), False)):
+        found = fused(x, gradient, weight, bias, act, running)
+        expected = truth(x, gradient, weight, bias, act, running, torch.float32)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, equal_nan=True)
+        if training:
+            OP(x, weight, bias, *mine, True, 0.1, EPS, act)
+            functional.batch_norm(x, *theirs, weight, bias, True, 0.1, EPS)
+            for one, other in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(one, other, equal_nan=True)
+
+
+# ------------------------------------------------------------------------------------------------------ falling back
+
+
+def test_what_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a kernel ran")
+
+    monkeypatch.setattr(norm_kernels, "forward", never)
+    weight, bias = parameters(4)
+    cases = [
+        (torch.randn(2, 4, 3, 3), weight, bias),  # another layout
+        (images(2, 4, 3, 3).double(), weight.double(), bias.double()),
+        (images(2, 4, 3, 3).bfloat16(), weight, bias),
+        (images(2, 4, 6, 6)[:, :, ::2], weight, bias),
+        (torch.randn(5, 4), weight, bias),
+        (images(2, 8, 3, 3), torch.rand(16)[::2], None),
+        (torch.randn(0, 4, 3, 3), weight, bias),
+    ]
+    for x, *own in cases:
+        running = torch.zeros(x.shape[1], dtype=own[0].dtype), torch.ones(x.shape[1], dtype=own[0].dtype)
+        arguments = (*own, *running, True, 0.1, EPS, "relu")
+        torch.testing.assert_close(OP(x, *arguments), stock_batch_norm_act(x, *arguments))
+
+
+def test_refused_as_torch_refuses() -> None:
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        OP(images(1, 4, 1, 1), None, None, None, None, True, 0.1, EPS, "relu")
+    with pytest.raises(UsageError, match="'gelu' is no activation"):
+        OP(images(2, 4, 3, 3), None, None, None, None, True, 0.1, EPS, "gelu")
+
+
+def test_the_inner_operations_check_what_they_get() -> None:
+    ops = torch.ops.hybridpar
+    with pytest.raises(UsageError, match=r"cannot take torch\.float32"):
+        ops.batch_norm_act_forward(torch.randn(2, 4, 3, 3), None, None, None, None, EPS, "relu")
+    x = images(2, 4, 3, 3)
+    _, statistics = ops.batch_norm_act_forward(x, None, None, None, None, EPS, "relu")
+    for gradient, table in ((x[:1], statistics), (x.contiguous(), statistics), (x, statistics[:, :4])):
+        with pytest.raises(UsageError, match="batch_norm_act_backward cannot take"):
+            ops.batch_norm_act_backward(gradient, x, table, "relu", False)
+
+
+def test_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_kernels, "table", dict)
+    x = images(2, 4, 3, 3).requires_grad_()
+    y = OP(x, None, None, None, None, True, 0.1, EPS, "silu")
+    assert torch.equal(y, functional.silu(functional.batch_norm(x, None, None, training=True)))
+
+
+def test_second_derivatives_are_refused_by_name() -> None:
+    x = images(2, 4, 3, 3).requires_grad_()
+    for call in (OP, batch_norm_then):
+        y = call(x, None, None, None, None, True, 0.1, EPS, "silu")
+        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        with pytest.raises(SecondDerivativeError, match="batch_norm_act has no second derivative"):
+            first.sum().backward()
+
+
+def test_changing_the_input_in_between_is_noticed() -> None:
+    x = images(2, 4, 3, 3).requires_grad_()
+    inner = x * 1
+    y = OP(inner, None, None, None, None, True, 0.1, EPS, "relu")
+    inner.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+# -------------------------------------------------------------------------------------------------- torch's machinery
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_opcheck(training: bool) -> None:
+    x = images(2, 24, 3, 3).requires_grad_()
+    weight, bias = (one.requires_grad_() for one in parameters(24))
+    running = torch.zeros(24), torch.ones(24)
+    torch.library.opcheck(OP, (x, weight, bias, *running, training, 0.1, EPS, "silu"))
+    inner = (None, None) if training else running
+    forward = torch.ops.hybridpar.batch_norm_act_forward
+    torch.library.opcheck(forward.default, (x, weight, bias, *inner, EPS, "silu"))
+    _, statistics = forward(x.detach(), weight.detach(), bias.detach(), *inner, EPS, "silu")
+    backward = torch.ops.hybridpar.batch_norm_act_backward.default
+    torch.library.opcheck(backward, (images(2, 24, 3, 3), x.detach(), statistics, "silu", not training))
+
+
+def test_gradcheck_of_the_fallback() -> None:
+    x = torch.randn(2, 3, 2, 2, dtype=torch.float64, requires_grad=True)
+    own = [torch.rand(3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    assert torch.autograd.gradcheck(lambda *given: OP(*given, None, None, True, 0.1, EPS, "silu"), (x, *own))
+
+
+def test_compiled_and_exported() -> None:
+    class Net(torch.nn.Module):
+        def forward(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+            y: Tensor = OP(x, None, None, mean, variance, True, 0.1, EPS, "relu6")
+            return y
+
+    x, net = images(2, 16, 4, 4), Net()
+    mine, theirs = ([torch.zeros(16), torch.ones(16)] for _ in range(2))
+    compiled = torch.compile(net, backend="aot_eager")
+    assert torch.equal(compiled(x, *mine), net(x, *theirs))
+    assert torch.allclose(mine[0], theirs[0])
+    assert torch.allclose(mine[1], theirs[1])
+    exported = torch.export.export(net, (x, *theirs))
+    assert "hybridpar.batch_norm_act" in exported.graph_module.code
+    traced = torch.fx.symbolic_trace(net)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [OP]
+
+
+def test_bytes_kept_for_backward() -> None:
+    x = images(2, 16, 8, 8).requires_grad_()
+    kept: list[int] = []
+
+    def pack(one: Tensor) -> Tensor:
+        kept.append(one.numel())
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        OP(x, None, None, None, None, True, 0.1, EPS, "silu")
+    assert sorted(kept) == [6 * 16, x.numel()]
+
+
+def test_names_are_torchs_own() -> None:
+    assert tuple(module.STOCK) == ACTIVATIONS

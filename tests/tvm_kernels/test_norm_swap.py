@@ -1,0 +1,292 @@
+"""Why: a model with fused norms must be the same model: names, state, numbers, and what others do with its layers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision import models
+
+from hybridpar.errors import UsageError
+from hybridpar.pipeline.batchnorm import BatchNormPool
+from hybridpar.tvm_kernels import norm_swap
+from hybridpar.tvm_kernels.norm_swap import NormPair, find_norms, fuse_norms, unfuse_norms
+from tests.tvm_kernels.norms import error, images
+
+
+class Pairs(nn.Module):
+    """A convolution, a norm, an activation: twice."""
+
+    def __init__(self, act: Callable[[], nn.Module] = nn.SiLU) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Sequential(nn.Conv2d(3, 3, 3, bias=False), nn.BatchNorm2d(3), act()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.b(self.a(x))
+        return result
+
+
+class Shared(nn.Module):
+    """One rectifier for everything, as ResNet has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.relu = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.relu(self.norm(self.conv(x)))
+        result: Tensor = self.relu(y - 1)
+        return result
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """Result, gradients, and buffers, after a training step's forward and backward."""
+    model.zero_grad()
+    y = model(x)
+    y.square().mean().backward()
+    return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
+
+
+def same(model: nn.Module, x: Tensor, change: Callable[[nn.Module], object], tolerance: float = 1e-5) -> nn.Module:
+    """A changed copy of a model, which does what the model does."""
+    other = copy.deepcopy(model)
+    change(other)
+    for training in (True, False):
+        for one, two in zip(step(model.train(training), x), step(other.train(training), x), strict=True):
+            torch.testing.assert_close(one, two, rtol=tolerance, atol=tolerance)
+    return other
+
+
+# ------------------------------------------------------------------------------------------------------------ finding
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "efficientnet_b0", "resnet18", "densenet121"])
+def test_what_is_found(name: str) -> None:
+    model = getattr(models, name)(weights=None)
+    found = find_norms(model)
+    norms = [name for name, module in model.named_modules() if isinstance(module, nn.BatchNorm2d)]
+    assert sorted(pair.norm for pair in found) == sorted(norms)
+    kinds = {kind: sum(pair.act == kind for pair in found) for kind in ("none", "relu", "relu6", "silu")}
+    assert (
+        kinds
+        == {
+            "mobilenet_v2": {"none": 17, "relu": 0, "relu6": 35, "silu": 0},
+            "efficientnet_b0": {"none": 16, "relu": 0, "relu6": 0, "silu": 33},
+            "resnet18": {"none": 11, "relu": 9, "relu6": 0, "silu": 0},
+            "densenet121": {"none": 1, "relu": 120, "relu6": 0, "silu": 0},
+        }[name]
+    )
+
+
+def test_only_what_nobody_else_sees() -> None:
+    class Seen(Pairs):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.a[1](self.a[0](x))
+            return self.b(self.a[2](y) + y)  # the norm's own output is used twice
+
+    assert find_norms(Seen()) == [NormPair("a.1"), NormPair("b.1", "b.2", "silu")]
+    hooked = Pairs()
+    hooked.b[1].register_forward_hook(lambda *_: None)
+    assert find_norms(hooked) == [NormPair("a.1", "a.2", "silu"), NormPair("b.1")]
+
+
+def test_a_shared_activation_that_is_no_rectifier_stays() -> None:
+    model = Shared()
+    model.relu = nn.SiLU()  # type: ignore[assignment]
+    assert find_norms(model) == [NormPair("norm")]
+
+
+def test_a_model_that_cannot_be_traced() -> None:
+    class Branches(Pairs):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() > 0 else super().forward(-x)
+
+    assert find_norms(Branches()) == [NormPair("a.1", "a.2", "silu"), NormPair("b.1", "b.2", "silu")]
+    shared = Branches()
+    shared.b[2] = shared.a[2]
+    assert find_norms(shared) == [NormPair("a.1"), NormPair("b.1")]
+
+
+def test_finding_leaves_no_trace() -> None:
+    model = models.mobilenet_v2(weights=None)
+    model.features[3].eval()
+    before = {name: (type(module), module.training, set(vars(module))) for name, module in model.named_modules()}
+    find_norms(model)
+    assert before == {
+        name: (type(module), module.training, set(vars(module))) for name, module in model.named_modules()
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------- swapping
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("act", [nn.ReLU, nn.ReLU6, nn.SiLU, nn.Identity])
+def test_swapped_and_back(act: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[object] = []
+    inner = norm_swap.batch_norm_then
+    monkeypatch.setattr(norm_swap, "batch_norm_then", lambda *given: ran.append(given[-1]) or inner(*given))
+    model, x = Pairs(act).to(memory_format=torch.channels_last), images(2, 3, 9, 9)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    other = same(model, x, fuse_norms)
+    assert len(ran) == 4
+    assert repr(other) == repr(model)
+    assert list(other.state_dict()) == list(state)
+    assert fuse_norms(other) == []
+    unfuse_norms(other)
+    unfuse_norms(other)
+    assert [type(module) for module in other.modules()] == [type(module) for module in model.modules()]
+    assert [set(vars(module)) for module in other.modules()] == [set(vars(module)) for module in model.modules()]
+    same(model, x, lambda copied: copied.load_state_dict(other.state_dict()))
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_shared_rectifier_is_not_done_twice() -> None:
+    model, x = Shared().to(memory_format=torch.channels_last), images(2, 3, 5, 5)
+    other = same(model, x, fuse_norms)
+    normed = other.norm(other.conv(x))
+    assert other.relu(normed) is normed
+    with torch.no_grad():
+        normed.sub_(1)
+    assert float(other.relu(normed).detach().min()) == 0, "the tensor was changed, so the word no longer holds"
+
+
+def test_momentum_none_and_no_statistics_of_its_own() -> None:
+    for options in ({"momentum": None}, {"affine": False}, {"track_running_stats": False}):
+        model = nn.Sequential(nn.BatchNorm2d(3, **options), nn.ReLU())
+        same(model, torch.randn(4, 3, 5, 5, requires_grad=True), fuse_norms)
+
+
+def test_choice_decides_by_shape() -> None:
+    asked: list[tuple[int, int, str, int]] = []
+    model = Pairs(nn.ReLU6)
+    fuse_norms(model, lambda *given: bool(asked.append(given)))
+    model(images(2, 3, 9, 9))
+    assert asked == [(2 * 7 * 7, 3, "relu6", 1), (2 * 5 * 5, 3, "relu6", 1)]
+
+
+def test_an_activation_whose_norm_was_taken_out_works_again() -> None:
+    model = Pairs(nn.ReLU)
+    fuse_norms(model)
+    model.b[1] = nn.BatchNorm2d(3)
+    gc.collect()
+    assert float(model(torch.randn(2, 3, 9, 9)).min()) == 0
+    converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    gc.collect()
+    assert float(converted.a[2](-torch.ones(1))) == 0
+
+
+def test_copies_and_pickles_are_plain() -> None:
+    model = Pairs()
+    fuse_norms(model)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied.a[1]) is nn.BatchNorm2d
+        assert type(copied.a[2]) is nn.SiLU
+        assert "_fused" not in vars(copied.a[1])
+        same(copied, torch.randn(2, 3, 9, 9), fuse_norms)
+
+
+def test_one_node_each_in_a_graph() -> None:
+    model = Pairs()
+    fuse_norms(model)
+    graph = torch.fx.Tracer().trace(model)
+    assert [str(node.target) for node in graph.nodes if node.op == "call_module"] == [
+        *("a.0", "a.1", "a.2", "b.0", "b.1", "b.2"),
+    ]
+    stage = torch.fx.GraphModule(model, graph)
+    x = torch.randn(2, 3, 9, 9)
+    torch.testing.assert_close(stage(x), model(x))
+
+
+def test_compiled() -> None:
+    model = Pairs(nn.ReLU)
+    fuse_norms(model)
+    x = torch.randn(2, 3, 9, 9)
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))
+
+
+# ------------------------------------------------------------------------------------------------- pooled statistics
+
+
+@pytest.mark.parametrize("model", [Pairs(nn.SiLU), Shared()], ids=["pairs", "shared"])
+def test_pooled_over_micro_batches(model: nn.Module) -> None:
+    batches = [torch.randn(4, 3, 9, 9) for _ in range(3)]
+    plain, fused = copy.deepcopy(model), copy.deepcopy(model)
+    fuse_norms(fused)
+    results = []
+    for one in (plain, fused):
+        pool = BatchNormPool(one)
+        assert len(pool.layers) == sum(isinstance(module, nn.BatchNorm2d) for module in one.modules())
+        outputs = []
+        for batch in batches:
+            outputs.append(one(batch).detach())
+            pool.fold()
+        with pool.paused():
+            one(batches[0])
+        pool.commit(pool.sums)
+        assert [type(module) for module in copy.deepcopy(one).modules()] == [type(module) for module in model.modules()]
+        if one is fused:
+            with pytest.raises(UsageError, match="given another class since"):
+                unfuse_norms(one)
+        pool.release()
+        results.append([*outputs, *one.buffers()])
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+    unfuse_norms(fused)
+    assert [type(module) for module in fused.modules()] == [type(module) for module in model.modules()]
+
+
+class Alone:
+    """A group of one replica."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        pass
+
+
+def test_normalised_over_replicas() -> None:
+    plain = Pairs(nn.ReLU)
+    fused, x = copy.deepcopy(plain), torch.randn(4, 3, 9, 9)
+    fuse_norms(fused)
+    outputs = []
+    for one in (plain, fused):
+        pool = BatchNormPool(one, Alone())  # type: ignore[arg-type]
+        outputs.append(step(one, x)[0])
+        pool.release()
+    torch.testing.assert_close(*outputs)
+
+
+# ------------------------------------------------------------------------------------------------------ a whole network
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_training_step_of_mobilenet() -> None:
+    model = models.mobilenet_v2(weights=None, width_mult=0.5, num_classes=10).to(memory_format=torch.channels_last)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    x, target = images(4, 3, 64, 64), torch.tensor([0, 3, 6, 9])
+
+    def run(one: nn.Module, given: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = nn.functional.cross_entropy(one(given), target)
+        loss.backward()
+        return loss.detach(), {name: p.grad for name, p in one.named_parameters() if p.grad is not None}
+
+    exact, stock, fused = copy.deepcopy(model).double(), copy.deepcopy(model), model
+    fuse_norms(fused)
+    true_loss, true = run(exact, x.double())
+    stock_loss, by_stock = run(stock, x)
+    loss, by_kernels = run(fused, x)
+    assert abs(loss - true_loss) <= 2 * abs(stock_loss - true_loss) + 1e-5
+    # An untrained network amplifies rounding, torch's as well as ours: float64 is what both are measured by. The offset
+    # of a norm before another norm has no gradient at all.
+    names = [name for name, gradient in true.items() if float(gradient.abs().max()) > 1e-6]
+    ours = sum(error(by_kernels[name], true[name]) for name in names)
+    theirs = sum(error(by_stock[name], true[name]) for name in names)
+    assert ours < 2 * theirs + 1e-3 * len(names)
+    for name, buffer in fused.named_buffers():
+        torch.testing.assert_close(buffer, stock.get_buffer(name), rtol=1e-3, atol=1e-4)
