@@ -23,11 +23,16 @@ from hybridpar.compress.codec import CODECS, Codec, Coder, TensorSpec
 from hybridpar.compress.gathered import check_meet, quantised_coder
 from hybridpar.compress.packing import at_least, bits_size, count_ones, pack_bits, select, unpack_bits
 from hybridpar.compress.residual import Residual
-from hybridpar.compress.scratch import CHUNK, Scratch
+from hybridpar.compress.scratch import Scratch
 from hybridpar.compress.sharded import Quantiser
 from hybridpar.errors import UsageError, nearest
 
 _GROUPS = ("row", "column")
+
+
+#: Elements that torch works on at a time, 2 MB of float32: of its twenty calls for a chunk each costs more than what
+#: lies in a core's own cache saves over what lies in the shared one.
+_CHUNK = 1 << 19
 
 
 @CODECS.register("onebit", "1-bit SGD: signs and two means per group, error feedback, sharded exchange")
@@ -248,8 +253,8 @@ def _row_bytes(groups: int) -> int:
 
 
 def _row_ranges(rows: int, length: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that fit in a core's cache."""
-    step = max(CHUNK // length, 1)
+    """Ranges of rows that fit in a shared cache."""
+    step = max(_CHUNK // length, 1)
     for first in range(0, rows, step):
         yield first, min(first + step, rows)
 
@@ -268,8 +273,8 @@ def _bits(packed: Tensor, first: int, last: int, length: int) -> Tensor:
 
 
 def _chunks(groups: int, length: int) -> Iterator[tuple[int, int]]:
-    """Ranges of groups that fit in a core's cache, each beginning at a whole byte of bits."""
+    """Ranges of groups that fit in a shared cache, each beginning at a whole byte of bits."""
     whole = 8 // math.gcd(length, 8)
-    step = max(CHUNK // length // whole, 1) * whole
+    step = max(_CHUNK // length // whole, 1) * whole
     for first in range(0, groups, step):
         yield first, min(first + step, groups)

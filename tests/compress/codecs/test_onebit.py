@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import TensorSpec, parse_codec
+from hybridpar.compress.codecs import onebit
 from hybridpar.compress.codecs.onebit import ColumnSigns, OneBit, RowSigns
 from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.packing import unpack_bits
@@ -104,9 +105,10 @@ def test_what_is_compressed() -> None:
     assert OneBit(group="column").fits((31, 64, 1, 1))
 
 
-@pytest.mark.parametrize("length", [1, 3, 33, 64, 65_536, 70_001])
-def test_groups_of_any_length(length: int) -> None:
-    groups = 5 if length > 60_000 else 3001
+@pytest.mark.parametrize("length", [1, 3, 33, 64, 1024, 1109])
+def test_groups_of_any_length(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onebit, "_CHUNK", 1024)  # so that there are several
+    groups = 5 if length > 1000 else 301
     values = torch.randn(groups * length)
     quantiser = RowSigns((groups, length))
     residual = KeptResidual.zeros(values.numel(), torch.device("cpu"))
@@ -117,6 +119,19 @@ def test_groups_of_any_length(length: int) -> None:
     total = torch.ones(groups, length)
     quantiser.add(message, total, SCRATCH)
     torch.testing.assert_close(total.view(-1), found + 1)
+
+
+@pytest.mark.parametrize("kind", [RowSigns, ColumnSigns])
+def test_chunks_make_no_difference(kind: type[RowSigns | ColumnSigns], monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(60 * 70)
+    messages = []
+    for chunk in (1 << 19, 1000):
+        monkeypatch.setattr(onebit, "_CHUNK", chunk)
+        messages.append(encoded(kind((60, 70)), values))
+    # Columns add up chunk by chunk, so their levels may differ in the last bits.
+    levels = 8 * (60 if kind is RowSigns else 70)
+    torch.testing.assert_close(*(message[:levels].view(torch.float32) for message in messages))
+    assert torch.equal(*(message[levels:] for message in messages))
 
 
 def test_a_small_value_among_large_ones_of_the_other_sign_keeps_its_mean() -> None:
