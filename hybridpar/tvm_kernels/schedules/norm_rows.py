@@ -209,7 +209,7 @@ def activate(w: Writer, activation: str, z: Any, wide: bool) -> Any:
 
 
 def slope_of(w: Writer, activation: str, z: Any, gradient: Any, wide: bool) -> Any:
-    """f'(z) * gradient, with the gradient itself where z is NaN, as torch has it."""
+    """f'(z) * gradient. Where z is NaN relu lets it through and relu6 does not, as torch's vectors have it."""
     zero, six, one = (_constant(w, value, wide) for value in (0, 6, 1))
     select = w.t.Select
     if activation == "none":
@@ -218,6 +218,6 @@ def slope_of(w: Writer, activation: str, z: Any, gradient: Any, wide: bool) -> A
     if activation == "relu":
         return select(z <= zero, zero, gradient)
     if activation == "relu6":
-        return select(z <= zero, zero, select(z >= six, zero, gradient))
+        return select(z > zero, select(z < six, gradient, zero), zero)
     own = _sigmoid(w, z, wide)
     return gradient * (own * (one + z * (one - own)))
