@@ -63,7 +63,18 @@ ROOMS: dict[str, set[str]] = {
     "show": {"errors", "observe", "partition", "pipeline", "plan"},
     "bench": {"compress", "config", "errors", "launch", "models", "optim", "pipeline", "process", "trainer"},
     "tune_command": {
-        *("cluster", "config", "data", "errors", "kernel_build", "kernel_cache", "models", "process", "trainer", "tvm_kernels"),
+        *(
+            "cluster",
+            "config",
+            "data",
+            "errors",
+            "kernel_build",
+            "kernel_cache",
+            "models",
+            "process",
+            "trainer",
+            "tvm_kernels",
+        ),
     },
     "cli": {
         *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "run", "show", "tune_command"),
