@@ -30,7 +30,7 @@ from benchmarks.rig.paired import paired  # noqa: E402
 from benchmarks.rig.rows import Row, row  # noqa: E402
 from hybridpar.compress import kernels  # noqa: E402
 from hybridpar.compress.codec import TensorSpec  # noqa: E402
-from hybridpar.compress.codecs.onebit import SignQuantiser  # noqa: E402
+from hybridpar.compress.codecs.onebit import RowSigns  # noqa: E402
 from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser, _Grid  # noqa: E402
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold  # noqa: E402
 from hybridpar.compress.noise import Noise  # noqa: E402
@@ -69,7 +69,7 @@ def _ternary(rule: Threshold) -> Make:
 
 #: Codecs by name, and how many float32 their messages begin with for so many groups.
 CODECS: dict[str, tuple[Make, Callable[[int], int]]] = {
-    "onebit": (lambda shape, device: SignQuantiser(shape, by_columns=False), lambda groups: 2 * groups),
+    "onebit": (lambda shape, device: RowSigns(shape), lambda groups: 2 * groups),
     "twobit": (_ternary(Threshold()), lambda groups: 1),
     "twobit, threshold=0.5": (_ternary(Threshold(fixed=0.5)), lambda groups: 1),
     "twobit, levels=mean": (_ternary(Threshold(by_mean=True)), lambda groups: 1),

@@ -281,6 +281,7 @@ class PipelineEngine:
 
     def layer_bytes(self) -> list[LayerBytes]:
         """What each parameter travels as, of all stages; empty where gradients are added as they are. A collective."""
+        self.wait()  # the step under way uses the same process group
         mine = ChainMap(*(stage.gradients.bytes_by_parameter() for stage in self.stages.values()))
         parts: list[Any] = self.world.gather(dict(mine))
         return layer_bytes(self.model, ChainMap(*parts))

@@ -21,7 +21,7 @@ from torch import Tensor
 from hybridpar import kernel_cuda
 from hybridpar.compress import kernels, parse_codec
 from hybridpar.compress.codec import TensorSpec
-from hybridpar.compress.codecs.onebit import SignQuantiser
+from hybridpar.compress.codecs.onebit import RowSigns
 from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser, _Grid
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
 from hybridpar.compress.kernels import cuda
@@ -119,7 +119,7 @@ def test_onebit_of_any_shape(found: CudaKernels, by_torch: Callable[[], None]) -
 
     cases = [(number(40), number(100)) for _ in range(40)] + [(number(5), number(9000)) for _ in range(10)]
     for groups, length in [*cases, (1, 6144), (3, 6145), (2, 767), (9, 769), (40, 1), (300, 3)]:
-        quantiser = SignQuantiser((groups, length), by_columns=False)
+        quantiser = RowSigns((groups, length))
         values, kept = torch.randn(2, groups * length, generator=draw)
         pending, decoded, total = torch.full((3, values.numel()), torch.nan)
         with pytest.MonkeyPatch.context() as patch:
@@ -193,7 +193,7 @@ def test_blocks_may_be_fewer_than_the_work(blocks: int, found: CudaKernels, monk
         for quantiser in (
             TernaryQuantiser(Threshold(), CPU),
             TernaryQuantiser(Threshold(by_mean=True), CPU),
-            SignQuantiser((9, 9001 // 9), by_columns=False),
+            RowSigns((9, 9001 // 9)),
             levels_of(3, count - count % 9),
         ):
             v = values if isinstance(quantiser, TernaryQuantiser) else values[: count - count % 9]
@@ -253,7 +253,7 @@ def test_nothing_behind_the_end_is_read(found: CudaKernels) -> None:
                 values, kept, pending, out = (guarded(place, count) for place in range(4))
                 values.normal_()
                 kept.zero_()
-                quantiser = SignQuantiser((groups, length), by_columns=False)
+                quantiser = RowSigns((groups, length))
                 ternary, levels = TernaryQuantiser(Threshold(by_mean=True), CPU), levels_of(3, count)
                 for one in (quantiser, ternary, levels):
                     shape = one.view(values).shape

@@ -83,6 +83,7 @@ def test_a_whole_run_in_numbers(whole):
         "predicted_step_ms": None,
         "codec": "none",
         "compression_ratio": None,
+        "kernels": None,
         "encode_ms": None,
         "wire_ms": None,
         "decode_ms": None,
@@ -118,7 +119,7 @@ def test_the_promised_keys_are_required():
         "model data workers epochs steps test_accuracy train_seconds step_ms_median images_per_second "
         "bytes_sent_per_step compute_ms exposed_sync_ms data_ms device versions seed batch_size best_test_accuracy "
         "skipped_steps resumed_from exit stages replicas micro_batches schedule bubble overlap peak_saved_bytes "
-        "predicted_step_ms codec compression_ratio encode_ms wire_ms decode_ms sync_ms predicted_sync_ms"
+        "predicted_step_ms codec compression_ratio encode_ms wire_ms decode_ms sync_ms predicted_sync_ms kernels"
     )
     assert set(promised.split()) == set(summary_schema()["required"])
 
