@@ -53,7 +53,7 @@ class Timing:
 def time_pairs(
     own: Callable[[], object], stock: Callable[[], object], seconds: float, least: int = 3, threads: int = 1
 ) -> Timing:
-    """Time two functions in turn, until the time is over and there are enough pairs.
+    """Time two functions in turn, each first in every other pair, until the time is over and there are enough pairs.
 
     Args:
         own: One of them.
@@ -66,11 +66,13 @@ def time_pairs(
     end = time.perf_counter() + seconds
     pairs: list[tuple[float, float]] = []
     while len(pairs) < least or (time.perf_counter() < end and len(pairs) < 1000):
+        first, second = (own, stock) if len(pairs) % 2 == 0 else (stock, own)
         start = clock()
-        own()
+        first()
         middle = clock()
-        stock()
-        pairs.append((middle - start, clock() - middle))
+        second()
+        taken = middle - start, clock() - middle
+        pairs.append(taken if first is own else taken[::-1])
     return summarize_pairs(pairs)
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
-from statistics import median
 
 import torch
 from torch import Tensor
 
 from hybridpar.tvm_kernels.choice import Choices, TunedKernel
 from hybridpar.tvm_kernels.database import KernelKey
+from hybridpar.tvm_kernels.measure import time_pairs
 from hybridpar.tvm_kernels.op import stock_forward, stock_input_gradient, stock_weight_gradient
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
@@ -18,8 +17,8 @@ from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 def measure_saving(choices: Choices, keys: Mapping[KernelKey, int], pairs: int = 5) -> float:
     """Milliseconds that tuned kernels take less than torch, added over some convolutions.
 
-    Each pair times one after the other, on the same random operands and in the layout that the model uses; both
-    allocate their results. The median difference of the pairs counts.
+    Both are timed in pairs, on the same random operands and in the layout that the model uses; both allocate their
+    results. The difference of the medians counts.
 
     Args:
         choices: What decides; convolutions that it leaves to torch save nothing.
@@ -41,17 +40,9 @@ def measure_saving(choices: Choices, keys: Mapping[KernelKey, int], pairs: int =
 
 def _saved(key: KernelKey, kernel: TunedKernel, pairs: int) -> float:
     tuned, stock = _sides(key, kernel)
-    differences = []
-    for _ in range(pairs + 1):
-        torchs = _milliseconds(stock)
-        differences.append(torchs - _milliseconds(tuned))
-    return median(differences[1:])
-
-
-def _milliseconds(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    run()
-    return (time.perf_counter() - began) * 1e3
+    tuned(), stock()
+    timing = time_pairs(tuned, stock, 0.0, pairs, key.threads)
+    return timing.stock_ms - timing.ms
 
 
 def _sides(key: KernelKey, kernel: TunedKernel) -> tuple[Callable[[], object], Callable[[], object]]:

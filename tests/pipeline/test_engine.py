@@ -357,3 +357,14 @@ def test_the_model_is_whole_on_every_worker() -> None:
     assert torch.equal(first, second)
     assert gathered == [{"rank": 0}, {"rank": 1}]
     assert nothing is None
+
+
+def test_what_travels_is_gathered_after_the_step_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both use one process group from different threads, and a group takes collectives of one thread at a time."""
+    calls: list[str] = []
+    engine = PipelineEngine.__new__(PipelineEngine)
+    engine.stages, engine.model, engine.world = {}, nn.Linear(2, 2), World()
+    monkeypatch.setattr(engine, "wait", lambda: calls.append("wait"))
+    monkeypatch.setattr(engine.world, "gather", lambda item: calls.append("gather") or [item])
+    assert engine.layer_bytes() == []
+    assert calls == ["wait", "gather"]
