@@ -76,6 +76,8 @@ class Options:
     """Codecs."""
     rates: tuple[float, ...] = RATES
     """Learning rates to try."""
+    epochs: int = EPOCHS
+    """Of each run; rates are tuned for each number of epochs."""
     jobs: int = 1
     """Runs at a time, one thread each."""
     output: Path = RESULTS
@@ -115,25 +117,34 @@ def main(options: Options) -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     tuning, table = options.output / "accuracy_tuning.csv", options.output / "accuracy.csv"
     if options.report:
-        report(read(table))
+        for epochs in sorted({run.epochs for run in read(table)}):
+            report(of_length(read(table), epochs))
         return 0
     if options.tune:
-        wanted = [Run(method=m, lr=lr, fold=0, seed=TUNING_SEED) for lr in options.rates for m in options.methods]
+        fixed = {"fold": 0, "seed": TUNING_SEED, "epochs": options.epochs}
+        wanted = [Run(method=m, lr=lr, **fixed) for lr in options.rates for m in options.methods]
         train_all(wanted, tuning, options.jobs)
-        for method, run in best_rates(read(tuning)).items():
+        for method, run in best_rates(of_length(read(tuning), options.epochs)).items():
             print(f"{method:20} lr {run.lr:<6g} accuracy {run.accuracy:.2f} loss {run.loss:.4f}")
         return 0
-    best = best_rates(read(tuning))
+    best = best_rates(of_length(read(tuning), options.epochs))
     missing = [method for method in options.methods if method not in best]
     if missing:
         print(f"no learning rate was tuned for {', '.join(missing)}: run with --tune first", file=sys.stderr)
         return 2
     # All methods of one pair of fold and seed before the next pair: rows are comparable whenever one stops.
     pairs = itertools.product(SEEDS, range(FOLDS))
-    wanted = [Run(method=m, lr=best[m].lr, fold=f, seed=s) for s, f in pairs for m in options.methods]
+    wanted = [
+        Run(method=m, lr=best[m].lr, fold=f, seed=s, epochs=options.epochs) for s, f in pairs for m in options.methods
+    ]
     train_all(wanted, table, options.jobs)
-    report(read(table))
+    report(of_length(read(table), options.epochs))
     return 0
+
+
+def of_length(runs: Iterable[Run], epochs: int) -> list[Run]:
+    """Those of so many epochs: only they are compared with each other."""
+    return [run for run in runs if run.epochs == epochs]
 
 
 def best_rates(runs: Iterable[Run]) -> dict[str, Run]:
@@ -278,6 +289,7 @@ def report(runs: Sequence[Run]) -> None:
     for run in runs:
         by_method[run.method][run.fold, run.seed] = run
     base = by_method.pop(METHODS[0], {})
+    print(f"{runs[0].epochs if runs else EPOCHS} epochs")
     print("| method | lr | bytes saved | runs | accuracy % | difference, points [95 % interval] | target |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for method, own in {METHODS[0]: base, **by_method}.items():
