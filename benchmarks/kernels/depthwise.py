@@ -1,0 +1,348 @@
+"""Why: a kernel that was fast in its own search may be so by luck; here it is timed anew, as users call it.
+
+Seventeen convolutions of MobileNetV2, EfficientNet-B0 and ConvNeXt-T, or some drawn at random, in all directions, each
+tuned beforehand for a number of seconds. The operation, on whatever its records choose, against torch in both memory
+formats, in the same rounds; the ratio is to the faster of torch's two.
+
+    python -m benchmarks.kernels.depthwise                                # tunes what has no record, then the table
+    python -m benchmarks.kernels.depthwise --threads 2
+    python -m benchmarks.kernels.depthwise --random 6 --seconds 20        # a minute for each shape
+    python -m benchmarks.kernels.depthwise --layout contiguous --batches 8
+    python -m benchmarks.kernels.depthwise --report                       # geometric means of the rows that are there
+
+All sides run under one allocator that keeps its memory. Rows are written as they come, and what is there is not
+measured again.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import importlib.metadata
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor
+
+from benchmarks.rig.paired import Paired, paired
+from benchmarks.rig.rows import commit, device
+from hybridpar.kernel_builder import Builder
+from hybridpar.process import worker_environment
+from hybridpar.tvm_kernels.choice import Choices, use_choices
+from hybridpar.tvm_kernels.database import KernelKey, read_database
+from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.machine import Speed, measure_speed
+from hybridpar.tvm_kernels.measure import reference
+from hybridpar.tvm_kernels.op import depthwise_conv2d
+from hybridpar.tvm_kernels.search import search_all
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+
+RESULTS = Path(__file__).parent / "results"
+RECORDS = Path("runs/kernels/depthwise.jsonl")
+
+#: Net, channels, size of the image, edge of the kernel, stride.
+LISTED = (
+    *(("mb", 32, 112, 3, 1), ("mb", 96, 112, 3, 2), ("mb", 144, 56, 3, 1), ("mb", 144, 56, 3, 2)),
+    *(("mb", 192, 28, 3, 1), ("mb", 384, 14, 3, 1), ("mb", 576, 14, 3, 1), ("mb", 576, 14, 3, 2), ("mb", 960, 7, 3, 1)),
+    *(("ef", 144, 56, 5, 2), ("ef", 240, 28, 5, 1), ("ef", 672, 14, 5, 1), ("ef", 672, 14, 5, 2)),
+    *(("cn", 96, 56, 7, 1), ("cn", 192, 28, 7, 1), ("cn", 384, 14, 7, 1), ("cn", 768, 7, 7, 1)),
+)
+#: Shortest time of one method in a round; faster calls are repeated.
+LEAST_MS = 2.0
+#: What the geometric mean over the listed shapes was promised to be, by threads (or for random shapes) and direction.
+PROMISED: dict[str, dict[str, float]] = {
+    "listed, 1 thread": {"forward": 1.5, "input_gradient": 2.0, "weight_gradient": 4.5},
+    "listed, 2 threads": {"forward": 1.4, "input_gradient": 1.8, "weight_gradient": 4.0},
+    "random, 1 thread": {"forward": 1.2, "input_gradient": 1.5, "weight_gradient": 2.5},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Time depthwise convolutions against torch."""
+
+    threads: int = 1
+    """That each side may use."""
+    batches: tuple[int, ...] = (8, 32)
+    """Images at a time."""
+    layout: Literal["channels_last", "contiguous"] = "channels_last"
+    """Memory format of the kernels."""
+    random: int = 0
+    """So many shapes drawn at random instead of those listed."""
+    seconds: float = 8.0
+    """To search for each shape and direction that has no record."""
+    rounds: int = 20
+    """Rounds to keep for each row."""
+    records: Path = RECORDS
+    """Database to tune into and to choose from."""
+    tune_only: bool = False
+    """Search, and measure nothing."""
+    report: bool = False
+    """Print what the rows say, and measure nothing."""
+    output: Path = RESULTS / "depthwise.csv"
+    """Table of the rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One direction of one shape. Times are medians in milliseconds.
+
+    Attributes:
+        shapes: "listed" or "random".
+        runs_on: "kernel" where the record chose one, else "torch".
+        own_ms: The operation as chosen.
+        last_ms: Torch in channels_last.
+        contiguous_ms: Torch in contiguous memory.
+        floor_ms: What neither arithmetic nor memory can beat.
+        ratio: Median over the rounds of the faster torch over the operation; `low` to `high` is its 95 % interval.
+        best_ratio: The same of the shortest times.
+        error: Largest difference of the operation from float64, relative to the largest value.
+        loaded: Whether somebody else used the cores meanwhile.
+    """
+
+    shapes: str
+    name: str
+    shape: str
+    direction: str
+    layout: str
+    threads: int
+    runs_on: str
+    own_ms: float
+    last_ms: float
+    contiguous_ms: float
+    floor_ms: float
+    ratio: float
+    low: float
+    high: float
+    best_ratio: float
+    error: float
+    rounds: int
+    loaded: bool
+    commit: str
+    device: str
+    torch: str
+    tvm: str
+    date: str
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What makes it this row."""
+        return self.shape, self.direction, self.layout, self.threads
+
+
+def main(options: Options) -> int:
+    """Tune, measure, report."""
+    if options.report:
+        report(read(options.output))
+        return 0
+    wanted_environment = worker_environment(1, range(options.threads))
+    if any(os.environ.get(name) != value for name, value in wanted_environment.items()):
+        # The allocator reads its settings when the process starts, so they are set for a new one.
+        arguments = [sys.executable, "-m", "benchmarks.kernels.depthwise", *sys.argv[1:]]
+        os.execve(sys.executable, arguments, {**os.environ, **wanted_environment})
+    torch.set_num_threads(options.threads)
+    layout = Layout(options.layout)
+    shapes = [(name, shape) for batch in options.batches for name, shape in named_shapes(batch, options.random)]
+    done = {row.key for row in read(options.output)}
+    left = [
+        (name, KernelKey(direction, shape, layout, options.threads, cpu_fingerprint()))
+        for name, shape in shapes
+        for direction in Direction
+        if (shape.text, direction.value, layout.value, options.threads) not in done
+    ]
+    options.records.parent.mkdir(parents=True, exist_ok=True)
+    keys = [key for _, key in left]
+    if keys:
+        search_all(keys, options.records, options.seconds * len(keys), on_progress=lambda _: None)
+    if options.tune_only:
+        return 0
+    with Builder() as builder:
+        speed = measure_speed(builder)
+    choices = Choices(read_database(options.records))
+    use_choices(choices)
+    with torch.no_grad():
+        for name, key in left:
+            row = measure(name, key, choices, speed, options)
+            append(options.output, row)
+            print(f"{name:14} {key.shape.text:40} {key.direction:16} {row.runs_on:7} {row.ratio:6.2f}x", flush=True)
+    report(read(options.output))
+    return 0
+
+
+def named_shapes(batch: int, count: int) -> Iterator[tuple[str, ConvShape]]:
+    """The listed shapes, or so many random ones, with their names."""
+    if not count:
+        for net, channels, size, edge, stride in LISTED:
+            yield f"{net}{channels}_{size}{'s2' if stride == 2 else ''}", shape_of(batch, channels, size, edge, stride)
+        return
+    draw = random.Random(1)
+    for place in range(count):
+        edge, stride = draw.choice((3, 5, 7)), draw.choice((1, 2))
+        size = draw.choice((7, 10, 14, 20, 28, 40, 56))
+        yield f"random{place}", shape_of(batch, 8 * draw.randint(2, 96 if size < 40 else 24), size, edge, stride)
+
+
+def shape_of(batch: int, channels: int, size: int, edge: int, stride: int) -> ConvShape:
+    """A convolution of square images that keeps their size, or halves it."""
+    pad = edge // 2
+    return ConvShape(batch, channels, size, size, (edge, edge), (stride, stride), (pad, pad), (1, 1))
+
+
+def measure(name: str, key: KernelKey, choices: Choices, speed: Speed, options: Options) -> Row:
+    """Time one direction of one shape: the operation, and torch in both memory formats."""
+    own, stock, error = operations(key)
+    result = timed({"own": own, **stock}, options.rounds)
+    better = min(stock, key=result.median_ms)
+    ratio = result.ratio(better, "own")
+    floor = speed.floor_ms(key.shape.multiply_adds, key.shape.least_bytes(key.direction), key.threads)
+    return Row(
+        shapes="random" if options.random else "listed",
+        name=name,
+        shape=key.shape.text,
+        direction=key.direction.value,
+        layout=key.layout.value,
+        threads=key.threads,
+        runs_on="torch" if choices.decide(key).kernel is None else "kernel",
+        own_ms=round(result.median_ms("own"), 4),
+        last_ms=round(result.median_ms("channels_last"), 4),
+        contiguous_ms=round(result.median_ms("contiguous"), 4),
+        floor_ms=round(floor, 4),
+        ratio=round(ratio.median, 3),
+        low=round(ratio.low, 3),
+        high=round(ratio.high, 3),
+        best_ratio=round(min(result.min_ms(one) for one in stock) / result.min_ms("own"), 3),
+        error=float(f"{error:.2g}"),
+        rounds=result.rounds,
+        loaded=result.loaded,
+        commit=commit(),
+        device=device(),
+        torch=torch.__version__,
+        tvm=importlib.metadata.version("apache-tvm"),
+        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )
+
+
+def timed(methods: dict[str, Callable[[], object]], rounds: int) -> Paired:
+    """Time methods in turn, each often enough in a round that the clock does not matter."""
+    repeats = {name: max(1, math.ceil(LEAST_MS / once(method))) for name, method in methods.items()}
+    return paired(methods, rounds, repeats=repeats)
+
+
+def once(method: Callable[[], object]) -> float:
+    """Milliseconds of one call, roughly."""
+    method()
+    begin = time.perf_counter()
+    method()
+    return max(1e-3, 1e3 * (time.perf_counter() - begin))
+
+
+def operations(key: KernelKey) -> tuple[Callable[[], object], dict[str, Callable[[], object]], float]:
+    """The operation, torch in both memory formats, and the operation's error."""
+    shape, direction = key.shape, key.direction
+    draw = torch.Generator().manual_seed(0)
+    image = torch.randn((shape.batch, shape.channels, shape.height, shape.width), generator=draw)
+    out = (shape.batch, shape.channels, shape.out_height, shape.out_width)
+    gradient = torch.randn(out, generator=draw)
+    weight = torch.randn((shape.channels, 1, *shape.kernel), generator=draw)
+    sizes = (list(shape.stride), list(shape.padding), list(shape.dilation))
+    stock: dict[str, Callable[[], object]] = {
+        name: _stock(shape, direction, *(tensor.contiguous(memory_format=kind) for tensor in (image, gradient)), weight)
+        for name, kind in (("channels_last", torch.channels_last), ("contiguous", torch.contiguous_format))
+    }
+    kind = torch.channels_last if key.layout is Layout.CHANNELS_LAST else torch.contiguous_format
+    x, g = (tensor.contiguous(memory_format=kind) for tensor in (image, gradient))
+    ops = torch.ops.hybridpar
+    if direction is Direction.FORWARD:
+
+        def own() -> Tensor:
+            return depthwise_conv2d(x, weight, None, shape.stride, shape.padding, shape.dilation)
+
+    elif direction is Direction.INPUT_GRADIENT:
+
+        def own() -> Tensor:
+            return ops.depthwise_conv2d_input_gradient(g, weight, [shape.height, shape.width], *sizes)  # type: ignore[no-any-return]
+
+    else:
+
+        def own() -> Tensor:
+            return ops.depthwise_conv2d_weight_gradient(x, g, list(weight.shape[2:]), *sizes)  # type: ignore[no-any-return]
+
+    right = reference(shape, direction, image, gradient, weight)
+    error = float((own().double() - right).abs().max() / right.abs().max())
+    return own, stock, error
+
+
+def _stock(shape: ConvShape, direction: Direction, x: Tensor, gradient: Tensor, weight: Tensor) -> Callable[[], object]:
+    if direction is Direction.FORWARD:
+        return lambda: F.conv2d(x, weight, None, shape.stride, shape.padding, shape.dilation, shape.channels)
+    wanted = [direction is one for one in (Direction.INPUT_GRADIENT, Direction.WEIGHT_GRADIENT)]
+    sizes = (shape.stride, shape.padding, shape.dilation)
+    backward = torch.ops.aten.convolution_backward.default
+    return lambda: backward(gradient, x, weight, None, *sizes, False, [0, 0], shape.channels, [*wanted, False])
+
+
+def report(rows: Sequence[Row]) -> None:
+    """Print geometric means by setting and direction."""
+    groups: dict[tuple[str, str, int, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        batch = int(row.shape.partition("x")[0])
+        setting = f"{row.shapes}, {row.threads} thread{'s' if row.threads > 1 else ''}"
+        groups[setting, row.layout, batch, row.direction].append(row)
+    titles = (
+        "shapes",
+        "layout",
+        "batch",
+        "direction",
+        "on kernels",
+        "times as fast",
+        "by shortest",
+        "least",
+        "of floor",
+    )
+    print("|", " | ".join((*titles, "promised")), "|")
+    print("|", " | ".join(["---"] * (len(titles) + 1)), "|")
+    for (setting, layout, batch, direction), own in sorted(groups.items()):
+        means = [statistics.geometric_mean(values) for values in ([r.ratio for r in own], [r.best_ratio for r in own])]
+        floor = statistics.geometric_mean(min(1.0, row.floor_ms / row.own_ms) for row in own)
+        kernels = f"{sum(row.runs_on == 'kernel' for row in own)} of {len(own)}"
+        promised = PROMISED.get(setting, {}).get(direction)
+        numbers = [f"{value:.2f}" for value in (*means, min(row.ratio for row in own))]
+        cells = (setting, layout, batch, direction, kernels, *numbers, f"{floor:.0%}", promised or "-")
+        print("|", " | ".join(map(str, cells)), "|")
+
+
+def read(file: Path) -> list[Row]:
+    """All rows of a table, none where there is no file."""
+    if not file.exists():
+        return []
+    kinds = {"str": str, "int": int, "float": float, "bool": lambda text: text == "True"}
+    columns = {column.name: kinds[str(column.type)] for column in fields(Row)}
+    with file.open(newline="") as lines:
+        return [Row(**{name: columns[name](value) for name, value in row.items()}) for row in csv.DictReader(lines)]
+
+
+def append(file: Path, row: Row) -> None:
+    """Add a row."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = not file.exists()
+    with file.open("a", newline="") as lines:
+        writer = csv.DictWriter(lines, [column.name for column in fields(Row)], lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(asdict(row))
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))
