@@ -7,6 +7,7 @@ compressed is added as it is.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +25,8 @@ from hybridpar.pipeline.control import all_reduce_bytes, start_copy
 from hybridpar.pipeline.node_worlds import NodeWorlds
 from hybridpar.pipeline.sync_figures import BucketCost, SyncCosts
 from hybridpar.pipeline.world import World
+
+_log = logging.getLogger(__name__)
 
 #: The norm of what was not sent takes a pass over it, so it is taken in the first step and then in each of so many.
 RESIDUAL_EVERY = 50
@@ -238,13 +241,20 @@ class Compression:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, or what `put_together` made of what it returned on all workers of a run.
 
-        What another policy kept means nothing to this one, and is left; so is one worker's state that does not fit.
+        What another policy kept means nothing to this one, and is left with a warning; so it is where all workers are
+        on one of several nodes, which send nothing compressed. One worker's state that does not fit is left, too.
 
         Raises:
             CheckpointError: A parameter's state does not fit it.
         """
         whole = "rank" not in state
-        if state["codec"] != str(self.policy) or not (whole or self.fits(state)):
+        if state["codec"] != str(self.policy):
+            self._tell_lost(state, f"they were kept by {state['codec']}, and this run compresses by {self.policy}")
+            return
+        if not (whole or self.fits(state)):
+            return
+        if self._on_one_node:
+            self._tell_lost(state, "all workers are on one node, where gradients travel in full precision")
             return
         self.catch_up()
         self._saved = dict(state["parameters"])
@@ -255,6 +265,11 @@ class Compression:
         for name, coder in self._coders.items():
             if name in self._saved:
                 restore(coder, self._saved.pop(name))
+
+    def _tell_lost(self, state: Mapping[str, Any], why: str) -> None:
+        """Say once for a run that what had not been sent is not sent any more."""
+        if state["parameters"] and self._world.rank == 0:
+            _log.warning("what codecs held back of %d parameters is dropped: %s", len(state["parameters"]), why)
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore what `state_dict` returned on all workers of a run, be there as many of them now or not.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -159,6 +160,32 @@ def test_a_resumed_run_goes_on_bit_for_bit(codec: str, tmp_path: Any) -> None:
     for whole, again in run_ranks(resumed, 2, codec, str(tmp_path), shared_memory=False):
         for name, tensor in whole.items():
             assert torch.equal(tensor, again[name]), name
+
+
+def reloaded(world: World, first: str, then: str, directory: str) -> list[str]:
+    """Warnings of a run that goes on with another codec."""
+    with make(world, first) as trainer:
+        trainer.step(batch(world.rank, 0))
+        path = trainer.save(directory)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hybridpar.pipeline.compression")
+    logger.addHandler(handler)
+    try:
+        with make(world, then) as trainer:
+            trainer.load(path)
+    finally:
+        logger.removeHandler(handler)
+    return told
+
+
+def test_residuals_of_another_codec_are_dropped_with_a_warning_of_one_worker(tmp_path: Any) -> None:
+    (warnings, none) = run_ranks(reloaded, 2, "onebit", "twobit", str(tmp_path / "a"), shared_memory=False)
+    assert not none
+    assert len(warnings) == 1
+    assert "kept by onebit, and this run compresses by twobit" in warnings[0]
+    assert run_ranks(reloaded, 2, "onebit", "onebit", str(tmp_path / "b"), shared_memory=False) == [[], []]
 
 
 def unused(world: World) -> dict[str, Tensor]:
