@@ -1,0 +1,232 @@
+"""Why: a kernel that saves 50 us is no gain where calling it costs 60, or where the run must wait for it at its start.
+
+Calls: depthwise convolutions so small that nothing but the way to the kernel counts, once through the operation on its
+tuned kernel and once through torch, in the same rounds: forward alone without gradients, and forward with backward.
+
+Start: what a training run does more than without kernels when all of a model's machine code is in the cache: read the
+database, swap the layers, find the records, load the kernels. In new processes, which import torch and hybridpar's
+trainer first, as any run does.
+
+    python -m benchmarks.kernels.overhead                                       # the calls
+    python -m benchmarks.kernels.overhead --model mobilenet_v2 --records FILE   # and the start, with a tuned database
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+import tyro
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.rig.paired import paired
+from benchmarks.rig.rows import commit, device
+from hybridpar.process import worker_environment
+from hybridpar.tvm_kernels.choice import Choices, use_choices
+from hybridpar.tvm_kernels.database import KernelKey, read_database
+from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.op import depthwise_conv2d
+from hybridpar.tvm_kernels.search import search_all
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+
+RESULTS = Path(__file__).parent / "results"
+SMALL = (ConvShape.parse("1x16x4x4 k3x3 s1x1 p1x1 d1x1"), ConvShape.parse("1x32x7x7 k3x3 s2x2 p1x1 d1x1"))
+#: Calls that are timed as one.
+CALLS = 200
+
+_START = """
+import json, sys, time
+import torch
+import hybridpar.trainer
+from hybridpar.models import build_model
+name, records, batch, size, threads = json.loads(sys.argv[1])
+torch.set_num_threads(threads)
+model = build_model(name, 10)
+begin = time.perf_counter()
+from hybridpar.tvm_kernels import optimize
+from hybridpar.tvm_kernels.choice import active_choices
+from hybridpar.tvm_kernels.database import KernelKey
+from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.layers import depthwise_layers
+from hybridpar.tvm_kernels.shapes import Layout
+optimize(model, records)
+opened = time.perf_counter()
+layers = depthwise_layers(model, (batch, 3, size, size), layout=Layout.CHANNELS_LAST)
+traced = time.perf_counter()
+keys = [KernelKey(d, l.shape, l.layout, threads, cpu_fingerprint()) for l in layers for d in l.needs]
+kernels = [one.kernel for one in active_choices().prepare(keys)]
+end = time.perf_counter()
+print(json.dumps([opened - begin, traced - opened, end - traced, sum(one is not None for one in kernels), len(keys)]))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Time what tuned kernels cost besides their work."""
+
+    model: str | None = None
+    """Model whose start is timed."""
+    records: Path | None = None
+    """Database that was tuned for it."""
+    batch: int = 32
+    """Images at a time."""
+    size: int = 160
+    """Edge of an image."""
+    starts: int = 7
+    """New processes."""
+    rounds: int = 40
+    """Rounds to keep."""
+    output: Path = RESULTS / "overhead.csv"
+    """Table of the rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One overhead; `least` and `most` are of the starts, or the 95 % interval of the difference of calls."""
+
+    what: str
+    setting: str
+    unit: str
+    value: float
+    least: float
+    most: float
+    stock: float
+    promised: float
+    runs: int
+    loaded: bool
+    commit: str
+    device: str
+    torch: str
+    date: str
+
+
+def main(options: Options) -> int:
+    """Time calls, and the start where a model is named."""
+    wanted_environment = worker_environment(1, range(1))
+    if any(os.environ.get(name) != value for name, value in wanted_environment.items()):
+        # The allocator reads its settings when the process starts, so they are set for a new one.
+        arguments = [sys.executable, "-m", "benchmarks.kernels.overhead", *sys.argv[1:]]
+        os.execve(sys.executable, arguments, {**os.environ, **wanted_environment})
+    torch.set_num_threads(1)
+    rows = calls(options)
+    if options.model is not None and options.records is not None:
+        rows += start(options, options.model, options.records)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    with options.output.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [column.name for column in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    for row in rows:
+        spread = f"[{row.least:.3g}, {row.most:.3g}]"
+        print(f"{row.what}, {row.setting}: {row.value:.3g} {row.unit} {spread}, torch {row.stock:.3g}")
+    return 0
+
+
+def calls(options: Options) -> list[Row]:
+    """Microseconds that a call of the operation takes more than torch's own."""
+    records = Path("runs/kernels/overhead.jsonl")
+    records.parent.mkdir(parents=True, exist_ok=True)
+    keys = [KernelKey(d, shape, Layout.CHANNELS_LAST, 1, cpu_fingerprint()) for shape in SMALL for d in Direction]
+    search_all(keys, records, 3.0 * len(keys))
+    choices = Choices(read_database(records))
+    use_choices(choices)
+    rows = []
+    for shape in SMALL:
+        own, stock = (calls_of(shape, function) for function in (depthwise_conv2d, functional.conv2d))
+        tuned = sum(choices.decide(key).kernel is not None for key in keys if key.shape == shape)
+        for name in own:
+            found = paired({"own": own[name], "stock": stock[name]}, options.rounds, repeats=CALLS)
+            more = [1e3 * (a - b) for a, b in zip(found.milliseconds["own"], found.milliseconds["stock"], strict=True)]
+            ordered = sorted(more)
+            setting = f"{shape.text}, {tuned} of 3 directions on kernels"
+            low, high = ordered[len(ordered) // 40], ordered[-1 - len(ordered) // 40]
+            took = 1e3 * found.median_ms("stock")
+            rows.append(
+                _row(name, setting, "us", statistics.median(more), low, high, took, 20.0, found.rounds, found.loaded)
+            )
+    return rows
+
+
+def calls_of(shape: ConvShape, function: Callable[..., Tensor]) -> dict[str, Callable[[], object]]:
+    """A call without gradients, and one with its backward pass."""
+    x = torch.randn(shape.batch, shape.channels, shape.height, shape.width)
+    x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
+    weight = torch.randn(shape.channels, 1, *shape.kernel, requires_grad=True)
+    numbers = (shape.stride, shape.padding, shape.dilation)
+    arguments = (x, weight, None, *numbers, *((shape.channels,) if function is functional.conv2d else ()))
+    gradient = torch.ones_like(function(*arguments))
+
+    def forward() -> None:
+        with torch.no_grad():
+            function(*arguments)
+
+    def both() -> None:
+        torch.autograd.grad(function(*arguments), (x, weight), gradient)
+
+    return {"a call": forward, "a call and its backward": both}
+
+
+def start(options: Options, model: str, records: Path) -> list[Row]:
+    """Seconds that a start takes more with kernels."""
+    told = json.dumps([model, str(records), options.batch, options.size, 1])
+    found = []
+    for _ in range(options.starts + 1):
+        done = subprocess.run([sys.executable, "-c", _START, told], capture_output=True, text=True, check=True)
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    runs = found[1:]  # the first one may have built what was not in the cache
+    setting = f"{model}, batch {options.batch}, {options.size}x{options.size}: {runs[0][3]} of {runs[0][4]} on kernels"
+    rows = []
+    for name, parts in (
+        ("start: open and swap", [0]),
+        ("start: find layers", [1]),
+        ("start: load", [2]),
+        ("start", [0, 1, 2]),
+    ):
+        seconds = [sum(run[part] for part in parts) for run in runs]
+        spread = (statistics.median(seconds), min(seconds), max(seconds))
+        rows.append(_row(name, setting, "s", *spread, 0.0, 0.5, len(runs), False))
+    return rows
+
+
+def _row(
+    what: str,
+    setting: str,
+    unit: str,
+    value: float,
+    least: float,
+    most: float,
+    stock: float,
+    promised: float,
+    runs: int,
+    loaded: bool,
+) -> Row:
+    numbers = [float(f"{number:.4g}") for number in (value, least, most, stock)]
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    known = {"commit": commit(), "device": device(), "torch": torch.__version__, "date": date}
+    return Row(
+        what=what,
+        setting=setting,
+        unit=unit,
+        value=numbers[0],
+        least=numbers[1],
+        most=numbers[2],
+        stock=numbers[3],
+        promised=promised,
+        runs=runs,
+        loaded=loaded,
+        **known,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))
