@@ -17,6 +17,7 @@ from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.tvm_kernels.choice import Choices, Phase, TunedKernel, use_choices
 from hybridpar.tvm_kernels.database import Database, KernelRecord
 from hybridpar.tvm_kernels.device import cpu_fingerprint, installed_versions
+from hybridpar.tvm_kernels.norm_records import NormRecord, NormShape, norm_versions
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 
@@ -36,6 +37,23 @@ def record_of(shape: ConvShape | str, direction: Direction, layout: Layout, **fi
         "error": 1e-7,
     }
     return KernelRecord(**{**known, **fields})
+
+
+def norm_record(shape: NormShape, **fields: Any) -> NormRecord:
+    """A record of this device, twice as fast as torch unless told otherwise."""
+    known: dict[str, Any] = {
+        "rows": shape.rows,
+        "channels": shape.channels,
+        "activation": shape.act,
+        "device": cpu_fingerprint(),
+        "threads": 1,
+        "versions": dict(norm_versions()),
+        "ms": 1.0,
+        "stock_ms": 2.0,
+        "floor_ms": 0.5,
+        "error": 1e-7,
+    }
+    return NormRecord(**{**known, **fields})
 
 
 def all_records(shape: ConvShape | str, *layouts: Layout, **fields: Any) -> list[KernelRecord]:
