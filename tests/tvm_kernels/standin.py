@@ -7,18 +7,75 @@ each row of its result once. It adds up taps in float32, so it is also an oracle
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
 
 from hybridpar.kernel_cache import KernelsUnavailable
+from hybridpar.tvm_kernels import norm_kernels
+from hybridpar.tvm_kernels.batch_norm_act import STOCK
 from hybridpar.tvm_kernels.choice import Choices, Phase, TunedKernel, use_choices
 from hybridpar.tvm_kernels.database import Database, KernelRecord
 from hybridpar.tvm_kernels.device import cpu_fingerprint, installed_versions
 from hybridpar.tvm_kernels.norm_records import NormRecord, NormShape, norm_versions
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+
+
+class NormStandIn:
+    """Takes the place of the kernels of norms: torch computes, behind the same two functions.
+
+    Attributes:
+        calls: How often forward and backward were computed, by rows, channels and activation.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.calls: dict[str, Counter[NormShape]] = {"forward": Counter(), "backward": Counter()}
+        patch.setattr(norm_kernels, "table", lambda: {"stands": "in"})
+        patch.setattr(norm_kernels, "forward", self._forward)
+        patch.setattr(norm_kernels, "backward", self._backward)
+
+    def _note(self, name: str, x: Tensor, act: str) -> None:
+        self.calls[name][NormShape(x.numel() // x.shape[1], x.shape[1], act)] += 1
+
+    def _forward(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running: tuple[Tensor, Tensor] | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        act: str,
+    ) -> tuple[Tensor, Tensor]:
+        self._note("forward", x, act)
+        mean, variance = running or (None, None)
+        with torch.no_grad():
+            y = STOCK[act](functional.batch_norm(x, mean, variance, weight, bias, training, momentum, eps))
+        kept = torch.zeros(5, x.shape[1])
+        kept[0], kept[1], kept[4] = 1.0 if weight is None else weight.detach(), 0.0 if bias is None else bias, eps
+        if not training and mean is not None and variance is not None:
+            kept[2], kept[3] = mean, variance
+        return y, kept
+
+    def _backward(
+        self, grad_y: Tensor, x: Tensor, kept: Tensor, act: str, fixed: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._note("backward", x, act)
+        weight, bias, mean, variance, eps = kept
+        own = [one.detach().requires_grad_() for one in (x, weight, bias)]
+        with torch.enable_grad():
+            running = (mean, variance) if fixed else (None, None)
+            y = STOCK[act](functional.batch_norm(own[0], *running, own[1], own[2], not fixed, 0.0, float(eps[0])))
+            first, second, third = torch.autograd.grad(y, own, grad_y)
+        return first, second, third
 
 
 def record_of(shape: ConvShape | str, direction: Direction, layout: Layout, **fields: Any) -> KernelRecord:
