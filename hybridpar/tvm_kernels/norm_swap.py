@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -30,6 +31,9 @@ from hybridpar.tvm_kernels.choice import active_choices
 Choice = Callable[[int, int, str, int], bool]
 
 _KINDS: dict[type, str] = {nn.ReLU: "relu", nn.ReLU6: "relu6", nn.SiLU: "silu"}
+
+#: Where a module keeps what others want to be called with.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 #: f(f(z)) = f(z).
 _RECTIFIERS = ("relu", "relu6")
@@ -118,11 +122,12 @@ def _on_graph(model: nn.Module) -> list[NormPair] | None:
     """What the graphs of training and of evaluation agree on; None where the model cannot be traced."""
     flags = [(module, module.training) for module in model.modules()]
     before = set(vars(model))
-    found: list[dict[str, NormPair]] = []
+    graphs: list[fx.Graph] = []
     try:
-        for training in (True, False):
-            model.train(training)
-            found.append(_of_graph(fx.Tracer().trace(model), model))
+        with _without_hooks(model):
+            for training in (True, False):
+                model.train(training)
+                graphs.append(fx.Tracer().trace(model))
     except Exception:  # tracing runs the user's code, which may raise anything
         return None
     finally:
@@ -130,11 +135,25 @@ def _on_graph(model: nn.Module) -> list[NormPair] | None:
             delattr(model, name)
         for module, flag in flags:
             module.training = flag
+    found = [_of_graph(graph, model) for graph in graphs]
     names = {**found[0], **found[1]}
     return [
         found[0].get(name, pair) if found[0].get(name, pair) == found[1].get(name, pair) else NormPair(name)
         for name, pair in names.items()
     ]
+
+
+@contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """Inside, nobody's hooks are called: they expect tensors."""
+    kept = [(vars(module), key, vars(module)[key]) for module in model.modules() for key in _HOOKS]
+    for own, key, hooks in kept:
+        own[key] = type(hooks)()
+    try:
+        yield
+    finally:
+        for own, key, hooks in kept:
+            own[key] = hooks
 
 
 def _of_graph(graph: fx.Graph, model: nn.Module) -> dict[str, NormPair]:
@@ -148,10 +167,9 @@ def _of_graph(graph: fx.Graph, model: nn.Module) -> dict[str, NormPair]:
         pair = NormPair(name)
         if calls[name] == 1 and after is not None and after.op == "call_module":
             target = str(after.target)
-            activation = model.get_submodule(target)
-            kind, shared = _kind(activation), calls[target] > 1
+            kind, shared = _kind(model.get_submodule(target)), calls[target] > 1
             alone = not shared or kind in _RECTIFIERS
-            if kind is not None and alone and _unseen(model.get_submodule(name), activation):
+            if kind is not None and alone and _unseen(model, name, target):
                 pair = NormPair(name, target, kind, shared)
         pairs[name] = pair
     return pairs
@@ -168,7 +186,7 @@ def _in_sequence(model: nn.Module) -> list[NormPair]:
         for (own, norm), (following, activation) in pairwise(children):
             kind = _kind(activation)
             alone = places[id(norm)] == places[id(activation)] == 1
-            if own in pairs and kind is not None and alone and _unseen(norm, activation):
+            if own in pairs and kind is not None and alone and _unseen(model, own, following):
                 pairs[own] = NormPair(own, following, kind)
     return list(pairs.values())
 
@@ -183,10 +201,16 @@ def _kind(module: nn.Module) -> str | None:
     return _KINDS.get(type(module))
 
 
-def _unseen(norm: nn.Module, activation: nn.Module) -> bool:
-    """Whether no hook looks at what lies between the two, or at its gradient."""
-    of_norm = norm._forward_hooks or norm._backward_hooks or norm._backward_pre_hooks
-    return not (of_norm or activation._forward_pre_hooks or activation._forward_hooks or activation._backward_hooks)
+def _unseen(model: nn.Module, norm: str, activation: str) -> bool:
+    """Whether no hook looks at what lies between the two: of themselves, or of a module that holds one of them only."""
+    around = _paths(norm) ^ _paths(activation)
+    return not any(vars(model.get_submodule(path))[key] for path in around for key in _HOOKS)
+
+
+def _paths(name: str) -> set[str]:
+    """A module's name, and those of all that it is in."""
+    parts = name.split(".")
+    return {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
 
 
 # ----------------------------------------------------------------------------------------------------------- swapping

@@ -25,6 +25,7 @@ from hybridpar.tvm_kernels.choice import Choices, Phase, TunedKernel, use_choice
 from hybridpar.tvm_kernels.database import Database, KernelRecord
 from hybridpar.tvm_kernels.device import cpu_fingerprint, installed_versions
 from hybridpar.tvm_kernels.norm_records import NormRecord, NormShape, norm_versions
+from hybridpar.tvm_kernels.schedules.norm_rows import TABLE_ROWS
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 
@@ -59,22 +60,31 @@ class NormStandIn:
         mean, variance = running or (None, None)
         with torch.no_grad():
             y = STOCK[act](functional.batch_norm(x, mean, variance, weight, bias, training, momentum, eps))
-        kept = torch.zeros(5, x.shape[1])
-        kept[0], kept[1], kept[4] = 1.0 if weight is None else weight.detach(), 0.0 if bias is None else bias, eps
-        if not training and mean is not None and variance is not None:
-            kept[2], kept[3] = mean, variance
-        return y, kept
+            statistics = torch.zeros(TABLE_ROWS, norm_kernels.wide_channels(x.shape[1]))
+            kept = statistics[:, : x.shape[1]]
+            kept[0], kept[1], kept[4] = 1.0 if weight is None else weight, 0.0 if bias is None else bias, eps
+            if not training and mean is not None and variance is not None:
+                kept[2], kept[3] = mean, variance
+        return y, statistics
 
     def _backward(
-        self, grad_y: Tensor, x: Tensor, kept: Tensor, act: str, fixed: bool
+        self, grad_y: Tensor, x: Tensor, statistics: Tensor, act: str, fixed: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._note("backward", x, act)
-        weight, bias, mean, variance, eps = kept
-        own = [one.detach().requires_grad_() for one in (x, weight, bias)]
-        with torch.enable_grad():
-            running = (mean, variance) if fixed else (None, None)
-            y = STOCK[act](functional.batch_norm(own[0], *running, own[1], own[2], not fixed, 0.0, float(eps[0])))
-            first, second, third = torch.autograd.grad(y, own, grad_y)
+        weight, bias, mean, variance, eps = statistics[:5, : x.shape[1]].contiguous()
+        running = (mean, variance) if fixed else (None, None)
+        numbers = (not fixed, float(eps[0]))
+        aten = torch.ops.aten
+        z, *saved = aten.native_batch_norm(x, weight, bias, *running, numbers[0], 0.0, numbers[1])
+        gradient = {
+            "none": lambda: grad_y,
+            "relu": lambda: aten.threshold_backward(grad_y, z, 0),
+            "relu6": lambda: aten.hardtanh_backward(grad_y, z, 0, 6),
+            "silu": lambda: aten.silu_backward(grad_y, z),
+        }[act]()
+        first, second, third = aten.native_batch_norm_backward(
+            gradient, x, weight, *running, *saved, *numbers, [True, True, True]
+        )
         return first, second, third
 
 
