@@ -37,8 +37,8 @@ from hybridpar.tvm_kernels.norm_records import NormShape
 MODELS = ("mobilenet_v2", "efficientnet_b0")
 #: Of a network whose layers are added up: times torch's speed, and part of the floor's. Promised for MobileNetV2.
 TARGET, TARGET_FLOOR = 1.6, 0.65
-#: Values that a timed call goes over at least; small shapes are timed several calls at once.
-AT_ONCE = 1 << 20
+#: Small shapes are timed several calls at once: as many as have so many values together, but not more than so many.
+AT_ONCE, MOST_CALLS = 1 << 20, 20
 
 
 Row = dict[str, object]
@@ -78,7 +78,7 @@ class Found:
 def measure(shape: NormShape, rounds: int, copies: Sequence[tuple[int, float]]) -> Found:
     """Torch and the kernels in the same rounds."""
     bench = NormBench(shape)
-    repeats = max(1, AT_ONCE // (shape.rows * shape.channels))
+    repeats = max(1, min(MOST_CALLS, AT_ONCE // (shape.rows * shape.channels)))
     times = paired({"stock": bench.stock, "fused": bench.fused}, rounds, repeats=repeats)
     return Found(times, norm_floor_ms(shape, copies, torch.get_num_threads()), norm_error(shape))
 

@@ -1,8 +1,8 @@
 """Why: a faster step says little; where its time went before and after says what was gained, and what is left.
 
 Operations are timed where autograd hands them to torch's dispatcher, with everything that they do inside, and those of
-fused norms where they begin. Times are of the thread that runs them, so this is for one thread. The sum of the parts is
-below the step's own time by what Python does between operations: `rest` has that too, as it is what is left of a step.
+fused norms where they begin. Times are of the thread that runs them, so this is for one thread. The rest is what is
+left of a step that nobody looked into, with what Python does between operations: looking itself takes time there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridpar.tvm_kernels import norm_kernels
 
-PARTS = ("depthwise", "norm+activation", "rest")
+PARTS = ("depthwise", "norm+activation")
 
 #: What BatchNorm and the activations behind it consist of, with the copy that an activation in place asks for.
 _NORMS = {
@@ -80,11 +80,8 @@ def measure_parts(step: Callable[[], object], times: int) -> dict[str, float]:
         kernels = {
             name: _timed(parts, getattr(norm_kernels, name), "norm+activation") for name in ("forward", "backward")
         }
-        began = time.thread_time()
         with mock.patch.multiple(norm_kernels, **kernels), parts:
             step()
-        whole = 1e3 * (time.thread_time() - began)
-        parts.ms["rest"] = whole - parts.ms["depthwise"] - parts.ms["norm+activation"]
         found.append(parts.ms)
     return {part: statistics.median(one[part] for one in found) for part in PARTS}
 

@@ -268,6 +268,7 @@ def _row(
         "best_times_stock": f"{min(right) / min(own):.4f}",
         "promised_times_stock": f"{stock_ms / (stock_ms - saved):.4f}",
         **{f"{part}_ms": f"{ms:.2f}" for part, ms in parts.items()},
+        "rest_ms": f"{sorted(own)[len(own) // 2] - sum(parts.values()):.2f}",
         "target": "" if target is None else target,
         "verdict": _verdict(name, ratio, target),
     }
@@ -284,7 +285,14 @@ def _verdict(name: str, ratio: Ratio, target: float | None) -> str:
 def show(rows: Sequence[Mapping[str, object]]) -> None:
     """Print what matters of a model's rows."""
     columns = ("method", "operations_on_kernels", "median_ms", "best_ms", "times_stock", "low", "high")
-    columns += ("best_times_stock", "promised_times_stock", *(f"{part}_ms" for part in PARTS), "target", "verdict")
+    columns += (
+        "best_times_stock",
+        "promised_times_stock",
+        *(f"{part}_ms" for part in PARTS),
+        "rest_ms",
+        "target",
+        "verdict",
+    )
     first = rows[0]
     sizes = f"batch {first['batch']}, {first['size']}x{first['size']}, {first['threads']} thread(s)"
     print(f"\n{first['model']}, {sizes}")
