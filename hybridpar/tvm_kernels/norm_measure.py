@@ -74,8 +74,10 @@ class NormBench:
         self.shape = shape
         draw = torch.Generator().manual_seed(seed)
         turns = max(2, min(_TURNS, math.ceil(_COLD / shape.bytes)))
-        self._inputs = [images(shape, draw).requires_grad_() for _ in range(turns)]
-        self._gradients = [images(shape, draw) for _ in range(turns)]
+        x, gradient = images(shape, draw), images(shape, draw)
+        # The same values at other places: drawing them takes longer than what is measured.
+        self._inputs = [x.clone().requires_grad_() for _ in range(turns)]
+        self._gradients = [gradient.clone() for _ in range(turns)]
         self._turn = count()
         self._weight = torch.ones(shape.channels, requires_grad=True)
         self._bias = torch.zeros(shape.channels, requires_grad=True)
