@@ -53,6 +53,13 @@ def fusable(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None, training: bool
 ) -> bool:
     """Whether the kernels can do it, and can be had; arguments as those of the operation."""
+    return kernels_fit(x, weight, bias, mean, variance, training) and bool(norm_kernels.table())
+
+
+def kernels_fit(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None, training: bool
+) -> bool:
+    """Whether kernels could do it; none are loaded to find out."""
     if x.dtype is not torch.float32 or x.ndim != 4 or not x.is_cpu:
         return False
     channels = x.shape[1]
@@ -65,7 +72,7 @@ def fusable(
             one.dtype is torch.float32 and one.is_cpu and one.shape == (channels,) and one.is_contiguous()
         ):
             return False
-    return bool(norm_kernels.table())
+    return True
 
 
 def batch_norm_then(

@@ -24,7 +24,8 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.errors import UsageError
-from hybridpar.tvm_kernels.batch_norm_act import STOCK, fusable, fused_batch_norm_act, stock_batch_norm_act
+from hybridpar.tvm_kernels import norm_kernels
+from hybridpar.tvm_kernels.batch_norm_act import STOCK, fused_batch_norm_act, kernels_fit, stock_batch_norm_act
 from hybridpar.tvm_kernels.choice import active_choices
 
 #: Whether to fuse: rows (pixels of all images), channels, activation, threads.
@@ -286,12 +287,13 @@ class _FusedForward(_Swapped):
 def _runs_fused(fused: _Fused, six: tuple[Tensor, Any, Any, Any, Any, bool]) -> bool:
     """Whether kernels can do it, and were chosen for it; compilers fuse torch's own operations."""
     input = six[0]
-    if torch.compiler.is_compiling() or type(input) is not Tensor or not fusable(*six):
+    if torch.compiler.is_compiling() or type(input) is not Tensor or not kernels_fit(*six):
         return False
-    if fused.choice is None:
-        return True
-    channels = input.shape[1]
-    return fused.choice(input.numel() // channels, channels, fused.act, torch.get_num_threads())
+    if fused.choice is not None:
+        channels = input.shape[1]
+        if not fused.choice(input.numel() // channels, channels, fused.act, torch.get_num_threads()):
+            return False
+    return bool(norm_kernels.table())  # last, as nobody should wait for kernels that nobody wants
 
 
 class _PassedForward(_Swapped):

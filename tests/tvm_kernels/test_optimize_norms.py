@@ -232,13 +232,9 @@ def test_strict_is_no_obstacle_to_looking(norms: NormStandIn, monkeypatch: pytes
     assert len(tunable_layers(optimize(block(), Database()), (2, 3, 9, 9))[1]) == 2
 
 
-def test_a_choice_costs_no_kernels_that_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = use_choices(None)
-    try:
-        monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
-        monkeypatch.setattr(norm_kernels, "load_kernels", lambda *_: pytest.fail("loaded"))
-        monkeypatch.setattr(norm_kernels, "table", lambda: {})
-        model = optimize(block(), records(FIRST))
-        model(images(2, 3, 9, 9))
-    finally:
-        use_choices(before)
+def test_nobody_waits_for_kernels_that_nobody_wants(norms: NormStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_kernels, "table", lambda: pytest.fail("kernels were loaded"))
+    for database in (Database(), records(FIRST, SECOND, ms=3.0)):
+        step(optimize(block(), database), images(2, 3, 9, 9))
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
+    step(optimize(block(), records(FIRST, SECOND)), images(2, 3, 9, 9))
