@@ -167,8 +167,8 @@ class TrainConfig(PipelineConfig, SyncConfig, OptimizerConfig, DataConfig):
     memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
     """Memory format; auto: contiguous, but channels_last with --channels-last or with --kernels."""
     kernels: str = "off"
-    """Run depthwise convolutions on tuned kernels where these are faster: `auto` for those that were tuned on this
-    machine or come with the package, or a file that `hybridpar tune` wrote."""
+    """Run depthwise convolutions, and BatchNorm with its activation, on kernels where these are faster: `auto` for
+    those that were tuned on this machine or come with the package, or a file that `hybridpar tune` wrote."""
     compile: bool = False
     """Compile the model with torch.compile."""
     deterministic: bool = False

@@ -111,10 +111,10 @@ class Sync(_Section):
 
 
 class KernelChoice(_Section):
-    """What one operation of one layer runs on."""
+    """What one operation of one layer runs on; `batch_norm_act` is a norm with its activation, both ways."""
 
     layer: str
-    direction: Literal["forward", "input_gradient", "weight_gradient"]
+    direction: Literal["forward", "input_gradient", "weight_gradient", "batch_norm_act"]
     kernel: str = "stock"
 
 

@@ -1,4 +1,4 @@
-"""Why: a run says which of its depthwise convolutions run on tuned kernels, why others do not, and what it gains."""
+"""Why: a run says which of its convolutions and norms run on tuned kernels, why others do not, and what it gains."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ import torch
 from torch import nn
 
 from hybridpar.config import TrainConfig
+from hybridpar.pipeline.batchnorm import without_replicas
 from hybridpar.pipeline.world import World
 from hybridpar.plan import KernelChoice, Kernels
 from hybridpar.staging import lane_threads, shape_of
 from hybridpar.tvm_kernels.choice import Choices, Decision, active_choices
 from hybridpar.tvm_kernels.database import KernelKey
 from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.layers import DepthwiseLayer, depthwise_layers
+from hybridpar.tvm_kernels.layers import DepthwiseLayer, NormLayer, tunable_layers
+from hybridpar.tvm_kernels.norm_choice import NormDecision, decide_norm
+from hybridpar.tvm_kernels.norm_measure import measure_norm_saving
+from hybridpar.tvm_kernels.norm_records import NORM_OP, NormKey
 from hybridpar.tvm_kernels.saving import measure_saving
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 from hybridpar.worker_share import micro_batch_samples
@@ -29,70 +33,99 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class KernelUse:
-    """What the depthwise convolutions of a run run on.
+    """What the depthwise convolutions and the norms of a run run on.
 
     Attributes:
         config: Options of the run.
         choices: What decided.
         operations: Layer, direction and decision of each operation of a training step of one micro-batch.
+        norms: Layer and decision of each norm of one micro-batch.
     """
 
     config: TrainConfig
     choices: Choices
     operations: Sequence[tuple[DepthwiseLayer, Direction, Decision]]
+    norms: Sequence[tuple[NormLayer, NormDecision]] = ()
 
     @property
     def tuned(self) -> int:
-        """Operations on tuned kernels."""
-        return sum(decision.kernel is not None for _, _, decision in self.operations)
+        """Operations on kernels, where a norm with its activation is one."""
+        convolutions = sum(decision.kernel is not None for _, _, decision in self.operations)
+        return convolutions + sum(decision.fused for _, decision in self.norms)
 
     def notes(self) -> list[str]:
         """Lines for the start of the run."""
-        if not self.operations:
-            return ["kernels  the model has no depthwise convolution that could be tuned"]
-        lines = [f"kernels  {self.tuned} of {len(self.operations)} depthwise operations run on tuned kernels"]
-        reasons: dict[str, list[str]] = {}
-        for layer, direction, decision in self.operations:
-            if decision.kernel is None:
-                reasons.setdefault(decision.why, []).append(f"{layer.name} {direction}")
-        ordered = sorted(reasons.items(), key=lambda item: -len(item[1]))
-        for why, names in ordered[:_SHOWN]:
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            lines.append(f"         torch, as {why}: {', '.join(names[:_SHOWN])}{more}")
-        if len(ordered) > _SHOWN:
-            lines.append(f"         torch, for {len(ordered) - _SHOWN} other reasons: all are in plan.json")
+        if not self.operations and not self.norms:
+            return ["kernels  the model has no depthwise convolution and no norm that could be tuned"]
+        lines = []
+        if self.operations:
+            on_torch = [
+                (decision.why, f"{layer.name} {direction}")
+                for layer, direction, decision in self.operations
+                if decision.kernel is None
+            ]
+            tuned = len(self.operations) - len(on_torch)
+            lines.append(f"kernels  {tuned} of {len(self.operations)} depthwise operations run on tuned kernels")
+            lines += _reasons(on_torch)
+        if self.norms:
+            on_torch = [(decision.why, layer.name) for layer, decision in self.norms if not decision.fused]
+            fused = len(self.norms) - len(on_torch)
+            lines.append(f"kernels  {fused} of {len(self.norms)} norms run fused with their activations")
+            lines += _reasons(on_torch)
         return lines
 
     def section(self) -> Kernels:
         """The section of the plan."""
-        return Kernels(
-            database=self.choices.database.name,
-            choices=tuple(
-                KernelChoice(
-                    layer=layer.name,
-                    direction=direction.value,
-                    kernel="tuned" if decision.kernel is not None else f"stock: {decision.why}",
-                )
-                for layer, direction, decision in self.operations
-            ),
-        )
+        convolutions = [
+            KernelChoice(
+                layer=layer.name,
+                direction=direction.value,
+                kernel="tuned" if decision.kernel is not None else f"stock: {decision.why}",
+            )
+            for layer, direction, decision in self.operations
+        ]
+        norms = [
+            KernelChoice(
+                layer=layer.name,
+                direction=NORM_OP,
+                kernel="tuned" if decision.fused else f"stock: {decision.why}",
+            )
+            for layer, decision in self.norms
+        ]
+        return Kernels(database=self.choices.database.name, choices=(*convolutions, *norms))
 
     def measured(self, world: World) -> dict[str, Any]:
         """The entry of the summary; a collective that times kernels against torch on all workers at once."""
         often = Counter(decision.key for _, _, decision in self.operations if decision.kernel is not None)
-        saved = self.config.micro_batches * measure_saving(self.choices, often)
+        norms = Counter(decision.key for _, decision in self.norms if decision.fused)
+        saved = self.config.micro_batches * (measure_saving(self.choices, often) + measure_norm_saving(norms))
         everyone = [float(one) for one in world.gather(saved)]  # type: ignore[arg-type]
         return {
             "tuned": self.tuned,
-            "stock": len(self.operations) - self.tuned,
-            "saved_ms": round(fmean(everyone), 3) if often else None,
+            "stock": len(self.operations) + len(self.norms) - self.tuned,
+            "saved_ms": round(fmean(everyone), 3) if often or norms else None,
         }
+
+
+def _reasons(on_torch: Sequence[tuple[str, str]]) -> list[str]:
+    """Lines that say why things run on torch, by reason, the most frequent first."""
+    reasons: dict[str, list[str]] = {}
+    for why, name in on_torch:
+        reasons.setdefault(why, []).append(name)
+    ordered = sorted(reasons.items(), key=lambda item: -len(item[1]))
+    lines = []
+    for why, names in ordered[:_SHOWN]:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        lines.append(f"         torch, as {why}: {', '.join(names[:_SHOWN])}{more}")
+    if len(ordered) > _SHOWN:
+        lines.append(f"         torch, for {len(ordered) - _SHOWN} other reasons: all are in plan.json")
+    return lines
 
 
 def prepare_kernels(
     model: nn.Module, config: TrainConfig, world: World, sample_shape: Sequence[int]
 ) -> KernelUse | None:
-    """Decide for all depthwise convolutions of a run, and load their kernels before the first step.
+    """Decide for all depthwise convolutions and norms of a run, and load their kernels before the first step.
 
     Args:
         model: The whole model, swapped.
@@ -112,7 +145,11 @@ def prepare_kernels(
     shape = shape_of(config, world.size)
     samples = micro_batch_samples(config, shape.replicas)
     layout = Layout.CHANNELS_LAST if config.uses_channels_last else Layout.CONTIGUOUS
-    layers = depthwise_layers(model, (samples, *sample_shape), layout=layout) if len(sample_shape) == 3 else []
+    layers: list[DepthwiseLayer] = []
+    norms: list[NormLayer] = []
+    if len(sample_shape) == 3:
+        with without_replicas(model):  # looking must leave no trace in a step's statistics
+            layers, norms = tunable_layers(model, (samples, *sample_shape), layout=layout)
     threads = lane_threads(shape, world.device)
     device = cpu_fingerprint() if world.device.type == "cpu" else torch.cuda.get_device_name(world.device)
     dtype = "float32" if config.amp == "none" else "bfloat16"
@@ -128,4 +165,14 @@ def prepare_kernels(
         config,
         choices,
         [(layer, direction, decision) for (layer, direction, _), decision in zip(operations, decisions, strict=True)],
+        [(norm, _decide(choices, norm, threads, device, dtype)) for norm in norms],
     )
+
+
+def _decide(choices: Choices, norm: NormLayer, threads: int, device: str, dtype: str) -> NormDecision:
+    key = NormKey(norm.shape, threads, device, norm.layout, dtype)
+    if norm.layout is not Layout.CHANNELS_LAST:
+        return NormDecision(key, None, "there are kernels for channels_last alone")
+    if dtype != "float32":
+        return NormDecision(key, None, "there are kernels for float32 alone")
+    return decide_norm(choices.database, key)

@@ -1,10 +1,15 @@
-"""Why: `hybridpar tune`: whose convolutions are tuned, what is shown meanwhile, and what is printed at the end."""
+"""Why: `hybridpar tune`: whose layers are tuned, what is shown meanwhile, and what is printed at the end.
+
+Norms come first: each is measured in a second or so, and what is left of the time is for the searches of convolutions.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -22,21 +27,31 @@ from hybridpar.models import build_model, seed_everything
 from hybridpar.process import available_cores, threads_per_worker
 from hybridpar.tvm_kernels.database import KernelKey, read_database, user_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.layers import depthwise_layers
+from hybridpar.tvm_kernels.layers import tunable_layers
+from hybridpar.tvm_kernels.norm_records import NormKey, NormShape
+from hybridpar.tvm_kernels.norm_search import LONGEST, SHARE, NormProgress, measure_norms
 from hybridpar.tvm_kernels.request import TuneConfig
+from hybridpar.tvm_kernels.search import LEAST_SECONDS, SearchReport, search_all
 from hybridpar.tvm_kernels.search import Progress as SearchProgress
-from hybridpar.tvm_kernels.search import SearchReport, search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.table import as_json, draw_rows, rows_of, summary_lines, table_of
 from hybridpar.worker_share import share_of_worker
 
+#: How the line of a norm begins in a file of shapes.
+_NORM = re.compile(r"\d+x\d+\s")
 
-def run_tune(config: TuneConfig, search: Callable[..., SearchReport] = search_all) -> int:
+
+def run_tune(
+    config: TuneConfig,
+    search: Callable[..., SearchReport] = search_all,
+    measure: Callable[..., SearchReport] = measure_norms,
+) -> int:
     """Tune, or show what was tuned.
 
     Args:
         config: The request.
-        search: Does the searching.
+        search: Does the searching for convolutions.
+        measure: Does the measuring of norms.
 
     Returns:
         0; 130 where the user stopped it, and what was found is kept.
@@ -49,24 +64,37 @@ def run_tune(config: TuneConfig, search: Callable[..., SearchReport] = search_al
         _show(config, config.show, None)
         return 0
     work = find_work(config)
+    convolutions = [key for key in work if isinstance(key, KernelKey)]
+    norms = [key for key in work if isinstance(key, NormKey)]
     path = config.output or user_database()
+    end = time.monotonic() + config.seconds
     with _Bar() as bar:
-        try:
-            report = search(
-                work,
-                path,
-                config.seconds,
-                again=config.again,
-                seed=config.seed,
-                trials=config.trials,
-                on_progress=bar.show,
-            )
-        except KernelsUnavailable as error:
-            raise KernelError(
-                f"no kernel can be built here: {error}",
-                "Tuning compiles kernels with TVM.",
-                "Install apache-tvm of the version that hybridpar asks for; training works without.",
-            ) from error
+        report = SearchReport()
+        if norms:
+            share = SHARE * config.seconds if convolutions else config.seconds
+            options = {"again": config.again, "seed": config.seed, "on_progress": bar.show_norm}
+            report = measure(norms, path, min(share, LONGEST * len(norms)), **options)
+        if report.stopped:
+            report.left += len(convolutions)
+        elif convolutions:
+            try:
+                found = search(
+                    convolutions,
+                    path,
+                    # Norms may take longer than their share, and must not take the time of a last search.
+                    max(end - time.monotonic(), min(config.seconds, LEAST_SECONDS)),
+                    again=config.again,
+                    seed=config.seed,
+                    trials=config.trials,
+                    on_progress=bar.show,
+                )
+            except KernelsUnavailable as error:
+                raise KernelError(
+                    f"no kernel can be built here: {error}",
+                    "Tuning compiles kernels with TVM.",
+                    "Install apache-tvm of the version that hybridpar asks for; training works without.",
+                ) from error
+            report = report.plus(found)
     if path.exists():
         _show(config, path, set(work))
     said = f"{report.tuned} searches done, {report.skipped} were done before"
@@ -76,19 +104,22 @@ def run_tune(config: TuneConfig, search: Callable[..., SearchReport] = search_al
     return 130 if report.stopped else 0
 
 
-def find_work(config: TuneConfig) -> Counter[KernelKey]:
-    """The convolutions that a request asks for, and how often each one runs in a step.
+def find_work(config: TuneConfig) -> Counter[KernelKey | NormKey]:
+    """The convolutions and norms that a request asks for, and how often each one runs in a step.
 
     Raises:
         UsageError: There is none, or the model does not run on such an input.
     """
+    device = cpu_fingerprint()
+    work: Counter[KernelKey | NormKey] = Counter()
     if config.shapes is not None:
         own = config.threads or threads_per_worker(1, available_cores())
-        return Counter(
-            KernelKey(direction, shape, Layout(config.layout), own, cpu_fingerprint())
-            for shape in read_shapes(config.shapes)
-            for direction in Direction
-        )
+        for shape in read_shapes(config.shapes):
+            if isinstance(shape, NormShape):
+                work[NormKey(shape, own, device)] += 1
+            else:
+                work.update(KernelKey(direction, shape, Layout(config.layout), own, device) for direction in Direction)
+        return work
     assert config.model is not None
     sample, classes, batch, layout = config.sample, config.classes, config.batch, Layout(config.layout)
     threads, stem = config.threads, "imagenet"
@@ -102,19 +133,19 @@ def find_work(config: TuneConfig) -> Counter[KernelKey]:
         layout = Layout.CONTIGUOUS if run.memory_format == "contiguous" else Layout.CHANNELS_LAST
     seed_everything(config.seed)
     model = build_model(config.model, classes, stem=stem)  # type: ignore[arg-type]
-    layers = depthwise_layers(model, (batch, *sample), layout=layout)
-    if not layers:
+    convolutions, norms = tunable_layers(model, (batch, *sample), layout=layout)
+    own = threads or threads_per_worker(1, available_cores())
+    for layer in convolutions:
+        work.update(KernelKey(direction, layer.shape, layer.layout, own, device) for direction in layer.needs)
+    # There are no kernels for norms in other layouts, so there is nothing to be measured.
+    work.update(NormKey(norm.shape, own, device) for norm in norms if norm.layout is Layout.CHANNELS_LAST)
+    if not work:
         raise UsageError(
-            f"{config.model} has no depthwise convolution",
-            "Kernels are tuned for convolutions with one filter per channel.",
+            f"{config.model} has no depthwise convolution, and no BatchNorm in channels_last",
+            "These are what can be tuned.",
             "Models that have some: mobilenet_v2, efficientnet_b0, convnext_tiny.",
         )
-    own = threads or threads_per_worker(1, available_cores())
-    return Counter(
-        KernelKey(direction, layer.shape, layer.layout, own, cpu_fingerprint())
-        for layer in layers
-        for direction in layer.needs
-    )
+    return work
 
 
 def parse_train_options(text: str) -> TrainConfig:
@@ -131,8 +162,10 @@ def parse_train_options(text: str) -> TrainConfig:
     return config
 
 
-def read_shapes(path: Path) -> list[ConvShape]:
+def read_shapes(path: Path) -> list[ConvShape | NormShape]:
     """Shapes from a file with one per line; empty lines and what stands behind # do not count.
+
+    A line of a norm is rows x channels and an activation, all others are of convolutions.
 
     Raises:
         UsageError: The file cannot be read, a line is no shape, or there is none.
@@ -142,12 +175,12 @@ def read_shapes(path: Path) -> list[ConvShape]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise UsageError(f"cannot read the shapes in {path}: {reason}", fix="Name a file of shapes.") from error
-    shapes = []
+    shapes: list[ConvShape | NormShape] = []
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if text:
             try:
-                shapes.append(ConvShape.parse(text))
+                shapes.append(NormShape.parse(text) if _NORM.match(text) else ConvShape.parse(text))
             except UsageError as error:
                 raise UsageError(f"{path}, line {number}: {error.what}", error.why, error.fix) from error
     if not shapes:
@@ -155,7 +188,7 @@ def read_shapes(path: Path) -> list[ConvShape]:
     return shapes
 
 
-def _show(config: TuneConfig, path: Path, only: set[KernelKey] | None) -> None:
+def _show(config: TuneConfig, path: Path, only: set[KernelKey | NormKey] | None) -> None:
     """Print the rows of a database, or of some of its keys."""
     rows = rows_of(read_database(path), only)
     if config.draw is not None:
@@ -193,6 +226,11 @@ class _Bar:
 
     def __exit__(self, *error: object) -> None:
         self._progress.stop()
+
+    def show_norm(self, progress: NormProgress) -> None:
+        """Take in how far it is with norms."""
+        text = f"{progress.key.shape.text} {progress.key.direction}"
+        self._progress.update(self._task, total=progress.total, completed=progress.done, description=text)
 
     def show(self, progress: SearchProgress) -> None:
         """Take in how far it is."""

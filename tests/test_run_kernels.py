@@ -14,14 +14,16 @@ from hybridpar.observe import read_metrics
 from hybridpar.observe.report import _rows
 from hybridpar.pipeline.world import World
 from hybridpar.plan import read_plan
+from hybridpar.run_kernels import prepare_kernels
 from hybridpar.tvm_kernels import choice
 from hybridpar.tvm_kernels.database import append_records
+from hybridpar.tvm_kernels.norm_records import NormShape
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 from tests.ranks import run_ranks
 from tests.runs import check_run, small_arguments, train
 from tests.small_nets import separable
 from tests.test_cli import assert_one_error, call  # noqa: F401 - a fixture
-from tests.tvm_kernels.standin import StandIn, all_records
+from tests.tvm_kernels.standin import NormStandIn, StandIn, all_records, norm_record
 
 SHAPES = [f"{{batch}}x8x8x8 k{taps}x{taps} s1x1 p{taps // 2}x{taps // 2} d1x1" for taps in (3, 5)]
 
@@ -40,6 +42,11 @@ def standing_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return made
 
 
+@pytest.fixture
+def norms(monkeypatch: pytest.MonkeyPatch) -> NormStandIn:
+    return NormStandIn(monkeypatch)
+
+
 def database(place: Path, *batches: int, layout: Layout = Layout.CHANNELS_LAST) -> str:
     for batch in batches:
         for shape in SHAPES:
@@ -51,7 +58,7 @@ def test_a_run_with_kernels_learns_the_same(tmp_path, kernels, monkeypatch):
     train(tmp_path / "plain", "separable", channels_last=True)
     assert train(tmp_path / "tuned", "separable", kernels=database(tmp_path / "k.jsonl", 16)) == 0
     summary = check_run(tmp_path / "tuned", steps=12)
-    assert (summary["kernels"]["tuned"], summary["kernels"]["stock"]) == (6, 0)
+    assert (summary["kernels"]["tuned"], summary["kernels"]["stock"]) == (6, 2), "two norms have no record"
     assert isinstance(summary["kernels"]["saved_ms"], float)
     assert min(kernels.calls.values()) >= 24
     losses = [read_metrics(tmp_path / name).steps["loss"] for name in ("plain", "tuned")]
@@ -66,13 +73,61 @@ def test_the_plan_says_what_ran_and_why(tmp_path, kernels, capsys):
     assert plan.measured is not None
     assert plan.measured.memory_format == "channels_last"
     assert {(one.layer, one.direction) for one in plan.kernels.choices} == {
-        (layer, direction.value) for layer in ("body.3", "body.4") for direction in Direction
+        *((layer, direction.value) for layer in ("body.3", "body.4") for direction in Direction),
+        *((layer, "batch_norm_act") for layer in ("body.1", "body.6")),
     }
-    assert {one.kernel for one in plan.kernels.choices} == {"stock: its record is for batch 4"}
-    assert check_run(tmp_path / "run")["kernels"] == {"tuned": 0, "stock": 6, "saved_ms": None}
+    assert {one.kernel for one in plan.kernels.choices} == {
+        "stock: its record is for batch 4",
+        "stock: there is no record",
+    }
+    assert check_run(tmp_path / "run")["kernels"] == {"tuned": 0, "stock": 8, "saved_ms": None}
     shown = " ".join(capsys.readouterr().out.split())
     assert "0 of 6 depthwise operations run on tuned kernels" in shown
     assert "torch, as its record is for batch 4: body.3 forward" in shown
+    assert "0 of 2 norms run fused with their activations torch, as there is no record: body.1, body.6" in shown
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2, "batch_size": 32}], ids=["whole", "pooled"])
+def test_norms_run_fused_where_a_record_says_so(tmp_path, kernels, norms, capsys, options):
+    train(tmp_path / "plain", "separable", channels_last=True, **options)
+    file = database(tmp_path / "k.jsonl", 16)
+    append_records(file, [norm_record(NormShape(16 * 64, 8, "relu"))])
+    capsys.readouterr()
+    assert train(tmp_path / "fused", "separable", kernels=file, **options) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 of 2 norms run fused with their activations torch, as its record is for 1024 rows: body.6" in shown
+    summary = check_run(tmp_path / "fused")
+    assert (summary["kernels"]["tuned"], summary["kernels"]["stock"]) == (7, 1)
+    assert isinstance(summary["kernels"]["saved_ms"], float)
+    plan = read_plan(tmp_path / "fused" / "plan.json")
+    assert plan.kernels is not None
+    assert [(one.layer, one.kernel) for one in plan.kernels.choices if one.direction == "batch_norm_act"] == [
+        ("body.1", "tuned"),
+        ("body.6", "stock: its record is for 1024 rows"),
+    ]
+    assert set(norms.calls["backward"]) == {NormShape(16 * 64, 8, "relu")}
+    assert norms.calls["backward"].total() >= summary["steps"]
+    losses = [read_metrics(tmp_path / name).steps["loss"] for name in ("plain", "fused")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    states = [torch.load(next((tmp_path / name).rglob("model.pt")), weights_only=True) for name in ("plain", "fused")]
+    assert list(states[0]) == list(states[1])
+    for key in states[0]:
+        torch.testing.assert_close(states[0][key], states[1][key], rtol=2e-2, atol=2e-3)
+
+
+def test_looking_for_norms_leaves_no_trace_in_running_statistics(kernels, monkeypatch):
+    config = TrainConfig(kernels="auto", data="synthetic", image_size=8, batch_size=4, micro_batches=2)
+    world = World()
+    with Trainer(separable(), config=config, world=world) as trainer:
+        pool = next(layer._pool.pool for layer in trainer.model.modules() if hasattr(layer, "_pool"))
+        before = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}
+        use = prepare_kernels(trainer.model, config, world, (3, 8, 8))
+        assert use is not None
+        assert len(use.norms) == 2
+        assert not pool.sums.any()
+        assert not any(pool._counts)
+        for name, buffer in trainer.model.named_buffers():
+            assert torch.equal(buffer, before[name])
 
 
 def test_kernels_follow_the_memory_format_that_was_asked_for(tmp_path, kernels):
@@ -99,8 +154,8 @@ def test_several_workers_use_the_kernels_of_their_share(tmp_path, options):
 
 def test_a_model_without_such_layers_says_so(tmp_path, kernels, capsys):
     train(tmp_path / "run", "plain", kernels=database(tmp_path / "k.jsonl", 16), epochs=1)
-    assert check_run(tmp_path / "run")["kernels"] == {"tuned": 0, "stock": 0, "saved_ms": None}
-    assert "no depthwise convolution" in capsys.readouterr().out
+    assert check_run(tmp_path / "run")["kernels"] == {"tuned": 0, "stock": 2, "saved_ms": None}
+    assert "depthwise" not in capsys.readouterr().out
 
 
 def test_bfloat16_is_left_to_torch(tmp_path, kernels):
@@ -131,7 +186,7 @@ def test_a_report_has_a_row_for_kernels():
         **{"predicted_sync_ms": None, "sync_ms": None},
         "kernels": {"tuned": 3, "stock": 1, "saved_ms": 2.5},
     }
-    assert ("kernels", "3 of 4 depthwise operations tuned, 2.50 ms a step less than torch", "") in _rows(summary)
+    assert ("kernels", "3 of 4 operations on kernels, 2.50 ms a step less than torch", "") in _rows(summary)
 
 
 @pytest.mark.parametrize(

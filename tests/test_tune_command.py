@@ -23,12 +23,14 @@ from hybridpar.partition.units import find_units
 from hybridpar.process import available_cores, threads_per_worker
 from hybridpar.run_kernels import prepare_kernels
 from hybridpar.tune_command import find_work, run_tune
-from hybridpar.tvm_kernels import choice, optimize, search
+from hybridpar.tvm_kernels import choice, norm_search, optimize, search
 from hybridpar.tvm_kernels.database import Database, append_records
+from hybridpar.tvm_kernels.norm_records import NormShape
 from hybridpar.tvm_kernels.request import TuneConfig
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 from tests.small_nets import separable
-from tests.tvm_kernels.standin import all_records
+from tests.tvm_kernels.standin import all_records, norm_record
+from tests.tvm_kernels.test_norm_measure import Measure
 from tests.tvm_kernels.test_search import Tuner
 
 SHAPE = "2x8x9x9 k3x3 s1x1 p1x1 d1x1"
@@ -41,6 +43,9 @@ def call(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     tuner = Tuner()
     monkeypatch.setattr(search.search_all, "__kwdefaults__", {**search.search_all.__kwdefaults__, "tuner": tuner})
+    norms = Measure()
+    defaults = {**norm_search.measure_norms.__kwdefaults__, "measure": norms}
+    monkeypatch.setattr(norm_search.measure_norms, "__kwdefaults__", defaults)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         try:
@@ -50,7 +55,7 @@ def call(tmp_path, capsys, monkeypatch):
         said = capsys.readouterr()
         return code, said.out, said.err
 
-    run.tuner = tuner
+    run.tuner, run.norms = tuner, norms
     return run
 
 
@@ -77,6 +82,39 @@ def test_a_models_convolutions_are_tuned_once_for_each_shape(call):
     assert code == 0
     assert len(call.tuner.asked) == len(set(call.tuner.asked)) == 30
     assert "2x32x32x32 k3x3 s1x1 p1x1 d1x1" in table
+    assert len(call.norms.asked) == len(set(call.norms.asked)) == 19
+    assert "2048x32 relu6" in table
+    assert "batch_norm_act: 19 of 19 tuned, 2.00x torch as chosen" in table
+
+
+def test_a_model_of_norms_alone_has_them_measured(call, tmp_path):
+    options = ("resnet18", "--input", "3x32x32", "--batch", "2", "--threads", "1", "-o", "k.jsonl")
+    code, _, said = call(*options, "--draw", "k.png")
+    assert code == 0
+    assert NormShape(2 * 16 * 16, 64, "relu") in call.norms.asked
+    assert not call.tuner.asked
+    assert f"{len(call.norms.asked)} searches done, 0 were done before" in said
+    assert f"0 searches done, {len(call.norms.asked)} were done before" in call(*options)[2]
+    code, text, _ = call("--show", "k.jsonl", "--json")
+    assert {row["direction"] for row in json.loads(text)} == {"batch_norm_act"}
+
+
+def test_shapes_of_norms_may_stand_among_others(call, tmp_path):
+    (tmp_path / "shapes.txt").write_text(f"{SHAPE}\n25088x96 relu6 # a norm\n")
+    code, table, _ = call("--shapes", "shapes.txt", "--threads", "1", "--draw", "k.png", "-o", "k.jsonl")
+    assert code == 0
+    assert call.norms.asked == [NormShape(25088, 96, "relu6")]
+    assert table.count(SHAPE) == 3
+    assert max(call.norms.seconds) <= norm_search.LONGEST
+
+
+def test_who_stops_at_norms_begins_no_search(call, tmp_path):
+    (tmp_path / "shapes.txt").write_text(f"{SHAPE}\n25088x96 relu6\n")
+    call.norms.stop_at = 0
+    code, _, said = call("--shapes", "shapes.txt", "--threads", "1", "-o", "k.jsonl")
+    assert code == 130
+    assert not call.tuner.asked
+    assert "4 left: the same command goes on" in said
 
 
 @pytest.mark.parametrize(
@@ -102,8 +140,9 @@ def test_what_training_asks_for_is_what_is_tuned(options, monkeypatch):
     finally:
         torch.set_num_threads(threads)
     assert use is not None
-    assert {decision.key for _, _, decision in use.operations} == set(work)
-    assert len(work) == 6
+    norms = {decision.key for layer, decision in use.norms if layer.layout is Layout.CHANNELS_LAST}
+    assert {decision.key for _, _, decision in use.operations} | norms == set(work)
+    assert len(work) == (6 if "contiguous" in options else 8)
     expected = Layout.CONTIGUOUS if "contiguous" in options else Layout.CHANNELS_LAST
     assert {key.layout for key in work} == {expected}
 
@@ -167,7 +206,8 @@ def test_without_a_compiler_it_says_so(tmp_path):
         (["--shapes", "small", "-o", "folder"], ["cannot be written"]),
         (["--shapes", "small", "--draw", "k.txt"], ["--draw is k.txt"]),
         (["--shapes", "small", "--for", "--workers 2"], ["--for without a model"]),
-        (["resnet18", "--input", "3x64x64"], ["resnet18 has no depthwise convolution", "mobilenet_v2"]),
+        (["vgg11", "--input", "3x64x64"], ["vgg11 has no depthwise convolution, and no BatchNorm", "mobilenet_v2"]),
+        (["--shapes", "norm"], ["norm, line 1", "'4x4 gelu' is no shape of a norm"]),
         (["mobilenet_v3"], ["unknown model 'mobilenet_v3'"]),
         (["mobilenet_v2", "--input", "224"], ["'224' is not an image"]),
         (["mobilenet_v2", "--input", "4x64x64"], ["does not run on an input of 32x4x64x64"]),
@@ -179,6 +219,7 @@ def test_without_a_compiler_it_says_so(tmp_path):
 def test_wrong_requests_exit_with_2(call, tmp_path, arguments, said):
     (tmp_path / "no_database").write_text("no shape\n")
     (tmp_path / "small").write_text(SHAPE)
+    (tmp_path / "norm").write_text("4x4 gelu")
     (tmp_path / "empty").touch()
     (tmp_path / "folder").mkdir()
     code, _, error = call(*arguments)
@@ -204,7 +245,7 @@ def test_times_of_a_profile_are_told_apart_by_kernels(monkeypatch):
     x, keys = torch.randn(2, 3, 8, 8), []
     monkeypatch.setattr(choice, "_active", None)
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
-    for records in ([], all_records(SHAPE)):
-        model = optimize(separable(), Database("", records))
+    for records, norms in (([], []), (all_records(SHAPE), []), ([], [norm_record(NormShape(128, 8, "relu"))])):
+        model = optimize(separable(), Database("", records, norms=norms))
         keys.append(profile_key(find_units(trace_model(model, (x,)), (x,)), (x,), 1, 2))
-    assert keys[0] != keys[1]
+    assert len({json.dumps(key, sort_keys=True) for key in keys}) == 3

@@ -1,132 +1,176 @@
 """Why: a fused norm is worth its code only where it beats torch's two operations, shape by shape.
 
-For each shape of norm and activation in MobileNetV2 and EfficientNet-B0 at batch 8 and 32: forward and backward through
-autograd, torch against the kernels, interleaved, on tensors that take turns so that none is warm. The floor is four
-copies of the tensor, timed in the same rounds: forward reads it twice and writes it once, backward reads it and its
-gradient twice and writes once, which is eight passes where a copy has two.
+For each shape of norm and activation in MobileNetV2 and EfficientNet-B0 at batch 8 and 32 and images of 160x160:
+forward and backward through autograd, torch against the kernels, in the same rounds, on tensors that take turns so that
+none is warm. The floor is what the least passes over memory take at the speed of copies of that size, which is
+measured first: forward reads a tensor twice and writes one, backward reads two twice and writes one.
 
-Run from the root of the repository, on an idle machine, both sides with an allocator that keeps its memory:
-    MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8589934592 python -m benchmarks.kernels.norms [--threads N]
-Writes results/norms.csv. A machine with a load average above 2.5 is refused.
+Run from the root of the repository, on an idle machine; it takes about five minutes:
+    python -m benchmarks.kernels.norms [--threads N]
+Writes results/norms.csv, a row for each shape, and one for all layers of a network together: `shape` is then `all`, and
+what is chosen is the kernels where they are faster and torch elsewhere.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
-import itertools
 import math
-import os
-import sys
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+import tyro
 from torchvision import models
 
+from benchmarks.kernels.common import RESULTS, print_aligned, same_allocator, setting, write_rows
 from benchmarks.rig.paired import Paired, paired
-from hybridpar.errors import UsageError
-from hybridpar.tvm_kernels.batch_norm_act import batch_norm_then
-from hybridpar.tvm_kernels.norm_choice import NormShape, norm_shapes
+from hybridpar.errors import HybridparError
+from hybridpar.tvm_kernels import norm_kernels
+from hybridpar.tvm_kernels.layers import tunable_layers
+from hybridpar.tvm_kernels.machine import measure_copies
+from hybridpar.tvm_kernels.norm_measure import NormBench, norm_error, norm_floor_ms
+from hybridpar.tvm_kernels.norm_records import NormShape
 
 MODELS = ("mobilenet_v2", "efficientnet_b0")
-BATCHES = (8, 32)
-SIZE = 160
-#: Bytes over which tensors take turns: more than the last cache of a common CPU holds.
-COLD = 128 << 20
-OUTPUT = Path(__file__).parent / "results" / "norms.csv"
-COLUMNS = (
-    *("model", "batch", "threads", "shape", "layers", "stock_ms", "fused_ms", "floor_ms"),
-    *("stock_over_fused", "low", "high", "floor_share", "loaded"),
-)
-
-IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda z: z,
-    "relu": functional.relu_,
-    "relu6": lambda z: functional.relu6(z, inplace=True),
-    "silu": lambda z: functional.silu(z, inplace=True),
-}
+#: Of a network whose layers are added up: times torch's speed, and part of the floor's. Promised for MobileNetV2.
+TARGET, TARGET_FLOOR = 1.6, 0.65
+#: Small shapes are timed several calls at once: as many as have so many values together, but not more than so many.
+AT_ONCE, MOST_CALLS = 1 << 20, 20
 
 
-def measure(shape: NormShape, rounds: int) -> Paired:
-    """Torch, the kernels and the copies, in the same rounds."""
-    form = (1, shape.channels, shape.rows // _height(shape.rows), _height(shape.rows))
-    turns = max(3, math.ceil(COLD / (8 * shape.rows * shape.channels)))
-
-    def images() -> list[Tensor]:
-        return [torch.randn(form).contiguous(memory_format=torch.channels_last) for _ in range(turns)]
-
-    inputs, gradients, copies = images(), images(), images()
-    for x in inputs:
-        x.requires_grad_()
-    weight, bias = torch.ones(shape.channels, requires_grad=True), torch.zeros(shape.channels, requires_grad=True)
-    running = torch.zeros(shape.channels), torch.ones(shape.channels)
-    turn = itertools.count()
-
-    def stock() -> None:
-        own = next(turn) % turns
-        x = inputs[own]
-        y = IN_PLACE[shape.act](functional.batch_norm(x, *running, weight, bias, True, 0.1, 1e-5))
-        torch.autograd.grad(y, (x, weight, bias), gradients[own])
-
-    def fused() -> None:
-        own = next(turn) % turns
-        x = inputs[own]
-        y = batch_norm_then(x, weight, bias, *running, True, 0.1, 1e-5, shape.act)
-        torch.autograd.grad(y, (x, weight, bias), gradients[own])
-
-    def floor() -> None:
-        for _ in range(4):
-            own = next(turn) % turns
-            copies[own].copy_(gradients[own])
-
-    repeats = max(1, (1 << 20) // (shape.rows * shape.channels))
-    return paired({"stock": stock, "fused": fused, "floor": floor}, rounds, repeats=repeats)
+Row = dict[str, object]
 
 
-def _height(rows: int) -> int:
-    return next(one for one in range(math.isqrt(rows), 0, -1) if rows % one == 0)
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Measure fused norms against torch, shape by shape."""
+
+    batches: tuple[int, ...] = (8, 32)
+    """Images of a step."""
+    size: int = 160
+    """Rows and columns of an image."""
+    threads: int = 1
+    """Of torch."""
+    rounds: int = 20
+    """Rounds to keep of each shape, at least 20."""
+    output: Path = RESULTS / "norms.csv"
+    """Table to write."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=30)
-    options = parser.parse_args()
-    if os.getloadavg()[0] > 2.5:
-        raise UsageError(
-            f"the load average is {os.getloadavg()[0]:.1f}",
-            "Numbers of a busy machine say nothing about the kernels.",
-            "Measure when it is idle.",
-        )
+@dataclass(frozen=True)
+class Found:
+    """What was measured of a shape; times in milliseconds.
+
+    Attributes:
+        times: Of `stock` and `fused`.
+        floor_ms: Of the least passes.
+        error: Against float64.
+    """
+
+    times: Paired
+    floor_ms: float
+    error: float
+
+
+def measure(shape: NormShape, rounds: int, copies: Sequence[tuple[int, float]]) -> Found:
+    """Torch and the kernels in the same rounds."""
+    bench = NormBench(shape)
+    repeats = max(1, min(MOST_CALLS, AT_ONCE // (shape.rows * shape.channels)))
+    times = paired({"stock": bench.stock, "fused": bench.fused}, rounds, repeats=repeats)
+    return Found(times, norm_floor_ms(shape, copies, torch.get_num_threads()), norm_error(shape))
+
+
+def rows_of(model: str, batch: int, layers: Mapping[NormShape, int], found: Mapping[NormShape, Found]) -> list[Row]:
+    """A row for each shape of a network, and one for all of its layers."""
+    common = {"model": model, "batch": batch}
+    rows: list[Row] = []
+    stock_ms = fused_ms = chosen_ms = floor_ms = logs = 0.0
+    for shape, often in sorted(layers.items()):
+        one = found[shape]
+        ratio = one.times.ratio("stock", "fused")
+        stock, fused = one.times.median_ms("stock"), one.times.median_ms("fused")
+        chosen = max(1.0, ratio.median)
+        stock_ms, fused_ms = stock_ms + often * stock, fused_ms + often * fused
+        chosen_ms, floor_ms = chosen_ms + often * stock / chosen, floor_ms + often * one.floor_ms
+        logs += often * math.log(chosen)
+        times = (stock, fused, stock / chosen, one.floor_ms)
+        ratios = (ratio.median, ratio.low, ratio.high, chosen)
+        best = (one.times.min_ms("stock"), one.times.min_ms("fused"))
+        rows.append(common | _cells(shape.text, often, times, ratios, best) | {"loaded": one.times.loaded})
+        rows[-1] |= {"error": f"{one.error:.1e}", "verdict": "tuned" if chosen > 1 else "stock"}
+    ratio_of_sums = stock_ms / chosen_ms
+    mean = math.exp(logs / sum(layers.values()))
+    total = _cells(
+        "all",
+        sum(layers.values()),
+        (stock_ms, fused_ms, chosen_ms, floor_ms),
+        (ratio_of_sums, math.nan, math.nan, mean),
+        (math.nan, math.nan),
+    )
+    met = ratio_of_sums >= TARGET and floor_ms / chosen_ms >= TARGET_FLOOR
+    promised = model == "mobilenet_v2" and batch == 32
+    total |= {"loaded": any(row["loaded"] for row in rows), "error": ""}
+    rows.append(common | total | {"verdict": ("met" if met else "missed") if promised else ""})
+    return rows
+
+
+def _cells(shape: str, layers: int, times: Sequence[float], ratios: Sequence[float], best: Sequence[float]) -> Row:
+    """Cells of a row; for all layers together `as_chosen` is the geometric mean over layers."""
+    stock, fused, chosen, floor = times
+    return {
+        "shape": shape,
+        "layers": layers,
+        "stock_ms": f"{stock:.4f}",
+        "fused_ms": f"{fused:.4f}",
+        "chosen_ms": f"{chosen:.4f}",
+        "floor_ms": f"{floor:.4f}",
+        **dict(zip(("times_stock", "low", "high", "as_chosen"), (f"{one:.4f}" for one in ratios), strict=True)),
+        "best_stock_ms": f"{best[0]:.4f}",
+        "best_fused_ms": f"{best[1]:.4f}",
+        "floor_share": f"{floor / chosen:.4f}",
+    }
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print what matters."""
+    columns = ("shape", "layers", "stock_ms", "fused_ms", "floor_ms", "times_stock", "low", "high", "floor_share")
+    print(f"\n{rows[0]['model']}, batch {rows[0]['batch']}")
+    print_aligned([(*columns, "verdict"), *([str(row[one]) for one in (*columns, "verdict")] for row in rows)])
+    total = rows[-1]
+    print(
+        f"all layers: {total['stock_ms']} -> {total['chosen_ms']} ms, {total['times_stock']}x as chosen "
+        f"(geometric mean {total['as_chosen']}x), {float(str(total['floor_share'])):.0%} of the floor",
+        flush=True,
+    )
+
+
+def main(options: Options) -> None:
+    """Measure every shape once, and write the table after each network."""
     torch.set_num_threads(options.threads)
-    OUTPUT.parent.mkdir(exist_ok=True)
-    with OUTPUT.open("w", newline="") as file:
-        table = csv.DictWriter(file, COLUMNS)
-        table.writeheader()
-        for name, batch in itertools.product(MODELS, BATCHES):
-            model = getattr(models, name)(weights=None)
-            layers = Counter(norm_shapes(model, torch.zeros(batch, 3, SIZE, SIZE)).values())
-            totals = dict.fromkeys(("stock", "fused", "floor"), 0.0)
-            for shape, count in sorted(layers.items()):
-                found = measure(shape, options.rounds)
-                ratio = found.ratio("stock", "fused")
-                ms = {one: found.median_ms(one) for one in totals}
-                totals = {one: totals[one] + count * ms[one] for one in totals}
-                cells = (name, batch, options.threads, shape.text, count, *(f"{value:.3f}" for value in ms.values()))
-                shares = (ratio.median, ratio.low, ratio.high, ms["floor"] / ms["fused"])
-                row = (*cells, *(f"{value:.3f}" for value in shares), found.loaded)
-                table.writerow(dict(zip(COLUMNS, row, strict=True)))
-                print(*row)
-            print(
-                f"{name} batch {batch}: {totals['stock']:.1f} -> {totals['fused']:.1f} ms, "
-                f"{totals['stock'] / totals['fused']:.2f}x, {totals['floor'] / totals['fused']:.0%} of the floor",
-                file=sys.stderr,
-            )
+    if not norm_kernels.table():
+        raise HybridparError("there are no kernels of norms here", fix="See the log for why.")
+    began = time.monotonic()
+    copies = measure_copies()
+    found: dict[NormShape, Found] = {}
+    rows: list[Row] = []
+    where = setting() | {"copies_gb_s": " ".join(f"{size >> 20}MiB:{rate / 1e9:.1f}" for size, rate in copies)}
+    for name, batch in product(MODELS, options.batches):
+        model = models.get_model(name)
+        _, norms = tunable_layers(model, (batch, 3, options.size, options.size))
+        layers = Counter(norm.shape for norm in norms)
+        for shape in sorted(layers):
+            if shape not in found:
+                found[shape] = measure(shape, options.rounds, copies)
+        fresh = rows_of(name, batch, layers, found)
+        show(fresh)
+        rows += [row | where for row in fresh]
+        write_rows(options.output, rows)
+    print(f"\n{time.monotonic() - began:.0f} s; written to {options.output}")
 
 
 if __name__ == "__main__":
-    main()
+    same_allocator("benchmarks.kernels.norms")
+    main(tyro.cli(Options))

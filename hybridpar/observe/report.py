@@ -82,7 +82,7 @@ def _kernel_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     kernels = summary.get("kernels")
     if kernels is None:
         return []
-    text = f"{kernels['tuned']} of {kernels['tuned'] + kernels['stock']} depthwise operations tuned"
+    text = f"{kernels['tuned']} of {kernels['tuned'] + kernels['stock']} operations on kernels"
     if kernels["saved_ms"] is not None:
         text += f", {kernels['saved_ms']:.2f} ms a step less than torch"
     return [("kernels", text, "")]

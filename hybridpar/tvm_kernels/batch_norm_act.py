@@ -22,6 +22,9 @@ from hybridpar.errors import HybridparError, UsageError, nearest
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.schedules.norm_rows import ACTIVATIONS, MEAN, TABLE_ROWS, VARIANCE
 
+#: The arguments of `batch_norm_act`, in order; `batch_norm_then` says what they are.
+Given = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, bool, float, float, str]
+
 #: What torch does for each activation.
 STOCK: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda z: z,
@@ -36,21 +39,12 @@ class SecondDerivativeError(HybridparError):
     """`batch_norm_act` was differentiated twice."""
 
 
-def stock_batch_norm_act(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    act: str,
-) -> Tensor:
-    """What `torch.ops.hybridpar.batch_norm_act` is defined as, by torch's own operations."""
+def stock_batch_norm_act(*given: *Given) -> Tensor:
+    """What `torch.ops.hybridpar.batch_norm_act` is defined as, by torch's own operations; see `batch_norm_then`."""
+    x, weight, bias, mean, variance, training, momentum, eps, act = given
     if act not in STOCK:
         raise UsageError(f"{act!r} is no activation of batch_norm_act", fix=nearest(act, ACTIVATIONS))
-    z = functional.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps)
+    z = functional.batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
     # Of these only the rectifier's backward needs nothing but its result.
     return functional.relu_(z) if act == "relu" else STOCK[act](z)
 
@@ -59,6 +53,13 @@ def fusable(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None, training: bool
 ) -> bool:
     """Whether the kernels can do it, and can be had; arguments as those of the operation."""
+    return kernels_fit(x, weight, bias, mean, variance, training) and bool(norm_kernels.table())
+
+
+def kernels_fit(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None, training: bool
+) -> bool:
+    """Whether kernels could do it; none are loaded to find out."""
     if x.dtype is not torch.float32 or x.ndim != 4 or not x.is_cpu:
         return False
     channels = x.shape[1]
@@ -71,7 +72,7 @@ def fusable(
             one.dtype is torch.float32 and one.is_cpu and one.shape == (channels,) and one.is_contiguous()
         ):
             return False
-    return bool(norm_kernels.table())
+    return True
 
 
 def batch_norm_then(
@@ -104,53 +105,37 @@ def batch_norm_then(
     Raises:
         UsageError: No such activation.
     """
-    arguments = (x, weight, bias, running_mean, running_var, training)
+    given = (x, weight, bias, running_mean, running_var, training, momentum, eps, act)
     if torch.compiler.is_compiling() or type(x) is not Tensor:
-        result: Tensor = torch.ops.hybridpar.batch_norm_act(*arguments, momentum, eps, act)
+        result: Tensor = torch.ops.hybridpar.batch_norm_act(*given)
         return result
-    return _eager(*arguments, momentum, eps, act)
+    return _eager(*given)
 
 
-def _eager(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    act: str,
-) -> Tensor:
-    arguments = (x, weight, bias, running_mean, running_var, training)
-    if act not in ACTIVATIONS or not fusable(*arguments):
-        return stock_batch_norm_act(*arguments, momentum, eps, act)
+def _eager(*given: *Given) -> Tensor:
+    can = given[-1] in ACTIVATIONS and fusable(*given[:6])
+    return fused_batch_norm_act(*given) if can else stock_batch_norm_act(*given)
+
+
+def fused_batch_norm_act(*given: *Given) -> Tensor:
+    """`batch_norm_then` by the kernels, for what is known to be `fusable`."""
+    x, weight, bias, mean, variance, training, momentum, eps, act = given
     if torch.is_grad_enabled() and (
         x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
     ):
-        result: Tensor = _BatchNormThen.apply(*arguments, momentum, eps, act)
+        result: Tensor = _BatchNormThen.apply(*given)
         return result
-    running = None if running_mean is None or running_var is None else (running_mean, running_var)
+    running = None if mean is None or variance is None else (mean, variance)
     return norm_kernels.forward(x, weight, bias, running, training, momentum, eps, act)[0]
 
 
 class _BatchNormThen(torch.autograd.Function):
-    """The kernels, called directly: half of what a small layer takes is else the way through torch's dispatcher."""
+    """The kernels, called directly: small layers would else spend their time on the way through torch's dispatcher."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        act: str,
-    ) -> Tensor:
-        running = None if running_mean is None or running_var is None else (running_mean, running_var)
+    def forward(ctx: Any, *given: *Given) -> Tensor:
+        x, weight, bias, mean, variance, training, momentum, eps, act = given
+        running = None if mean is None or variance is None else (mean, variance)
         y, statistics = norm_kernels.forward(x, weight, bias, running, training, momentum, eps, act)
         ctx.save_for_backward(x, statistics)
         ctx.act, ctx.fixed = act, not training
@@ -171,27 +156,17 @@ def _gradients(ctx: Any, grad_y: Tensor) -> list[Tensor | None]:
     return [one if needed else None for one, needed in zip(found, ctx.needs_input_grad, strict=False)]
 
 
-def _batch_norm_act(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    act: str,
-) -> Tensor:
+def _batch_norm_act(*given: *Given) -> Tensor:
     """As `batch_norm_then`; what is traced becomes functional operations, which compilers can see."""
-    arguments = (x, weight, bias, running_mean, running_var, training)
-    if type(x) in (Tensor, torch.nn.Parameter) or act not in ACTIVATIONS or not fusable(*arguments):
-        return _eager(*arguments, momentum, eps, act)
-    used = (None, None) if training else (running_mean, running_var)
+    x, weight, bias, mean, variance, training, momentum, eps, act = given
+    if type(x) in (Tensor, torch.nn.Parameter) or act not in ACTIVATIONS or not fusable(*given[:6]):
+        return _eager(*given)
+    used = (None, None) if training else (mean, variance)
     y, statistics = torch.ops.hybridpar.batch_norm_act_forward(x, weight, bias, *used, eps, act)
     if training:
         channels = x.shape[1]
         with torch.no_grad():
-            for kept, row in ((running_mean, MEAN), (running_var, VARIANCE)):
+            for kept, row in ((mean, MEAN), (variance, VARIANCE)):
                 if kept is not None:
                     kept.lerp_(statistics[row, :channels], momentum)
     result: Tensor = y

@@ -122,6 +122,8 @@ class Choices:
         self._lock = threading.Lock()
         #: Kernels by what a call knows of itself; only `find` writes it.
         self.found: dict[tuple[Any, ...], TunedKernel | None] = {}
+        #: Whether norms run fused, by rows, channels, activation and threads; only `norm_choice` writes it.
+        self.found_norms: dict[tuple[int, int, str, int], bool] = {}
 
     def find(self, call: tuple[Any, ...]) -> TunedKernel | None:
         """The kernel of a call, and remember it.
@@ -203,7 +205,7 @@ class Choices:
     @cached_property
     def digest(self) -> str:
         """Eight digits that tell these records, and whether they are used at all, from others."""
-        lines = sorted(record.line() for record in self.database.records) if wanted() else []
+        lines = sorted(record.line() for record in self.database.everything) if wanted() else []
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
 
 

@@ -5,6 +5,9 @@ was measured, the parameters of the kernel, and its time beside that of torch. L
 one write under a lock, so two writers mix whole lines and a writer that dies leaves at most one broken line, which
 readers count and skip. Two files are merged by taking the lines of both. Nothing in a record is executed: parameters
 are numbers that the kernel's source checks.
+
+Which operation a line is of, its `op` says. Those of convolutions and of norms have fields of their own; lines of an
+operation that is not known here are passed over, so that an older reader can use what it knows.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import importlib.resources
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -26,9 +29,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from hybridpar.cluster import cache_directory
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels.device import installed_versions
+from hybridpar.tvm_kernels.norm_records import NORM_OP, NORM_RECORD_VERSION, NormKey, NormRecord
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, ShapeError
 
 RECORD_VERSION: Literal[1] = 1
+
+_CONVOLUTION = "depthwise_conv2d"
 
 _log = logging.getLogger(__name__)
 
@@ -115,33 +121,64 @@ class Database:
 
     Attributes:
         name: What to call it in messages.
-        records: Everything that could be read.
+        records: Of convolutions.
         damaged: Lines that are no records.
         other_versions: Lines of a version that this package does not read.
+        norms: Records of norms.
+        other_operations: Lines of operations that this package does not know.
     """
 
     name: str = "the database"
     records: list[KernelRecord] = field(default_factory=list)
     damaged: int = 0
     other_versions: int = 0
+    norms: list[NormRecord] = field(default_factory=list)
+    other_operations: int = 0
 
     def __post_init__(self) -> None:
         self._by_key: dict[KernelKey, list[KernelRecord]] = {}
         for record in self.records:
             self._by_key.setdefault(record.key, []).append(record)
+        self._norm_by_key: dict[NormKey, list[NormRecord]] = {}
+        for norm in self.norms:
+            self._norm_by_key.setdefault(norm.key, []).append(norm)
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self.records) + len(self.norms)
 
-    def add(self, records: Iterable[KernelRecord]) -> None:
+    @property
+    def everything(self) -> list[KernelRecord | NormRecord]:
+        """Records of all operations."""
+        return [*self.records, *self.norms]
+
+    def add(self, records: Iterable[KernelRecord | NormRecord]) -> None:
         """Take in more records; nothing is written."""
         for record in records:
-            if record not in self._by_key.setdefault(record.key, []):
+            if isinstance(record, NormRecord):
+                if record not in self._norm_by_key.setdefault(record.key, []):
+                    self.norms.append(record)
+                    self._norm_by_key[record.key].append(record)
+            elif record not in self._by_key.setdefault(record.key, []):
                 self.records.append(record)
                 self._by_key[record.key].append(record)
 
+    @property
+    def norm_keys(self) -> Collection[NormKey]:
+        """The keys that there are records of norms of."""
+        return self._norm_by_key.keys()
+
+    def best_norm(self, key: NormKey, *, current: bool = True) -> NormRecord | None:
+        """The newest record for a key.
+
+        Args:
+            key: What is to be computed.
+            current: Only records of the versions that are installed.
+        """
+        found = [one for one in self._norm_by_key.get(key, ()) if one.current or not current]
+        return max(found, key=lambda one: one.tuned_at, default=None)
+
     def __iter__(self) -> Iterator[KernelKey]:
-        """The keys that there are records of."""
+        """The keys that there are records of convolutions of."""
         return iter(self._by_key)
 
     def best(self, key: KernelKey, *, current: bool = True) -> KernelRecord | None:
@@ -161,19 +198,27 @@ class Database:
 
 def parse_records(text: str, name: str = "the database") -> Database:
     """The database in a text; lines that are no records are counted, not an error."""
-    records, damaged, other = [], 0, 0
+    records: list[KernelRecord] = []
+    norms: list[NormRecord] = []
+    damaged, versions, operations = 0, 0, 0
     for line in text.splitlines():
         if not line.strip():
             continue
         try:
             data = json.loads(line)
-            if isinstance(data, dict) and isinstance(data.get("version"), int) and data["version"] != RECORD_VERSION:
-                other += 1
-                continue
-            records.append(KernelRecord.model_validate(data))
+            fields = data if isinstance(data, dict) else {}
+            op, version = fields.get("op", _CONVOLUTION), fields.get("version")
+            if isinstance(op, str) and op not in (_CONVOLUTION, NORM_OP):
+                operations += 1
+            elif isinstance(version, int) and version != (NORM_RECORD_VERSION if op == NORM_OP else RECORD_VERSION):
+                versions += 1
+            elif op == NORM_OP:
+                norms.append(NormRecord.model_validate(data))
+            else:
+                records.append(KernelRecord.model_validate(data))
         except (ValueError, ValidationError, RecursionError):
             damaged += 1
-    return Database(name, records, damaged, other)
+    return Database(name, records, damaged, versions, norms, operations)
 
 
 def read_database(path: str | Path) -> Database:
@@ -184,7 +229,7 @@ def read_database(path: str | Path) -> Database:
     """
     path = Path(path)
     database = parse_records(_read_text(path), str(path))
-    if not database.records and database.damaged:
+    if not len(database) and database.damaged:
         raise UsageError(
             f"{path} is not a kernel database: none of its {database.damaged} line(s) is a record",
             "It is a file of JSON lines that `hybridpar tune` writes.",
@@ -203,7 +248,7 @@ def _tell(database: Database) -> None:
             database.name,
             database.other_versions,
         )
-    old = sum(not record.current for record in database.records)
+    old = sum(not record.current for record in database.everything)
     if old:
         versions = ", ".join(f"{name} {version}" for name, version in installed_versions())
         _log.warning("%s: %d record(s) are not of %s and are not used; tune again", database.name, old, versions)
@@ -223,18 +268,17 @@ def default_database() -> Database:
     with contextlib.suppress(FileNotFoundError):
         packaged = importlib.resources.files("hybridpar.tvm_kernels").joinpath("kernels.jsonl")
         # The packaged times come second to any that were measured here.
-        found.add(
-            record.model_copy(update={"tuned_at": 0.0}) for record in parse_records(packaged.read_text("utf-8")).records
-        )
+        read = parse_records(packaged.read_text("utf-8"))
+        found.add(record.model_copy(update={"tuned_at": 0.0}) for record in read.everything)
     try:
         if user_database().exists():
-            found.add(read_database(user_database()).records)
+            found.add(read_database(user_database()).everything)
     except UsageError as error:
         _log.warning("%s", error.what)
     return found
 
 
-def append_records(path: str | Path, records: Iterable[KernelRecord]) -> None:
+def append_records(path: str | Path, records: Iterable[KernelRecord | NormRecord]) -> None:
     """Add records at the end of a file, which is made if need be.
 
     Raises:

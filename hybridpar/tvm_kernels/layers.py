@@ -1,7 +1,7 @@
 """Why: what is to be tuned is what a model really computes, found by running it on tensors without data.
 
-A forward pass on torch's fake tensors costs neither time nor memory, and shows every convolution with the shape and the
-layout that reach it. (The meta device knows no layouts.) A model that needs values is run for real.
+A forward pass on torch's fake tensors costs neither time nor memory, and shows every convolution and every norm with
+the shape and the layout that reach it. (The meta device knows no layouts.) A model that needs values is run for real.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpar.errors import UsageError
+from hybridpar.tvm_kernels.norm_records import NormShape
+from hybridpar.tvm_kernels.norm_swap import find_norms, fused_norms
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 
@@ -33,6 +35,21 @@ class DepthwiseLayer:
     shape: ConvShape
     layout: Layout
     needs: tuple[Direction, ...] = tuple(Direction)
+
+
+@dataclass(frozen=True)
+class NormLayer:
+    """A BatchNorm layer in a model, with the activation that can be done with it.
+
+    Attributes:
+        name: Of the norm's module.
+        shape: With the rows that the model was run with.
+        layout: Of its input.
+    """
+
+    name: str
+    shape: NormShape
+    layout: Layout
 
 
 def is_depthwise(module: nn.Module) -> TypeGuard[nn.Conv2d]:
@@ -82,14 +99,37 @@ def depthwise_layers(
     Raises:
         UsageError: The model does not run on such an input.
     """
-    seen: list[DepthwiseLayer] = []
-    hooks = [
-        module.register_forward_pre_hook(_noting(name, seen))
-        for name, module in model.named_modules()
-        if is_depthwise(module)
-    ]
-    if not hooks:
-        return []
+    return tunable_layers(model, sizes, layout=layout, dtype=dtype, norms=False)[0]
+
+
+def tunable_layers(
+    model: nn.Module,
+    sizes: Sequence[int],
+    *,
+    layout: Layout = Layout.CHANNELS_LAST,
+    dtype: torch.dtype = torch.float32,
+    norms: bool = True,
+) -> tuple[list[DepthwiseLayer], list[NormLayer]]:
+    """The depthwise convolutions and the norms of a training step, one entry for each time that one runs.
+
+    Args:
+        model: Any module, swapped or not; it is not changed.
+        sizes: Of its input: N, C, H, W.
+        layout: Of its input.
+        dtype: Of its input.
+        norms: Whether to look for norms.
+
+    Raises:
+        UsageError: The model does not run on such an input.
+    """
+    convolutions: list[DepthwiseLayer] = []
+    found: list[NormLayer] = []
+    acts = {**{pair.norm: pair.act for pair in find_norms(model)}, **fused_norms(model)} if norms else {}
+    notes = {name: _noting(name, convolutions) for name, module in model.named_modules() if is_depthwise(module)}
+    notes |= {name: _noting_norm(name, act, found) for name, act in acts.items()}
+    if not notes:
+        return [], []
+    hooks = [model.get_submodule(name).register_forward_pre_hook(note) for name, note in notes.items()]
     example = _input(sizes, layout, dtype, next(model.parameters()).device)
     try:
         fake = FakeTensorMode()
@@ -97,19 +137,20 @@ def depthwise_layers(
         with fake:
             _run(model, {name: fake.from_tensor(tensor) for name, tensor in named}, fake.from_tensor(example))
     except Exception:  # the model wants values; whatever else is wrong with it shows again
-        seen.clear()
+        convolutions.clear()
+        found.clear()
         try:
             _run(model, {name: tensor.detach().clone() for name, tensor in model.named_buffers()}, example)
         except Exception as error:
             raise UsageError(
                 f"{type(model).__name__} does not run on an input of {'x'.join(map(str, sizes))}",
                 f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
-                "Name another input; depthwise convolutions are found by running the model.",
+                "Name another input; what can be tuned is found by running the model.",
             ) from error
     finally:
         for hook in hooks:
             hook.remove()
-    return seen
+    return convolutions, found
 
 
 def _noting(name: str, seen: list[DepthwiseLayer]) -> Any:
@@ -117,8 +158,6 @@ def _noting(name: str, seen: list[DepthwiseLayer]) -> Any:
         x = inputs[0]
         if x.ndim != 4:
             return
-        # Where both would be right, as with images of one pixel, it is what torch takes it for.
-        last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
         batch, channels, height, width = map(int, x.shape)
         shape = ConvShape(
             batch,
@@ -135,9 +174,27 @@ def _noting(name: str, seen: list[DepthwiseLayer]) -> Any:
             needs.append(Direction.INPUT_GRADIENT)
         if module.weight.requires_grad:
             needs.append(Direction.WEIGHT_GRADIENT)
-        seen.append(DepthwiseLayer(name, shape, Layout.CHANNELS_LAST if last else Layout.CONTIGUOUS, tuple(needs)))
+        seen.append(DepthwiseLayer(name, shape, _layout_of(x), tuple(needs)))
 
     return note
+
+
+def _noting_norm(name: str, act: str, seen: list[NormLayer]) -> Any:
+    def note(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0]
+        if x.ndim == 4 and x.numel() > x.shape[1]:
+            shape = NormShape(x.numel() // x.shape[1], int(x.shape[1]), act)
+            # Kernels take images of one pixel, which lie either way, too.
+            last = x.is_contiguous(memory_format=torch.channels_last)
+            seen.append(NormLayer(name, shape, Layout.CHANNELS_LAST if last else Layout.CONTIGUOUS))
+
+    return note
+
+
+def _layout_of(x: Tensor) -> Layout:
+    """Where both would be right, as with images of one pixel, it is what torch takes it for."""
+    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return Layout.CHANNELS_LAST if last else Layout.CONTIGUOUS
 
 
 def _input(sizes: Sequence[int], layout: Layout, dtype: torch.dtype, device: Any) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,11 +53,16 @@ class Speed:
 
     def bandwidth(self, size: int) -> float:
         """Bytes a second where so many are touched."""
-        return next((rate for most, rate in self.copies if size <= most), self.copies[-1][1])
+        return copy_speed(self.copies, size)
 
     def floor_ms(self, multiply_adds: int, size: int, threads: int = 1) -> float:
         """What neither arithmetic on so many threads nor memory, taken as one thread's per thread, can beat."""
         return 1e3 * max(multiply_adds / self.multiply_adds, size / self.bandwidth(size)) / threads
+
+
+def copy_speed(copies: Sequence[tuple[int, float]], size: int) -> float:
+    """Bytes a second where so many are touched, of `Speed.copies`."""
+    return next((rate for most, rate in copies if size <= most), copies[-1][1])
 
 
 @functools.cache
@@ -112,8 +117,12 @@ def measure_speed(builder: Builder, machine: Machine | None = None) -> Speed:
     memory = torch.zeros(machine.lanes * chains)
     count = 200_000
     seconds = _least(lambda: peak(memory.data_ptr(), count), 15)
-    copies = [(size, size / _copied(size)) for size in _COPIED]
-    return Speed(count * chains * machine.lanes / seconds, tuple(copies))
+    return Speed(count * chains * machine.lanes / seconds, measure_copies())
+
+
+def measure_copies() -> tuple[tuple[int, float], ...]:
+    """The speed of copies by one thread, as `Speed` has it."""
+    return tuple((size, size / _copied(size)) for size in _COPIED)
 
 
 def _copied(size: int) -> float:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -23,12 +24,17 @@ from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.errors import UsageError
-from hybridpar.tvm_kernels.batch_norm_act import STOCK, batch_norm_then, stock_batch_norm_act
+from hybridpar.tvm_kernels import norm_kernels
+from hybridpar.tvm_kernels.batch_norm_act import STOCK, fused_batch_norm_act, kernels_fit, stock_batch_norm_act
+from hybridpar.tvm_kernels.choice import active_choices
 
 #: Whether to fuse: rows (pixels of all images), channels, activation, threads.
 Choice = Callable[[int, int, str, int], bool]
 
 _KINDS: dict[type, str] = {nn.ReLU: "relu", nn.ReLU6: "relu6", nn.SiLU: "silu"}
+
+#: Where a module keeps what others want to be called with.
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 #: f(f(z)) = f(z).
 _RECTIFIERS = ("relu", "relu6")
@@ -82,15 +88,30 @@ def unfuse_norms(model: nn.Module) -> None:
         model: What `fuse_norms` was given, or any model.
 
     Raises:
-        UsageError: A layer was given yet another class since, and still has it.
+        UsageError: A layer was given yet another class since, and still has it; then nothing is changed.
     """
-    for module in model.modules():
-        if isinstance(module, _Swapped):
-            _swap_back(module)
+    swapped: list[Any] = [module for module in model.modules() if isinstance(module, _Swapped)]
+    for module in swapped:
+        if type(module) not in _classes.values():
+            raise UsageError(
+                f"{type(module).__name__} was given another class since its activation was fused",
+                "Classes are given back in the reverse order.",
+                "Let the pool of running statistics release its layers first.",
+            )
+    for module in swapped:
+        del module.__dict__[module._key]
+        module.__class__ = _original(type(module))
+
+
+def fused_norms(model: nn.Module) -> dict[str, str]:
+    """The activations that a model's swapped layers do, "none" where it is the norm alone, by the layer's name."""
+    return {name: module._fused.act for name, module in model.named_modules() if isinstance(module, _FusedForward)}
 
 
 def find_norms(model: nn.Module) -> list[NormPair]:
     """The BatchNorm2d layers of a model that can be fused, each with the activation that can be fused with it."""
+    if not any(_is_norm(module) for module in model.modules()):
+        return []
     found = _on_graph(model)
     return _in_sequence(model) if found is None else found
 
@@ -102,11 +123,12 @@ def _on_graph(model: nn.Module) -> list[NormPair] | None:
     """What the graphs of training and of evaluation agree on; None where the model cannot be traced."""
     flags = [(module, module.training) for module in model.modules()]
     before = set(vars(model))
-    found: list[dict[str, NormPair]] = []
+    graphs: list[fx.Graph] = []
     try:
-        for training in (True, False):
-            model.train(training)
-            found.append(_of_graph(fx.Tracer().trace(model), model))
+        with _without_hooks(model):
+            for training in (True, False):
+                model.train(training)
+                graphs.append(fx.Tracer().trace(model))
     except Exception:  # tracing runs the user's code, which may raise anything
         return None
     finally:
@@ -114,11 +136,25 @@ def _on_graph(model: nn.Module) -> list[NormPair] | None:
             delattr(model, name)
         for module, flag in flags:
             module.training = flag
+    found = [_of_graph(graph, model) for graph in graphs]
     names = {**found[0], **found[1]}
     return [
         found[0].get(name, pair) if found[0].get(name, pair) == found[1].get(name, pair) else NormPair(name)
         for name, pair in names.items()
     ]
+
+
+@contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """Inside, nobody's hooks are called: they expect tensors."""
+    kept = [(vars(module), key, vars(module)[key]) for module in model.modules() for key in _HOOKS]
+    for own, key, hooks in kept:
+        own[key] = type(hooks)()
+    try:
+        yield
+    finally:
+        for own, key, hooks in kept:
+            own[key] = hooks
 
 
 def _of_graph(graph: fx.Graph, model: nn.Module) -> dict[str, NormPair]:
@@ -130,11 +166,11 @@ def _of_graph(graph: fx.Graph, model: nn.Module) -> dict[str, NormPair]:
             continue
         after = next(iter(node.users)) if len(node.users) == 1 else None
         pair = NormPair(name)
-        if calls[name] == 1 and after is not None and after.op == "call_module" and _unseen(model, name):
+        if calls[name] == 1 and after is not None and after.op == "call_module":
             target = str(after.target)
-            kind = _kind(model.get_submodule(target))
-            shared = calls[target] > 1
-            if kind is not None and (not shared or kind in _RECTIFIERS):
+            kind, shared = _kind(model.get_submodule(target)), calls[target] > 1
+            alone = not shared or kind in _RECTIFIERS
+            if kind is not None and alone and _unseen(model, name, target):
                 pair = NormPair(name, target, kind, shared)
         pairs[name] = pair
     return pairs
@@ -151,7 +187,7 @@ def _in_sequence(model: nn.Module) -> list[NormPair]:
         for (own, norm), (following, activation) in pairwise(children):
             kind = _kind(activation)
             alone = places[id(norm)] == places[id(activation)] == 1
-            if own in pairs and kind is not None and alone and _unseen(model, own):
+            if own in pairs and kind is not None and alone and _unseen(model, own, following):
                 pairs[own] = NormPair(own, following, kind)
     return list(pairs.values())
 
@@ -166,10 +202,16 @@ def _kind(module: nn.Module) -> str | None:
     return _KINDS.get(type(module))
 
 
-def _unseen(model: nn.Module, name: str) -> bool:
-    """Whether no hook looks at what the layer gives, or at its gradient."""
-    module = model.get_submodule(name)
-    return not (module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+def _unseen(model: nn.Module, norm: str, activation: str) -> bool:
+    """Whether no hook looks at what lies between the two: of themselves, or of a module that holds one of them only."""
+    around = _paths(norm) ^ _paths(activation)
+    return not any(vars(model.get_submodule(path))[key] for path in around for key in _HOOKS)
+
+
+def _paths(name: str) -> set[str]:
+    """A module's name, and those of all that it is in."""
+    parts = name.split(".")
+    return {".".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
 
 
 # ----------------------------------------------------------------------------------------------------------- swapping
@@ -204,6 +246,12 @@ class _FusedForward(_Swapped):
     _key = "_fused"
     _fused: _Fused
 
+    @property
+    def kernel_variant(self) -> str:
+        """What times of this layer depend on besides torch: whether kernels run, by which records."""
+        choices = active_choices() if self._fused.choice is not None else None
+        return f"{self._fused.act} {'' if choices is None else choices.digest}"
+
     def forward(self: Any, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         momentum = 0.0 if self.momentum is None else self.momentum
@@ -222,9 +270,9 @@ class _FusedForward(_Swapped):
         self: Any, input: Tensor, mean: Tensor | None, variance: Tensor | None, training: bool, momentum: float
     ) -> Tensor:
         fused: _Fused = self._fused
-        arguments = (input, self.weight, self.bias, mean, variance, training, momentum, self.eps, fused.act)
-        output = batch_norm_then(*arguments) if _chosen(fused, input) else stock_batch_norm_act(*arguments)
-        return self._told(output)  # type: ignore[no-any-return]
+        six = (input, self.weight, self.bias, mean, variance, training)
+        compute = fused_batch_norm_act if _runs_fused(fused, six) else stock_batch_norm_act
+        return self._told(compute(*six, momentum, self.eps, fused.act))  # type: ignore[no-any-return]
 
     def activate(self: Any, output: Tensor) -> Tensor:
         fused: _Fused = self._fused
@@ -236,13 +284,16 @@ class _FusedForward(_Swapped):
         return output
 
 
-def _chosen(fused: _Fused, input: Tensor) -> bool:
-    if torch.compiler.is_compiling():  # compilers fuse torch's own operations
+def _runs_fused(fused: _Fused, six: tuple[Tensor, Any, Any, Any, Any, bool]) -> bool:
+    """Whether kernels can do it, and were chosen for it; compilers fuse torch's own operations."""
+    input = six[0]
+    if torch.compiler.is_compiling() or type(input) is not Tensor or not kernels_fit(*six):
         return False
-    if fused.choice is None or input.ndim != 4 or input.shape[1] == 0:
-        return True
-    channels = input.shape[1]
-    return fused.choice(input.numel() // channels, channels, fused.act, torch.get_num_threads())
+    if fused.choice is not None:
+        channels = input.shape[1]
+        if not fused.choice(input.numel() // channels, channels, fused.act, torch.get_num_threads()):
+            return False
+    return bool(norm_kernels.table())  # last, as nobody should wait for kernels that nobody wants
 
 
 class _PassedForward(_Swapped):
@@ -283,17 +334,6 @@ def _swap(module: Any, mixin: type[_Swapped], key: str, value: Any) -> None:
         _classes[mixin, original] = made
     module.__dict__[key] = value
     module.__class__ = _classes[mixin, original]
-
-
-def _swap_back(module: Any) -> None:
-    if type(module) not in _classes.values():
-        raise UsageError(
-            f"{type(module).__name__} was given another class since its activation was fused",
-            "Classes are given back in the reverse order.",
-            "Let the pool of running statistics release its layers first.",
-        )
-    del module.__dict__[module._key]
-    module.__class__ = _original(type(module))
 
 
 def _original(swapped: type) -> type:

@@ -17,12 +17,15 @@ _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig:
-    """Search the fastest kernels for depthwise convolutions on this machine, and keep what was measured."""
+    """Search the fastest kernels for depthwise convolutions on this machine, time BatchNorm layers fused with their
+    activations, and keep what was measured.
+    """
 
     model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
     """A torchvision classification model such as mobilenet_v2, or your own as package.module:factory."""
     shapes: Path | None = None
-    """Instead of a model: a file with one shape per line, such as `8x96x56x56 k3x3 s1x1 p1x1 d1x1`."""
+    """Instead of a model: a file with one shape per line, such as `8x96x56x56 k3x3 s1x1 p1x1 d1x1` for a convolution or
+    `25088x96 relu6` for the pixels, channels and activation of a norm."""
     for_: Annotated[str | None, tyro.conf.arg(name="for")] = None
     """Options of `hybridpar train`, as one word: --for "--data digits --workers 2". Shapes, threads and layout are then
     those that each worker of such a run has."""

@@ -59,6 +59,16 @@ class SearchReport:
     left: int = 0
     stopped: bool = False
 
+    def plus(self, other: SearchReport) -> SearchReport:
+        """Of both together."""
+        return SearchReport(
+            self.skipped + other.skipped,
+            self.tuned + other.tuned,
+            self.empty + other.empty,
+            self.left + other.left,
+            self.stopped or other.stopped,
+        )
+
 
 def search_all(
     keys: Iterable[KernelKey],

@@ -1,8 +1,8 @@
 """Why: a model gets tuned kernels without being rewritten, and can be given back as it was.
 
-A layer is swapped by giving it another class, nothing else: parameters, names, hooks, state dict and every reference
-to it stay, those in a traced graph or a pipeline's stage too. So it does not matter whether a model is swapped before
-or after it is partitioned, and plans and checkpoints fit both.
+A layer is swapped by giving it another class: parameters, names, hooks, state dict and every reference to it stay,
+those in a traced graph or a pipeline's stage too. So it does not matter whether a model is swapped before or after it
+is partitioned, and plans and checkpoints fit both.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor, fx, nn
 from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
 from hybridpar.tvm_kernels.database import Database, default_database, read_database
 from hybridpar.tvm_kernels.layers import is_depthwise, number_padding
+from hybridpar.tvm_kernels.norm_choice import choose_norm
+from hybridpar.tvm_kernels.norm_swap import fuse_norms, fused_norms, unfuse_norms
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 
 _log = logging.getLogger(__name__)
@@ -46,6 +48,8 @@ class DepthwiseConv2d(nn.Conv2d):
 def optimize(model: _Model, database: str | Path | Database | None = None, report: bool = False) -> _Model:
     """Let a model's depthwise convolutions run tuned kernels, wherever a record says that they are faster.
 
+    BatchNorm layers and the activations behind them run as one operation where a record says so.
+
     The database is used by the whole process from then on.
 
     Args:
@@ -65,20 +69,27 @@ def optimize(model: _Model, database: str | Path | Database | None = None, repor
     elif not isinstance(database, Database):
         database = read_database(database)
     use_choices(Choices(database))
+    fuse_norms(model, choose_norm)
     layers = [module for module in model.modules() if is_depthwise(module)]
     for layer in layers:
         layer.__class__ = DepthwiseConv2d
     if report:
-        _log.warning("%d depthwise convolution(s) choose from %d record(s)", len(layers), len(database))
+        norms = len(fused_norms(model))
+        told = "%d depthwise convolution(s) and %d BatchNorm layer(s) choose from %d and %d record(s)"
+        _log.warning(told, len(layers), norms, len(database.records), len(database.norms))
     return model
 
 
 def restore(model: _Model) -> _Model:
-    """Undo `optimize`: all layers are plain `nn.Conv2d` again.
+    """Undo `optimize`: all layers are what they were.
 
     Returns:
         The model itself.
+
+    Raises:
+        UsageError: A norm was given yet another class since, and still has it; nothing was changed.
     """
+    unfuse_norms(model)
     for module in model.modules():
         if type(module) is DepthwiseConv2d:
             module.__class__ = nn.Conv2d  # type: ignore[assignment]

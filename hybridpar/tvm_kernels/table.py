@@ -1,4 +1,7 @@
-"""Why: what tuning found is judged by one row per convolution: torch, the kernel, what is possible, how exact it is."""
+"""Why: what tuning found is judged by one row for each kernel: torch, the kernel, what is possible, how exact it is.
+
+Norms stand among convolutions, as one more direction.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridpar.errors import UsageError
-from hybridpar.tvm_kernels.database import Database, KernelKey
+from hybridpar.tvm_kernels.database import Database, KernelKey, KernelRecord
+from hybridpar.tvm_kernels.norm_records import NORM_OP, NormKey, NormRecord
 from hybridpar.tvm_kernels.shapes import Direction
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+#: In the order of tables and pictures.
+_DIRECTIONS = (*(direction.value for direction in Direction), NORM_OP)
 
 
 @dataclass(frozen=True)
@@ -21,8 +29,8 @@ class Row:
     """The best record of a key.
 
     Attributes:
-        shape: The convolution.
-        direction: What is computed.
+        shape: The convolution or the norm.
+        direction: What is computed; `batch_norm_act` for a norm, forward and backward together.
         layout: Of activations.
         threads: Threads that compute it.
         device: Where it was measured.
@@ -49,8 +57,8 @@ class Row:
     runs: str
 
 
-def rows_of(database: Database, only: Collection[KernelKey] | None = None) -> list[Row]:
-    """A row for each key that was measured, in the order of shapes and directions.
+def rows_of(database: Database, only: Collection[KernelKey | NormKey] | None = None) -> list[Row]:
+    """A row for each key that was measured, in the order of shapes and directions; norms last.
 
     Args:
         database: The records.
@@ -63,25 +71,30 @@ def rows_of(database: Database, only: Collection[KernelKey] | None = None) -> li
         keys, key=lambda one: (one.device, one.threads, one.shape, one.layout, order.index(one.direction))
     ):
         best = database.best(key) or database.best(key, current=False)
-        if best is None or best.ms is None or best.stock_ms is None:
-            continue
-        rows.append(
-            Row(
-                key.shape.text,
-                key.direction.value,
-                key.layout.value,
-                key.threads,
-                key.device,
-                best.current,
-                best.stock_ms,
-                best.ms,
-                best.floor_ms,
-                round(best.stock_ms / best.ms, 3),
-                best.error,
-                "tuned" if best.wins else "stock",
-            )
-        )
+        if best is not None and best.ms is not None and best.stock_ms is not None:
+            rows.append(_row(key, best, best.ms, best.stock_ms))
+    for norm in sorted(key for key in database.norm_keys if only is None or key in only):
+        record = database.best_norm(norm) or database.best_norm(norm, current=False)
+        if record is not None:
+            rows.append(_row(norm, record, record.ms, record.stock_ms))
     return rows
+
+
+def _row(key: KernelKey | NormKey, best: KernelRecord | NormRecord, ms: float, stock_ms: float) -> Row:
+    return Row(
+        key.shape.text,
+        str(key.direction),
+        key.layout.value,
+        key.threads,
+        key.device,
+        best.current,
+        stock_ms,
+        ms,
+        best.floor_ms,
+        round(stock_ms / ms, 3),
+        best.error,
+        "tuned" if best.wins else "stock",
+    )
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, object]]:
@@ -117,7 +130,7 @@ def table_of(rows: Sequence[Row]) -> Table:
 def summary_lines(rows: Sequence[Row]) -> list[str]:
     """Geometric means per direction, as chosen: where torch is used the ratio is 1."""
     lines = []
-    for direction in Direction:
+    for direction in _DIRECTIONS:
         ratios = [max(row.ratio, 1.0) for row in rows if row.direction == direction]
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
@@ -139,16 +152,24 @@ def draw_rows(rows: Sequence[Row], path: Path) -> None:
     shapes = list(dict.fromkeys((row.shape, row.layout, row.threads) for row in rows))
     figure = Figure(figsize=(9, 1.5 + 0.45 * len(shapes)), layout="constrained")
     axes = figure.subplots()
-    for index, direction in enumerate(Direction):
+    for index, direction in enumerate(_DIRECTIONS):
         own = {(row.shape, row.layout, row.threads): row.ratio for row in rows if row.direction == direction}
-        places = [place + 0.27 * (index - 1) for place, shape in enumerate(shapes) if shape in own]
-        axes.barh(places, [own[shape] for shape in shapes if shape in own], height=0.25, label=direction.value)
+        if not own:
+            continue
+        # A norm's bar is the only one of its shape.
+        places = [
+            place + (0.0 if direction == NORM_OP else 0.27 * (index - 1))
+            for place, shape in enumerate(shapes)
+            if shape in own
+        ]
+        axes.barh(places, [own[shape] for shape in shapes if shape in own], height=0.25, label=direction)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(shapes)), [shape for shape, _, _ in shapes], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("times as fast as torch")
     axes.set_xscale("log")
-    axes.legend(loc="best", fontsize=8)
+    if rows:
+        axes.legend(loc="best", fontsize=8)
     try:
         figure.savefig(path)
     except OSError as error:

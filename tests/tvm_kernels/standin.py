@@ -7,17 +7,85 @@ each row of its result once. It adds up taps in float32, so it is also an oracle
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
 
 from hybridpar.kernel_cache import KernelsUnavailable
+from hybridpar.tvm_kernels import norm_kernels
+from hybridpar.tvm_kernels.batch_norm_act import STOCK
 from hybridpar.tvm_kernels.choice import Choices, Phase, TunedKernel, use_choices
 from hybridpar.tvm_kernels.database import Database, KernelRecord
 from hybridpar.tvm_kernels.device import cpu_fingerprint, installed_versions
+from hybridpar.tvm_kernels.norm_records import NormRecord, NormShape, norm_versions
+from hybridpar.tvm_kernels.schedules.norm_rows import TABLE_ROWS
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+
+
+class NormStandIn:
+    """Takes the place of the kernels of norms: torch computes, behind the same two functions.
+
+    Attributes:
+        calls: How often forward and backward were computed, by rows, channels and activation.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.calls: dict[str, Counter[NormShape]] = {"forward": Counter(), "backward": Counter()}
+        patch.setattr(norm_kernels, "table", lambda: {"stands": "in"})
+        patch.setattr(norm_kernels, "forward", self._forward)
+        patch.setattr(norm_kernels, "backward", self._backward)
+
+    def _note(self, name: str, x: Tensor, act: str) -> None:
+        self.calls[name][NormShape(x.numel() // x.shape[1], x.shape[1], act)] += 1
+
+    def _forward(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running: tuple[Tensor, Tensor] | None,
+        training: bool,
+        momentum: float,
+        eps: float,
+        act: str,
+    ) -> tuple[Tensor, Tensor]:
+        self._note("forward", x, act)
+        mean, variance = running or (None, None)
+        with torch.no_grad():
+            y = STOCK[act](functional.batch_norm(x, mean, variance, weight, bias, training, momentum, eps))
+            statistics = torch.zeros(TABLE_ROWS, norm_kernels.wide_channels(x.shape[1]))
+            kept = statistics[:, : x.shape[1]]
+            kept[0], kept[1], kept[4] = 1.0 if weight is None else weight, 0.0 if bias is None else bias, eps
+            if not training and mean is not None and variance is not None:
+                kept[2], kept[3] = mean, variance
+        return y, statistics
+
+    def _backward(
+        self, grad_y: Tensor, x: Tensor, statistics: Tensor, act: str, fixed: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        self._note("backward", x, act)
+        weight, bias, mean, variance, eps = statistics[:5, : x.shape[1]].contiguous()
+        running = (mean, variance) if fixed else (None, None)
+        numbers = (not fixed, float(eps[0]))
+        aten = torch.ops.aten
+        z, *saved = aten.native_batch_norm(x, weight, bias, *running, numbers[0], 0.0, numbers[1])
+        gradient = {
+            "none": lambda: grad_y,
+            "relu": lambda: aten.threshold_backward(grad_y, z, 0),
+            "relu6": lambda: aten.hardtanh_backward(grad_y, z, 0, 6),
+            "silu": lambda: aten.silu_backward(grad_y, z),
+        }[act]()
+        first, second, third = aten.native_batch_norm_backward(
+            gradient, x, weight, *running, *saved, *numbers, [True, True, True]
+        )
+        return first, second, third
 
 
 def record_of(shape: ConvShape | str, direction: Direction, layout: Layout, **fields: Any) -> KernelRecord:
@@ -36,6 +104,23 @@ def record_of(shape: ConvShape | str, direction: Direction, layout: Layout, **fi
         "error": 1e-7,
     }
     return KernelRecord(**{**known, **fields})
+
+
+def norm_record(shape: NormShape, **fields: Any) -> NormRecord:
+    """A record of this device, twice as fast as torch unless told otherwise."""
+    known: dict[str, Any] = {
+        "rows": shape.rows,
+        "channels": shape.channels,
+        "activation": shape.act,
+        "device": cpu_fingerprint(),
+        "threads": 1,
+        "versions": dict(norm_versions()),
+        "ms": 1.0,
+        "stock_ms": 2.0,
+        "floor_ms": 0.5,
+        "error": 1e-7,
+    }
+    return NormRecord(**{**known, **fields})
 
 
 def all_records(shape: ConvShape | str, *layouts: Layout, **fields: Any) -> list[KernelRecord]:

@@ -20,11 +20,13 @@ from hybridpar.tvm_kernels.database import (
     read_database,
     user_database,
 )
+from hybridpar.tvm_kernels.norm_records import NormKey, NormShape
 from hybridpar.tvm_kernels.shapes import Direction, Layout
-from tests.tvm_kernels.standin import all_records, record_of
+from tests.tvm_kernels.standin import all_records, norm_record, record_of
 
 SHAPE = "8x96x56x56 k3x3 s1x1 p1x1 d1x1"
 ONE = record_of(SHAPE, Direction.FORWARD, Layout.CHANNELS_LAST)
+NORM = norm_record(NormShape(25088, 96, "relu6"))
 
 
 def test_what_was_written_is_read(tmp_path):
@@ -35,6 +37,32 @@ def test_what_was_written_is_read(tmp_path):
     assert read.records == records
     assert (read.damaged, read.other_versions) == (0, 0)
     assert set(read) == {record.key for record in records}
+
+
+def test_records_of_norms_lie_beside_those_of_convolutions(tmp_path):
+    append_records(tmp_path / "k.jsonl", [ONE, NORM])
+    read = read_database(tmp_path / "k.jsonl")
+    assert (read.records, read.norms, len(read)) == ([ONE], [NORM], 2)
+    assert set(read) == {ONE.key}, "who looks for convolutions sees no norm"
+    assert read.norm_keys == {NORM.key}
+    assert NORM.key == NormKey(NormShape(25088, 96, "relu6"), 1, NORM.device)
+    both = Database("both", [ONE])
+    both.add(read.everything)
+    assert (both.records, both.norms) == ([ONE], [NORM])
+    append_records(tmp_path / "norms.jsonl", [NORM])
+    assert len(read_database(tmp_path / "norms.jsonl")) == 1
+
+
+def test_what_is_not_known_here_is_no_damage(tmp_path, caplog):
+    file = tmp_path / "k.jsonl"
+    append_records(file, [ONE])
+    with file.open("a") as out:
+        out.write(json.dumps({"version": 1, "op": "attention", "heads": 8}) + "\n")
+        out.write(json.dumps(json.loads(NORM.line()) | {"version": 2}) + "\n")
+    with caplog.at_level(logging.WARNING):
+        read = read_database(file)
+    assert (len(read), read.damaged, read.other_versions, read.other_operations) == (1, 0, 1, 1)
+    assert len(caplog.records) == 1
 
 
 def test_a_candidate_that_was_not_measured_is_kept_but_never_chosen(tmp_path):
@@ -73,6 +101,10 @@ def test_a_line_that_was_cut_off_loses_itself_alone(tmp_path, cut):
         ONE.line().replace('"ms": 1.0', '"ms": NaN').encode(),
         ONE.line().replace('"tile": 2', '"tile": [2]').encode(),
         ONE.line().replace('"threads": 1', '"threads": 0').encode(),
+        ONE.line().replace('"depthwise_conv2d"', "7").encode(),
+        NORM.line().replace("relu6", "gelu").encode(),
+        NORM.line().replace('"ms": 1.0', '"ms": NaN').encode(),
+        NORM.line().replace("25088", "1").encode(),
     ],
 )
 def test_garbage_is_counted(tmp_path, line, caplog):

@@ -1,14 +1,27 @@
-"""Why: what decides between kernels and torch must be a measurement of this very shape, and nothing else."""
+"""Why: what decides between kernels and torch must be a record of this very shape on this machine, and nothing else."""
 
 from __future__ import annotations
 
-import pytest
-import torch
-from torchvision import models
+import logging
 
-from hybridpar.errors import UsageError
+import pytest
+
+from hybridpar.errors import KernelError, UsageError
 from hybridpar.tvm_kernels import norm_choice, norm_kernels
-from hybridpar.tvm_kernels.norm_choice import NormShape, NormTime, NormTimes, measure_norm, norm_shapes
+from hybridpar.tvm_kernels.choice import Choices, use_choices
+from hybridpar.tvm_kernels.database import Database
+from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.norm_choice import choose_norm, decide_norm
+from hybridpar.tvm_kernels.norm_records import NormKey, NormShape
+from tests.tvm_kernels.standin import norm_record
+
+SHAPE = NormShape(16, 8, "relu")
+KEY = NormKey(SHAPE, 1, cpu_fingerprint())
+
+
+@pytest.fixture(autouse=True)
+def _kernels_that_nobody_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norm_kernels, "table", lambda: {"norm_forward_relu": None})
 
 
 def test_a_shape_is_a_text() -> None:
@@ -19,46 +32,73 @@ def test_a_shape_is_a_text() -> None:
             NormShape.parse(text)
 
 
-@pytest.mark.usefixtures("kernels")
-def test_a_measurement() -> None:
-    threads = torch.get_num_threads()
-    ms, stock_ms, error = measure_norm(6 * 35, 24, "silu", 2, seconds=0.0)
-    assert ms > 0
-    assert stock_ms > 0
-    assert 0 < error < 2e-6
-    assert torch.get_num_threads() == threads
+def test_a_record_that_wins_is_what_runs() -> None:
+    record = norm_record(SHAPE)
+    decision = decide_norm(Database("", norms=[record]), KEY)
+    assert decision.fused
+    assert decision.record == record
 
 
-def test_what_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"ms": 2.0, "stock_ms": 2.0}, "the record says that torch is faster"),
+        ({"threads": 2}, "its record is for 2 thread"),
+        ({"device": "another CPU"}, "its record is for another CPU"),
+        ({"rows": 32}, "its record is for 32 rows"),
+        ({"layout": "contiguous"}, "its record is for contiguous"),
+        ({"versions": {"torch": "0.1"}}, "its record is not of norms 1, torch"),
+        ({"channels": 16}, "there is no record"),
+        ({"activation": "silu"}, "there is no record"),
+        ({"dtype": "bfloat16"}, "there is no record"),
+    ],
+)
+def test_anything_else_is_left_to_torch(fields: dict[str, object], why: str) -> None:
+    decision = decide_norm(Database("", norms=[norm_record(SHAPE, **fields)]), KEY)
+    assert not decision.fused
+    assert why in decision.why
+
+
+def test_the_newest_measurement_counts() -> None:
+    old, new = norm_record(SHAPE, ms=0.1, tuned_at=1.0), norm_record(SHAPE, ms=9.0, tuned_at=2.0)
+    assert not decide_norm(Database("", norms=[new, old]), KEY).fused
+
+
+def test_kernels_that_are_off_or_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    database = Database("", norms=[norm_record(SHAPE)])
     monkeypatch.setattr(norm_kernels, "table", dict)
-    with pytest.raises(UsageError, match="no kernel can norm 16 rows of 8 channels here"):
-        measure_norm(16, 8, "relu", 1)
+    assert decide_norm(database, KEY).why == "its kernels cannot be had"
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
+    assert decide_norm(database, KEY).why == "HYBRIDPAR_KERNELS is off"
 
 
-def test_only_what_was_measured_and_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[tuple[object, ...]] = []
-
-    def measure(*given: object) -> tuple[float, float, float]:
-        measured.append(given)
-        return (1.0, 2.0, 0.0) if given[1] == 8 else (2.0, 1.0, 0.0)
-
-    monkeypatch.setattr(norm_choice, "measure_norm", measure)
-    times = NormTimes({(NormShape(4, 4, "relu"), 1): NormTime(1.0, 1.0, 0.0)})
-    shapes = {"a": NormShape(16, 8, "relu"), "b": NormShape(16, 8, "relu"), "c": NormShape(16, 16, "relu")}
-    times.measure({**shapes, "d": NormShape(4, 4, "relu")}, 1, 0.5)
-    assert measured == [(16, 8, "relu", 1, 0.5), (16, 16, "relu", 1, 0.5)]
-    assert times(16, 8, "relu", 1)
-    for other in ((16, 8, "relu", 2), (16, 8, "silu", 1), (16, 16, "relu", 1), (4, 4, "relu", 1)):
-        assert not times(*other)
+def test_strict_wants_a_record_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "strict")
+    with pytest.raises(KernelError, match="no kernel for batch_norm_act 16x8 relu channels_last, 1 thread"):
+        decide_norm(Database(), KEY)
+    assert not decide_norm(Database("", norms=[norm_record(SHAPE, ms=3.0)]), KEY).fused, "a record that says torch"
+    monkeypatch.setattr(norm_kernels, "table", dict)
+    with pytest.raises(KernelError, match="cannot be had"):
+        decide_norm(Database("", norms=[norm_record(SHAPE)]), KEY)
 
 
-def test_the_shapes_of_a_model() -> None:
-    model = models.mobilenet_v2(weights=None, width_mult=0.25)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    shapes = norm_shapes(model, torch.randn(2, 3, 64, 64))
-    assert len(shapes) == 52
-    assert shapes["features.0.1"] == NormShape(2 * 32 * 32, 8, "relu6")
-    assert shapes["features.18.1"] == NormShape(2 * 2 * 2, 1280, "relu6")
-    assert model.training
-    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-    assert not any(module._forward_pre_hooks for module in model.modules())
+def test_a_shape_is_decided_and_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    asked = []
+    inner = norm_choice.decide_norm
+    monkeypatch.setattr(norm_choice, "decide_norm", lambda *given: asked.append(given) or inner(*given))
+    before = use_choices(Choices(Database("", norms=[norm_record(SHAPE)])))
+    try:
+        with caplog.at_level(logging.INFO):
+            assert [choose_norm(16, 8, "relu", 1) for _ in range(3)] == [True] * 3
+            assert not choose_norm(16, 8, "relu", 2)
+        assert len(asked) == 2
+        assert [record.getMessage() for record in caplog.records] == [
+            "batch_norm_act 16x8 relu channels_last, 1 thread(s) runs on fused kernels (1.000 ms against 2.000 ms)",
+            "batch_norm_act 16x8 relu channels_last, 2 thread(s) runs on torch, as its record is for 1 thread(s)",
+        ]
+        use_choices(Choices(Database()))
+        assert not choose_norm(16, 8, "relu", 1), "other records, another decision"
+        use_choices(None)
+        assert not choose_norm(16, 8, "relu", 1)
+    finally:
+        use_choices(before)

@@ -93,6 +93,8 @@ def test_only_what_nobody_else_sees() -> None:
     hooked = Pairs()
     hooked.b[1].register_forward_hook(lambda *_: None)
     assert find_norms(hooked) == [NormPair("a.1", "a.2", "silu"), NormPair("b.1")]
+    hooked.a[2].register_full_backward_hook(lambda *_: None)
+    assert find_norms(hooked) == [NormPair("a.1"), NormPair("b.1")]
 
 
 def test_a_shared_activation_that_is_no_rectifier_stays() -> None:
@@ -129,8 +131,8 @@ def test_finding_leaves_no_trace() -> None:
 @pytest.mark.parametrize("act", [nn.ReLU, nn.ReLU6, nn.SiLU, nn.Identity])
 def test_swapped_and_back(act: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[object] = []
-    inner = norm_swap.batch_norm_then
-    monkeypatch.setattr(norm_swap, "batch_norm_then", lambda *given: ran.append(given[-1]) or inner(*given))
+    inner = norm_swap.fused_batch_norm_act
+    monkeypatch.setattr(norm_swap, "fused_batch_norm_act", lambda *given: ran.append(given[-1]) or inner(*given))
     model, x = Pairs(act).to(memory_format=torch.channels_last), images(2, 3, 9, 9)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     other = same(model, x, fuse_norms)
@@ -162,6 +164,7 @@ def test_momentum_none_and_no_statistics_of_its_own() -> None:
         same(model, torch.randn(4, 3, 5, 5, requires_grad=True), fuse_norms)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_choice_decides_by_shape() -> None:
     asked: list[tuple[int, int, str, int]] = []
     model = Pairs(nn.ReLU6)

@@ -111,7 +111,7 @@ def test_a_swapped_model_can_be_copied_and_saved(kernels):
 def test_a_file_is_read_and_reported(kernels, tmp_path, caplog):
     append_records(tmp_path / "k.jsonl", all_records("1x8x24x24 k3x3 s1x1 p1x1 d1x1", Layout.CONTIGUOUS))
     model = optimize(Block(), tmp_path / "k.jsonl", report=True)
-    assert "3 depthwise convolution(s) choose from 3 record(s)" in caplog.text
+    assert "3 depthwise convolution(s) and 0 BatchNorm layer(s) choose from 3 and 0 record(s)" in caplog.text
     model(torch.randn(1, 3, 24, 24))
     assert kernels.calls[Direction.FORWARD] == 1
 

@@ -1,0 +1,317 @@
+"""Why: kernels that win alone must win in a training step, among the layers that they leave as they are.
+
+A whole step (forward, cross-entropy, backward, SGD with momentum) of one network on the CPU: torch as it is, in
+whichever memory format is faster for it, against `hybridpar.tvm_kernels.optimize` with the records of depthwise
+convolutions alone, of norms alone, and of both. All methods run in one process with the same allocator settings, on the
+same batches and random numbers, step by step in an order that changes from round to round. On one thread the time
+counts that the thread ran. In each round all start from where torch's step has led, and their losses and gradients must
+agree: an untrained network amplifies rounding, so that free runs part after a few steps, whoever computes.
+
+Then a few steps are taken apart: how long depthwise convolutions, BatchNorm with its activation, and the rest take with
+torch and with kernels. The table also has what the records promised.
+
+Run from the root of the repository, on an idle machine; what the database lacks is tuned first:
+    python -m benchmarks.kernels.training --database kernels.jsonl [--models mobilenet_v2] [--threads 1] [--budget 15m]
+Writes results/training.csv, a row for each model and method.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torchvision
+import tyro
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.kernels.common import RESULTS, print_aligned, same_allocator, setting, write_rows
+from benchmarks.kernels.parts import PARTS, has_norms, measure_parts
+from benchmarks.rig.paired import balanced_orders
+from benchmarks.rig.stats import Ratio, bootstrap_ratio
+from hybridpar.errors import HybridparError
+from hybridpar.tvm_kernels import Database, optimize, read_database
+from hybridpar.tvm_kernels.choice import active_choices, use_choices
+from hybridpar.tvm_kernels.database import KernelKey
+from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.layers import tunable_layers
+from hybridpar.tvm_kernels.norm_records import NormKey
+from hybridpar.tvm_kernels.norm_search import measure_norms
+from hybridpar.tvm_kernels.request import TuneConfig
+from hybridpar.tvm_kernels.search import LEAST_SECONDS, search_all
+from hybridpar.tvm_kernels.shapes import Layout
+
+#: What a step with both is to be at least, in times torch's speed: promised before anything was measured.
+TARGETS = {"mobilenet_v2": 1.2, "efficientnet_b0": 1.25, "convnext_tiny": 1.12}
+#: Largest relative difference of a loss from torch's, and least cosine of a gradient with torch's.
+MOST_DIFFERENCE, LEAST_COSINE = 1e-4, 0.99
+#: Rounds to take in any case, and steps that are taken apart.
+LEAST_ROUNDS, TAKEN_APART = 7, 5
+CLASSES = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Measure whole training steps with tuned kernels against torch."""
+
+    database: Path = Path("kernels.jsonl")
+    """Records; what is missing is tuned and appended."""
+    models: tuple[str, ...] = tuple(TARGETS)
+    """Of torchvision."""
+    batch: int = 32
+    """Images of a step."""
+    size: int = 160
+    """Rows and columns of an image."""
+    threads: int = 1
+    """Of torch."""
+    budget: str = "15m"
+    """Time for tuning, for each model."""
+    seconds: float = 240.0
+    """Time for the rounds of a model."""
+    output: Path = RESULTS / "training.csv"
+    """Table to write."""
+
+
+class Method:
+    """One way to train a model: its own copy, and the records that it runs by.
+
+    Args:
+        model: Is copied.
+        layout: Of images and weights.
+        database: The records; None for torch alone.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, database: Database | None) -> None:
+        last = layout is Layout.CHANNELS_LAST
+        self._format = torch.channels_last if last else torch.contiguous_format
+        self.model = copy.deepcopy(model).to(memory_format=self._format)
+        self.choices = None
+        if database is not None:
+            optimize(self.model, database)
+            self.choices = active_choices()
+        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.losses: list[float] = []
+        self.ms: list[float] = []
+
+    def step(self, images: Tensor, labels: Tensor, seed: int) -> float:
+        """One training step; returns the loss. Methods draw the same random numbers."""
+        torch.manual_seed(seed)
+        use_choices(self.choices)
+        self._optimizer.zero_grad()
+        loss = functional.cross_entropy(self.model(images.contiguous(memory_format=self._format)), labels)
+        loss.backward()
+        self._optimizer.step()
+        return loss.item()
+
+    def follow(self, other: Method) -> None:
+        """Take over another method's parameters and buffers."""
+        with torch.no_grad():
+            for own, one in zip(self._tensors(), other._tensors(), strict=True):
+                own.copy_(one)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        return itertools.chain(self.model.parameters(), self.model.buffers())
+
+    def gradient(self) -> Tensor:
+        """Of the last step, as one vector."""
+        return torch.cat([one.grad.flatten() for one in self.model.parameters() if one.grad is not None])
+
+    def timed(self, images: Tensor, labels: Tensor, seed: int, clock: Callable[[], float]) -> None:
+        """A step whose time and loss are kept. Images come in the layout that is wanted."""
+        images = images.contiguous(memory_format=self._format)
+        began = clock()
+        self.losses.append(self.step(images, labels, seed))
+        self.ms.append(1e3 * (clock() - began))
+
+
+def tune_missing(model: nn.Module, options: Options) -> Counter[KernelKey | NormKey]:
+    """Tune what the database lacks for a model; returns what a step runs, and how often."""
+    found, norms = tunable_layers(model, (options.batch, 3, options.size, options.size))
+    device = cpu_fingerprint()
+    layers = Counter(
+        KernelKey(direction, layer.shape, layer.layout, options.threads, device)
+        for layer in found
+        for direction in layer.needs
+    )
+    pairs = Counter(
+        NormKey(norm.shape, options.threads, device) for norm in norms if norm.layout is Layout.CHANNELS_LAST
+    )
+    end = time.monotonic() + TuneConfig(budget=options.budget).seconds
+    report = measure_norms(pairs, options.database, end - time.monotonic())
+    report = report.plus(search_all(layers, options.database, max(LEAST_SECONDS, end - time.monotonic())))
+    if report.stopped:
+        raise KeyboardInterrupt
+    print(f"{report.tuned} tuned, {report.skipped} were before, {report.left} left for lack of time", flush=True)
+    return Counter({**layers, **pairs})
+
+
+def promised(database: Database, work: Mapping[KernelKey | NormKey, int]) -> tuple[float, int]:
+    """Milliseconds that a step is to take less than with torch, by records that win; and how many operations do."""
+    saved, runs = 0.0, 0
+    for key, often in work.items():
+        record = database.best_norm(key) if isinstance(key, NormKey) else database.best(key)
+        if record is not None and record.wins and record.ms is not None and record.stock_ms is not None:
+            saved, runs = saved + often * (record.stock_ms - record.ms), runs + often
+    return saved, runs
+
+
+def better_layout(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], clock: Callable[[], float]) -> Layout:
+    """The memory format in which torch takes a step faster."""
+    methods = {layout: Method(model, layout, None) for layout in Layout}
+    for number in range(4):
+        for layout in sorted(methods) if number % 2 else sorted(methods, reverse=True):
+            methods[layout].timed(*batches[number % len(batches)], number, clock)
+    return min(methods, key=lambda layout: min(methods[layout].ms[1:]))
+
+
+def methods_of(model: nn.Module, stock: Layout, database: Database) -> dict[str, Method]:
+    """What is compared; of norms only where the model has some."""
+    made = {"stock": Method(model, stock, None)}
+    parts = {"depthwise": Database(database.name, database.records)}
+    if has_norms(model):
+        parts |= {"norms": Database(database.name, norms=database.norms), "both": database}
+    return made | {name: Method(model, Layout.CHANNELS_LAST, one) for name, one in parts.items()}
+
+
+def check_step(methods: Mapping[str, Method]) -> float:
+    """Compare the last step's losses and gradients with torch's.
+
+    Returns:
+        The largest relative difference of a loss.
+
+    Raises:
+        HybridparError: They differ by more than rounding does.
+    """
+    worst, right = 0.0, methods["stock"]
+    for name, method in methods.items():
+        difference = abs(method.losses[-1] - right.losses[-1]) / abs(right.losses[-1])
+        cosine = float(functional.cosine_similarity(method.gradient(), right.gradient(), dim=0))
+        worst = max(worst, difference)
+        if not (difference <= MOST_DIFFERENCE and cosine >= LEAST_COSINE):
+            raise HybridparError(
+                f"step {len(right.losses)} with {name}: loss {method.losses[-1]}, torch's {right.losses[-1]}; "
+                f"the cosine of their gradients is {cosine:.4f}",
+                "All methods compute the same function of the same numbers.",
+                "There is a mistake in a kernel; its record's `error` may tell in which.",
+            )
+    return worst
+
+
+def measure(name: str, options: Options) -> list[dict[str, object]]:
+    """All rows of one model."""
+    clock = time.thread_time if options.threads == 1 else time.perf_counter
+    torch.manual_seed(0)
+    model = torchvision.models.get_model(name, num_classes=CLASSES)
+    work = tune_missing(model, options)
+    database = read_database(options.database)
+    draw = torch.Generator().manual_seed(0)
+    batches = [
+        (
+            torch.randn(options.batch, 3, options.size, options.size, generator=draw),
+            torch.randint(CLASSES, (options.batch,), generator=draw),
+        )
+        for _ in range(2)
+    ]
+    stock = better_layout(model, batches, clock)
+    methods = methods_of(model, stock, database)
+    orders = balanced_orders(methods, seed=0)
+    began, rounds, worst = time.monotonic(), 0, 0.0
+    while rounds <= LEAST_ROUNDS or time.monotonic() - began < options.seconds:
+        for method in methods.values():
+            method.follow(methods["stock"])
+        for name_of_method in next(orders):
+            methods[name_of_method].timed(*batches[rounds % len(batches)], rounds, clock)
+        rounds += 1
+        worst = max(worst, check_step(methods))
+    rows = [_row(name, method, methods, (database, work), options) for method in methods]
+    for row in rows:
+        row |= {"stock_layout": stock.value, "rounds": rounds - 1, "loss_difference": f"{worst:.1e}", **setting()}
+    return rows
+
+
+def _row(
+    model: str,
+    name: str,
+    methods: Mapping[str, Method],
+    tuned: tuple[Database, Mapping[KernelKey | NormKey, int]],
+    options: Options,
+) -> dict[str, object]:
+    method, stock = methods[name], methods["stock"]
+    own, right = method.ms[1:], stock.ms[1:]  # the first step allocates
+    ratio = bootstrap_ratio(right, own)
+    database = Database() if method.choices is None else method.choices.database
+    saved, runs = promised(database, tuned[1])
+    stock_ms = sorted(right)[len(right) // 2]
+    parts = dict.fromkeys(PARTS, float("nan"))
+    if options.threads == 1:
+        images, labels = torch.randn(options.batch, 3, options.size, options.size), torch.arange(options.batch)
+        parts = measure_parts(lambda: method.step(images, labels % CLASSES, 0), TAKEN_APART)
+    target = TARGETS.get(model) if name == list(methods)[-1] else None
+    return {
+        "model": model,
+        "batch": options.batch,
+        "size": options.size,
+        "method": name,
+        "operations_on_kernels": runs,
+        "operations": sum(tuned[1].values()),
+        "median_ms": f"{sorted(own)[len(own) // 2]:.2f}",
+        "best_ms": f"{min(own):.2f}",
+        "times_stock": f"{ratio.median:.4f}",
+        "low": f"{ratio.low:.4f}",
+        "high": f"{ratio.high:.4f}",
+        "best_times_stock": f"{min(right) / min(own):.4f}",
+        "promised_times_stock": f"{stock_ms / (stock_ms - saved):.4f}",
+        **{f"{part}_ms": f"{ms:.2f}" for part, ms in parts.items()},
+        "rest_ms": f"{sorted(own)[len(own) // 2] - sum(parts.values()):.2f}",
+        "target": "" if target is None else target,
+        "verdict": _verdict(name, ratio, target),
+    }
+
+
+def _verdict(name: str, ratio: Ratio, target: float | None) -> str:
+    if name == "stock":
+        return "baseline"
+    if target is not None:
+        return "met" if ratio.median >= target else "missed"
+    return "faster" if ratio.low > 1 else "slower" if ratio.high < 1 else "unclear"
+
+
+def show(rows: Sequence[Mapping[str, object]]) -> None:
+    """Print what matters of a model's rows."""
+    columns = ("method", "operations_on_kernels", "median_ms", "best_ms", "times_stock", "low", "high")
+    columns += (
+        "best_times_stock",
+        "promised_times_stock",
+        *(f"{part}_ms" for part in PARTS),
+        "rest_ms",
+        "target",
+        "verdict",
+    )
+    first = rows[0]
+    sizes = f"batch {first['batch']}, {first['size']}x{first['size']}, {first['threads']} thread(s)"
+    print(f"\n{first['model']}, {sizes}")
+    print(f"torch in {first['stock_layout']}; losses differ by {first['loss_difference']} at most")
+    print_aligned([columns, *([str(row[column]) for column in columns] for row in rows)])
+
+
+def main(options: Options) -> None:
+    """Measure all models, and write the table after each."""
+    torch.set_num_threads(options.threads)
+    rows: list[dict[str, object]] = []
+    for name in options.models:
+        found = measure(name, options)
+        show(found)
+        rows += found
+        write_rows(options.output, rows)
+    print(f"\nwritten to {options.output}")
+
+
+if __name__ == "__main__":
+    same_allocator("benchmarks.kernels.training")
+    main(tyro.cli(Options))

@@ -1,0 +1,116 @@
+"""Why: a table of kernels must add up, take steps apart rightly, and never compare two different computations."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.kernels import norms, training
+from benchmarks.kernels.common import write_rows
+from benchmarks.kernels.parts import measure_parts
+from benchmarks.rig.paired import Paired
+from hybridpar.errors import HybridparError
+from hybridpar.tvm_kernels import Database
+from hybridpar.tvm_kernels.choice import use_choices
+from hybridpar.tvm_kernels.norm_records import NormKey, NormShape
+from hybridpar.tvm_kernels.shapes import Direction, Layout
+from tests.small_nets import separable
+from tests.tvm_kernels.standin import NormStandIn, norm_record, record_of
+
+SHAPE = NormShape(4 * 64, 8, "relu")
+
+
+def test_a_network_is_the_sum_of_its_layers_as_chosen() -> None:
+    slow, fast = NormShape(16, 8, "none"), NormShape(1024, 8, "relu6")
+    found = {
+        slow: norms.Found(Paired({"stock": (1.0,) * 20, "fused": (2.0,) * 20}, 0, 0.0, False), 0.5, 1e-7),
+        fast: norms.Found(Paired({"stock": (9.0,) * 20, "fused": (3.0,) * 20}, 0, 0.0, True), 2.5, 1e-7),
+    }
+    first, second, total = norms.rows_of("mobilenet_v2", 32, {slow: 3, fast: 1}, found)
+    assert [first["shape"], second["shape"], total["shape"]] == ["16x8 none", "1024x8 relu6", "all"]
+    assert (first["verdict"], second["verdict"], total["verdict"]) == ("stock", "tuned", "met")
+    assert (first["times_stock"], first["as_chosen"]) == ("0.5000", "1.0000")
+    assert (second["times_stock"], second["floor_share"]) == ("3.0000", "0.8333")
+    # 3 * 1 + 9 with torch, 3 * 1 + 3 as chosen.
+    assert (total["stock_ms"], total["chosen_ms"], total["times_stock"]) == ("12.0000", "6.0000", "2.0000")
+    assert float(str(total["as_chosen"])) == pytest.approx(math.exp(math.log(3) / 4), abs=1e-4)
+    assert total["floor_ms"] == "4.0000"
+    assert total["loaded"] is True
+    assert len({tuple(row) for row in (first, second, total)}) == 1, "one table, one set of columns"
+
+
+def step_of(model: nn.Module) -> None:
+    model.zero_grad()
+    model(torch.ones(4, 3, 8, 8)).square().mean().backward()
+
+
+def test_a_step_is_taken_apart() -> None:
+    net = separable()
+    without = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 2))
+    parts = measure_parts(lambda: step_of(net), 2)
+    assert min(parts.values()) > 0
+    assert measure_parts(lambda: step_of(without), 2) == {"depthwise": 0.0, "norm+activation": 0.0}
+
+
+def test_fused_norms_are_counted_as_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
+    made = NormStandIn(monkeypatch)
+    before = use_choices(None)
+    try:
+        net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        net.to(memory_format=torch.channels_last)
+        method = training.Method(net, Layout.CHANNELS_LAST, Database("", norms=[norm_record(SHAPE)]))
+        assert measure_parts(lambda: step_of(method.model), 1)["norm+activation"] > 0
+        assert made.calls["backward"] == {SHAPE: 1}
+    finally:
+        use_choices(before)
+
+
+def test_what_records_promise() -> None:
+    record = record_of("4x8x8x8 k3x3 s1x1 p1x1 d1x1", Direction.FORWARD, Layout.CHANNELS_LAST, ms=1.0, stock_ms=3.0)
+    database = Database("", [record], norms=[norm_record(SHAPE, ms=1.0, stock_ms=1.5)])
+    norm = NormKey(SHAPE, 1, database.norms[0].device)
+    other = NormKey(NormShape(9, 9, "relu"), 1, database.norms[0].device)
+    assert training.promised(database, {record.key: 2, norm: 4, other: 1}) == (pytest.approx(6.0), 6)
+
+
+class Wrong(nn.Module):
+    """Computes something else from its second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.calls = nn.Linear(192, 10), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        result: torch.Tensor = self.head(x.flatten(1)) * (1.0 if self.calls < 2 else 1.5)
+        return result
+
+
+def test_methods_that_differ_stop_the_benchmark() -> None:
+    before = use_choices(None)
+    try:
+        stock, other = (training.Method(Wrong(), Layout.CONTIGUOUS, None) for _ in range(2))
+        other.follow(stock)
+        images, labels = torch.randn(4, 3, 8, 8), torch.arange(4)
+        methods = {"stock": stock, "norms": other}
+        for method in methods.values():
+            method.timed(images, labels, 0, lambda: 0.0)
+        assert training.check_step(methods) == 0.0
+        other.model.calls += 5
+        stock.model.calls = 0
+        for method in methods.values():
+            method.timed(images, labels, 0, lambda: 0.0)
+        with pytest.raises(HybridparError, match="step 2 with norms"):
+            training.check_step(methods)
+    finally:
+        use_choices(before)
+
+
+def test_a_table_is_written(tmp_path: Path) -> None:
+    write_rows(tmp_path / "new" / "t.csv", [{"a": 1, "b": "x,y"}, {"a": 2, "b": ""}])
+    assert (tmp_path / "new" / "t.csv").read_text().splitlines() == ["a,b", '1,"x,y"', "2,"]
