@@ -36,7 +36,9 @@ OPTIONS = ("--fmad=false", "--std=c++17")
 #: is no --use_fast_math: denormals, infinities and NaN stay as torch's own kernels have them.
 CONTRACTED = ("--fmad=true", "--std=c++17")
 
-_DRIVER = "libcuda.so.1"
+#: The CUDA driver.
+DRIVER = "libcuda.so.1"
+_DRIVER = DRIVER
 
 
 def load_cuda_kernels(

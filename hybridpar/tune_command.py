@@ -7,8 +7,10 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import torch
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,6 +22,8 @@ from hybridpar.errors import KernelError, UsageError
 from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.models import build_model, seed_everything
 from hybridpar.process import available_cores, threads_per_worker
+from hybridpar.tvm_kernels.cuda_device import KNOWN, Gpu, gpu_at
+from hybridpar.tvm_kernels.cuda_tuner import compile_all, tune_cuda
 from hybridpar.tvm_kernels.database import KernelKey, read_database, user_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.layers import depthwise_layers
@@ -31,12 +35,12 @@ from hybridpar.tvm_kernels.table import as_json, draw_rows, rows_of, summary_lin
 from hybridpar.worker_share import share_of_worker
 
 
-def run_tune(config: TuneConfig, search: Callable[..., SearchReport] = search_all) -> int:
+def run_tune(config: TuneConfig, search: Callable[..., SearchReport] | None = None) -> int:
     """Tune, or show what was tuned.
 
     Args:
         config: The request.
-        search: Does the searching.
+        search: Does the searching; default: what suits the target and the machine.
 
     Returns:
         0; 130 where the user stopped it, and what was found is kept.
@@ -48,6 +52,9 @@ def run_tune(config: TuneConfig, search: Callable[..., SearchReport] = search_al
     if config.show is not None:
         _show(config, config.show, None)
         return 0
+    measured = config.target == "cpu" or _has_gpu(config)
+    if search is None:
+        search = search_all if config.target == "cpu" else _search_cuda(config)
     work = find_work(config)
     path = config.output or user_database()
     with _Bar() as bar:
@@ -67,13 +74,35 @@ def run_tune(config: TuneConfig, search: Callable[..., SearchReport] = search_al
                 "Tuning compiles kernels with TVM.",
                 "Install apache-tvm of the version that hybridpar asks for; training works without.",
             ) from error
-    if path.exists():
+    if path.exists() and measured:
         _show(config, path, set(work))
     said = f"{report.tuned} searches done, {report.skipped} were done before"
     said += f", {report.empty} without a kernel, where torch is used" if report.empty else ""
     said += f", {report.left} left: the same command goes on with them" if report.left else ""
     print(f"{said}; records are in {path}", file=sys.stderr)
+    if not measured:
+        print(
+            "nothing was measured: these are candidates by the model, which run nowhere before they are tuned on "
+            f"{_gpu(config).name}; machine code is in {path.with_suffix('.cubins')}",
+            file=sys.stderr,
+        )
     return 130 if report.stopped else 0
+
+
+def _has_gpu(config: TuneConfig) -> bool:
+    return config.gpu is None and torch.cuda.is_available()
+
+
+def _gpu(config: TuneConfig) -> Gpu:
+    """The GPU that kernels are for."""
+    return gpu_at(torch.cuda.current_device()) if _has_gpu(config) else KNOWN[config.gpu or "h100"]
+
+
+def _search_cuda(config: TuneConfig) -> Callable[..., SearchReport]:
+    """Measure on the GPU, or compile for one that is not here."""
+    if not _has_gpu(config):
+        return partial(compile_all, gpu=_gpu(config))
+    return partial(search_all, tuner=tune_cuda, dtype=config.dtype, index=torch.cuda.current_device())
 
 
 def find_work(config: TuneConfig) -> Counter[KernelKey]:
@@ -83,9 +112,9 @@ def find_work(config: TuneConfig) -> Counter[KernelKey]:
         UsageError: There is none, or the model does not run on such an input.
     """
     if config.shapes is not None:
-        own = config.threads or threads_per_worker(1, available_cores())
+        where = _place(config, config.threads)
         return Counter(
-            KernelKey(direction, shape, Layout(config.layout), own, cpu_fingerprint())
+            KernelKey(direction, shape, Layout(config.layout), *where)
             for shape in read_shapes(config.shapes)
             for direction in Direction
         )
@@ -109,12 +138,17 @@ def find_work(config: TuneConfig) -> Counter[KernelKey]:
             "Kernels are tuned for convolutions with one filter per channel.",
             "Models that have some: mobilenet_v2, efficientnet_b0, convnext_tiny.",
         )
-    own = threads or threads_per_worker(1, available_cores())
+    where = _place(config, threads)
     return Counter(
-        KernelKey(direction, layer.shape, layer.layout, own, cpu_fingerprint())
-        for layer in layers
-        for direction in layer.needs
+        KernelKey(direction, layer.shape, layer.layout, *where) for layer in layers for direction in layer.needs
     )
+
+
+def _place(config: TuneConfig, threads: int | None) -> tuple[int, str, str]:
+    """Threads, device and dtype of what is tuned."""
+    if config.target == "cuda":
+        return 1, _gpu(config).fingerprint, config.dtype
+    return threads or threads_per_worker(1, available_cores()), cpu_fingerprint(), config.dtype
 
 
 def parse_train_options(text: str) -> TrainConfig:

@@ -1,7 +1,7 @@
 """Why: a kernel for a GPU is a source text that TVM wrote, machine code that NVRTC made of it, and a launch.
 
-Source and machine code need no GPU; only loading does. Machine code is cached by the source, the options and the
-compiler (`hybridpar.kernel_cache`), so a process that finds it starts neither TVM nor NVRTC; the source is cached as well.
+Source and machine code need no GPU; only loading does. Both are cached (`hybridpar.kernel_cache`), so a process that
+finds them starts neither TVM nor NVRTC.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import hashlib
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hybridpar.cuda_driver import CudaFunction, CudaModule
+from hybridpar.cuda_driver import CudaFunction, CudaModule, driver
 from hybridpar.kernel_build import contents_of, kernel_paths, parted
 from hybridpar.kernel_builder import Request
 from hybridpar.kernel_cache import KernelsUnavailable, cache_path, cached
-from hybridpar.kernel_cuda import CONTRACTED, compiler
+from hybridpar.kernel_cuda import CONTRACTED, DRIVER, compiler
 from hybridpar.tvm_kernels.kernel import Parameters
 from hybridpar.tvm_kernels.schedules.cuda_tile import Tile
 from hybridpar.tvm_kernels.schedules.cuda_weight import MERGE_PARTS, MERGE_THREADS
@@ -196,5 +196,16 @@ class CudaKernel:
         function(grid, block, scratch, out)
 
 
-#: Loads machine code on a device; `hybridpar.cuda_driver.Driver.load` with the device's number.
-Load = Callable[[bytes], CudaModule]
+def load_cubin(variant: CudaVariant, code: bytes, index: int) -> CudaKernel:
+    """A variant on a device.
+
+    Args:
+        variant: What was compiled.
+        code: For the device's architecture.
+        index: Of the device, by torch's number.
+
+    Raises:
+        CudaError: The driver refuses it.
+        OSError: There is no driver.
+    """
+    return CudaKernel(variant, driver(DRIVER).load(code, index))

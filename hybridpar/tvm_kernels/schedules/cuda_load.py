@@ -1,7 +1,7 @@
 """Why: both schedules begin with the same thing, an image's tile with its halo put into shared memory by all threads.
 
-Each thread brings some elements, a few at a time: all are asked for before the first is put down, as a GPU hides the way
-to memory by having much under way. What is not in the image is zero, so no later loop asks where the border is.
+Each thread brings some elements, a few at a time: all are asked for before the first is put down, as a GPU hides the
+way to memory by having much under way. What is not in the image is zero, so no later loop asks where the border is.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ In channels_last neighbouring threads have neighbouring channels, in contiguous 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -58,7 +59,7 @@ class Side:
         """Input elements from one tile to the next."""
         return self.along.shift(self.tile)
 
-    @property
+    @cached_property
     def first(self) -> int:
         """The first input element of the first tile; negative in the padding."""
         return min(place for out in range(self.register) for _, place in self.along.unbounded(out))
@@ -75,12 +76,22 @@ class Side:
         own = (self.along.unbounded(out) for out in range(self.register))
         return tuple(tuple((tap, place - self.first) for tap, place in one) for one in own)
 
-    @property
+    @cached_property
+    def used(self) -> int:
+        """Input elements that one thread reads."""
+        return len({place for own in self.taps for _, place in own})
+
+    @cached_property
+    def uses(self) -> int:
+        """Pairs of a thread's results and taps."""
+        return sum(len(own) for own in self.taps)
+
+    @cached_property
     def phases(self) -> int:
         """Phases that lie apart."""
         return self.along.stride if self.split and not self.along.transposed else 1
 
-    @property
+    @cached_property
     def per_phase(self) -> int:
         """Elements of one phase."""
         return -(-self.reach // self.phases)
@@ -98,6 +109,13 @@ class Side:
     def place(self, offset: int) -> int:
         """Where an element lies, from where the thread's first one does."""
         return offset % self.phases * self.per_phase + offset // self.phases
+
+
+@functools.lru_cache(4096)
+def _side(shape: ConvShape, direction: Direction, which: int, register: int, threads: int, virtual: int) -> Side:
+    """Sides are few, and tiles that are weighed against each other many."""
+    forward = Direction.FORWARD if direction is Direction.WEIGHT_GRADIENT else direction
+    return Side(axis(shape, forward, which), register, threads, virtual, split=which == 1)
 
 
 @dataclass(frozen=True)
@@ -132,15 +150,14 @@ class Tile:
     @cached_property
     def vertical(self) -> Side:
         """Rows."""
-        along = axis(self.shape, Direction.FORWARD if self.weight else self.direction, 0)
-        return Side(along, self.parameters["rows"], self.parameters["threads_y"], 1, split=False)
+        own = self.parameters
+        return _side(self.shape, self.direction, 0, own["rows"], own["threads_y"], 1)
 
     @cached_property
     def horizontal(self) -> Side:
         """Columns."""
-        along = axis(self.shape, Direction.FORWARD if self.weight else self.direction, 1)
         own = self.parameters
-        return Side(along, own["columns"], own["threads_x"], own["virtual"], split=True)
+        return _side(self.shape, self.direction, 1, own["columns"], own["threads_x"], own["virtual"])
 
     @property
     def vector(self) -> int:
