@@ -1,4 +1,4 @@
-"""Why: a record of a GPU is text; the op needs machine code, loaded on whichever of the machine's GPUs it is called for.
+"""Why: a record of a GPU is text; the op needs machine code, loaded on whichever of the machine's GPUs calls it.
 
 Sources are written together, in child processes; machine code is made and loaded on a device when it is first called
 there, since a process uses one GPU of many and loading takes memory of it.

@@ -55,8 +55,8 @@ class CudaCost:
 def wavefronts(addresses: Iterable[int], width: int) -> int:
     """How many times shared memory is accessed for one access of a warp.
 
-    Wide accesses go half by half (8 bytes) or quarter by quarter (16). Lanes of a part that want the same word share it;
-    those that want different words of one bank wait for each other.
+    Wide accesses go half by half (8 bytes) or quarter by quarter (16). Lanes of a part that want the same word share
+    it; those that want different words of one bank wait for each other.
 
     Args:
         addresses: In bytes, of each lane, multiples of `width`.
@@ -186,7 +186,7 @@ def _memory(tile: Tile, tiles: int, blocks: int, held: int, gpu: Gpu) -> tuple[f
 
 
 def _work(tile: Tile) -> tuple[float, float, float]:
-    """Of a thread and a tile: instructions, accesses of shared memory with conflicts, and what conflicts multiply by."""
+    """Of a thread and a tile: instructions, accesses of shared memory, and what conflicts multiplied those by."""
     down, across, vector = tile.vertical, tile.horizontal, tile.vector
     per_lane = tile.vector * ITEM[tile.dtype]
     least = max(1, WARP * per_lane // (_BANKS * _WORD))

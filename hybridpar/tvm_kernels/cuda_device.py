@@ -80,7 +80,7 @@ def gpu_at(index: int) -> Gpu:
         if known.name == found.name and known.architecture == architecture:
             return known
     a100 = KNOWN["a100"]
-    # Clocks are in kHz, and memory moves data on both edges of its own; what a version of torch does not tell is A100's.
+    # Clocks are in kHz, and memory moves data on both edges; what a version of torch does not tell is the A100's.
     clock, width = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
     bandwidth = 2e3 * clock * width / 8 or a100.bandwidth
     own_clock = 1e3 * getattr(found, "clock_rate", 0) or a100.clock

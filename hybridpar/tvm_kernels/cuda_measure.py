@@ -107,14 +107,7 @@ class CudaBench:
 
     def milliseconds(self, call: Callable[[], object], times: int) -> float:
         """Time of one of some calls, by the device's clock."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self.device):
-            start.record()
-            for _ in range(times):
-                call()
-            end.record()
-            end.synchronize()
-        return float(start.elapsed_time(end)) / times
+        return _milliseconds(call, times, self.device)
 
     def compare(self, kernel: CudaKernel, seconds: float, least: int = 5) -> Timing:
         """Time a kernel against torch in pairs."""
@@ -124,16 +117,43 @@ class CudaBench:
         self, own: Callable[[], object], stock: Callable[[], object], seconds: float, least: int = 5
     ) -> Timing:
         """Time two calls in turn."""
-        own(), stock()
-        slower = max(self.milliseconds(own, 2), self.milliseconds(stock, 2))
-        times = max(1, min(200, round(_STRETCH / max(1e-3 * slower, 1e-7))))
-        end = time.perf_counter() + seconds
-        pairs: list[tuple[float, float]] = []
-        while len(pairs) < least or (time.perf_counter() < end and len(pairs) < 1000):
-            order = (own, stock) if len(pairs) % 2 == 0 else (stock, own)
-            taken = tuple(1e-3 * self.milliseconds(one, times) for one in order)
-            pairs.append((taken[0], taken[1]) if order[0] is own else (taken[1], taken[0]))
-        return summarize_pairs(pairs)
+        return time_cuda_pairs(own, stock, seconds, least, self.device)
+
+
+def time_cuda_pairs(
+    own: Callable[[], object], stock: Callable[[], object], seconds: float, least: int, device: torch.device
+) -> Timing:
+    """Time two calls in turn, each first in every other pair, until the time is over and there are enough pairs.
+
+    Args:
+        own: One of them.
+        stock: What it is compared with.
+        seconds: For all of it.
+        least: Pairs to take in any case.
+        device: That they run on.
+    """
+    own(), stock()
+    slower = max(_milliseconds(own, 2, device), _milliseconds(stock, 2, device))
+    times = max(1, min(200, round(_STRETCH / max(1e-3 * slower, 1e-7))))
+    end = time.perf_counter() + seconds
+    pairs: list[tuple[float, float]] = []
+    while len(pairs) < least or (time.perf_counter() < end and len(pairs) < 1000):
+        first, second = (own, stock) if len(pairs) % 2 == 0 else (stock, own)
+        taken = 1e-3 * _milliseconds(first, times, device), 1e-3 * _milliseconds(second, times, device)
+        pairs.append(taken if first is own else taken[::-1])
+    return summarize_pairs(pairs)
+
+
+def _milliseconds(call: Callable[[], object], times: int, device: torch.device) -> float:
+    """Time of one of some calls, by the device's clock."""
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        for _ in range(times):
+            call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / times
 
 
 def _without_cudnn(call: Callable[[], object]) -> object:

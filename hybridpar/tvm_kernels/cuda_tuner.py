@@ -149,7 +149,7 @@ def _compiled(key: KernelKey, path: Path, gpu: Gpu, builder: Builder, count: int
         yield KernelRecord(
             direction=key.direction,
             shape=key.shape.text,
-            dtype=key.dtype,  # type: ignore[arg-type]
+            dtype=key.dtype,
             layout=key.layout,
             device=key.device,
             threads=key.threads,
@@ -291,7 +291,7 @@ class _Search:
         fresh = {_key(one): one for one in self.space}
         drawn = self.random.sample(self.space, min(_DRAWN, len(self.space)))
         self.drawn = {_key(one) for one in drawn}
-        wanted = [*known[:_FINALISTS], *self.space[:_LIKED], *drawn]
+        wanted: list[Mapping[str, int]] = [*known[:_FINALISTS], *self.space[:_LIKED], *drawn]
         while len(self.asked) < len(self.space):
             for one in wanted:
                 if _key(one) in fresh and _key(one) not in self.asked:
@@ -301,7 +301,7 @@ class _Search:
             near = [one for one in near if _key(one) not in self.asked]
             near.sort(key=lambda one: self.predicted[_key(one)])
             left = [one for one in self.space if _key(one) not in self.asked]
-            wanted = near[:4] or left[:1]
+            wanted = [*(near[:4] or left[:1])]
 
     def _take(self, parameters: Mapping[str, int], future: Future[Built]) -> None:
         """Wait for a source, compile, load, check and measure it."""

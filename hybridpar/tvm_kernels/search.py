@@ -167,7 +167,7 @@ def _keep(path: Path, key: KernelKey, found: Sequence[Tuned]) -> None:
             KernelRecord(
                 direction=key.direction,
                 shape=key.shape.text,
-                dtype=key.dtype,  # type: ignore[arg-type]
+                dtype=key.dtype,
                 layout=key.layout,
                 device=key.device,
                 threads=key.threads,
