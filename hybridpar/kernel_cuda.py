@@ -38,7 +38,6 @@ CONTRACTED = ("--fmad=true", "--std=c++17")
 
 #: The CUDA driver.
 DRIVER = "libcuda.so.1"
-_DRIVER = DRIVER
 
 
 def load_cuda_kernels(
@@ -64,7 +63,7 @@ def load_cuda_kernels(
     try:
         major, minor = torch.cuda.get_device_capability(device)
         code = cubin(name, source, f"sm_{major}{minor}")
-        module = driver(_DRIVER).load(code, device.index)
+        module = driver(DRIVER).load(code, device.index)
         return {kernel: module.function(kernel, values) for kernel, values in parameters.items()}
     except (KernelsUnavailable, CudaError, OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]

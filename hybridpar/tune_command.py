@@ -191,7 +191,8 @@ def read_shapes(path: Path) -> list[ConvShape]:
 
 def _show(config: TuneConfig, path: Path, only: set[KernelKey] | None) -> None:
     """Print the rows of a database, or of some of its keys."""
-    rows = rows_of(read_database(path), only)
+    database = read_database(path)
+    rows = rows_of(database, only)
     if config.draw is not None:
         draw_rows(rows, config.draw)
     if config.json:
@@ -201,6 +202,9 @@ def _show(config: TuneConfig, path: Path, only: set[KernelKey] | None) -> None:
     console.print(table_of(rows))
     for line in summary_lines(rows):
         console.print(line)
+    unmeasured = sum(record.ms is None for record in database.records if only is None or record.key in only)
+    if unmeasured:
+        console.print(f"{unmeasured} more were compiled for a GPU and not measured, so they are not used")
     if config.draw is not None:
         console.print(f"picture written to {config.draw}")
 

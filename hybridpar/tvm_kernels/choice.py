@@ -227,8 +227,12 @@ def why_no_record(database: Database, key: KernelKey) -> str:
     if database.best(key, current=False) is not None:
         versions = ", ".join(f"{name} {version}" for name, version in installed_versions())
         return f"its record is not of {versions}; tune again"
+    if key in set(database):
+        return "its candidates were compiled and not measured; tune on this device"
     for other in database:
         if (other.op, other.direction, other.dtype) != (key.op, key.direction, key.dtype):
+            continue
+        if database.best(other, current=False) is None:
             continue
         differing = []
         if other.shape != key.shape:

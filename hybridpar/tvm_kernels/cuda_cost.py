@@ -176,13 +176,13 @@ def _memory(tile: Tile, tiles: int, blocks: int, held: int, gpu: Gpu) -> tuple[f
     other = tiles * per_tile * _sectors(written_run, tile.last and written_run % _SECTOR == 0)
     source = shape.batch * shape.channels * down.along.size * across.along.size * item
     result = shape.batch * shape.channels * down.along.out * across.along.out * item
-    from_memory = (max(source, 0) + result) / gpu.bandwidth
+    from_memory = (source + result) / gpu.bandwidth
     through_cache = (brought + other) / (_LEVEL2 * gpu.bandwidth)
     # A block has so many bytes under way; with too few of them memory waits for requests.
     wanted = gpu.bandwidth * _LATENCY / gpu.processors
     under_way = held * min(tile.threads * BATCH * tile.vector * item, tile.input_elements * item)
     busy = min(1.0, under_way / wanted) * min(1.0, blocks / gpu.processors)
-    return max(from_memory, through_cache) / max(busy, 0.05), brought / max(source, 1)
+    return max(from_memory, through_cache) / max(busy, 0.05), brought / source
 
 
 def _work(tile: Tile) -> tuple[float, float, float]:

@@ -27,10 +27,9 @@ class _Numbered:
         return self.module.function(f"{name}_{self.number}", parameters)
 
 
-def write_sources(variants: Sequence[CudaVariant]) -> list[str]:
+def write_sources(variants: Sequence[CudaVariant], builder: Builder) -> list[str]:
     """CUDA C of variants."""
-    with Builder(1) as builder:
-        return [builder.build(variant.request).image.decode() for variant in variants]
+    return [builder.build(variant.request).image.decode() for variant in variants]
 
 
 def emulated_kernels(variants: Sequence[CudaVariant], sources: Sequence[str], folder: Path) -> list[CudaKernel]:

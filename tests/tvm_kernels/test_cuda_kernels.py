@@ -15,8 +15,11 @@ import pytest
 import torch
 
 from hybridpar import cuda_driver
+from hybridpar.kernel_builder import Builder
 from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.kernel_cuda import CONTRACTED, compiler
+from hybridpar.tvm_kernels import op
+from hybridpar.tvm_kernels.cuda_compiled import TunedCudaKernel
 from hybridpar.tvm_kernels.cuda_cost import bank_conflicts
 from hybridpar.tvm_kernels.cuda_device import KNOWN
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, compile_source
@@ -67,8 +70,8 @@ SWEEP = [
 
 
 @pytest.fixture(scope="module")
-def sources() -> list[str]:
-    return write_sources(VARIANTS)
+def sources(builder: Builder) -> list[str]:
+    return write_sources(VARIANTS, builder)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +154,41 @@ def test_results_that_are_not_there_do_not_spoil_sums(kernels: list[CudaKernel])
     assert spoilt[..., 2].isnan().all()
 
 
+@pytest.mark.parametrize("changed", [False, True], ids=["kernels", "torch, as the views are strided"])
+def test_the_op_runs_them_through_the_launcher(
+    changed: bool, kernels: list[CudaKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and weight gradient are of one shape; as tensors of the CPU stand for those of a GPU."""
+    launched: list[Direction] = []
+
+    def find(direction: Direction, image: torch.Tensor, *rest: Any) -> TunedCudaKernel | None:
+        found = [one for one in kernels if (one.variant.direction, *rest[-1:]) == (direction, one.variant.layout)]
+        found = [one for one in found if (one.variant.shape.text, one.variant.dtype) == (ONE, "float32")]
+        if not found:
+            return None
+        launched.append(direction)
+        made = TunedCudaKernel(found[0].variant, "", "sm_90")
+        made._loaded[0] = found[0]
+        return made
+
+    monkeypatch.setattr(op, "_kernel", find)
+    shape = ConvShape.parse(ONE)
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 10, 9, 8 if changed else 7, generator=draw)[..., :7]
+    x = x if changed else x.contiguous(memory_format=torch.channels_last)
+    x.requires_grad_()
+    weight, bias = torch.randn(10, 1, 3, 3, generator=draw).requires_grad_(), torch.randn(10, generator=draw)
+    y = torch.ops.hybridpar.depthwise_conv2d(x, weight, bias, [1, 1], [1, 1], [1, 1])
+    y.square().sum().backward()
+    assert launched == ([] if changed else [FORWARD, INPUT, WEIGHT][::2])
+    own = weight.grad
+    weight.grad = None
+    expected = torch.nn.functional.conv2d(x, weight, bias, 1, 1, 1, shape.channels)
+    expected.square().sum().backward()
+    assert torch.allclose(y, expected, atol=1e-5)
+    assert torch.allclose(own, weight.grad, rtol=1e-4, atol=1e-3)
+
+
 # ------------------------------------------------------------------------------------------------------- the source
 
 
@@ -207,14 +245,14 @@ CONFLICTS: list[tuple[dict[str, Any], float]] = [
 ]
 
 
-def test_virtual_threads_and_phases_avoid_the_conflicts_that_the_model_predicts() -> None:
+def test_virtual_threads_and_phases_avoid_the_conflicts_that_the_model_predicts(builder: Builder) -> None:
     wide = "1x4x64x140 k3x3 s1x1 p1x1 d1x1"
     chosen = [variant(wide, FORWARD, CONTIGUOUS, "float32", **own) for own, _ in CONFLICTS]
     # At stride 2 every other column is read; phases lie apart, so it is as at stride 1.
     chosen.append(variant(wide.replace("s1x1", "s2x2"), FORWARD, CONTIGUOUS, "float32", **CONFLICTS[0][0]))
     chosen.append(variant(wide.replace("s1x1", "s2x2"), FORWARD, LAST, "float32"))
     chosen.append(variant(wide, FORWARD, LAST, "bfloat16", threads_c=2, threads_x=16, threads_y=1))
-    written = write_sources(chosen)
+    written = write_sources(chosen, builder)
     for one, source in zip(chosen, written, strict=True):
         assert bank_conflicts(one.tile) == brute_force(source), one.parameters
     assert [bank_conflicts(one.tile) for one in chosen[:5]] == [*(times for _, times in CONFLICTS), 1]
@@ -230,18 +268,17 @@ def needs_compiler() -> None:
         pytest.skip(str(reason))
 
 
-def test_what_would_be_measured_first_compiles_and_spills_nothing() -> None:
+def test_what_would_be_measured_first_compiles_and_spills_nothing(builder: Builder) -> None:
     needs_compiler()
     chosen = []
     for direction, layout, dtype, gpu in (
         (FORWARD, LAST, "bfloat16", KNOWN["h100"]),
-        (INPUT, CONTIGUOUS, "float16", KNOWN["a100"]),
         (WEIGHT, LAST, "float32", KNOWN["a100"]),
     ):
         shape = ConvShape.parse("32x96x56x56 k3x3 s2x2 p1x1 d1x1")
         own = ranked(shape, direction, layout, dtype, gpu)[0].parameters
         chosen.append((CudaVariant(shape, direction, layout, dtype, own), gpu.architecture))
-    for (one, architecture), source in zip(chosen, write_sources([one for one, _ in chosen]), strict=True):
+    for (one, architecture), source in zip(chosen, write_sources([one for one, _ in chosen], builder), strict=True):
         made = compile_source(source, architecture)
         assert made.code[:4] == b"\x7fELF", name(one)
         assert made.spilled == 0
@@ -254,8 +291,8 @@ def test_what_would_be_measured_first_compiles_and_spills_nothing() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
-def test_every_direction_layout_dtype_and_stride_is_right(tmp_path: Path) -> None:
-    written = write_sources(SWEEP)
+def test_every_direction_layout_dtype_and_stride_is_right(tmp_path: Path, builder: Builder) -> None:
+    written = write_sources(SWEEP, builder)
     for one, source in zip(SWEEP, written, strict=True):
         assert shared_bytes(source) == one.tile.shared_bytes, name(one)
     for kernel in emulated_kernels(SWEEP, written, tmp_path):
@@ -265,22 +302,22 @@ def test_every_direction_layout_dtype_and_stride_is_right(tmp_path: Path) -> Non
 
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
-def test_candidates_of_the_space_agree(tmp_path: Path) -> None:
+def test_candidates_of_the_space_agree(tmp_path: Path, builder: Builder) -> None:
     chosen = []
     for shape, direction, layout in itertools.product((ONE, TWO), Direction, Layout):
         of = ConvShape.parse(shape)
         space = list(candidates(of, direction, layout, "float32", KNOWN["h100"]))
         chosen += [CudaVariant(of, direction, layout, "float32", one) for one in space[:: max(1, len(space) // 5)]]
-    for kernel in emulated_kernels(chosen, write_sources(chosen), tmp_path):
+    for kernel in emulated_kernels(chosen, write_sources(chosen, builder), tmp_path):
         assert bench_of(kernel).error(kernel) <= most_error(kernel.variant.direction, "float32"), kernel.variant
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_everything_compiles(architecture: str) -> None:
+def test_everything_compiles(architecture: str, builder: Builder) -> None:
     needs_compiler()
-    for one, source in zip(SWEEP, write_sources(SWEEP), strict=True):
+    for one, source in zip(SWEEP, write_sources(SWEEP, builder), strict=True):
         made = compile_source(source, architecture)
         assert made.code[:4] == b"\x7fELF", name(one)
         assert made.spilled == 0, name(one)

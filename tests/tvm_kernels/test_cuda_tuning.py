@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from hybridpar import cuda_driver
 from hybridpar.errors import UsageError
+from hybridpar.kernel_builder import Builder
 from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.kernel_cuda import compiler
 from hybridpar.tune_command import run_tune
@@ -24,7 +26,7 @@ from hybridpar.tvm_kernels.cuda_device import KNOWN, gpu_at, is_gpu
 from hybridpar.tvm_kernels.cuda_kernel import Compiled, CudaKernel, CudaVariant
 from hybridpar.tvm_kernels.cuda_measure import CudaBench
 from hybridpar.tvm_kernels.cuda_space import candidates, reject
-from hybridpar.tvm_kernels.cuda_tuner import tune_cuda
+from hybridpar.tvm_kernels.cuda_tuner import compile_all, tune_cuda
 from hybridpar.tvm_kernels.database import Database, KernelRecord, read_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.request import TuneConfig
@@ -65,12 +67,13 @@ def _compiler() -> None:
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_without_a_gpu_candidates_are_compiled_and_marked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, builder: Builder
 ) -> None:
     shapes, path = tmp_path / "shapes.txt", tmp_path / "k.jsonl"
     shapes.write_text(SHAPE.text)
     config = TuneConfig(shapes=shapes, target="cuda", dtype="bfloat16", gpu="h200", trials=1, output=path)
-    assert run_tune(config) == 0
+    search = partial(compile_all, gpu=KNOWN["h200"], builder=builder)
+    assert run_tune(config, search) == 0
     database = read_database(path)
     assert [record.direction for record in database.records] == list(Direction)
     for record in database.records:
@@ -84,9 +87,13 @@ def test_without_a_gpu_candidates_are_compiled_and_marked(
     # They are no reason to run anything, and none to compile them again.
     monkeypatch.setattr(choice, "gpu_at", lambda index: KNOWN["h200"])
     choices = Choices(database, lambda records: pytest.fail("an unmeasured candidate was made"))
-    assert all(not decision.kernel for decision in choices.prepare(database))
+    for decision in choices.prepare(database):
+        assert decision.kernel is None
+        assert decision.why == "its candidates were compiled and not measured; tune on this device"
+    assert run_tune(TuneConfig(show=path)) == 0
+    assert "3 more were compiled for a GPU and not measured" in capsys.readouterr().out
     size = path.stat().st_size
-    assert run_tune(config) == 0
+    assert run_tune(config) == 0  # this time as it is chosen for the target
     assert path.stat().st_size == size
     assert "3 were done before" in capsys.readouterr().err
 
@@ -102,7 +109,7 @@ def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_a_search_compiles_checks_measures_and_drops_what_is_wrong(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, builder: Builder
 ) -> None:
     """All of it but the GPU: kernels run on the CPU, and clocks are drawn."""
     draw = random.Random(0)
@@ -126,7 +133,7 @@ def test_a_search_compiles_checks_measures_and_drops_what_is_wrong(
     monkeypatch.setattr(cuda_tuner, "load_cubin", load)
     monkeypatch.setattr(CudaBench, "run", _filled(CudaBench.run))
     bench = CudaBench(SHAPE, Direction.WEIGHT_GRADIENT, LAST, "float32", torch.device("cpu"))
-    found = tune_cuda(SHAPE, Direction.WEIGHT_GRADIENT, LAST, budget_s=60, trials=2, bench=bench)
+    found = tune_cuda(SHAPE, Direction.WEIGHT_GRADIENT, LAST, budget_s=600, trials=2, bench=bench, builder=builder)
     assert len(loaded) == 2
     (one,) = found
     assert one.parameters == loaded[1].parameters
@@ -175,9 +182,10 @@ def test_records_become_kernels_only_within_the_space(monkeypatch: pytest.Monkey
     assert [isinstance(one, KernelsUnavailable) for one in made] == [False, True, True, True, True]
 
 
-def test_a_kernel_needs_what_its_vectors_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = next(one for one in candidates(SHAPE, Direction.FORWARD, LAST, "bfloat16", HOPPER) if one["vector"] == 4)
-    variant = CudaVariant(SHAPE, Direction.FORWARD, LAST, "bfloat16", own)
+def test_a_kernel_needs_what_its_vectors_need() -> None:
+    wide = ConvShape.parse("2x96x14x14 k3x3 s1x1 p1x1 d1x1")
+    own = next(one for one in candidates(wide, Direction.FORWARD, LAST, "bfloat16", HOPPER) if one["vector"] == 4)
+    variant = CudaVariant(wide, Direction.FORWARD, LAST, "bfloat16", own)
     kernel = cuda_compiled.TunedCudaKernel(variant, "", "sm_90")
     room = torch.empty(64, dtype=torch.bfloat16)
     assert kernel.takes(room, room[4:])
