@@ -209,31 +209,41 @@ def _serve() -> None:
     from tvm.tirx.script.builder import ir  # noqa: F401 - and this one as tvm.tirx.script.builder.ir
 
     from hybridpar.kernel_writer import Writer
+    from hybridpar.kernel_writer_cuda import CudaWriter, source_of
 
     _register_pipeline(tvm)
+    cuda = tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host={"kind": "llvm"})
     target = tvm.target.Target({"kind": "llvm", "mcpu": codegen.llvm_get_system_cpu(), **_features()})
     answers.write(b"ready\n")
     answers.flush()
     for line in sys.stdin.buffer:
         request = json.loads(line)
         image, text = b"", b""
+        on_gpu = request["target"] == "cuda"
         try:
             # TVM keeps what is half written per thread, and would go on with it after an error.
             with ThreadPoolExecutor(1) as fresh:
-                functions, pipeline = fresh.submit(_defined, Writer(tvm), request).result()
-            module = tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline=pipeline).mod
-            with tempfile.TemporaryDirectory(prefix="hybridpar-") as aside:
-                file = Path(aside, "kernels.o")
-                module.write_to_file(str(file), "o")
-                image = file.read_bytes()
-            if request["text"]:
-                text = module.inspect_source(request["text"]).encode()
+                writer: Writer | CudaWriter = CudaWriter(tvm, cuda) if on_gpu else Writer(tvm)
+                functions, pipeline = fresh.submit(_defined, writer, request).result()
+            if on_gpu:
+                image = source_of(tvm, functions, cuda).encode()
+            else:
+                module = tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline=pipeline).mod
+                image = _object_file(module)
+                text = module.inspect_source(request["text"]).encode() if request["text"] else b""
             answer: dict[str, Any] = {"names": sorted(functions), "bytes": len(image), "text": len(text)}
         except Exception as error:
             reason = str(error).strip().splitlines() or [""]
             answer = {"error": f"{type(error).__name__}: {reason[-1]}"}
         answers.write(json.dumps(answer).encode() + b"\n" + image + text)
         answers.flush()
+
+
+def _object_file(module: Any) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="hybridpar-") as aside:
+        file = Path(aside, "kernels.o")
+        module.write_to_file(str(file), "o")
+        return file.read_bytes()
 
 
 def _defined(writer: Any, request: dict[str, Any]) -> tuple[dict[str, Any], str]:

@@ -29,22 +29,25 @@ from hybridpar.kernel_cache import TIMEOUT, KernelsUnavailable
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be compiled to one object file.
+    """What is to be compiled to one object file, or to source for CUDA.
 
     Attributes:
         sources: Files with a function `define(writer, **arguments)` each, that returns functions of TIR by name.
         arguments: Further arguments of `define`, which JSON can tell.
         text: Also give the code as text: "ll" for LLVM's, "asm" for the machine's; empty for neither.
+        target: "cpu" for an object file for this machine; "cuda" for CUDA C, written by a `CudaWriter`.
     """
 
     sources: Sequence[Path]
     arguments: dict[str, Any] = field(default_factory=dict)
     text: str = ""
+    target: str = "cpu"
 
     @property
     def line(self) -> bytes:
         """As a child reads it."""
-        told = {"sources": [str(one) for one in self.sources], "arguments": self.arguments, "text": self.text}
+        told = {"sources": [str(one) for one in self.sources], "arguments": self.arguments}
+        told |= {"text": self.text, "target": self.target}
         return json.dumps(told).encode() + b"\n"
 
 
@@ -54,7 +57,7 @@ class Built:
 
     Attributes:
         names: The functions.
-        image: The object file.
+        image: The object file, or the source for CUDA.
         text: The code as text, where that was asked for.
         seconds: How long it took, without starting a child.
     """

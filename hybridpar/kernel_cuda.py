@@ -18,7 +18,7 @@ import importlib.util
 import logging
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -32,7 +32,12 @@ _log = logging.getLogger(__name__)
 #: bytes would differ in the last bit. Division, square root and denormals are exact without asking.
 OPTIONS = ("--fmad=false", "--std=c++17")
 
-_DRIVER = "libcuda.so.1"
+#: Where a product and a sum may be one operation, which rounds once, and so is also nearer to the exact result. There
+#: is no --use_fast_math: denormals, infinities and NaN stay as torch's own kernels have them.
+CONTRACTED = ("--fmad=true", "--std=c++17")
+
+#: The CUDA driver.
+DRIVER = "libcuda.so.1"
 
 
 def load_cuda_kernels(
@@ -58,7 +63,7 @@ def load_cuda_kernels(
     try:
         major, minor = torch.cuda.get_device_capability(device)
         code = cubin(name, source, f"sm_{major}{minor}")
-        module = driver(_DRIVER).load(code, device.index)
+        module = driver(DRIVER).load(code, device.index)
         return {kernel: module.function(kernel, values) for kernel, values in parameters.items()}
     except (KernelsUnavailable, CudaError, OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -95,8 +100,11 @@ def cubin(name: str, source: Path, architecture: str) -> bytes:
 Compile = Callable[[bytes, str, Path], tuple[bytes, str]]
 
 
-def compiler() -> tuple[str, Compile]:
+def compiler(options: Sequence[str] = OPTIONS) -> tuple[str, Compile]:
     """Name and version of the compiler of this machine, and how it is called.
+
+    Args:
+        options: For the compiler.
 
     Raises:
         KernelsUnavailable: There is none.
@@ -105,11 +113,11 @@ def compiler() -> tuple[str, Compile]:
     if library is not None:
         major, minor = ctypes.c_int(), ctypes.c_int()
         library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
-        return f"nvrtc {major.value}.{minor.value}", functools.partial(_by_nvrtc, library)
+        return f"nvrtc {major.value}.{minor.value}", functools.partial(_by_nvrtc, library, options)
     path = shutil.which("nvcc")
     if path is None:
         raise KernelsUnavailable("there is neither NVRTC nor nvcc")
-    return _nvcc_version(path), functools.partial(_by_nvcc, path)
+    return _nvcc_version(path), functools.partial(_by_nvcc, path, options)
 
 
 @functools.cache
@@ -134,7 +142,9 @@ def _bundled_nvrtc() -> Iterator[str]:
         yield from map(str, sorted(Path(folder).glob(f"*/lib/libnvrtc.so.{version}")))
 
 
-def _by_nvrtc(library: ctypes.CDLL, text: bytes, architecture: str, _directory: Path) -> tuple[bytes, str]:
+def _by_nvrtc(
+    library: ctypes.CDLL, own_options: Sequence[str], text: bytes, architecture: str, _directory: Path
+) -> tuple[bytes, str]:
     def check(status: int) -> None:
         if status:
             library.nvrtcGetErrorString.restype = ctypes.c_char_p
@@ -147,7 +157,7 @@ def _by_nvrtc(library: ctypes.CDLL, text: bytes, architecture: str, _directory: 
         check(getattr(library, f"nvrtcGet{what}")(program, room))
         return room.raw
 
-    options = [f"--gpu-architecture={architecture}", *OPTIONS, "--ptxas-options=-v"]
+    options = [f"--gpu-architecture={architecture}", *own_options, "--ptxas-options=-v"]
     listed = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
     program = ctypes.c_void_p()
     check(library.nvrtcCreateProgram(ctypes.byref(program), text, b"kernels.cu", 0, None, None))
@@ -166,10 +176,10 @@ def _nvcc_version(path: str) -> str:
     return "nvcc " + " ".join(done.stdout.split()[-1:])
 
 
-def _by_nvcc(path: str, text: bytes, architecture: str, directory: Path) -> tuple[bytes, str]:
+def _by_nvcc(path: str, options: Sequence[str], text: bytes, architecture: str, directory: Path) -> tuple[bytes, str]:
     source, made = directory / "kernels.cu", directory / "kernels.cubin"
     source.write_bytes(text)
-    command = [path, "-cubin", f"-arch={architecture}", *OPTIONS, "--ptxas-options=-v", "-o", str(made), str(source)]
+    command = [path, "-cubin", f"-arch={architecture}", *options, "--ptxas-options=-v", "-o", str(made), str(source)]
     done = _run(command)
     if done.returncode:
         raise KernelsUnavailable(f"nvcc for {architecture}: {_first_error(done.stderr)}")

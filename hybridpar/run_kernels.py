@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-import torch
 from torch import nn
 
 from hybridpar.config import TrainConfig
@@ -17,6 +16,7 @@ from hybridpar.pipeline.world import World
 from hybridpar.plan import KernelChoice, Kernels
 from hybridpar.staging import lane_threads, shape_of
 from hybridpar.tvm_kernels.choice import Choices, Decision, active_choices
+from hybridpar.tvm_kernels.cuda_device import gpu_at
 from hybridpar.tvm_kernels.database import KernelKey
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.layers import DepthwiseLayer, NormLayer, tunable_layers
@@ -151,7 +151,9 @@ def prepare_kernels(
         with without_replicas(model):  # looking must leave no trace in a step's statistics
             layers, norms = tunable_layers(model, (samples, *sample_shape), layout=layout)
     threads = lane_threads(shape, world.device)
-    device = cpu_fingerprint() if world.device.type == "cpu" else torch.cuda.get_device_name(world.device)
+    device = cpu_fingerprint()
+    if world.device.type == "cuda":
+        threads, device = 1, gpu_at(world.device.index or 0).fingerprint
     dtype = "float32" if config.amp == "none" else "bfloat16"
     operations = [
         (layer, direction, KernelKey(direction, layer.shape, layer.layout, threads, device, dtype))

@@ -12,8 +12,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+import torch
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -25,6 +27,8 @@ from hybridpar.errors import KernelError, UsageError
 from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.models import build_model, seed_everything
 from hybridpar.process import available_cores, threads_per_worker
+from hybridpar.tvm_kernels.cuda_device import KNOWN, Gpu, gpu_at
+from hybridpar.tvm_kernels.cuda_tuner import compile_all, tune_cuda
 from hybridpar.tvm_kernels.database import KernelKey, read_database, user_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.layers import tunable_layers
@@ -43,14 +47,14 @@ _NORM = re.compile(r"\d+x\d+\s")
 
 def run_tune(
     config: TuneConfig,
-    search: Callable[..., SearchReport] = search_all,
+    search: Callable[..., SearchReport] | None = None,
     measure: Callable[..., SearchReport] = measure_norms,
 ) -> int:
     """Tune, or show what was tuned.
 
     Args:
         config: The request.
-        search: Does the searching for convolutions.
+        search: Does the searching for convolutions; default: what suits the target and the machine.
         measure: Does the measuring of norms.
 
     Returns:
@@ -63,6 +67,9 @@ def run_tune(
     if config.show is not None:
         _show(config, config.show, None)
         return 0
+    measured = config.target == "cpu" or _has_gpu(config)
+    if search is None:
+        search = search_all if config.target == "cpu" else _search_cuda(config)
     work = find_work(config)
     convolutions = [key for key in work if isinstance(key, KernelKey)]
     norms = [key for key in work if isinstance(key, NormKey)]
@@ -95,13 +102,35 @@ def run_tune(
                     "Install apache-tvm of the version that hybridpar asks for; training works without.",
                 ) from error
             report = report.plus(found)
-    if path.exists():
+    if path.exists() and measured:
         _show(config, path, set(work))
     said = f"{report.tuned} searches done, {report.skipped} were done before"
     said += f", {report.empty} without a kernel, where torch is used" if report.empty else ""
     said += f", {report.left} left: the same command goes on with them" if report.left else ""
     print(f"{said}; records are in {path}", file=sys.stderr)
+    if not measured:
+        print(
+            "nothing was measured: these are candidates by the model, which run nowhere before they are tuned on "
+            f"{_gpu(config).name}; machine code is in {path.with_suffix('.cubins')}",
+            file=sys.stderr,
+        )
     return 130 if report.stopped else 0
+
+
+def _has_gpu(config: TuneConfig) -> bool:
+    return config.gpu is None and torch.cuda.is_available()
+
+
+def _gpu(config: TuneConfig) -> Gpu:
+    """The GPU that kernels are for."""
+    return gpu_at(torch.cuda.current_device()) if _has_gpu(config) else KNOWN[config.gpu or "h100"]
+
+
+def _search_cuda(config: TuneConfig) -> Callable[..., SearchReport]:
+    """Measure on the GPU, or compile for one that is not here."""
+    if not _has_gpu(config):
+        return partial(compile_all, gpu=_gpu(config))
+    return partial(search_all, tuner=tune_cuda, dtype=config.dtype, index=torch.cuda.current_device())
 
 
 def find_work(config: TuneConfig) -> Counter[KernelKey | NormKey]:
@@ -110,15 +139,14 @@ def find_work(config: TuneConfig) -> Counter[KernelKey | NormKey]:
     Raises:
         UsageError: There is none, or the model does not run on such an input.
     """
-    device = cpu_fingerprint()
     work: Counter[KernelKey | NormKey] = Counter()
     if config.shapes is not None:
-        own = config.threads or threads_per_worker(1, available_cores())
+        where = _place(config, config.threads)
         for shape in read_shapes(config.shapes):
-            if isinstance(shape, NormShape):
-                work[NormKey(shape, own, device)] += 1
-            else:
-                work.update(KernelKey(direction, shape, Layout(config.layout), own, device) for direction in Direction)
+            if not isinstance(shape, NormShape):
+                work.update(KernelKey(direction, shape, Layout(config.layout), *where) for direction in Direction)
+            elif config.target == "cpu":
+                work[NormKey(shape, *where[:2])] += 1
         return work
     assert config.model is not None
     sample, classes, batch, layout = config.sample, config.classes, config.batch, Layout(config.layout)
@@ -134,11 +162,12 @@ def find_work(config: TuneConfig) -> Counter[KernelKey | NormKey]:
     seed_everything(config.seed)
     model = build_model(config.model, classes, stem=stem)  # type: ignore[arg-type]
     convolutions, norms = tunable_layers(model, (batch, *sample), layout=layout)
-    own = threads or threads_per_worker(1, available_cores())
+    where = _place(config, threads)
     for layer in convolutions:
-        work.update(KernelKey(direction, layer.shape, layer.layout, own, device) for direction in layer.needs)
-    # There are no kernels for norms in other layouts, so there is nothing to be measured.
-    work.update(NormKey(norm.shape, own, device) for norm in norms if norm.layout is Layout.CHANNELS_LAST)
+        work.update(KernelKey(direction, layer.shape, layer.layout, *where) for direction in layer.needs)
+    if config.target == "cpu":
+        # There are no kernels for norms in other layouts, so there is nothing to be measured.
+        work.update(NormKey(norm.shape, *where[:2]) for norm in norms if norm.layout is Layout.CHANNELS_LAST)
     if not work:
         raise UsageError(
             f"{config.model} has no depthwise convolution, and no BatchNorm in channels_last",
@@ -146,6 +175,13 @@ def find_work(config: TuneConfig) -> Counter[KernelKey | NormKey]:
             "Models that have some: mobilenet_v2, efficientnet_b0, convnext_tiny.",
         )
     return work
+
+
+def _place(config: TuneConfig, threads: int | None) -> tuple[int, str, str]:
+    """Threads, device and dtype of what is tuned."""
+    if config.target == "cuda":
+        return 1, _gpu(config).fingerprint, config.dtype
+    return threads or threads_per_worker(1, available_cores()), cpu_fingerprint(), config.dtype
 
 
 def parse_train_options(text: str) -> TrainConfig:
@@ -190,7 +226,8 @@ def read_shapes(path: Path) -> list[ConvShape | NormShape]:
 
 def _show(config: TuneConfig, path: Path, only: set[KernelKey | NormKey] | None) -> None:
     """Print the rows of a database, or of some of its keys."""
-    rows = rows_of(read_database(path), only)
+    database = read_database(path)
+    rows = rows_of(database, only)
     if config.draw is not None:
         draw_rows(rows, config.draw)
     if config.json:
@@ -200,6 +237,9 @@ def _show(config: TuneConfig, path: Path, only: set[KernelKey | NormKey] | None)
     console.print(table_of(rows))
     for line in summary_lines(rows):
         console.print(line)
+    unmeasured = sum(record.ms is None for record in database.records if only is None or record.key in only)
+    if unmeasured:
+        console.print(f"{unmeasured} more were compiled for a GPU and not measured, so they are not used")
     if config.draw is not None:
         console.print(f"picture written to {config.draw}")
 

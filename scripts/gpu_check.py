@@ -5,13 +5,14 @@
 1. runs the tests marked `gpu`;
 2. trains the same model on the same batches on the CPU and on one GPU, option by option, and compares them;
 3. compares ways to run a pipeline (`scripts/gpu_pipeline.py`): stages on streams, CUDA graphs, NCCL;
-4. compares the codecs' kernels with torch (`scripts/gpu_kernels.py`);
+4. compares the codecs' kernels with torch (`scripts/gpu_kernels.py`), and the depthwise convolutions' with float64
+   (`scripts/gpu_convolutions.py`), compiled on the spot or, with `--prebuilt DIR`, elsewhere;
 5. runs `hybridpar train` on all GPUs and looks at the accuracy;
-6. times `Trainer` against a plain PyTorch loop on one GPU, and kernels against torch and a copy on the device, in
-   interleaved rounds.
+6. times `Trainer` against a plain PyTorch loop on one GPU, kernels against torch and a copy on the device, and
+   convolutions against torch with and without cuDNN in both layouts, in interleaved rounds.
 
-Results are added to `checks.csv`, `steps.csv` and `kernels.csv` in `benchmarks/gpu/results/`. Exit codes: 0 everything
-passed; 1 something did not; 3 there is no GPU, so nothing was checked.
+Results are added to `checks.csv`, `steps.csv`, `kernels.csv` and `convolutions.csv` in `benchmarks/gpu/results/`. Exit
+codes: 0 everything passed; 1 something did not; 3 there is no GPU, so nothing was checked.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ from hybridpar import TrainConfig, Trainer  # noqa: E402
 from hybridpar.models import build_model  # noqa: E402
 from hybridpar.optim import build_optimizer  # noqa: E402
 from hybridpar.pipeline.world import World  # noqa: E402
+from hybridpar.tvm_kernels.cuda_device import gpu_at  # noqa: E402
 from hybridpar.worker import device_name  # noqa: E402
-from scripts import gpu_kernels, gpu_pipeline  # noqa: E402
+from scripts import gpu_convolutions, gpu_kernels, gpu_pipeline  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "gpu" / "results"
 NO_GPU = 3
@@ -220,6 +222,7 @@ def main() -> int:
     """Check this machine's GPU; see the module header for the exit codes."""
     parser = argparse.ArgumentParser(description="Test, compare and time hybridpar on this machine's GPU.")
     parser.add_argument("--no-timing", action="store_true", help="leave out the timing of steps")
+    parser.add_argument("--prebuilt", type=Path, metavar="DIR", help="machine code of convolutions, compiled elsewhere")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("torch sees no GPU here: nothing was checked")
@@ -230,11 +233,13 @@ def main() -> int:
     checks = [run_tests()]
     for name, config in EQUAL.items():
         checks += compare(name, config, devices)
-    for part, run_checks in (("pipeline", gpu_pipeline.run_checks), ("kernels", gpu_kernels.run_checks)):
-        checks += [
-            Check(f"{part}, {one.name}", one.value, one.limit, one.verdict != "FAILED")
-            for one in run_checks(devices[1])
-        ]
+    convolutions = gpu_convolutions.Kernels(gpu_at(0), 0, options.prebuilt)
+    for part, results in (
+        ("pipeline", gpu_pipeline.run_checks(devices[1])),
+        ("kernels", gpu_kernels.run_checks(devices[1])),
+        ("convolutions", gpu_convolutions.run_checks(devices[1], convolutions)),
+    ):
+        checks += [Check(f"{part}, {one.name}", one.value, one.limit, one.verdict != "FAILED") for one in results]
     checks.append(run_command(["resnet18", "--data", "synthetic", "--stem", "cifar", "--epochs", "3"]))
     for check in checks:
         print(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.value} (limit {check.limit})")
@@ -248,6 +253,7 @@ def main() -> int:
         for rows in gpu_kernels.time_kernels(gpu, device_name(gpu)):
             append_rows(RESULTS / "kernels.csv", list(rows))
             print_rows(list(rows))
+        gpu_convolutions.time_convolutions(gpu, convolutions)
     return 0 if all(check.passed for check in checks) else 1
 
 

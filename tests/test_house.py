@@ -43,7 +43,7 @@ ROOMS: dict[str, set[str]] = {
     "kernel_build": {"kernel_cache"},
     "kernel_cuda": {"kernel_cache"},
     "compress": {"errors", "kernel_build", "kernel_cuda", "process", "registry"},
-    "tvm_kernels": {"cluster", "errors", "kernel_build", "kernel_cache", "process"},
+    "tvm_kernels": {"cluster", "errors", "kernel_build", "kernel_cache", "kernel_cuda", "process"},
     "partition": {"config", "errors", "models", "plan", "process", "registry"},
     "cluster": {"process"},
     "probe": {"cluster", "errors", "process"},
@@ -89,7 +89,7 @@ SHARED_ROOMS = {
     **dict.fromkeys(("lane_base", "lane_check", "lane_cpu", "lane_cuda", "lane_ops"), "lanes"),
     "probe_worker": "probe",
     "cuda_driver": "kernel_cuda",
-    **dict.fromkeys(("kernel_builder", "kernel_writer"), "kernel_build"),
+    **dict.fromkeys(("kernel_builder", "kernel_writer", "kernel_writer_cuda"), "kernel_build"),
     "checkup": "doctor",
     **dict.fromkeys(("run_kernels", "run_plan", "run_sync", "run_timeline", "save_rule", "timings", "worker"), "run"),
     **dict.fromkeys(

@@ -206,7 +206,7 @@ def test_all_of_it(source: Path, library: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         kernel_cuda, "compiler", lambda: ("none", lambda _, arch, __: (asked.append(arch) or IMAGE, ""))
     )
-    monkeypatch.setattr(kernel_cuda, "_DRIVER", str(library))
+    monkeypatch.setattr(kernel_cuda, "DRIVER", str(library))
     monkeypatch.setattr(cuda_driver, "current_stream", lambda index: 0)
     functions = load(source)
     assert functions is not None
@@ -238,7 +238,7 @@ def test_without_a_compiler(source: Path, monkeypatch: pytest.MonkeyPatch, caplo
 
 
 def test_without_a_driver(source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(kernel_cuda, "_DRIVER", "libnothing.so.1")
+    monkeypatch.setattr(kernel_cuda, "DRIVER", "libnothing.so.1")
     assert "libnothing.so.1" in fails(source, caplog)
 
 
@@ -246,7 +246,7 @@ def test_a_kernel_that_is_missing(
     source: Path, library: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(kernel_cuda, "compiler", lambda: ("none", lambda *_: (IMAGE, "")))
-    monkeypatch.setattr(kernel_cuda, "_DRIVER", str(library))
+    monkeypatch.setattr(kernel_cuda, "DRIVER", str(library))
     assert load_cuda_kernels("mixed", source, {"absent": "P"}, torch.device("cuda", 0)) is None
     assert "absent: named symbol not found" in caplog.text
 

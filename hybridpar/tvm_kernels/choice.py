@@ -5,7 +5,7 @@ look into a dictionary.
 
 `HYBRIDPAR_KERNELS` says more: `off` leaves everything to torch; `strict` makes it an error where a convolution in
 float32 on the CPU has no record, or its kernel cannot be had. Where a record says that torch is faster, torch is used
-in all modes.
+in all modes. Tensors on a GPU run on kernels that were measured on such a GPU, with their dtype.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hybridpar.errors import KernelError
 from hybridpar.kernel_cache import KernelsUnavailable, wanted
+from hybridpar.tvm_kernels.cuda_device import gpu_at, is_gpu
 from hybridpar.tvm_kernels.database import Database, KernelKey, KernelRecord
 from hybridpar.tvm_kernels.device import cpu_fingerprint, installed_versions
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, ShapeError
@@ -81,6 +82,16 @@ class TunedKernel:
                 run_ranges(partial(function, *places), count, self.threads)
 
 
+class AnyKernel(Protocol):
+    """What the op runs, on the CPU or a GPU; `TunedKernel` says what its methods do."""
+
+    def takes(self, *tensors: Tensor) -> bool: ...  # noqa: D102
+
+    def __call__(  # noqa: D102
+        self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor
+    ) -> None: ...
+
+
 @dataclass(frozen=True)
 class Decision:
     """What a convolution runs on.
@@ -93,13 +104,13 @@ class Decision:
     """
 
     key: KernelKey
-    kernel: TunedKernel | None
+    kernel: AnyKernel | None
     record: KernelRecord | None
     why: str = ""
 
 
 #: Makes the kernels of some records; where one cannot be had, it says why instead.
-KernelMaker = Callable[[Sequence[KernelRecord]], Sequence[TunedKernel | KernelsUnavailable]]
+KernelMaker = Callable[[Sequence[KernelRecord]], Sequence[AnyKernel | KernelsUnavailable]]
 
 
 def is_strict() -> bool:
@@ -121,27 +132,29 @@ class Choices:
         self._decided: dict[KernelKey, Decision] = {}
         self._lock = threading.Lock()
         #: Kernels by what a call knows of itself; only `find` writes it.
-        self.found: dict[tuple[Any, ...], TunedKernel | None] = {}
+        self.found: dict[tuple[Any, ...], AnyKernel | None] = {}
         #: Whether norms run fused, by rows, channels, activation and threads; only `norm_choice` writes it.
         self.found_norms: dict[tuple[int, int, str, int], bool] = {}
 
-    def find(self, call: tuple[Any, ...]) -> TunedKernel | None:
+    def find(self, call: tuple[Any, ...]) -> AnyKernel | None:
         """The kernel of a call, and remember it.
 
         Args:
-            call: Direction, sizes of the input, taps, stride, padding, dilation, layout, threads.
+            call: Direction, sizes of the input, taps, stride, padding, dilation, layout; then on the CPU threads, on a
+                GPU its number and the dtype.
 
         Raises:
             KernelError: There is none, and HYBRIDPAR_KERNELS is `strict`.
         """
-        direction, sizes, taps, stride, padding, dilation, layout, threads = call
+        direction, sizes, taps, stride, padding, dilation, layout, *where = call
         try:
             batch, channels, height, width = sizes
             shape = ConvShape(batch, channels, height, width, taps, stride, padding, dilation)
         except (ShapeError, TypeError):  # an empty batch, or what torch refuses, too
             self.found[call] = None
             return None
-        kernel = self.decide(KernelKey(direction, shape, layout, threads, cpu_fingerprint())).kernel
+        own = (where[0], cpu_fingerprint()) if len(where) == 1 else (1, gpu_at(where[0]).fingerprint, where[1])
+        kernel = self.decide(KernelKey(direction, shape, layout, *own)).kernel
         self.found[call] = kernel
         return kernel
 
@@ -152,7 +165,8 @@ class Choices:
             KernelError: There is no kernel, and HYBRIDPAR_KERNELS is `strict`.
         """
         decision = self._decided.get(key) or self.prepare([key])[0]
-        if decision.kernel is None and is_strict() and (decision.record is None or decision.record.wins):
+        missing = decision.kernel is None and (decision.record is None or decision.record.wins)
+        if missing and is_strict() and not is_gpu(key.device):
             raise KernelError(
                 f"no kernel for {describe_key(key)}: {decision.why}",
                 "HYBRIDPAR_KERNELS is strict, so every depthwise convolution needs a record and its kernel.",
@@ -193,7 +207,7 @@ class Choices:
         self._decided[decision.key] = decision
         _log.info("%s", describe_decision(decision))
 
-    def _made(self, records: Sequence[KernelRecord]) -> Sequence[TunedKernel | KernelsUnavailable]:
+    def _made(self, records: Sequence[KernelRecord]) -> Sequence[AnyKernel | KernelsUnavailable]:
         if not records:
             return ()
         if self._make is not None:
@@ -215,8 +229,12 @@ def why_no_record(database: Database, key: KernelKey) -> str:
     if database.best(key, current=False) is not None:
         versions = ", ".join(f"{name} {version}" for name, version in installed_versions())
         return f"its record is not of {versions}; tune again"
+    if key in set(database):
+        return "its candidates were compiled and not measured; tune on this device"
     for other in database:
         if (other.op, other.direction, other.dtype) != (key.op, key.direction, key.dtype):
+            continue
+        if database.best(other, current=False) is None:
             continue
         differing = []
         if other.shape != key.shape:
@@ -257,6 +275,7 @@ def describe_decision(decision: Decision) -> str:
 
 
 _DIRECTIONS = tuple(Direction)
+_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _active: Choices | None = None
 
 
@@ -280,7 +299,7 @@ def kernel_for(
     padding: Sequence[int],
     dilation: Sequence[int],
     layout: Layout,
-) -> TunedKernel | None:
+) -> AnyKernel | None:
     """The kernel of a call on the CPU in float32, or None for torch.
 
     Args:
@@ -303,10 +322,36 @@ def kernel_for(
         return choices.find(call)
 
 
-def any_kernel(*rest: Any) -> bool:
+def cuda_kernel_for(
+    device: torch.device, dtype: torch.dtype, direction: Direction, sizes: Sequence[int], *rest: Any
+) -> AnyKernel | None:
+    """The kernel of a call on a GPU, or None for torch.
+
+    Args:
+        device: The GPU.
+        dtype: Of all tensors.
+        direction: What is computed.
+        sizes: Of the input.
+        rest: As `kernel_for` takes it, from taps to layout.
+    """
+    choices, name = _active, _DTYPES.get(dtype)
+    if choices is None or name is None:
+        return None
+    *numbers, layout = rest
+    call = (direction, tuple(sizes), *map(tuple, numbers), layout, device.index or 0, name)
+    try:
+        return choices.found[call]
+    except KeyError:
+        return choices.find(call)
+
+
+def any_kernel(*rest: Any, on: tuple[torch.device, torch.dtype] | None = None) -> bool:
     """Whether any direction has a kernel.
 
     Args:
         rest: As `kernel_for` takes it, without the direction.
+        on: A GPU and a dtype; None for the CPU.
     """
+    if on is not None:
+        return any(cuda_kernel_for(*on, direction, *rest) is not None for direction in _DIRECTIONS)
     return any(kernel_for(direction, *rest) is not None for direction in _DIRECTIONS)

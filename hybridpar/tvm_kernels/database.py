@@ -84,6 +84,10 @@ class KernelRecord(BaseModel):
     error: float | None = Field(
         None, ge=0, description="largest difference from float64, relative to the largest value"
     )
+    predicted_ms: float | None = Field(
+        None, gt=0, description="what the cost model says of a candidate for a GPU that was compiled and not measured"
+    )
+    cubin: str | None = Field(None, description="its machine code, relative to the database's directory")
     tuned_at: float = Field(0.0, ge=0, description="seconds since the epoch; records of one search share it")
 
     @field_validator("shape")

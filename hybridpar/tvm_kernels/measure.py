@@ -159,19 +159,25 @@ class Bench:
         return last if time_pairs(last, contiguous, 0.2, threads=self.threads).speedup >= 1 else contiguous
 
     def _stock_call(self, layout: Layout) -> Callable[[], object]:
-        shape, put = self.shape, _laid_out(layout)
-        x, gradient, weight = put(self._image), put(self._gradient), put(self._weight)
-        wanted = [self.direction is one for one in (Direction.INPUT_GRADIENT, Direction.WEIGHT_GRADIENT)]
-        if not any(wanted):
-            return lambda: F.conv2d(x, weight, None, shape.stride, shape.padding, shape.dilation, shape.channels)
-        backward = torch.ops.aten.convolution_backward.default
-        sizes = (shape.stride, shape.padding, shape.dilation)
-        return lambda: backward(gradient, x, weight, None, *sizes, False, [0, 0], shape.channels, [*wanted, False])
+        put = _laid_out(layout)
+        return stock_call(self.shape, self.direction, put(self._image), put(self._gradient), put(self._weight))
 
     def compare(self, kernel: Kernel, seconds: float, least: int = 3) -> Timing:
         """Time a kernel against torch in pairs; the caller has set torch's threads."""
         self.run(kernel)
         return time_pairs(lambda: self.run(kernel), self.stock, seconds, least, self.threads)
+
+
+def stock_call(
+    shape: ConvShape, direction: Direction, x: Tensor, gradient: Tensor, weight: Tensor
+) -> Callable[[], object]:
+    """Torch's call of one direction, on tensors in the layout that it is to run in."""
+    wanted = [direction is one for one in (Direction.INPUT_GRADIENT, Direction.WEIGHT_GRADIENT)]
+    if not any(wanted):
+        return lambda: F.conv2d(x, weight, None, shape.stride, shape.padding, shape.dilation, shape.channels)
+    backward = torch.ops.aten.convolution_backward.default
+    sizes = (shape.stride, shape.padding, shape.dilation)
+    return lambda: backward(gradient, x, weight, None, *sizes, False, [0, 0], shape.channels, [*wanted, False])
 
 
 def reference(shape: ConvShape, direction: Direction, image: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridpar.tvm_kernels.choice import active_choices, any_kernel, kernel_for
+from hybridpar.tvm_kernels.choice import AnyKernel, active_choices, any_kernel, cuda_kernel_for, kernel_for
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 
 _FORMATS = {Layout.CHANNELS_LAST: torch.channels_last, Layout.CONTIGUOUS: torch.contiguous_format}
@@ -61,9 +61,12 @@ def _is_stock(x: Tensor, weight: Tensor, *numbers: tuple[int, int]) -> bool:
     """Whether torch computes this and its gradients; under autocast it is another dtype."""
     if active_choices() is None or weight.shape[1] != 1 or weight.shape[0] != x.shape[-3]:
         return True
+    layout = layout_of(x)
+    if x.is_cuda:
+        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+        return layout is None or not any_kernel(x.shape, weight.shape[2:], *numbers, layout, on=(x.device, dtype))
     if x.dtype is not torch.float32 or not x.is_cpu or torch.is_autocast_enabled("cpu"):
         return True
-    layout = layout_of(x)
     return layout is None or not any_kernel(x.shape, weight.shape[2:], *numbers, layout)
 
 
@@ -88,12 +91,18 @@ def layout_of(tensor: Tensor) -> Layout | None:
 
 def _usable(layout: Layout | None, image: Tensor, *others: Tensor) -> bool:
     """Whether kernels can read tensors that belong to an image of a layout."""
-    return (
-        layout is not None
-        and image.is_cpu
-        and image.dtype is torch.float32
-        and all(other.dtype is torch.float32 and other.is_cpu and other.is_contiguous() for other in others)
-    )
+    dtype = image.dtype
+    if layout is None or not (dtype is torch.float32 if image.is_cpu else image.is_cuda):
+        return False
+    device = image.device
+    return all(other.dtype is dtype and other.device == device and other.is_contiguous() for other in others)
+
+
+def _kernel(direction: Direction, image: Tensor, *rest: Any) -> AnyKernel | None:
+    """The kernel of a call where the image is, or None for torch; the rest is as `kernel_for` takes it."""
+    if image.is_cpu:
+        return kernel_for(direction, *rest)
+    return cuda_kernel_for(image.device, image.dtype, direction, *rest)
 
 
 def _fits(weight: Tensor, channels: int, layout: Layout | None) -> bool:
@@ -109,10 +118,10 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, paddin
     layout = layout_of(x)
     if _usable(layout, x, weight, *(() if bias is None else (bias,))) and _fits(weight, x.shape[1], layout):
         assert layout is not None
-        kernel = kernel_for(_FORWARD, x.shape, weight.shape[2:], stride, padding, dilation, layout)
+        kernel = _kernel(_FORWARD, x, x.shape, weight.shape[2:], stride, padding, dilation, layout)
         if kernel is not None and kernel.takes(x, weight):
             sizes = _out_sizes(x.shape, weight.shape, stride, padding, dilation)
-            out = torch.empty(sizes, memory_format=_FORMATS[layout])
+            out = torch.empty(sizes, dtype=x.dtype, device=x.device, memory_format=_FORMATS[layout])
             kernel(x, weight, bias, out)
             return out
     return stock_forward(x, weight, bias, stride, padding, dilation)
@@ -123,9 +132,10 @@ def _input_gradient(gradient: Tensor, weight: Tensor, size: Any, stride: Any, pa
     if _usable(layout, gradient, weight) and _fits(weight, gradient.shape[1], layout):
         assert layout is not None
         sizes = (*gradient.shape[:2], *size)
-        kernel = kernel_for(_INPUT, sizes, weight.shape[2:], stride, padding, dilation, layout)
+        kernel = _kernel(_INPUT, gradient, sizes, weight.shape[2:], stride, padding, dilation, layout)
         if kernel is not None and kernel.takes(gradient, weight):
-            out = torch.empty(sizes, memory_format=_FORMATS[layout])
+            form, kind = _FORMATS[layout], gradient.dtype
+            out = torch.empty(sizes, dtype=kind, device=gradient.device, memory_format=form)
             kernel(gradient, weight, None, out)
             return out
     return stock_input_gradient(gradient, weight, size, stride, padding, dilation)
@@ -135,13 +145,14 @@ def _weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, paddin
     layout = layout_of(x)
     if (
         _usable(layout, x)
-        and gradient.dtype is torch.float32
+        and gradient.dtype is x.dtype
+        and gradient.device == x.device
         and gradient.is_contiguous(memory_format=_FORMATS[layout])  # type: ignore[index]
     ):
         assert layout is not None
-        kernel = kernel_for(_WEIGHT, x.shape, taps, stride, padding, dilation, layout)
+        kernel = _kernel(_WEIGHT, x, x.shape, taps, stride, padding, dilation, layout)
         if kernel is not None and kernel.takes(x, gradient):
-            out = torch.empty((x.shape[1], 1, *taps))
+            out = torch.empty((x.shape[1], 1, *taps), dtype=x.dtype, device=x.device)
             kernel(x, gradient, None, out)
             return out
     return stock_weight_gradient(x, gradient, taps, stride, padding, dilation)

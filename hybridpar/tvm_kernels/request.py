@@ -39,6 +39,13 @@ class TuneConfig:
     """Memory format."""
     threads: int | None = None
     """Threads that compute; default: one worker's share of the cores."""
+    target: Literal["cpu", "cuda"] = "cpu"
+    """What kernels are for. Without a GPU, cuda compiles what a model of it likes best; nothing of that is used before
+    it was measured on such a GPU."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of all tensors; others than float32 on cuda alone."""
+    gpu: Literal["a100", "h100", "h200"] | None = None
+    """Compile for this GPU, and measure nothing; default: the one that is there, or h100."""
     budget: str = "10m"
     """Time for everything, as 90s, 10m or 2h; it is divided among the searches that are still to be done."""
     trials: int | None = None
@@ -109,6 +116,14 @@ class TuneConfig:
             if value is not None and value < 1:
                 raise UsageError(f"{option} is {value}", "It is at least 1.")
         _ = self.seconds, self.sample
+        if self.target == "cpu" and (self.dtype != "float32" or self.gpu is not None):
+            raise UsageError(
+                f"--dtype {self.dtype} on the CPU" if self.gpu is None else f"--gpu {self.gpu} without --target cuda",
+                "Kernels for the CPU are float32; other types and GPUs are for --target cuda.",
+                "Add --target cuda.",
+            )
+        if self.target == "cuda" and self.threads is not None:
+            raise UsageError("--threads with --target cuda", "They are threads of the CPU.", "Leave --threads out.")
         if self.draw is not None and self.draw.suffix not in (".svg", ".png", ".pdf"):
             raise UsageError(f"--draw is {self.draw}", "A picture ends in .svg, .png or .pdf.", "Use --draw k.svg.")
         for option, place in (("--output", self.output), ("--draw", self.draw)):

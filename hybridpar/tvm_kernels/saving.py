@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from hybridpar.tvm_kernels.choice import Choices, TunedKernel
+from hybridpar.tvm_kernels.choice import AnyKernel, Choices
+from hybridpar.tvm_kernels.cuda_device import is_gpu
+from hybridpar.tvm_kernels.cuda_measure import DTYPES, time_cuda_pairs
 from hybridpar.tvm_kernels.database import KernelKey
 from hybridpar.tvm_kernels.measure import time_pairs
 from hybridpar.tvm_kernels.op import stock_forward, stock_input_gradient, stock_weight_gradient
@@ -38,14 +40,17 @@ def measure_saving(choices: Choices, keys: Mapping[KernelKey, int], pairs: int =
     return saved
 
 
-def _saved(key: KernelKey, kernel: TunedKernel, pairs: int) -> float:
+def _saved(key: KernelKey, kernel: AnyKernel, pairs: int) -> float:
     tuned, stock = _sides(key, kernel)
     tuned(), stock()
-    timing = time_pairs(tuned, stock, 0.0, pairs, key.threads)
+    if is_gpu(key.device):
+        timing = time_cuda_pairs(tuned, stock, 0.0, pairs, torch.device("cuda", torch.cuda.current_device()))
+    else:
+        timing = time_pairs(tuned, stock, 0.0, pairs, key.threads)
     return timing.stock_ms - timing.ms
 
 
-def _sides(key: KernelKey, kernel: TunedKernel) -> tuple[Callable[[], object], Callable[[], object]]:
+def _sides(key: KernelKey, kernel: AnyKernel) -> tuple[Callable[[], object], Callable[[], object]]:
     """The same computation by a kernel and by torch."""
     shape = key.shape
     form = torch.channels_last if key.layout is Layout.CHANNELS_LAST else torch.contiguous_format
@@ -59,10 +64,15 @@ def _sides(key: KernelKey, kernel: TunedKernel) -> tuple[Callable[[], object], C
         Direction.INPUT_GRADIENT: ((out, filters), image),
         Direction.WEIGHT_GRADIENT: ((image, out), filters),
     }[key.direction]
-    first, second = (_random(sizes, form if sizes != filters else torch.contiguous_format) for sizes in operands)
+    where = torch.device("cuda", torch.cuda.current_device()) if is_gpu(key.device) else torch.device("cpu")
+    dtype = DTYPES[key.dtype]
+    first, second = (
+        _random(sizes, form if sizes != filters else torch.contiguous_format).to(where, dtype) for sizes in operands
+    )
 
     def tuned() -> Tensor:
-        made = torch.empty(result, memory_format=form if result != filters else torch.contiguous_format)
+        kind = form if result != filters else torch.contiguous_format
+        made = torch.empty(result, dtype=dtype, device=where, memory_format=kind)
         kernel(first, second, None, made)
         return made
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar.errors import UsageError
+from hybridpar.tvm_kernels.cuda_device import is_gpu
 from hybridpar.tvm_kernels.database import Database, KernelKey, KernelRecord, append_records, read_database
 from hybridpar.tvm_kernels.device import installed_versions
 from hybridpar.tvm_kernels.tuner import Tuned, TuningStopped, tune
@@ -150,7 +151,9 @@ def _known(database: Database, key: KernelKey) -> list[dict[str, int]]:
     alike = [
         (other != key, best.ms / best.stock_ms, best)
         for other in database
-        if (other.direction, other.layout) == (key.direction, key.layout) and _same_but_batch(other, key)
+        if (other.direction, other.layout) == (key.direction, key.layout)
+        and is_gpu(other.device) == is_gpu(key.device)
+        and _same_but_batch(other, key)
         if (best := database.best(other, current=False)) is not None and best.ms and best.stock_ms
     ]
     ordered = [best for _, _, best in sorted(alike, key=lambda one: one[:2])]
@@ -174,6 +177,7 @@ def _keep(path: Path, key: KernelKey, found: Sequence[Tuned]) -> None:
             KernelRecord(
                 direction=key.direction,
                 shape=key.shape.text,
+                dtype=key.dtype,
                 layout=key.layout,
                 device=key.device,
                 threads=key.threads,

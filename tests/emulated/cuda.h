@@ -10,6 +10,7 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <csetjmp>
 #include <cstddef>
@@ -27,6 +28,8 @@
 
 #define __global__
 #define __device__
+#define __forceinline__ inline
+#define __align__(bytes) __attribute__((aligned(bytes)))
 #define __grid_constant__
 #define __launch_bounds__(threads)
 #define __shared__ static
@@ -39,6 +42,22 @@ struct alignas(16) float4 {
 };
 
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(4) ushort2 {
+    unsigned short x, y;
+};
+struct alignas(8) ushort4 {
+    unsigned short x, y, z, w;
+};
+
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline ushort2 make_ushort2(unsigned short x, unsigned short y) { return {x, y}; }
+inline ushort4 make_ushort4(unsigned short x, unsigned short y, unsigned short z, unsigned short w) {
+    return {x, y, z, w};
+}
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
 
@@ -213,6 +232,38 @@ inline float __uint_as_float(unsigned bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);
     return value;
+}
+
+// What takes one instruction on a GPU, see hybridpar/kernel_writer_cuda.py: half precision, rounded to nearest even.
+
+inline float hp_from_bfloat16(unsigned short bits) { return __uint_as_float(unsigned(bits) << 16); }
+
+inline unsigned short hp_to_bfloat16(float value) {
+    const unsigned bits = __float_as_uint(value);
+    if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FFF;  // NaN
+    return static_cast<unsigned short>((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
+}
+
+inline float hp_from_float16(unsigned short bits) {
+    const unsigned sign = unsigned(bits & 0x8000u) << 16, exponent = bits >> 10 & 31u, fraction = bits & 0x3FFu;
+    if (exponent == 31) return __uint_as_float(sign | 0x7F800000u | fraction << 13);
+    if (exponent) return __uint_as_float(sign | (exponent + 112) << 23 | fraction << 13);
+    const float value = std::ldexp(float(fraction), -24);
+    return sign ? -value : value;
+}
+
+inline unsigned short hp_to_float16(float value) {
+    const unsigned sign = __float_as_uint(value) >> 16 & 0x8000u;
+    const float size = std::fabs(value);
+    if (size != size) return 0x7FFF;
+    if (size >= 65520) return static_cast<unsigned short>(sign | 0x7C00u);
+    if (size == 0) return static_cast<unsigned short>(sign);
+    int exponent;
+    std::frexp(size, &exponent);
+    const int last = std::max(exponent - 11, -24);  // what the last bit of the fraction counts, as a power of two
+    const unsigned steps = unsigned(std::nearbyint(std::ldexp(size, -last)));
+    // A fraction that rounds up to the next power of two carries into the exponent, as it should.
+    return static_cast<unsigned short>(sign | (steps + (unsigned(last + 24) << 10)));
 }
 
 inline unsigned atomicMax(unsigned* place, unsigned value) {

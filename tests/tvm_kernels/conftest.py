@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from hybridpar.kernel_builder import Builder
 from hybridpar.tvm_kernels import norm_kernels
 
 
@@ -18,3 +21,10 @@ def kernels(_kernels_on: None) -> None:
     if not norm_kernels.table():
         norm_kernels.table.cache_clear()
     assert norm_kernels.table(), "TVM is a dependency, so kernels can be built"
+
+
+@pytest.fixture(scope="package")
+def builder() -> Iterator[Builder]:
+    """One child process that has TVM loaded, which takes longer than what it is then asked for."""
+    with Builder(1) as one:
+        yield one

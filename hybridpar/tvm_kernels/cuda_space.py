@@ -1,0 +1,221 @@
+"""Why: rules say what is not worth compiling for a GPU, and check a record's parameters before they become code.
+
+Parameters of all directions (`schedules/cuda_tile.py`):
+    vector: channels of a thread, read and written together; 1 in contiguous;
+    threads_c, threads_x, threads_y: threads of a block along channels, columns and rows;
+    columns, rows: results that a thread holds in registers; virtual: how often it does that along columns;
+    skew: columns in shared memory that are not used, so that rows begin in other banks.
+Of forward and input gradient:
+    hold: 1 if all taps are held in registers, 0 for one row of taps at a time.
+Of the weight gradient:
+    tap_rows: rows of taps whose sums a block has; parts: blocks that share out the tiles of all images.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+
+from hybridpar.tvm_kernels.cuda_device import Gpu
+from hybridpar.tvm_kernels.schedules.cuda_tile import ITEM, WARP, Tile
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+
+_COMMON = ("vector", "threads_c", "threads_x", "threads_y", "virtual", "columns", "rows", "skew")
+GATHER = (*_COMMON, "hold")
+WEIGHT = (*_COMMON, "tap_rows", "parts")
+
+#: Multiply-adds that may be written out for a thread; NVRTC takes about two milliseconds for each.
+MOST_WRITTEN_OUT = 1600
+#: Static shared memory that a block may have on every GPU.
+MOST_SHARED = 48 << 10
+#: Registers that a thread may be estimated to need; 255 is the architecture's limit, beyond which they spill.
+MOST_REGISTERS = 168
+#: Registers for addresses and indices.
+_OVERHEAD = 24
+#: Parameters that are weighed for one direction of one convolution.
+MOST_CANDIDATES = 800
+_MOST_GRID, _MOST_PARTS = 65535, 4096
+#: Elements of a tensor: what indices of 32 bits reach.
+_MOST_ELEMENTS = 1 << 31
+
+
+def outside(shape: ConvShape, direction: Direction, dtype: str) -> str | None:
+    """Why there are no kernels for a convolution, or None."""
+    if dtype not in ITEM:
+        return f"there are no kernels for {dtype}"
+    if not all(1 <= taps <= 31 for taps in shape.kernel) or max(shape.kernel) == 1:
+        return "there are kernels for 2 to 31 taps a side only"
+    if direction is Direction.INPUT_GRADIENT:
+        for stride, dilation in zip(shape.stride, shape.dilation, strict=True):
+            if stride > 2 or (stride > 1 and dilation > 1):
+                return "there are no kernels for this input gradient's stride and dilation"
+    pixels = max(shape.height * shape.width, shape.out_height * shape.out_width)
+    if shape.batch * shape.channels * pixels >= _MOST_ELEMENTS:
+        return "the images are too large for indices of 32 bits"
+    return None
+
+
+def registers(tile: Tile) -> int:
+    """Registers that a thread is estimated to need."""
+    down, across, vector = tile.vertical, tile.horizontal, tile.vector
+    row = across.used
+    if tile.weight:
+        sums = tile.parameters["tap_rows"] * tile.shape.kernel[1] * vector
+        return sums + (across.register + min(row, 4)) * vector + _OVERHEAD
+    taps = tile.taps if tile.parameters["hold"] else tile.shape.kernel[1]
+    return (down.register * across.register + taps + min(row, 8)) * vector + _OVERHEAD
+
+
+def written_out(tile: Tile) -> int:
+    """Multiply-adds without a loop."""
+    rows = tile.vertical.register * tile.parameters["tap_rows"] if tile.weight else tile.vertical.uses
+    return rows * tile.horizontal.uses * tile.vector
+
+
+def reject(
+    shape: ConvShape, direction: Direction, layout: Layout, dtype: str, parameters: Mapping[str, int]
+) -> str | None:
+    """Why parameters make no kernel, or None; nothing else may be compiled.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        layout: Of the images.
+        dtype: Of all tensors.
+        parameters: By name.
+    """
+    reason = outside(shape, direction, dtype)
+    if reason is not None:
+        return reason
+    names = WEIGHT if direction is Direction.WEIGHT_GRADIENT else GATHER
+    if set(parameters) != set(names) or not all(type(value) is int for value in parameters.values()):
+        return f"the parameters are {', '.join(names)}, all whole numbers"
+    reason = _reject_numbers(shape, direction, layout, dtype, parameters)
+    if reason is not None:
+        return reason
+    tile = Tile(shape, direction, layout, dtype, parameters)
+    if tile.shared_bytes > MOST_SHARED:
+        return f"{tile.shared_bytes} bytes of shared memory are more than {MOST_SHARED}"
+    if written_out(tile) > 2 * MOST_WRITTEN_OUT:
+        return "too much would be written out"
+    if registers(tile) > 255:
+        return "a thread would need more than 255 registers"
+    if max(tile.grid[1:]) > _MOST_GRID:
+        return f"there would be more than {_MOST_GRID} blocks along an axis"
+    return None
+
+
+def _reject_numbers(
+    shape: ConvShape, direction: Direction, layout: Layout, dtype: str, own: Mapping[str, int]
+) -> str | None:
+    """What needs no tile to be seen."""
+    if own["vector"] not in (1, 2, 4) or shape.channels % own["vector"]:
+        return f"vector={own['vector']} is not 1, 2 or 4, or does not divide the channels"
+    if layout is not Layout.CHANNELS_LAST and own["vector"] != 1:
+        return "vectors are of channels, which are no neighbours in contiguous"
+    for name in ("threads_c", "threads_x", "threads_y"):
+        if own[name] < 1 or own[name] & (own[name] - 1):
+            return f"{name}={own[name]} is no power of two"
+    threads = own["threads_c"] * own["threads_x"] * own["threads_y"]
+    if not WARP <= threads <= 1024:
+        return f"{threads} threads are not between {WARP} and 1024"
+    for name, most in {"virtual": 8, "columns": 32, "rows": 32}.items():
+        if not 1 <= own[name] <= most:
+            return f"{name}={own[name]} is not between 1 and {most}"
+    if not 0 <= own["skew"] <= 32:
+        return "skew is between 0 and 32"
+    if direction is Direction.WEIGHT_GRADIENT:
+        if not 1 <= own["tap_rows"] <= shape.kernel[0] or not 1 <= own["parts"] <= _MOST_PARTS:
+            return f"tap_rows is at most the rows of taps, parts at most {_MOST_PARTS}"
+        return None
+    if own["hold"] not in (0, 1):
+        return "hold is 0 or 1"
+    if direction is Direction.INPUT_GRADIENT and (own["rows"] % shape.stride[0] or own["columns"] % shape.stride[1]):
+        return "a thread's results are no multiple of the stride"
+    return None
+
+
+def candidates(
+    shape: ConvShape, direction: Direction, layout: Layout, dtype: str, gpu: Gpu
+) -> Iterator[dict[str, int]]:
+    """Parameters worth a thought: those that fit into registers and shared memory and keep a GPU busy.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        layout: Of the images.
+        dtype: Of all tensors.
+        gpu: That it is for.
+    """
+    if outside(shape, direction, dtype) is not None:
+        return
+    found = [
+        own | further for own in _blocks(shape, direction, layout) for further in _further(shape, direction, own, gpu)
+    ]
+    # More would be weighed for seconds; those left out differ from those that stay by one step of one parameter.
+    random.Random(0).shuffle(found)
+    for parameters in found[:MOST_CANDIDATES]:
+        if reject(shape, direction, layout, dtype, parameters) is not None:
+            continue
+        tile = Tile(shape, direction, layout, dtype, parameters)
+        if registers(tile) <= MOST_REGISTERS and written_out(tile) <= MOST_WRITTEN_OUT:
+            yield parameters
+
+
+def _blocks(shape: ConvShape, direction: Direction, layout: Layout) -> Iterator[dict[str, int]]:
+    """What a block is, for all directions."""
+    last = layout is Layout.CHANNELS_LAST
+    if last:
+        widest = [one for one in (4, 2, 1) if shape.channels % one == 0][:2]
+        along = ([4, 8, 16, 32], [1, 2, 4, 8], [1, 2, 4, 8], [1, 2], [0])
+    else:
+        widest = [1]
+        along = ([1, 2, 4, 8], [4, 8, 16, 32], [1, 2, 4, 8, 16], [1, 2, 4], [0, 1])
+    transposed = direction is Direction.INPUT_GRADIENT
+    columns = [one for one in (1, 2, 4, 7, 8) if not transposed or one % shape.stride[1] == 0]
+    rows = [one for one in (1, 2, 4, 7, 8) if not transposed or one % shape.stride[0] == 0]
+    for (c, x, y, virtual, skew), vector, column, row in itertools.product(
+        itertools.product(*along), widest, columns, rows
+    ):
+        threads = c * x * y
+        if not 64 <= threads <= 256 or c * vector >= 2 * shape.channels:
+            continue
+        if not last and column > (2 if transposed else 1) * shape.stride[1]:
+            continue  # neighbouring threads would write far apart
+        if not (_fits(_height(shape, direction), row, y) and _fits(_width(shape, direction), column * virtual, x)):
+            continue
+        own = {"vector": vector, "threads_c": c, "threads_x": x, "threads_y": y}
+        yield own | {"virtual": virtual, "columns": column, "rows": row, "skew": skew}
+
+
+def _further(shape: ConvShape, direction: Direction, own: Mapping[str, int], gpu: Gpu) -> Iterator[dict[str, int]]:
+    """What only some directions have."""
+    if direction is not Direction.WEIGHT_GRADIENT:
+        yield from ({"hold": hold} for hold in (0, 1))
+        return
+    groups = -(-shape.channels // (own["threads_c"] * own["vector"]))
+    tiles = _tiles(shape.out_height, own["rows"] * own["threads_y"])
+    tiles *= _tiles(shape.out_width, own["columns"] * own["threads_x"] * own["virtual"])
+    for tap_rows in {shape.kernel[0], -(-shape.kernel[0] // 2)}:
+        blocks = groups * -(-shape.kernel[0] // tap_rows)
+        wanted = {max(1, round(waves * gpu.processors / blocks)) for waves in (2, 4, 8)}
+        for parts in sorted({min(one, shape.batch * tiles, 512) for one in wanted}):
+            yield {"tap_rows": tap_rows, "parts": parts}
+
+
+def _tiles(size: int, tile: int) -> int:
+    return -(-size // tile)
+
+
+def _height(shape: ConvShape, direction: Direction) -> int:
+    return shape.height if direction is Direction.INPUT_GRADIENT else shape.out_height
+
+
+def _width(shape: ConvShape, direction: Direction) -> int:
+    return shape.width if direction is Direction.INPUT_GRADIENT else shape.out_width
+
+
+def _fits(size: int, own: int, threads: int) -> bool:
+    """Whether less than half of an axis' threads have nothing to do."""
+    return threads == 1 or _tiles(size, own * threads) * own * threads < 2 * size

@@ -1,0 +1,114 @@
+"""Why: both schedules begin with the same thing, an image's tile with its halo put into shared memory by all threads.
+
+Each thread brings some elements, a few at a time: all are asked for before the first is put down, as a GPU hides the
+way to memory by having much under way. What is not in the image is zero, so no later loop asks where the border is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridpar.kernel_writer_cuda import STORED, CudaWriter
+from hybridpar.tvm_kernels.schedules.cuda_tile import Tile
+
+#: Loads that a thread has under way.
+BATCH = 8
+
+
+class Places:
+    """Where a thread is: its channels, column and row, in a block's tile.
+
+    Args:
+        w: Writes.
+        tile: The block's.
+        thread: The thread's number.
+    """
+
+    def __init__(self, w: CudaWriter, tile: Tile, thread: Any) -> None:
+        own, t = tile.parameters, w.t
+        sizes = [("c", own["threads_c"]), ("x", own["threads_x"]), ("y", own["threads_y"])]
+        order = sizes if tile.last else [*sizes[1:], sizes[0]]
+        found: dict[str, Any] = {}
+        rest = thread
+        for name, size in order[:-1]:
+            found[name] = w.keep(t.floormod(rest, size)) if size > 1 else 0
+            rest = w.keep(t.floordiv(rest, size)) if size > 1 else rest
+        found[order[-1][0]] = rest
+        #: Unit of `vector` channels, column and row, among the block's threads.
+        self.c, self.x, self.y = found["c"], found["x"], found["y"]
+
+
+def load_tile(w: CudaWriter, tile: Tile, image: Any, into: Any, thread: Any, origin: tuple[Any, Any, Any, Any]) -> None:
+    """Bring an image's tile.
+
+    Args:
+        w: Writes.
+        tile: The block's.
+        image: The image's memory.
+        into: Shared memory, `tile.input_elements`.
+        thread: The thread's number.
+        origin: Image, first unit of channels, row and column, the last two negative in the padding.
+    """
+    t = w.t
+    down, across = tile.vertical, tile.horizontal
+    number, first_unit, top, left = origin
+    units = -(-tile.shape.channels // tile.vector)
+    pixels = down.reach * across.reach
+    own_units = tile.parameters["threads_c"]
+    total = pixels * own_units
+    rounds = -(-total // tile.threads)
+    staged = w.local(min(rounds, BATCH) * tile.vector, STORED[tile.dtype])
+    whole_channels = tile.shape.channels % tile.channels == 0
+
+    def split(item: Any) -> tuple[Any, Any, Any]:
+        """Unit of channels, row and column of an item, in the order in which they lie in memory."""
+        if tile.last:
+            unit = t.floormod(item, own_units) if own_units > 1 else 0
+            pixel = t.floordiv(item, own_units) if own_units > 1 else item
+        else:
+            unit = t.floordiv(item, pixels) if own_units > 1 else 0
+            pixel = t.floormod(item, pixels) if own_units > 1 else item
+        return unit, t.floordiv(pixel, across.reach), t.floormod(pixel, across.reach)
+
+    def bring(index: int, item: Any) -> None:
+        unit, row, column = split(item)
+        y, x, c = w.keep(top + row), w.keep(left + column), w.keep(first_unit + unit)
+        inside = w.both(
+            *(y >= 0, y < down.along.size, x >= 0, x < across.along.size),
+            True if whole_channels else c < units,
+        )
+        place = image_unit(tile, number, c, y, x, (down.along.size, across.along.size))
+        w.either(
+            inside,
+            lambda: w.store(staged, w.lanes(index, tile.vector), image[w.lanes(place, tile.vector)]),
+            lambda: w.store(staged, w.lanes(index, tile.vector), w.zero(tile.dtype, tile.vector)),
+        )
+
+    def put(index: int, item: Any) -> None:
+        unit, row, column = split(item)
+        spot = t.floormod(column, across.phases) * across.per_phase + t.floordiv(column, across.phases)
+        place = shared_unit(tile, unit, row, spot if across.phases > 1 else column)
+        w.store(into, w.lanes(place, tile.vector), staged[w.lanes(index, tile.vector)])
+
+    for begin in range(0, rounds, BATCH):
+        batch = range(begin, min(begin + BATCH, rounds))
+        items = [w.keep(thread + one * tile.threads) for one in batch]
+        for action in (bring, put):
+            for index, (one, item) in enumerate(zip(batch, items, strict=True)):
+                exists: Any = True if (one + 1) * tile.threads <= total else item < total
+                w.when(exists, lambda action=action, index=index, item=item: action(index, item))  # type: ignore[misc]
+
+
+def image_unit(tile: Tile, number: Any, unit: Any, row: Any, column: Any, size: tuple[int, int]) -> Any:
+    """Which unit of `vector` elements of an image of some rows and columns lies where."""
+    if tile.last:
+        units = tile.shape.channels // tile.vector
+        return ((number * size[0] + row) * size[1] + column) * units + unit
+    return ((number * tile.shape.channels + unit) * size[0] + row) * size[1] + column
+
+
+def shared_unit(tile: Tile, unit: Any, row: Any, spot: Any) -> Any:
+    """Which unit of the tile in shared memory: of channels, row, and place in the row."""
+    if tile.last:
+        return (row * tile.pitch + spot) * tile.parameters["threads_c"] + unit
+    return (unit * tile.vertical.reach + row) * tile.pitch + spot

@@ -1,0 +1,272 @@
+"""Why: what the depthwise kernels compute on a GPU, and how fast beside torch, is known only where there is one.
+
+    python scripts/gpu_convolutions.py --prebuild DIR [--gpu h200]   # anywhere: compile what a GPU is to run
+    python scripts/gpu_convolutions.py [--prebuilt DIR]              # with a GPU; also a part of `make gpu-check`
+
+Every direction, layout and dtype is compared with float64 on some shapes, then timed against torch, as it is and with
+its own kernels in place of cuDNN's, in both layouts. With `--prebuilt` machine code comes from that directory, so
+neither TVM nor a compiler is needed. A check that fails or cannot run says so, and the next one follows. Rows of times
+are added to `convolutions.csv`. Exit codes: 0 nothing failed, 1 something did, 3 there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import datetime
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+
+from benchmarks.rig.rows import commit  # noqa: E402
+from hybridpar.kernel_cache import KernelsUnavailable  # noqa: E402
+from hybridpar.tvm_kernels.cuda_device import KNOWN, Gpu, gpu_at  # noqa: E402
+from hybridpar.tvm_kernels.cuda_kernel import (  # noqa: E402
+    CudaKernel,
+    CudaVariant,
+    compile_source,
+    load_cubin,
+    sources_of,
+)
+from hybridpar.tvm_kernels.cuda_measure import CudaBench, most_error  # noqa: E402
+from hybridpar.tvm_kernels.cuda_space import reject  # noqa: E402
+from hybridpar.tvm_kernels.cuda_tuner import KEPT, compile_all, ranked  # noqa: E402
+from hybridpar.tvm_kernels.database import KernelKey, read_database  # noqa: E402
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout  # noqa: E402
+from scripts.gpu_pipeline import Outcome, Result, SkippedCheck, run_each  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "gpu" / "results" / "convolutions.csv"
+NO_GPU = 3
+
+#: Sizes that nothing divides, one channel, borders wider than the image, dilation.
+CHECKED = (
+    "2x24x13x11 k3x3 s1x1 p1x1 d1x1",
+    "3x40x15x17 k5x5 s2x2 p2x2 d1x1",
+    "2x36x7x7 k7x7 s1x1 p3x3 d1x1",
+    "1x1x9x31 k3x3 s2x2 p1x1 d1x1",
+    "2x10x12x9 k3x3 s1x1 p2x2 d2x2",
+)
+
+#: Layers of MobileNetV2, EfficientNet-B0 and ConvNeXt-T.
+TIMED = (
+    "64x32x112x112 k3x3 s1x1 p1x1 d1x1",
+    "64x96x112x112 k3x3 s2x2 p1x1 d1x1",
+    "64x144x56x56 k3x3 s1x1 p1x1 d1x1",
+    "64x384x14x14 k3x3 s1x1 p1x1 d1x1",
+    "64x960x7x7 k3x3 s1x1 p1x1 d1x1",
+    "64x240x28x28 k5x5 s1x1 p2x2 d1x1",
+    "64x672x14x14 k5x5 s2x2 p2x2 d1x1",
+    "64x96x56x56 k7x7 s1x1 p3x3 d1x1",
+    "64x768x7x7 k7x7 s1x1 p3x3 d1x1",
+)
+DTYPES_CHECKED, DTYPES_TIMED = ("float32", "bfloat16", "float16"), ("float32", "bfloat16")
+
+#: Seconds to time a candidate for, and its rival.
+SECONDS = 0.05
+
+COLUMNS = (
+    *("date", "commit", "device", "torch", "shape", "direction", "layout", "dtype", "method", "ms", "ratio_to_kernel"),
+    *("floor_ms", "error", "parameters"),
+)
+
+
+def cases(gpu: Gpu, shapes: Iterable[str], dtypes: Iterable[str]) -> list[KernelKey]:
+    """Every direction and layout of some shapes and dtypes."""
+    return [
+        KernelKey(direction, ConvShape.parse(shape), layout, 1, gpu.fingerprint, dtype)
+        for shape, dtype, layout, direction in itertools.product(shapes, dtypes, Layout, Direction)
+    ]
+
+
+def prebuild(folder: Path, gpu: Gpu, checked: int = 1, timed: int = KEPT) -> None:
+    """Compile what a GPU is to run.
+
+    Args:
+        folder: Where to put it.
+        gpu: That it is for.
+        checked: Candidates of each case that is only checked.
+        timed: Candidates of each case that is timed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for keys, count in (
+        (cases(gpu, CHECKED, DTYPES_CHECKED), checked),
+        (cases(gpu, TIMED, DTYPES_TIMED), timed),
+    ):
+        report = compile_all(
+            keys,
+            folder / "kernels.jsonl",
+            float("inf"),
+            gpu=gpu,
+            trials=count,
+            on_progress=lambda one: print(f"{one.done}/{one.total} {one.key.direction} {one.key.shape.text}"),
+        )
+        print(f"{report.tuned} of {len(keys)} compiled for {gpu.architecture}, {report.skipped} were there")
+
+
+class Kernels:
+    """Candidates for a GPU, from a directory or built here.
+
+    Args:
+        gpu: The GPU.
+        index: Its number.
+        folder: What `prebuild` wrote; None to build.
+    """
+
+    def __init__(self, gpu: Gpu, index: int, folder: Path | None) -> None:
+        self.gpu, self.index, self.folder = gpu, index, folder
+        self._records = read_database(folder / "kernels.jsonl").records if folder is not None else []
+
+    def of(self, key: KernelKey, count: int) -> list[CudaKernel]:
+        """The first candidates of a case.
+
+        Raises:
+            SkippedCheck: None was prebuilt for this architecture.
+            KernelsUnavailable: None can be built.
+        """
+        found = itertools.islice(self._prebuilt(key) if self.folder is not None else self._built(key), count)
+        kernels = [load_cubin(variant, code, self.index) for variant, code in found]
+        if not kernels:
+            raise SkippedCheck(f"there is no machine code for {self.gpu.architecture}")
+        return kernels
+
+    def _prebuilt(self, key: KernelKey) -> Iterator[tuple[CudaVariant, bytes]]:
+        assert self.folder is not None
+        for record in self._records:
+            own = record.key
+            same = (own.direction, own.shape, own.layout, own.dtype) == (
+                *(key.direction, key.shape, key.layout, key.dtype),
+            )
+            fits = record.device.endswith(f" {self.gpu.architecture}")
+            numbers = {name: value for name, value in record.parameters.items() if type(value) is int}
+            if same and fits and record.cubin and not reject(own.shape, own.direction, own.layout, own.dtype, numbers):
+                variant = CudaVariant(own.shape, own.direction, own.layout, own.dtype, numbers)
+                yield variant, (self.folder / record.cubin).read_bytes()
+
+    def _built(self, key: KernelKey) -> Iterator[tuple[CudaVariant, bytes]]:
+        for one in ranked(key.shape, key.direction, key.layout, key.dtype, self.gpu):
+            variant = CudaVariant(key.shape, key.direction, key.layout, key.dtype, one.parameters)
+            (source,) = sources_of([variant])
+            if isinstance(source, KernelsUnavailable):
+                raise source
+            made = compile_source(source, self.gpu.architecture)
+            if not made.spilled:
+                yield variant, made.code
+
+
+def _name(key: KernelKey) -> str:
+    return f"{key.direction} {key.shape.text} {key.layout} {key.dtype}"
+
+
+def compare(kernels: Kernels, key: KernelKey, device: torch.device) -> Outcome:
+    """The error of the first candidate, and that a second call gives the same bits."""
+    (kernel,) = kernels.of(key, 1)
+    bench = CudaBench(key.shape, key.direction, key.layout, key.dtype, device)
+    error, limit = bench.error(kernel), most_error(key.direction, key.dtype)
+    return error, limit, error <= limit and torch.equal(bench.run(kernel), bench.run(kernel))
+
+
+def run_checks(device: torch.device, kernels: Kernels) -> Iterator[Result]:
+    """Compare every case with float64, printing each."""
+    checks: dict[str, Callable[[], Outcome]] = {
+        _name(key): lambda key=key: compare(kernels, key, device)  # type: ignore[misc]
+        for key in cases(kernels.gpu, CHECKED, DTYPES_CHECKED)
+    }
+    yield from run_each(checks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """Times of one case: of the fastest candidate, and of each of torch's ways."""
+
+    key: KernelKey
+    ms: float
+    ways: dict[str, float]
+    error: float
+    parameters: dict[str, int]
+
+
+def time_case(kernels: Kernels, key: KernelKey, device: torch.device) -> Timed | None:
+    """Time the first candidates against torch's ways, each in pairs with the fastest; None where none is right."""
+    bench = CudaBench(key.shape, key.direction, key.layout, key.dtype, device)
+    best: tuple[float, float, CudaKernel] | None = None
+    for kernel in kernels.of(key, KEPT):
+        error = bench.error(kernel)
+        if error > most_error(key.direction, key.dtype):
+            print(f"{_name(key)}: {dict(kernel.variant.parameters)} is wrong by {error:.1e}", file=sys.stderr)
+            continue
+        ms = bench.compare(kernel, SECONDS).ms
+        if best is None or ms < best[0]:
+            best = ms, error, kernel
+    if best is None:
+        return None
+    _, error, kernel = best
+    pairs = {name: bench.compare_calls(lambda: bench.run(kernel), way, SECONDS) for name, way in bench.ways.items()}
+    ms = min(one.ms for one in pairs.values())
+    return Timed(key, ms, {name: one.stock_ms for name, one in pairs.items()}, error, dict(kernel.variant.parameters))
+
+
+def time_convolutions(device: torch.device, kernels: Kernels, path: Path = RESULTS) -> None:
+    """Time all cases, and add rows to a table as they come."""
+    for key in cases(kernels.gpu, TIMED, DTYPES_TIMED):
+        try:
+            found = time_case(kernels, key, device)
+        except (SkippedCheck, KernelsUnavailable, RuntimeError) as error:
+            print(f"{_name(key)}: {error}", file=sys.stderr)
+            continue
+        if found is not None:
+            write_rows(found, kernels.gpu, path)
+            fastest = min(found.ways, key=lambda name: found.ways[name])
+            ratio = found.ways[fastest] / found.ms
+            print(f"{_name(key)}: {found.ms:.4f} ms, {fastest} {found.ways[fastest]:.4f} ms, {ratio:.2f}x")
+
+
+def write_rows(found: Timed, gpu: Gpu, path: Path) -> None:
+    """Add a row for the kernel and one for each of torch's ways, under a header where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new, key = not path.exists(), found.key
+    size = key.shape.least_bytes(key.direction) // (1 if key.dtype == "float32" else 2)
+    head = (datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), commit(), gpu.name, torch.__version__)
+    of = (key.shape.text, str(key.direction), str(key.layout), key.dtype)
+    floor = f"{gpu.floor_ms(key.shape.multiply_adds, size):.5f}"
+    parameters = " ".join(f"{name}={value}" for name, value in found.parameters.items())
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        if new:
+            writer.writerow(COLUMNS)
+        writer.writerow([*head, *of, "kernel", f"{found.ms:.5f}", 1.0, floor, f"{found.error:.2e}", parameters])
+        for name, ms in found.ways.items():
+            writer.writerow([*head, *of, name, f"{ms:.5f}", f"{ms / found.ms:.3f}", floor, "", ""])
+
+
+def main() -> int:
+    """See the module header."""
+    parser = argparse.ArgumentParser(description="Compare the depthwise kernels for a GPU with float64 and torch.")
+    parser.add_argument("--prebuild", type=Path, metavar="DIR", help="compile into DIR, and do nothing else")
+    parser.add_argument("--gpu", choices=sorted(KNOWN), default="h100", help="what --prebuild compiles for")
+    parser.add_argument("--prebuilt", type=Path, metavar="DIR", help="use machine code from DIR")
+    parser.add_argument("--no-timing", action="store_true", help="check only")
+    options = parser.parse_args()
+    if options.prebuild is not None:
+        prebuild(options.prebuild, KNOWN[options.gpu])
+        return 0
+    if not torch.cuda.is_available():
+        print("torch sees no GPU here: nothing was checked")
+        return NO_GPU
+    device = torch.device("cuda", torch.cuda.current_device())
+    kernels = Kernels(gpu_at(device.index), device.index, options.prebuilt)
+    results = list(run_checks(device, kernels))
+    if not options.no_timing:
+        time_convolutions(device, kernels)
+    return 1 if any(result.verdict == "FAILED" for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

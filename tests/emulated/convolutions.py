@@ -1,0 +1,47 @@
+"""Why: the depthwise kernels' generated source runs on a CPU, many variants in one library, as each costs a second.
+
+`emulated_kernels` compiles the sources of some variants together. The kernels that it returns are launched by
+hybridpar's own launcher, and take addresses of the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridpar import cuda_driver
+from hybridpar.cuda_driver import CudaFunction, CudaModule
+from hybridpar.kernel_builder import Builder
+from hybridpar.kernel_writer_cuda import PRELUDE
+from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant
+from tests.emulated import IMAGE, emulated_driver
+
+
+class _Numbered:
+    """A module in which each kernel's name ends with a number."""
+
+    def __init__(self, module: CudaModule, number: int) -> None:
+        self.module, self.number = module, number
+
+    def function(self, name: str, parameters: str) -> CudaFunction:
+        return self.module.function(f"{name}_{self.number}", parameters)
+
+
+def write_sources(variants: Sequence[CudaVariant], builder: Builder) -> list[str]:
+    """CUDA C of variants."""
+    return [builder.build(variant.request).image.decode() for variant in variants]
+
+
+def emulated_kernels(variants: Sequence[CudaVariant], sources: Sequence[str], folder: Path) -> list[CudaKernel]:
+    """Variants that run on the CPU; skips where there is no compiler."""
+    parts, names = [PRELUDE], []
+    for number, (variant, source) in enumerate(zip(variants, sources, strict=True)):
+        text = source.removeprefix(PRELUDE)
+        for name, _, _ in variant.launches:
+            text = text.replace(f" {name}(", f" {name}_{number}(")
+            names.append(f"{name}_{number}")
+        parts.append(text)
+    file = folder / "kernels.cu"
+    file.write_text("\n".join(parts))
+    module = cuda_driver.Driver(str(emulated_driver(file, names, folder, "-O0"))).load(IMAGE, 0)
+    return [CudaKernel(variant, _Numbered(module, number)) for number, variant in enumerate(variants)]  # type: ignore[arg-type]

@@ -1,0 +1,323 @@
+"""Why: kernels for a GPU are written and compiled everywhere, so what they compute must not wait for one to be tested.
+
+The generated source runs on the CPU (`tests/emulated`), with threads as fibers that meet at barriers only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridpar import cuda_driver
+from hybridpar.kernel_builder import Builder
+from hybridpar.kernel_cache import KernelsUnavailable
+from hybridpar.kernel_cuda import CONTRACTED, compiler
+from hybridpar.tvm_kernels import op
+from hybridpar.tvm_kernels.cuda_compiled import TunedCudaKernel
+from hybridpar.tvm_kernels.cuda_cost import bank_conflicts
+from hybridpar.tvm_kernels.cuda_device import KNOWN
+from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, compile_source
+from hybridpar.tvm_kernels.cuda_measure import DTYPES, CudaBench, most_error
+from hybridpar.tvm_kernels.cuda_space import candidates, reject
+from hybridpar.tvm_kernels.cuda_tuner import ranked
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from tests.emulated.convolutions import emulated_kernels, write_sources
+
+CPU = torch.device("cpu")
+LAST, CONTIGUOUS = Layout.CHANNELS_LAST, Layout.CONTIGUOUS
+FORWARD, INPUT, WEIGHT = Direction
+
+
+def variant(shape: str, direction: Direction, layout: Layout, dtype: str, **changes: int) -> CudaVariant:
+    """A kernel with several blocks, threads and results along every axis, and borders that nothing divides."""
+    of = ConvShape.parse(shape)
+    step = of.stride[0] if direction is INPUT else 1
+    threads = (4, 4, 2) if layout is LAST else (2, 8, 2)
+    own = dict(zip(("threads_c", "threads_x", "threads_y"), threads, strict=True))
+    own |= {"vector": 2 if layout is LAST and of.channels % 2 == 0 else 1, "virtual": 2, "columns": step, "rows": 2}
+    own |= {"skew": 0} | ({"tap_rows": 2, "parts": 3} if direction is WEIGHT else {"hold": 1}) | changes
+    assert reject(of, direction, layout, dtype, own) is None
+    return CudaVariant(of, direction, layout, dtype, own)
+
+
+ONE, TWO = "2x10x9x7 k3x3 s1x1 p1x1 d1x1", "2x10x9x8 k3x3 s2x2 p1x1 d1x1"
+#: Every direction, layout, dtype and stride is there, each way to hold taps and to add sums, and odd sizes.
+VARIANTS = [
+    variant(ONE, FORWARD, LAST, "float32", hold=0),
+    variant(TWO, FORWARD, LAST, "bfloat16"),
+    variant(TWO, FORWARD, CONTIGUOUS, "float16", skew=1),
+    variant(ONE, INPUT, CONTIGUOUS, "bfloat16", hold=0),
+    variant(TWO, INPUT, LAST, "float16"),
+    variant(TWO, INPUT, CONTIGUOUS, "float32", hold=0),
+    variant(ONE, WEIGHT, LAST, "float32"),
+    variant(TWO, WEIGHT, CONTIGUOUS, "bfloat16"),
+    variant(TWO, WEIGHT, LAST, "float16", threads_c=32, threads_x=2, threads_y=1, vector=1, tap_rows=3),
+    variant("1x5x7x6 k5x3 s1x2 p2x0 d1x2", FORWARD, LAST, "float32"),
+]
+
+SWEEP = [
+    variant(shape, direction, layout, dtype)
+    for shape, direction, layout, dtype in itertools.product(
+        (ONE, TWO, "1x6x9x11 k3x3 s1x1 p2x2 d2x2", "1x6x11x9 k5x5 s2x2 p2x2 d1x1"), Direction, Layout, DTYPES
+    )
+]
+
+
+@pytest.fixture(scope="module")
+def sources(builder: Builder) -> list[str]:
+    return write_sources(VARIANTS, builder)
+
+
+@pytest.fixture(scope="module")
+def kernels(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> list[CudaKernel]:
+    return emulated_kernels(VARIANTS, sources, tmp_path_factory.mktemp("convolutions"))
+
+
+@pytest.fixture(autouse=True)
+def _no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "current_stream", lambda index: 0)
+
+
+def bench_of(kernel: CudaKernel) -> CudaBench:
+    own = kernel.variant
+    return CudaBench(own.shape, own.direction, own.layout, own.dtype, CPU)
+
+
+def name(one: CudaVariant) -> str:
+    return f"{one.direction} {one.shape.text} {one.layout} {one.dtype}"
+
+
+# ------------------------------------------------------------------------------------------------- what is computed
+
+
+@pytest.mark.parametrize("index", range(len(VARIANTS)), ids=[name(one) for one in VARIANTS])
+def test_source_computes_what_float64_does(index: int, kernels: list[CudaKernel]) -> None:
+    kernel = kernels[index]
+    bench = bench_of(kernel)
+    assert bench.error(kernel) <= most_error(kernel.variant.direction, kernel.variant.dtype)
+    # Fibers take turns the other way round in every other launch, so a missing barrier would show.
+    assert torch.equal(bench.run(kernel), bench.run(kernel))
+
+
+def test_the_bias_is_added_where_there_is_one(kernels: list[CudaKernel]) -> None:
+    kernel = kernels[0]
+    shape, bench = kernel.variant.shape, bench_of(kernel)
+    bias = torch.linspace(-3, 3, shape.channels)
+    out = torch.empty(2, shape.channels, shape.out_height, shape.out_width).contiguous(
+        memory_format=torch.channels_last
+    )
+    kernel(bench._first.data_ptr(), bench._second.data_ptr(), bias.data_ptr(), out.data_ptr(), 0)
+    assert torch.allclose(out.double(), bench.reference + bias.double()[:, None, None], atol=1e-5)
+
+
+def test_nothing_is_written_beside_the_result(kernels: list[CudaKernel]) -> None:
+    for kernel in kernels:
+        bench = bench_of(kernel)
+        count = bench._like.numel()
+        room = torch.full((count + 256,), 7.0, dtype=bench._like.dtype)
+        scratch = torch.full((kernel.scratch_bytes // 4 + 64,), math.nan)
+        places = (bench._first.data_ptr(), bench._second.data_ptr(), 0)
+        kernel(*places, room[128:].data_ptr(), scratch.data_ptr())
+        assert (room[:128] == 7).all()
+        assert (room[128 + count :] == 7).all()
+        assert scratch[kernel.scratch_bytes // 4 :].isnan().all()
+
+
+def test_a_wrong_kernel_is_noticed(kernels: list[CudaKernel]) -> None:
+    bench = bench_of(kernels[0])
+
+    class _Other:
+        scratch_bytes = 0
+
+        def __call__(self, *places: int) -> None:
+            kernels[0](places[1], places[1], *places[2:])
+
+    assert bench.error(_Other()) > 0.1  # type: ignore[arg-type]
+
+
+def test_results_that_are_not_there_do_not_spoil_sums(kernels: list[CudaKernel]) -> None:
+    index = next(i for i, one in enumerate(VARIANTS) if one.direction is WEIGHT and one.dtype == "bfloat16")
+    kernel, bench = kernels[index], bench_of(kernels[index])
+    clean = bench.run(kernel)
+    # At stride 2 the last of eight columns meets the last of three taps only: the first one would meet it in a fifth
+    # column of the gradient, for which a thread is there.
+    assert kernel.variant.tile.horizontal.tile > kernel.variant.shape.out_width == 4
+    bench._first[..., 7] = math.nan
+    spoilt = bench.run(kernel)
+    assert torch.equal(spoilt[..., :2], clean[..., :2])
+    assert spoilt[..., 2].isnan().all()
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["kernels", "torch, as the views are strided"])
+def test_the_op_runs_them_through_the_launcher(
+    changed: bool, kernels: list[CudaKernel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and weight gradient are of one shape; as tensors of the CPU stand for those of a GPU."""
+    launched: list[Direction] = []
+
+    def find(direction: Direction, image: torch.Tensor, *rest: Any) -> TunedCudaKernel | None:
+        found = [one for one in kernels if (one.variant.direction, *rest[-1:]) == (direction, one.variant.layout)]
+        found = [one for one in found if (one.variant.shape.text, one.variant.dtype) == (ONE, "float32")]
+        if not found:
+            return None
+        launched.append(direction)
+        made = TunedCudaKernel(found[0].variant, "", "sm_90")
+        made._loaded[0] = found[0]
+        return made
+
+    monkeypatch.setattr(op, "_kernel", find)
+    shape = ConvShape.parse(ONE)
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 10, 9, 8 if changed else 7, generator=draw)[..., :7]
+    x = x if changed else x.contiguous(memory_format=torch.channels_last)
+    x.requires_grad_()
+    weight, bias = torch.randn(10, 1, 3, 3, generator=draw).requires_grad_(), torch.randn(10, generator=draw)
+    y = torch.ops.hybridpar.depthwise_conv2d(x, weight, bias, [1, 1], [1, 1], [1, 1])
+    y.square().sum().backward()
+    assert launched == ([] if changed else [FORWARD, INPUT, WEIGHT][::2])
+    own = weight.grad
+    weight.grad = None
+    expected = torch.nn.functional.conv2d(x, weight, bias, 1, 1, 1, shape.channels)
+    expected.square().sum().backward()
+    assert torch.allclose(y, expected, atol=1e-5)
+    assert torch.allclose(own, weight.grad, rtol=1e-4, atol=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------- the source
+
+
+def shared_bytes(source: str) -> int:
+    """What the kernel `rows` declares as shared memory."""
+    body = re.split(r'extern "C"', source[re.search(r" rows\(.*\) \{", source).start() :])[0]  # type: ignore[union-attr]
+    sizes = {"float": 4, "ushort": 2}
+    return sum(
+        sizes[kind] * int(count) for kind, count in re.findall(r"__shared__ __align__\(16\) (\w+) \w+\[(\d+)\];", body)
+    )
+
+
+def test_shared_memory_is_what_the_formula_says(sources: list[str]) -> None:
+    for one, source in zip(VARIANTS, sources, strict=True):
+        assert shared_bytes(source) == one.tile.shared_bytes > 0, name(one)
+
+
+def first_shared_read(source: str) -> tuple[str, int]:
+    """Index, in elements, and width in bytes of the first read of the input's tile after it was loaded."""
+    after = source[source.index("__syncthreads") :]
+    wide = re.search(r"= \*\((float|ushort)(\d)\*\)\(_ptr \+ (.+)\);", after)
+    plain = re.search(r"_ptr\[(.+?)\]\)?;", after)
+    found = min((one for one in (wide, plain) if one is not None), key=lambda one: one.start())
+    if found is wide:
+        assert wide is not None
+        return wide[3], int(wide[2]) * (4 if wide[1] == "float" else 2)
+    assert plain is not None
+    return plain[1], 4 if "__shared__ __align__(16) float _ptr[" in source else 2
+
+
+def brute_force(source: str) -> float:
+    """Accesses of shared memory of the first warp's first read, from the index that the source has."""
+    text, width = first_shared_read(source)
+    text = re.sub(r"\(\((?:int)\)(threadIdx|blockIdx)\.[xyz]\)", lambda m: "t" if m[1] == "threadIdx" else "0", text)
+    text = text.replace("/", "//")
+    item = 4 if "__shared__ __align__(16) float _ptr[" in source else 2
+    names = dict.fromkeys(re.findall(r"v_\d+", text), 0)
+    lanes = [eval(text, {"t": lane, **names}) * item for lane in range(32)]
+    together, count = 32 * 4 // max(width, 4), 0
+    for begin in range(0, 32, together):
+        banks: dict[int, set[int]] = {}
+        for place in lanes[begin : begin + together]:
+            for byte in range(place, place + width):
+                banks.setdefault(byte // 4 % 32, set()).add(byte // 4)
+        count += max(map(len, banks.values()))
+    return count / max(1, 32 * width // 128)
+
+
+CONFLICTS: list[tuple[dict[str, Any], float]] = [
+    ({"threads_x": 32, "threads_y": 1, "virtual": 1}, 1),
+    ({"threads_x": 32, "threads_y": 1, "virtual": 1, "columns": 2}, 2),
+    ({"threads_x": 32, "threads_y": 1, "virtual": 2, "columns": 1}, 1),
+    ({"threads_x": 8, "threads_y": 4, "virtual": 1, "columns": 4}, 4),
+]
+
+
+def test_virtual_threads_and_phases_avoid_the_conflicts_that_the_model_predicts(builder: Builder) -> None:
+    wide = "1x4x64x140 k3x3 s1x1 p1x1 d1x1"
+    chosen = [variant(wide, FORWARD, CONTIGUOUS, "float32", **own) for own, _ in CONFLICTS]
+    # At stride 2 every other column is read; phases lie apart, so it is as at stride 1.
+    chosen.append(variant(wide.replace("s1x1", "s2x2"), FORWARD, CONTIGUOUS, "float32", **CONFLICTS[0][0]))
+    chosen.append(variant(wide.replace("s1x1", "s2x2"), FORWARD, LAST, "float32"))
+    chosen.append(variant(wide, FORWARD, LAST, "bfloat16", threads_c=2, threads_x=16, threads_y=1))
+    written = write_sources(chosen, builder)
+    for one, source in zip(chosen, written, strict=True):
+        assert bank_conflicts(one.tile) == brute_force(source), one.parameters
+    assert [bank_conflicts(one.tile) for one in chosen[:5]] == [*(times for _, times in CONFLICTS), 1]
+
+
+# -------------------------------------------------------------------------------------------------------- compiling
+
+
+def needs_compiler() -> None:
+    try:
+        compiler(CONTRACTED)
+    except KernelsUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+def test_what_would_be_measured_first_compiles_and_spills_nothing(builder: Builder) -> None:
+    needs_compiler()
+    chosen = []
+    for direction, layout, dtype, gpu in (
+        (FORWARD, LAST, "bfloat16", KNOWN["h100"]),
+        (WEIGHT, LAST, "float32", KNOWN["a100"]),
+    ):
+        shape = ConvShape.parse("32x96x56x56 k3x3 s2x2 p1x1 d1x1")
+        own = ranked(shape, direction, layout, dtype, gpu)[0].parameters
+        chosen.append((CudaVariant(shape, direction, layout, dtype, own), gpu.architecture))
+    for (one, architecture), source in zip(chosen, write_sources([one for one, _ in chosen], builder), strict=True):
+        made = compile_source(source, architecture)
+        assert made.code[:4] == b"\x7fELF", name(one)
+        assert made.spilled == 0
+        assert made.registers is not None
+        assert made.registers <= 255
+
+
+# ------------------------------------------------------------------------------------------------------------- sweeps
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+def test_every_direction_layout_dtype_and_stride_is_right(tmp_path: Path, builder: Builder) -> None:
+    written = write_sources(SWEEP, builder)
+    for one, source in zip(SWEEP, written, strict=True):
+        assert shared_bytes(source) == one.tile.shared_bytes, name(one)
+    for kernel in emulated_kernels(SWEEP, written, tmp_path):
+        error = bench_of(kernel).error(kernel)
+        assert error <= most_error(kernel.variant.direction, kernel.variant.dtype), name(kernel.variant)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+def test_candidates_of_the_space_agree(tmp_path: Path, builder: Builder) -> None:
+    chosen = []
+    for shape, direction, layout in itertools.product((ONE, TWO), Direction, Layout):
+        of = ConvShape.parse(shape)
+        space = list(candidates(of, direction, layout, "float32", KNOWN["h100"]))
+        chosen += [CudaVariant(of, direction, layout, "float32", one) for one in space[:: max(1, len(space) // 5)]]
+    for kernel in emulated_kernels(chosen, write_sources(chosen, builder), tmp_path):
+        assert bench_of(kernel).error(kernel) <= most_error(kernel.variant.direction, "float32"), kernel.variant
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
+def test_everything_compiles(architecture: str, builder: Builder) -> None:
+    needs_compiler()
+    for one, source in zip(SWEEP, write_sources(SWEEP, builder), strict=True):
+        made = compile_source(source, architecture)
+        assert made.code[:4] == b"\x7fELF", name(one)
+        assert made.spilled == 0, name(one)
