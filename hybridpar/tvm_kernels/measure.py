@@ -112,6 +112,7 @@ class Bench:
             Direction.WEIGHT_GRADIENT: (x, gradient, self._weight),
         }
         self._first, self._second, self._like = pairs[direction]
+        self._calls: dict[Layout, Callable[[], object]] = {}
 
     def run(self, kernel: Kernel) -> Tensor:
         """What a kernel computes, with all that a caller has to do."""
@@ -152,11 +153,23 @@ class Bench:
         return self._image[chosen], self._gradient[chosen], self._weight
 
     @functools.cached_property
+    def stock_layout(self) -> Layout:
+        """The layout in which torch is faster."""
+        last, contiguous = (self.stock_in(layout) for layout in (Layout.CHANNELS_LAST, Layout.CONTIGUOUS))
+        last(), contiguous()
+        faster = time_pairs(last, contiguous, 0.2, threads=self.threads).speedup >= 1
+        return Layout.CHANNELS_LAST if faster else Layout.CONTIGUOUS
+
+    @property
     def stock(self) -> Callable[[], object]:
         """Torch's call, in the layout in which it is faster."""
-        last, contiguous = (self._stock_call(layout) for layout in (Layout.CHANNELS_LAST, Layout.CONTIGUOUS))
-        last(), contiguous()
-        return last if time_pairs(last, contiguous, 0.2, threads=self.threads).speedup >= 1 else contiguous
+        return self.stock_in(self.stock_layout)
+
+    def stock_in(self, layout: Layout) -> Callable[[], object]:
+        """Torch's call in one layout."""
+        if layout not in self._calls:
+            self._calls[layout] = self._stock_call(layout)
+        return self._calls[layout]
 
     def _stock_call(self, layout: Layout) -> Callable[[], object]:
         shape, put = self.shape, _laid_out(layout)
@@ -168,10 +181,18 @@ class Bench:
         sizes = (shape.stride, shape.padding, shape.dilation)
         return lambda: backward(gradient, x, weight, None, *sizes, False, [0, 0], shape.channels, [*wanted, False])
 
-    def compare(self, kernel: Kernel, seconds: float, least: int = 3) -> Timing:
-        """Time a kernel against torch in pairs; the caller has set torch's threads."""
-        self.run(kernel)
-        return time_pairs(lambda: self.run(kernel), self.stock, seconds, least, self.threads)
+    def compare(self, kernel: Kernel, seconds: float, least: int = 3, layout: Layout | None = None) -> Timing:
+        """Time a kernel against torch in pairs; the caller has set torch's threads.
+
+        Args:
+            kernel: Of this convolution and direction.
+            seconds: For all of it.
+            least: Pairs to take in any case.
+            layout: In which torch runs; None for the one in which it is faster.
+        """
+        stock = self.stock if layout is None else self.stock_in(layout)
+        self.run(kernel), stock()
+        return time_pairs(lambda: self.run(kernel), stock, seconds, least, self.threads)
 
 
 def reference(shape: ConvShape, direction: Direction, image: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:

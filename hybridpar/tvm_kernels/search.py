@@ -171,6 +171,7 @@ def _keep(path: Path, key: KernelKey, found: Sequence[Tuned]) -> None:
                 parameters=dict(one.parameters),
                 ms=one.ms,
                 stock_ms=one.stock_ms,
+                layout_ms=one.layout_ms,
                 floor_ms=one.floor_ms,
                 error=one.error,
                 tuned_at=now,

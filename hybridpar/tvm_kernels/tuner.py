@@ -22,12 +22,12 @@ from hybridpar.kernel_build import Session
 from hybridpar.kernel_builder import Builder, Built
 from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.process import available_cores
+from hybridpar.tvm_kernels.candidates import candidates, neighbours
 from hybridpar.tvm_kernels.cost import Ranking, estimate, rank
 from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image
 from hybridpar.tvm_kernels.machine import Speed, measure_speed, this_machine
 from hybridpar.tvm_kernels.measure import MOST_ERROR, Bench, Timing
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import candidates, neighbours
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class Tuned:
         predicted: Cycles that the model said.
         final: Whether it was timed again as a finalist.
         drawn: Whether it was drawn at random, and not chosen.
+        layout_ms: Of torch's call in the layout of the kernel, where it is not its better one; of finalists only.
     """
 
     parameters: Mapping[str, int]
@@ -66,6 +67,7 @@ class Tuned:
     predicted: float = 0.0
     final: bool = False
     drawn: bool = False
+    layout_ms: float | None = None
 
 
 class TuningStopped(KeyboardInterrupt):
@@ -179,7 +181,7 @@ class _Search:
         self.builder, self.on_progress = builder, on_progress
         machine = this_machine()
         space = list(candidates(shape, direction, layout, threads, machine))
-        costs = [estimate(shape, direction, one, threads, machine).cycles for one in space]
+        costs = [estimate(shape, direction, one, threads, machine, layout).cycles for one in space]
         order = sorted(range(len(space)), key=lambda index: costs[index])
         self.space = [space[index] for index in order]
         self.predicted = {_key(space[index]): costs[index] for index in order}
@@ -291,10 +293,16 @@ class _Search:
         best = [key for key in sorted(self.results, key=lambda one: self.results[one].ms) if key in self.kernels]
         for place, key in enumerate(best[:_FINALISTS]):
             left = max(0.0, end - time.monotonic()) / (min(len(best), _FINALISTS) - place)
-            timing = self.bench.compare(self.kernels[key], min(left, _LONGEST), least=5)
+            rivals = 1 if self.bench.stock_layout is self.layout else 2
+            share = min(left / rivals, _LONGEST)
+            timing = self.bench.compare(self.kernels[key], share, least=5)
             before = self.results[key]
-            again = self._tuned(before.parameters, timing, before.error)
-            self._note(key, replace(again, final=True))
+            again = replace(self._tuned(before.parameters, timing, before.error), final=True)
+            if rivals > 1:
+                same = self.bench.compare(self.kernels[key], share, least=5, layout=self.layout)
+                # The ratio is of pairs, the times of the two comparisons are not.
+                again = replace(again, layout_ms=again.ms * same.speedup)
+            self._note(key, again)
 
 
 def _key(parameters: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

@@ -33,15 +33,18 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
         direction: Forward or input gradient.
         parameters: lanes, tile_rows, tile_columns, strip, columns_outer and unroll.
     """
-    kernel = _Gather(w, ConvShape.parse(shape), Direction(direction), **parameters)
+    kernel = Gather(w, ConvShape.parse(shape), Direction(direction), **parameters)
     return {
         name: w.function(name, ARGUMENTS, (), body, helpers=False)
         for name, body in (("prepare", kernel.prepare), ("rows", kernel.rows))
     }
 
 
-class _Gather:
-    """Writes one kernel."""
+class Gather:
+    """Writes one kernel.
+
+    A layout in which pixels lie otherwise overrides how far apart they are, and where rows begin.
+    """
 
     def __init__(
         self,
@@ -57,6 +60,8 @@ class _Gather:
     ) -> None:
         self.w, self.t = w, w.t
         self.shape, self.lanes, self.strip = shape, lanes, strip
+        #: Elements from one pixel to the next, where the tiles read and write.
+        self.pixel = shape.channels
         self.tile_rows, self.columns_outer = tile_rows, bool(columns_outer)
         self.vertical, self.horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
         self.columns = spans(self.horizontal, tile_columns)
@@ -169,7 +174,7 @@ class _Gather:
         # Where the tile's input begins, as if the first tile of the run were at row 0 of the input.
         steps = row - inner.start
         origin = t.floordiv(steps, t.int64(along.stride)) if along.transposed else steps * along.stride
-        base = w.keep(self._input_at(image * along.size + origin, moved * self.shift) + channel)
+        base = w.keep(self._input_at(image, origin, moved * self.shift, channel))
         sums = {(r, c): self._start(channel) for r in range(inner.width) for c in range(span.width)}
         for input_row, row_uses in by_input(inner.taps):
             taps: dict[tuple[int, int], Any] = {}
@@ -181,9 +186,9 @@ class _Gather:
                         if tap not in taps:
                             taps[tap] = w.keep(self._tap(t.int64(row_tap), column_tap, channel))
                         sums[r, c] = w.keep(sums[r, c] + value * taps[tap])
-        at = w.keep(self._output_at(image, row, span, moved) + channel)
+        at = w.keep(self._output_at(image, row, moved * span.width + span.start, channel))
         for (r, c), total in sums.items():
-            self._store(at + (r * self.horizontal.out + c) * self.shape.channels, total)
+            self._store(at + (r * self.horizontal.out + c) * self.pixel, total)
 
     def _row(self, image: Any, row: Any, span: Span, moved: Any, channel: Any) -> None:
         """One row of a tile, with a loop over the rows of taps that meet the image."""
@@ -194,7 +199,7 @@ class _Gather:
         low, high, tap_of, place_of = self._bounds(row)
         with t.serial(low, high) as step:
             tap = w.keep(tap_of(step))
-            base = w.keep(self._input_at(image * self.vertical.size + place_of(step), moved * self.shift) + channel)
+            base = w.keep(self._input_at(image, place_of(step), moved * self.shift, channel))
             new = [sums[self._at(t.int64(c * lanes))] for c in range(span.width)]
             taps: dict[int, Any] = {}
             for input_column, uses in by_input(span.taps):
@@ -205,9 +210,9 @@ class _Gather:
                     new[c] = w.keep(new[c] + value * taps[column_tap])
             for c, total in enumerate(new):
                 w.store(sums, self._at(t.int64(c * lanes)), total)
-        at = w.keep(self._output_at(image, row, span, moved) + channel)
+        at = w.keep(self._output_at(image, row, moved * span.width + span.start, channel))
         for c in range(span.width):
-            self._store(at + c * self.shape.channels, sums[self._at(t.int64(c * lanes))])
+            self._store(at + c * self.pixel, sums[self._at(t.int64(c * lanes))])
 
     def _bounds(self, row: Any) -> tuple[Any, Any, Callable[[Any], Any], Callable[[Any], Any]]:
         """The loop over taps of an output row: from, to, and of a step the tap and the input row."""
@@ -243,15 +248,14 @@ class _Gather:
     def _store(self, start: Any, value: Any) -> None:
         self.w.store(self.output, self._at(start), value)
 
-    def _input_at(self, row: Any, column: Any) -> Any:
-        return (row * self.horizontal.size + column) * self.shape.channels
+    def _input_at(self, image: Any, row: Any, column: Any, channel: Any) -> Any:
+        return ((image * self.vertical.size + row) * self.horizontal.size + column) * self.pixel + channel
 
     def _offset(self, row: int, column: int) -> int:
-        return (row * self.horizontal.size + column) * self.shape.channels
+        return (row * self.horizontal.size + column) * self.pixel
 
-    def _output_at(self, image: Any, row: Any, span: Span, moved: Any) -> Any:
-        column = moved * span.width + span.start
-        return ((image * self.vertical.out + row) * self.horizontal.out + column) * self.shape.channels
+    def _output_at(self, image: Any, row: Any, column: Any, channel: Any) -> Any:
+        return ((image * self.vertical.out + row) * self.horizontal.out + column) * self.pixel + channel
 
     def _tap(self, row: Any, column: int, channel: Any) -> Any:
         return self._load(self.weights, (row * self.shape.kernel[1] + column) * self.shape.channels + channel)

@@ -71,9 +71,7 @@ class _Rows:
         self.bias = direction is Direction.FORWARD
         self.taps = shape.kernel[0] * shape.kernel[1]
 
-    def planes(
-        self, first: Any, second: Any, third: Any, out: Any, scratch: Any, begin: Any, end: Any
-    ) -> None:
+    def planes(self, first: Any, second: Any, third: Any, out: Any, scratch: Any, begin: Any, end: Any) -> None:
         """Compute parts of all planes."""
         w, t, shape = self.w, self.t, self.shape
         views = (w.view(one, "float32") for one in (first, second, out, scratch))

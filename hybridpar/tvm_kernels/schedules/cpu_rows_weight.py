@@ -18,7 +18,7 @@ from typing import Any
 
 from hybridpar.kernel_writer import Writer
 from hybridpar.tvm_kernels.schedules.geometry import ARGUMENTS, axis
-from hybridpar.tvm_kernels.schedules.planes import empty, fill, room_of, shuffles
+from hybridpar.tvm_kernels.schedules.planes import empty, fill, room_of, shuffles, whole_lines
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
 #: No pass that turns schedules into loops is needed.
@@ -69,7 +69,7 @@ class _RowsWeight:
         self.taps = shape.kernel[0] * shape.kernel[1]
         #: Floats of one part's sums; rooms lie behind those of all parts.
         self.sums = shape.channels * self.taps * lanes
-        self.first_room = -(-parts * self.sums // 16) * 16
+        self.first_room = whole_lines(parts * self.sums)
 
     def planes(self, first: Any, second: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Make the sums of parts; the range counts groups of channels within parts."""
@@ -190,9 +190,7 @@ class _RowsWeight:
             start = width - lanes
             self._vector(held, places, x + start, g + start, size, lanes - rest)
 
-    def _vector(
-        self, held: Any, places: dict[tuple[int, int], Any], x: Any, g: Any, size: int, counted: int
-    ) -> None:
+    def _vector(self, held: Any, places: dict[tuple[int, int], Any], x: Any, g: Any, size: int, counted: int) -> None:
         """A vector of columns of some rows of the gradient; the first ones may have been counted before."""
         w, t, lanes, room = self.w, self.t, self.lanes, self.room
         gradients = []

@@ -48,7 +48,7 @@ class Room:
     @property
     def places(self) -> int:
         """Places of all rows, in whole cache lines."""
-        return -(-self.rows * self.pitch // _FLOATS_OF_LINE) * _FLOATS_OF_LINE
+        return whole_lines(self.rows * self.pitch)
 
     def at(self, column: int) -> int:
         """Where in a row an image column lies, one of the border too."""
@@ -71,7 +71,9 @@ class Vector:
 
 def room_of(vertical: Axis, horizontal: Axis, strip: int) -> Room:
     """The room for so many output rows of any strip, whose first row is a multiple of `vertical.whole`."""
-    rows, columns = _reach(vertical, strip), _reach(horizontal, horizontal.out)
+    whole = vertical.whole
+    strip = min(strip, -(-vertical.out // whole) * whole)
+    rows, columns = reach(vertical, strip), reach(horizontal, horizontal.out)
     begin = max(columns.start, 0)
     count = max(0, min(columns.stop, horizontal.size) - begin)
     phases = 1 if horizontal.transposed else horizontal.stride
@@ -80,10 +82,22 @@ def room_of(vertical: Axis, horizontal: Axis, strip: int) -> Room:
     return Room(rows.start, len(rows), low, begin, count, phases, -(-(columns.stop - low) // phases))
 
 
-def _reach(along: Axis, count: int) -> range:
+def reach(along: Axis, count: int) -> range:
     """All that the first so many outputs gather from, the border too."""
-    places = [place for out in range(count) for _, place in along.unbounded(out)]
+    places = [place for out in range(count) for _, place in along.unbounded(out)] or [0]
     return range(min(places), max(places) + 1)
+
+
+def turned_room(vertical: Axis, horizontal: Axis, strip: int, lanes: int) -> tuple[int, int]:
+    """Floats for the input of so many output rows in so many channels, and for input and output together."""
+    strip = min(strip, vertical.out)
+    inside = whole_lines(min(len(reach(vertical, strip)), vertical.size) * horizontal.size * lanes)
+    return inside, inside + whole_lines(strip * horizontal.out * lanes)
+
+
+def whole_lines(places: int) -> int:
+    """So many floats, in whole cache lines."""
+    return -(-places // _FLOATS_OF_LINE) * _FLOATS_OF_LINE
 
 
 def empty(w: Writer, room: Any, start: Any, places: int) -> None:
