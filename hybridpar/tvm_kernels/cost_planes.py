@@ -1,6 +1,6 @@
 """Why: contiguous images are copied or turned before they are computed, and that is no small part of what they cost.
 
-Counted as in `cost_channels`: multiply-adds, loads, stores and latency of a tile, and what travels between the caches and memory.
+Counted as in `cost_channels`: multiply-adds, loads, stores and latency of a tile, and what travels between caches.
 """
 
 from __future__ import annotations

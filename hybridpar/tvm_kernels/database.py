@@ -222,18 +222,22 @@ def user_database() -> Path:
     return cache_directory() / "kernels.jsonl"
 
 
+def packaged_records() -> list[KernelRecord]:
+    """What comes with the package; on other devices, and of other versions, it says where a search may begin."""
+    packaged = importlib.resources.files("hybridpar.tvm_kernels").joinpath("kernels.jsonl")
+    with contextlib.suppress(FileNotFoundError):
+        # The packaged times come second to any that were measured here.
+        return [one.model_copy(update={"tuned_at": 0.0}) for one in parse_records(packaged.read_text("utf-8")).records]
+    return []
+
+
 def default_database() -> Database:
     """What comes with the package and what was tuned on this machine; the latter counts where both know a key.
 
     A file that is missing or cannot be read is as an empty one: a database can only make things faster.
     """
     found = Database("the packaged and the user's kernel database")
-    with contextlib.suppress(FileNotFoundError):
-        packaged = importlib.resources.files("hybridpar.tvm_kernels").joinpath("kernels.jsonl")
-        # The packaged times come second to any that were measured here.
-        found.add(
-            record.model_copy(update={"tuned_at": 0.0}) for record in parse_records(packaged.read_text("utf-8")).records
-        )
+    found.add(packaged_records())
     try:
         if user_database().exists():
             found.add(read_database(user_database()).records)

@@ -12,12 +12,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridpar.tvm_kernels.kernel import Kernel
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.spread import run_ranges
 
@@ -86,6 +86,18 @@ def summarize_pairs(pairs: Sequence[tuple[float, float]]) -> Timing:
     return Timing(statistics.median(own), statistics.median(stock), speedup, len(kept), dropped, min(own))
 
 
+class Runnable(Protocol):
+    """What a kernel is, wherever it comes from."""
+
+    @property
+    def phases(self) -> Sequence[tuple[Callable[..., Any], int]]:
+        """Functions of (first, second, third, out, scratch, begin, end), and how far each counts."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that a call needs."""
+
+
 class Bench:
     """Data of one convolution and direction, on which kernels are checked and timed.
 
@@ -114,7 +126,7 @@ class Bench:
         self._first, self._second, self._like = pairs[direction]
         self._calls: dict[Layout, Callable[[], object]] = {}
 
-    def run(self, kernel: Kernel) -> Tensor:
+    def run(self, kernel: Runnable) -> Tensor:
         """What a kernel computes, with all that a caller has to do."""
         out = torch.empty_like(self._like)
         scratch = torch.empty(kernel.scratch_bytes, dtype=torch.uint8)
@@ -126,7 +138,7 @@ class Bench:
                 run_ranges(functools.partial(function, *places), count, self.threads)
         return out
 
-    def error(self, kernel: Kernel) -> float:
+    def error(self, kernel: Runnable) -> float:
         """Largest difference of a kernel's result from float64, relative to the largest value; infinite for NaN."""
         out = self.run(kernel)
         if self.direction is not Direction.WEIGHT_GRADIENT:
@@ -181,7 +193,7 @@ class Bench:
         sizes = (shape.stride, shape.padding, shape.dilation)
         return lambda: backward(gradient, x, weight, None, *sizes, False, [0, 0], shape.channels, [*wanted, False])
 
-    def compare(self, kernel: Kernel, seconds: float, least: int = 3, layout: Layout | None = None) -> Timing:
+    def compare(self, kernel: Runnable, seconds: float, least: int = 3, layout: Layout | None = None) -> Timing:
         """Time a kernel against torch in pairs; the caller has set torch's threads.
 
         Args:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from hybridpar.tvm_kernels.choice import Choices, TunedKernel
 from hybridpar.tvm_kernels.database import KernelKey
-from hybridpar.tvm_kernels.measure import time_pairs
-from hybridpar.tvm_kernels.op import stock_forward, stock_input_gradient, stock_weight_gradient
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.measure import Bench, time_pairs
 
 
 def measure_saving(choices: Choices, keys: Mapping[KernelKey, int], pairs: int = 5) -> float:
@@ -39,45 +36,7 @@ def measure_saving(choices: Choices, keys: Mapping[KernelKey, int], pairs: int =
 
 
 def _saved(key: KernelKey, kernel: TunedKernel, pairs: int) -> float:
-    tuned, stock = _sides(key, kernel)
-    tuned(), stock()
-    timing = time_pairs(tuned, stock, 0.0, pairs, key.threads)
+    bench = Bench(key.shape, key.direction, key.layout, key.threads)
+    bench.run(kernel), bench.stock_in(key.layout)()
+    timing = time_pairs(lambda: bench.run(kernel), bench.stock_in(key.layout), 0.0, pairs, key.threads)
     return timing.stock_ms - timing.ms
-
-
-def _sides(key: KernelKey, kernel: TunedKernel) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The same computation by a kernel and by torch."""
-    shape = key.shape
-    form = torch.channels_last if key.layout is Layout.CHANNELS_LAST else torch.contiguous_format
-    image = (shape.batch, shape.channels, shape.height, shape.width)
-    out = (shape.batch, shape.channels, shape.out_height, shape.out_width)
-    filters = (shape.channels, 1, *shape.kernel)
-    # Operands of the three directions, and the sizes of what they give.
-    operands: tuple[tuple[int, ...], tuple[int, ...]]
-    operands, result = {
-        Direction.FORWARD: ((image, filters), out),
-        Direction.INPUT_GRADIENT: ((out, filters), image),
-        Direction.WEIGHT_GRADIENT: ((image, out), filters),
-    }[key.direction]
-    first, second = (_random(sizes, form if sizes != filters else torch.contiguous_format) for sizes in operands)
-
-    def tuned() -> Tensor:
-        made = torch.empty(result, memory_format=form if result != filters else torch.contiguous_format)
-        kernel(first, second, None, made)
-        return made
-
-    return tuned, lambda: _stock(key.direction, shape, first, second)
-
-
-def _random(sizes: tuple[int, ...], form: torch.memory_format) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(sizes, generator=generator).contiguous(memory_format=form)
-
-
-def _stock(direction: Direction, shape: ConvShape, first: Tensor, second: Tensor) -> Tensor:
-    numbers = (shape.stride, shape.padding, shape.dilation)
-    if direction is Direction.FORWARD:
-        return stock_forward(first, second, None, *numbers)
-    if direction is Direction.INPUT_GRADIENT:
-        return stock_input_gradient(first, second, (shape.height, shape.width), *numbers)
-    return stock_weight_gradient(first, second, shape.kernel, *numbers)

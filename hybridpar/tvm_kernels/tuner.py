@@ -93,7 +93,7 @@ def tune(
     *,
     known: Sequence[Mapping[str, int]] = (),
     builder: Builder | None = None,
-    speed: Speed | None = None,
+    speed: Speed | Callable[[], Speed] | None = None,
     trials: int | None = None,
 ) -> list[Tuned]:
     """Search for the fastest kernel of one direction of one convolution.
@@ -108,7 +108,7 @@ def tune(
         on_progress: Called with each candidate that was measured and the best so far.
         known: Parameters measured earlier, best first: the first ones are measured anew, and their neighbours.
         builder: Builds candidates; None for one of this call's own.
-        speed: What the CPU can do, for `floor_ms`; None measures it.
+        speed: What the CPU can do, for `floor_ms`, or what says so; None measures it.
         trials: At most so many candidates; None for as many as there is time for.
 
     Returns:
@@ -123,7 +123,7 @@ def tune(
         search = _Search(shape, direction, layout, threads, seed, build, on_progress)
         if not search.space:
             return []
-        search.speed = speed or measure_speed(build)
+        search.speed = speed() if callable(speed) else speed or measure_speed(build)
         try:
             search.run(time.monotonic() + budget_s, budget_s, known, trials)
         except KeyboardInterrupt:
@@ -230,7 +230,8 @@ class _Search:
             if _key(one) in fresh and _key(one) not in self.asked:
                 yield fresh[_key(one)]
 
-        for one in known[:_FINALISTS]:
+        # What was found for vectors of another width is not in the space, and no place to begin.
+        for one in [one for one in known if _key(one) in fresh][:_FINALISTS]:
             yield from take(one)
         drawn = self.random.sample(self.space, min(_DRAWN, len(self.space)))
         self.drawn = {_key(one) for one in drawn}
