@@ -63,7 +63,8 @@ def _over_planes(shape: ConvShape, direction: Direction, threads: int, machine: 
         return
     yield from _rows(shape, direction, threads, machine)
     for own in _gather(shape, direction, threads, machine):
-        if not own.pop("columns_outer"):
+        if not own["columns_outer"] and not own["stream"]:
+            del own["columns_outer"], own["stream"]
             yield own | {"parts": min(threads, shape.batch * -(-shape.channels // own["lanes"]))}
 
 
@@ -76,6 +77,8 @@ def _lanes(shape: ConvShape, machine: Machine) -> list[int]:
 def _gather(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
     image = (shape.height, shape.width)
     height, width = image if direction is Direction.INPUT_GRADIENT else (shape.out_height, shape.out_width)
+    # Whoever reads such a result next finds it in no cache, however it was written.
+    large = 4 * shape.batch * shape.channels * height * width > machine.level3
     tiles = itertools.product(_lanes(shape, machine), range(1, 5), range(1, min(width, 16) + 1), (0, 1), (0, 1))
     for lanes, rows, columns, columns_outer, unroll in tiles:
         own = {"lanes": lanes, "tile_rows": rows, "tile_columns": columns}
@@ -90,7 +93,9 @@ def _gather(shape: ConvShape, direction: Direction, threads: int, machine: Machi
         for strip in sorted({rows, *(-(-rows_of // rows) * rows for rows_of in (4, 8, 16, height))}):
             units = shape.batch * -(-height // strip)
             if strip < height + rows and (units >= threads or strip == rows) and not (columns_outer and strip > rows):
-                yield own | {"strip": strip}
+                yield own | {"strip": strip, "stream": 0}
+                if large:
+                    yield own | {"strip": strip, "stream": 1}
 
 
 def _weight(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:

@@ -89,6 +89,8 @@ def gather_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], 
     turned = shape.channels * shape.kernel[0] * shape.kernel[1] * 2.0
     strips = -(-vertical.out // strip)
     memory = memory_cycles(shape, direction, machine)
+    if memory and not own.get("stream"):  # what is written is read first, line by line
+        memory += 4 * shape.batch * shape.channels * vertical.out * horizontal.out * _PER_BYTE
     return Cost(compute + turned, shape.batch * line_cost, memory, share_of(shape.batch * strips, threads))
 
 

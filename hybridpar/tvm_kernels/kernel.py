@@ -3,7 +3,8 @@
 A kernel runs in phases, one after the other. Each is a function over a range that may be cut anywhere and shared among
 threads, for example `prepare` over channels and then `rows` over strips of the image; the result is the same bit for
 bit however it is cut. Functions take addresses and nothing is checked in them, so the caller has checked that tensors
-are float32, dense in the kernel's layout, on the CPU and as large as the shape says. Any multiple of 4 is an address.
+are float32, dense in the kernel's layout, on the CPU and as large as the shape says. Any multiple of 4 is an address;
+of the result only a multiple of 64 where the kernel writes past the caches, as torch allocates.
 """
 
 from __future__ import annotations
@@ -71,6 +72,11 @@ class Variant:
     def phases(self) -> tuple[tuple[str, int], ...]:
         """Functions in the order in which they run, and how far each counts."""
         return self.family.phases(self.shape, self.direction, self.parameters)
+
+    @property
+    def align_out(self) -> int:
+        """What the address of the result must be a multiple of."""
+        return 64 if self.parameters.get("stream") else _FLOAT
 
     @property
     def scratch_bytes(self) -> int:

@@ -30,6 +30,10 @@ def outside(shape: ConvShape, direction: Direction, layout: Layout) -> str | Non
     return None
 
 
+#: Floats in a cache line; part of one that is written past the caches costs more than all of it.
+_LINE = 16
+
+
 def reject(shape: ConvShape, direction: Direction, layout: Layout, parameters: Mapping[str, int]) -> str | None:
     """Why parameters make no kernel, or None; nothing else may be compiled.
 
@@ -59,7 +63,7 @@ def reject(shape: ConvShape, direction: Direction, layout: Layout, parameters: M
             return f"parts={parameters['parts']} is not between 1 and {parts}"
         if direction is Direction.INPUT_GRADIENT and parameters["strip"] % shape.stride[0]:
             return "a strip is no multiple of the stride"
-        parameters = {**parameters, "columns_outer": 0}
+        parameters = {**parameters, "columns_outer": 0, "stream": 0}
     return _reject_gather(shape, direction, parameters)
 
 
@@ -127,8 +131,10 @@ def _reject_gather(shape: ConvShape, direction: Direction, parameters: Mapping[s
     rows, columns, strip = parameters["tile_rows"], parameters["tile_columns"], parameters["strip"]
     if not (1 <= rows <= _MOST and 1 <= columns <= _MOST and 1 <= strip <= (1 << 20)):
         return "a tile or strip is empty or too large"
-    if parameters["columns_outer"] not in (0, 1) or parameters["unroll"] not in (0, 1):
-        return "columns_outer and unroll are 0 or 1"
+    if any(parameters[name] not in (0, 1) for name in ("columns_outer", "unroll", "stream")):
+        return "columns_outer, unroll and stream are 0 or 1"
+    if parameters["stream"] and (parameters["lanes"] % _LINE or shape.channels % parameters["lanes"]):
+        return "only whole cache lines are written past the caches"
     if strip % rows:
         return "a strip is not made of whole tiles"
     if rows > 1 and not parameters["unroll"]:

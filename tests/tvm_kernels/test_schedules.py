@@ -11,7 +11,7 @@ import torch
 from hybridpar.kernel_build import Session
 from hybridpar.kernel_builder import Builder
 from hybridpar.tvm_kernels.candidates import candidates
-from hybridpar.tvm_kernels.families import families, family_of
+from hybridpar.tvm_kernels.families import GATHER, families, family_of
 from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.measure import Bench, reference
@@ -41,11 +41,12 @@ def made(builder: Builder, session: Session, variant: Variant) -> Kernel:
 
 
 class Memory:
-    """Values at an odd multiple of 4 bytes, between guards."""
+    """Values at an odd multiple of 4 bytes, or at what they must be aligned to, between guards."""
 
-    def __init__(self, values: torch.Tensor) -> None:
-        self.room = torch.full((values.numel() + 2 * GUARD + 1,), 7.0)
-        start = GUARD + 1 - (self.room.data_ptr() // 4) % 2
+    def __init__(self, values: torch.Tensor, align: int = 4) -> None:
+        self.room = torch.full((values.numel() + 2 * GUARD + 16,), 7.0)
+        first = self.room.data_ptr() // 4
+        start = GUARD + (1 - first % 2 if align == 4 else -(first + GUARD) % (align // 4))
         self.values = self.room[start : start + values.numel()]
         self.values.copy_(values.reshape(-1))
         self.guards = self.room[:start], self.room[start + values.numel() :]
@@ -67,7 +68,7 @@ def run(kernel: Kernel, image: torch.Tensor, gradient: torch.Tensor, weight: tor
     operands = [one for one in (image, gradient, weight) if one is not result]
     layout = kernel.variant.layout
     held = [Memory(one if one is weight else in_memory(one, layout)) for one in operands]
-    out = Memory(torch.full((result.numel(),), torch.nan))
+    out = Memory(torch.full((result.numel(),), torch.nan), kernel.variant.align_out)
     scratch = Memory(torch.full((kernel.scratch_bytes // 4,), torch.nan))
     third = Memory(bias) if bias is not None else None
     places = [held[0].address, held[1].address, third.address if third else 0, out.address, scratch.address]
@@ -144,6 +145,22 @@ def test_some_candidates(text: str, direction: Direction, builder: Builder, sess
         space = every(text, direction, layout)
         for variant in random.Random(text).sample(space, min(most, len(space))):
             check(made(builder, session, variant))
+
+
+#: Whole lines of channels in one vector and in two, at either stride.
+STREAMED = [
+    ("2x32x11x9 k3x3 s1x1 p1x1 d1x1", Direction.FORWARD, (16, 2, 3, 4, 0, 1, 1)),
+    ("1x48x8x9 k5x5 s2x2 p2x2 d1x1", Direction.FORWARD, (16, 1, 2, 1, 1, 0, 1)),
+    ("2x32x9x10 k3x3 s2x2 p1x1 d1x1", Direction.INPUT_GRADIENT, (32, 2, 2, 2, 1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("text", "direction", "values"), STREAMED)
+def test_results_that_are_written_past_the_caches(
+    text: str, direction: Direction, values: tuple[int, ...], builder: Builder, session: Session
+) -> None:
+    parameters = dict(zip(GATHER.names, values, strict=True))
+    check(made(builder, session, Variant(ConvShape.parse(text), direction, LAST, parameters)), biased=True)
 
 
 #: Images of one pixel, narrower than a vector, of one channel; padding beyond the kernel, and none.

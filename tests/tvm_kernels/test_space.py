@@ -22,7 +22,7 @@ STRIDED = ConvShape.parse("8x144x56x56 k5x5 s2x2 p2x2 d1x1")
 #: Parameters that are allowed for SHAPE, of every schedule.
 GOOD: dict[tuple[Layout, Direction], list[dict[str, int]]] = {
     **{
-        (LAST, direction): [dict(zip(GATHER.names, (8, 2, 4, 8, 0, 1), strict=True))]
+        (LAST, direction): [dict(zip(GATHER.names, (8, 2, 4, 8, 0, 1, 0), strict=True))]
         for direction in (Direction.FORWARD, Direction.INPUT_GRADIENT)
     },
     **{
@@ -75,12 +75,28 @@ def test_what_is_no_number_or_no_parameter_is_refused(
     for name in good:
         for value in (0, -1, 10**9, 2.0, "8", True, None):
             changed = {**good, name: value}
-            allowed = name in ("columns_outer", "unroll", "strip") and value in (0, 1) and type(value) is int
+            allowed = name in ("columns_outer", "unroll", "strip", "stream") and value in (0, 1) and type(value) is int
             if not allowed:
                 assert reject(SHAPE, direction, layout, changed), changed  # type: ignore[arg-type]
         assert reject(SHAPE, direction, layout, {key: value for key, value in good.items() if key != name})
     assert reject(SHAPE, direction, layout, {**good, "more": 1})
     assert reject(SHAPE, direction, layout, {})
+
+
+def test_only_large_results_are_written_past_the_caches_and_in_whole_lines() -> None:
+    large = ConvShape.parse("32x144x56x56 k3x3 s1x1 p1x1 d1x1")
+    small = ConvShape.parse("2x144x56x56 k3x3 s1x1 p1x1 d1x1")
+    machine = MACHINES[0]
+    for direction in (Direction.FORWARD, Direction.INPUT_GRADIENT):
+        past = [one for one in candidates(large, direction, LAST, 1, machine) if one["stream"]]
+        assert past
+        assert all(one["lanes"] % 16 == 0 and 144 % one["lanes"] == 0 for one in past)
+        assert not any(one["stream"] for one in candidates(small, direction, LAST, 1, machine))
+        narrow = {**past[0], "lanes": 8}
+        assert "whole cache lines" in str(reject(large, direction, LAST, narrow))
+        plain = {**past[0], "stream": 0}
+        costs = [estimate(large, direction, one, 1, machine, LAST).cycles for one in (past[0], plain)]
+        assert costs[0] < costs[1]
 
 
 def test_lanes_never_pass_what_lies_side_by_side() -> None:

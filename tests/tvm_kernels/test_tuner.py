@@ -130,7 +130,7 @@ def test_speed_is_measured(builder: Builder) -> None:
 
 def test_variants_come_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
-    own = {"lanes": 8, "tile_rows": 1, "tile_columns": 3, "strip": 3, "columns_outer": 0, "unroll": 1}
+    own = {"lanes": 8, "tile_rows": 1, "tile_columns": 3, "strip": 3, "columns_outer": 0, "unroll": 1, "stream": 0}
     variants = [Variant(SHAPE, Direction.FORWARD, LAST, own | {"strip": strip}) for strip in (3, 9)]
     for kernel in load_variants(variants):
         assert isinstance(kernel, Kernel)
@@ -177,7 +177,7 @@ def test_an_error_of_nan_is_no_small_one() -> None:
         SHAPE,
         Direction.FORWARD,
         LAST,
-        {"lanes": 8, "tile_rows": 1, "tile_columns": 3, "strip": 9, "columns_outer": 0, "unroll": 1},
+        {"lanes": 8, "tile_rows": 1, "tile_columns": 3, "strip": 9, "columns_outer": 0, "unroll": 1, "stream": 0},
     )
     bench = Bench(SHAPE, Direction.FORWARD, LAST)
 

@@ -31,7 +31,7 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
         w: Writes them.
         shape: As `ConvShape.text`.
         direction: Forward or input gradient.
-        parameters: lanes, tile_rows, tile_columns, strip, columns_outer and unroll.
+        parameters: lanes, tile_rows, tile_columns, strip, columns_outer, unroll and stream.
     """
     kernel = Gather(w, ConvShape.parse(shape), Direction(direction), **parameters)
     return {
@@ -57,9 +57,11 @@ class Gather:
         strip: int,
         columns_outer: int,
         unroll: int,
+        stream: int = 0,
     ) -> None:
         self.w, self.t = w, w.t
         self.shape, self.lanes, self.strip = shape, lanes, strip
+        self.stream = bool(stream)
         #: Elements from one pixel to the next, where the tiles read and write.
         self.pixel = shape.channels
         self.tile_rows, self.columns_outer = tile_rows, bool(columns_outer)
@@ -90,6 +92,15 @@ class Gather:
 
     def rows(self, first: Any, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Compute strips; strips of all images are the range."""
+        w, t = self.w, self.t
+        if not self.stream:
+            self._strips(first, out, scratch, begin, end)
+            return
+        with t.attr(0, "pragma_import_llvm", w.tvm.ir.StringImm(past_the_caches(self.lanes))):
+            self._strips(first, out, scratch, begin, end)
+            t.evaluate(w.call("int32", "hp_past_fence"))
+
+    def _strips(self, first: Any, out: Any, scratch: Any, begin: Any, end: Any) -> None:
         w, t = self.w, self.t
         self.input, self.output, self.weights = (w.view(one, "float32") for one in (first, out, scratch))
         strips = -(-self.vertical.out // self.strip)
@@ -246,7 +257,12 @@ class Gather:
         return buffer[self._at(start)]
 
     def _store(self, start: Any, value: Any) -> None:
-        self.w.store(self.output, self._at(start), value)
+        w = self.w
+        if self.stream:
+            place = self.t.address_of(self.output[start])
+            self.t.evaluate(w.call("void", f"hp_past{self.lanes}", place, value))
+        else:
+            w.store(self.output, self._at(start), value)
 
     def _input_at(self, image: Any, row: Any, column: Any, channel: Any) -> Any:
         return ((image * self.vertical.size + row) * self.horizontal.size + column) * self.pixel + channel
@@ -266,3 +282,22 @@ class Gather:
             return self.w.keep(self._load(self.weights, channel + self.taps * self.shape.channels))
         zero = self.t.float32(0)
         return self.w.keep(zero if self.lanes == 1 else self.t.broadcast(zero, self.lanes))
+
+
+def past_the_caches(lanes: int) -> str:
+    """Functions in LLVM IR: a store of whole cache lines, none of which is fetched first, and a fence behind them.
+
+    Memory is aligned to cache lines, as torch allocates it.
+    """
+    values = f"<{lanes} x float>"
+    return f"""
+define linkonce_odr void @hp_past{lanes}(ptr %to, {values} %values) alwaysinline nounwind {{
+  store {values} %values, ptr %to, align 64, !nontemporal !0
+  ret void
+}}
+define linkonce_odr i32 @hp_past_fence() alwaysinline nounwind {{
+  fence seq_cst
+  ret i32 0
+}}
+!0 = !{{i32 1}}
+"""
