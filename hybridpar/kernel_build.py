@@ -164,7 +164,7 @@ class Session:
     def __init__(self) -> None:
         import tvm_ffi_orcjit
 
-        # Plain C objects need no platform, and a thousand kernels fit in the smallest slab.
+        # Plain C objects need no platform, and kernels are small, so the slab that is set aside is too.
         self._session = tvm_ffi_orcjit.ExecutionSession(orc_rt=None, slab_size=4 << 20)
         self._loading = threading.Lock()
 
@@ -280,8 +280,8 @@ def _features() -> dict[str, list[str]]:
 def _register_pipeline(tvm: Any) -> None:
     """TVM's default passes, but arrays in scope `local` stay on the stack; and the few that written out code needs.
 
-    Otherwise each array becomes a call of TVM's allocator, which also keeps LLVM from holding it in registers. The
-    other passes make no difference to code that is written out, and take half of the time.
+    Otherwise each array becomes a call of TVM's allocator, which also keeps LLVM from holding it in registers. Code
+    that is written out has no blocks, schedules or storage to lower, so the passes for those would only take time.
     """
     pipelines = tvm.tirx.compilation_pipeline.PIPELINE_MAP
     tirx = tvm.tirx.transform

@@ -38,6 +38,7 @@ from hybridpar.tvm_kernels.request import TuneConfig
 from hybridpar.tvm_kernels.search import LEAST_SECONDS, SearchReport, search_all
 from hybridpar.tvm_kernels.search import Progress as SearchProgress
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.stake import weigh
 from hybridpar.tvm_kernels.table import as_json, draw_rows, rows_of, summary_lines, table_of
 from hybridpar.worker_share import share_of_worker
 
@@ -71,7 +72,7 @@ def run_tune(
     if search is None:
         search = search_all if config.target == "cpu" else _search_cuda(config)
     work = find_work(config)
-    convolutions = [key for key in work if isinstance(key, KernelKey)]
+    convolutions = {key: often for key, often in work.items() if isinstance(key, KernelKey)}
     norms = [key for key in work if isinstance(key, NormKey)]
     path = config.output or user_database()
     end = time.monotonic() + config.seconds
@@ -130,7 +131,9 @@ def _search_cuda(config: TuneConfig) -> Callable[..., SearchReport]:
     """Measure on the GPU, or compile for one that is not here."""
     if not _has_gpu(config):
         return partial(compile_all, gpu=_gpu(config))
-    return partial(search_all, tuner=tune_cuda, dtype=config.dtype, index=torch.cuda.current_device())
+    # Torch is timed on the CPU alone before a search; here a convolution counts by its floor.
+    tuner = partial(tune_cuda, dtype=config.dtype, index=torch.cuda.current_device())
+    return partial(search_all, tuner=tuner, weigher=lambda counts, _: weigh(counts, 0.0))
 
 
 def find_work(config: TuneConfig) -> Counter[KernelKey | NormKey]:

@@ -2,10 +2,11 @@
 
 The model counts, per register tile, multiply-adds, loads and stores against the ports that do them, the latency of sums
 that wait for themselves, and the loads that a lack of registers adds. To that comes how often lines travel from L2
-into L1, by which rows of which channels fit there, and the traffic with memory. It is about which candidate is better
-than which, not about milliseconds: `rank` of measured against predicted is what it is judged by.
+into L1, by which rows of which channels fit there, and the traffic with memory; for contiguous images what copying and
+turning them takes. It is about which candidate is better than which, not about milliseconds: `rank` of measured against
+predicted is what it is judged by.
 
-Numbers of a modern out-of-order core: two multiply-adds, two loads and one store a cycle, four cycles of latency.
+What is counted is in `cost_channels` and `cost_planes`.
 """
 
 from __future__ import annotations
@@ -14,45 +15,21 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hybridpar.tvm_kernels.cost_channels import Cost, gather_cost, weight_cost
+from hybridpar.tvm_kernels.cost_planes import planes_cost
 from hybridpar.tvm_kernels.machine import Machine
-from hybridpar.tvm_kernels.schedules.geometry import Axis, Span, axis, by_input, interior, spans
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction
-
-_LATENCY = 4
-_LINE = 64
-#: Cycles for a line from L2 to L1: in order, and in steps of a pixel, which prefetchers follow less well.
-_IN_ORDER, _IN_STEPS = 3.0, 6.0
-#: Cycles around each tile for addresses and loops, for a loop whose length varies, and of a byte from memory.
-_TILE, _MISPREDICTED, _PER_BYTE = 6.0, 14.0, 0.12
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Cycles of all the work on one thread.
-
-    Attributes:
-        compute: In the register tiles.
-        lines: For lines that come from L2.
-        memory: For what comes from behind the caches.
-        share: Of all that, what the busiest thread does.
-    """
-
-    compute: float
-    lines: float
-    memory: float
-    share: float
-
-    @property
-    def cycles(self) -> float:
-        """Until the last thread is done: what overlaps partly counts partly."""
-        parts = sorted((self.compute + 0.5 * self.lines, self.memory))
-        return self.share * (parts[1] + 0.4 * parts[0])
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 
 def estimate(
-    shape: ConvShape, direction: Direction, parameters: Mapping[str, int], threads: int, machine: Machine
+    shape: ConvShape,
+    direction: Direction,
+    parameters: Mapping[str, int],
+    threads: int,
+    machine: Machine,
+    layout: Layout = Layout.CHANNELS_LAST,
 ) -> Cost:
-    """What a candidate in channels_last costs.
+    """What a candidate costs.
 
     Args:
         shape: The convolution.
@@ -60,148 +37,13 @@ def estimate(
         parameters: Of the candidate.
         threads: That share the work.
         machine: The CPU.
+        layout: Of the images.
     """
+    if layout is Layout.CONTIGUOUS:
+        return planes_cost(shape, direction, parameters, threads, machine)
     if direction is Direction.WEIGHT_GRADIENT:
-        return _weight(shape, parameters, threads, machine)
-    return _gather(shape, direction, parameters, threads, machine)
-
-
-def _cycles(multiply_adds: float, loads: float, stores: float, sums: float) -> float:
-    """Of straight code with so many independent sums."""
-    return max(multiply_adds / 2, loads / 2, stores, multiply_adds * _LATENCY / max(sums, 1))
-
-
-def _spilled(live: float, multiply_adds: float, taps: float, machine: Machine) -> float:
-    """Loads that come of more values than registers: first taps are read again for each use, then sums move too."""
-    lacking = live - machine.registers
-    if lacking <= 0:
-        return 0.0
-    return multiply_adds * min(1.0, lacking / max(taps, 1)) + max(0.0, lacking - taps) * 2
-
-
-def _share(units: int, threads: int) -> float:
-    return -(-units // threads) / units
-
-
-# ------------------------------------------------------------------------------------- forward and input gradient
-
-
-def _gather(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
-    vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
-    rows, strip = own["tile_rows"], own["strip"]
-    vectors = -(-own["lanes"] // machine.lanes)
-    blocks = -(-shape.channels // own["lanes"])
-    columns = spans(horizontal, own["tile_columns"])
-    inner = interior(vertical, rows) if own["unroll"] else None
-    tiles = inner.count if inner else 0
-    compute = 0.0
-    for span in columns:
-        if inner is not None:
-            compute += tiles * span.count * _whole_tile(inner, span, vectors, machine)
-        compute += span.count * _border_rows(vertical, inner, span, vectors, machine)
-    compute *= shape.batch * blocks
-    line_cost = _lines(shape, vertical, horizontal, own, machine)
-    turned = shape.channels * shape.kernel[0] * shape.kernel[1] * 2.0
-    strips = -(-vertical.out // strip)
-    size = shape.least_bytes(direction)
-    memory = size * _PER_BYTE if size > machine.level2 else 0.0
-    return Cost(compute + turned, shape.batch * line_cost, memory, _share(shape.batch * strips, threads))
-
-
-def _whole_tile(inner: Span, span: Span, vectors: int, machine: Machine) -> float:
-    """A tile without loops."""
-    multiply_adds = loads = taps = 0
-    input_columns = by_input(span.taps)
-    column_uses = sum(len(uses) for _, uses in input_columns)
-    for _, row_uses in by_input(inner.taps):
-        own = len({tap for _, tap in row_uses}) * len({tap for _, uses in input_columns for _, tap in uses})
-        loads += len(input_columns) + own
-        multiply_adds += len(row_uses) * column_uses
-        taps = max(taps, own)
-    sums = inner.width * span.width
-    work = multiply_adds * vectors
-    extra = _spilled((sums + taps + 1) * vectors, work, taps * vectors, machine)
-    return _cycles(work, (loads + sums) * vectors + extra, sums * vectors, sums * vectors) + _TILE
-
-
-def _border_rows(vertical: Axis, inner: Span | None, span: Span, vectors: int, machine: Machine) -> float:
-    """All rows that go row of taps by row of taps."""
-    input_columns = by_input(span.taps)
-    work = sum(len(uses) for _, uses in input_columns) * vectors
-    taps = len({tap for _, uses in input_columns for _, tap in uses})
-    extra = _spilled((span.width + taps + 1) * vectors, work, taps * vectors, machine)
-    loads = (len(input_columns) + taps) * vectors + extra
-    step = _cycles(work, loads, 0, span.width * vectors) + 3
-    first, last = (inner.start, inner.start + inner.count * inner.width) if inner else (0, 0)
-    outside = [row for row in range(vertical.out) if not first <= row < last]
-    steps = sum(len(vertical.bounded(row)) for row in outside)
-    return steps * step + len(outside) * (span.width * vectors + _TILE + _MISPREDICTED)
-
-
-def _lines(shape: ConvShape, vertical: Axis, horizontal: Axis, own: Mapping[str, int], machine: Machine) -> float:
-    """Cycles for the input's lines of one image to come from L2."""
-
-    def reach(count: int) -> int:
-        """Input rows that so many output rows use."""
-        used = [place for row in range(min(count, vertical.out)) for _, place in vertical.unbounded(row)]
-        return min(vertical.size, max(used) - min(used) + 1) if used else 0
-
-    rows, strip = own["tile_rows"], own["strip"]
-    row_bytes = horizontal.size * shape.channels * 4
-    if own["columns_outer"]:
-        per_tile = reach(rows) * row_bytes / _LINE
-        beyond = reach(rows) * row_bytes > machine.level2
-        return per_tile * -(-vertical.out // rows) * (_IN_STEPS if beyond else _IN_ORDER)
-    blocks = -(-shape.channels // own["lanes"])
-    lines = horizontal.size * max(1.0, own["lanes"] * 4 / _LINE)  # of one row and one block
-    window = reach(rows) * lines * _LINE
-    kept = window <= 0.75 * machine.level1
-    strips = -(-vertical.out // strip)
-    per_strip = reach(strip) if kept else reach(rows) * -(-min(strip, vertical.out) // rows)
-    twice = 1.0 if reach(strip) * row_bytes <= machine.level2 else 1.6
-    return strips * blocks * per_strip * lines * (_IN_STEPS if shape.channels > own["lanes"] else _IN_ORDER) * twice
-
-
-# --------------------------------------------------------------------------------------------------- weight gradient
-
-
-def _weight(shape: ConvShape, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
-    direction = Direction.WEIGHT_GRADIENT
-    vertical, horizontal = axis(shape, Direction.FORWARD, 0), axis(shape, Direction.FORWARD, 1)
-    lanes, tap_rows, tap_columns = own["lanes"], own["tap_rows"], own["tap_columns"]
-    vectors = -(-lanes // machine.lanes)
-    blocks = -(-shape.channels // lanes)
-    strip = min(own["strip"], vertical.out)
-    strips = -(-vertical.out // strip)
-    groups_down = -(-shape.kernel[0] // tap_rows)
-    groups_across = -(-shape.kernel[1] // tap_columns)
-    sums = tap_rows * tap_columns * vectors
-    row = 0.0
-    for span in spans(horizontal, own["tile_columns"]):
-        input_columns = by_input(span.taps)
-        work = sum(len(uses) for _, uses in input_columns) * tap_rows * vectors / groups_across
-        loads = (span.width + len(input_columns) * tap_rows) * vectors
-        live = sums + (span.width + 1) * vectors
-        extra = _spilled(live, work, span.width * vectors, machine)
-        row += span.count * (_cycles(work, loads + extra, 0, sums) + 3)
-    # Rows of taps that meet the image, told in groups; a group apart at a border costs as much per row of taps.
-    useful = sum(len(vertical.bounded(one)) for one in range(vertical.out)) / tap_rows
-    held = strips * groups_down * (4 * sums + _TILE + _MISPREDICTED)
-    compute = shape.batch * blocks * groups_across * (useful * (row + 4) + held)
-    taps = shape.kernel[0] * shape.kernel[1]
-    compute += own["parts"] * taps * blocks * vectors * 2 + taps * shape.channels * 2.0
-    lines = (horizontal.size + horizontal.out) * max(1.0, lanes * 4 / _LINE)
-    input_rows = (strip - 1) * vertical.stride + (tap_rows - 1) * vertical.dilation + 1
-    fits = max(input_rows, strip) * lines * _LINE <= 0.75 * machine.level1
-    passes = 1.0 if fits else float(groups_down * groups_across)
-    halo = 1.0 + (shape.kernel[0] - 1) / max(1, strip * vertical.stride) * (0.5 if fits else 0.0)
-    travelled = shape.batch * blocks * vertical.out * lines * passes * halo * _IN_STEPS
-    size = shape.least_bytes(direction)
-    memory = size * _PER_BYTE if size > machine.level2 else 0.0
-    return Cost(compute, travelled, memory, _share(own["parts"] * own["groups"], threads))
-
-
-# ------------------------------------------------------------------------------------------------- how good it is
+        return weight_cost(shape, parameters, threads, machine)
+    return gather_cost(shape, direction, parameters, threads, machine)
 
 
 @dataclass(frozen=True)

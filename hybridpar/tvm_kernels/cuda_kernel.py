@@ -20,7 +20,7 @@ from hybridpar.kernel_build import contents_of, kernel_paths, parted
 from hybridpar.kernel_builder import Request
 from hybridpar.kernel_cache import KernelsUnavailable, cache_path, cached
 from hybridpar.kernel_cuda import CONTRACTED, DRIVER, compiler
-from hybridpar.tvm_kernels.kernel import Parameters
+from hybridpar.tvm_kernels.families import Parameters
 from hybridpar.tvm_kernels.schedules.cuda_tile import Tile
 from hybridpar.tvm_kernels.schedules.cuda_weight import MERGE_PARTS, MERGE_THREADS
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout

@@ -69,6 +69,11 @@ class CudaBench:
         form = torch.channels_last if layout is Layout.CHANNELS_LAST else torch.contiguous_format
         return tensor.to(self.device).contiguous(memory_format=form)
 
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a kernel reads first and second, and something of the size and layout of what it computes."""
+        return self._first, self._second, self._like
+
     def run(self, kernel: CudaKernel) -> Tensor:
         """What a kernel computes, with all that a caller has to do."""
         out = torch.empty_like(self._like)

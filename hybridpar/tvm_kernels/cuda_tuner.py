@@ -21,6 +21,7 @@ import torch
 from hybridpar.kernel_builder import Builder, Built
 from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.process import available_cores
+from hybridpar.tvm_kernels.candidates import neighbours
 from hybridpar.tvm_kernels.cuda_cost import estimate
 from hybridpar.tvm_kernels.cuda_device import Gpu, gpu_at
 from hybridpar.tvm_kernels.cuda_kernel import Compiled, CudaKernel, CudaVariant, compile_source, load_cubin
@@ -30,7 +31,6 @@ from hybridpar.tvm_kernels.database import Database, KernelKey, KernelRecord, ap
 from hybridpar.tvm_kernels.device import installed_versions
 from hybridpar.tvm_kernels.search import Progress, SearchReport
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import neighbours
 from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT, Tuned, TuningStopped
 
 _log = logging.getLogger(__name__)
@@ -194,6 +194,7 @@ def tune_cuda(
     dtype: str = "float32",
     index: int = 0,
     builder: Builder | None = None,
+    speed: object = None,
     bench: CudaBench | None = None,
 ) -> list[Tuned]:
     """Search for the fastest kernel of one direction of one convolution on a GPU.
@@ -211,6 +212,7 @@ def tune_cuda(
         dtype: Of all tensors.
         index: Of the GPU, by torch's number.
         builder: Writes sources; None for one of this call's own.
+        speed: Not used: of the CPU.
         bench: Checks and times; None for one on that GPU.
 
     Returns:
@@ -220,7 +222,7 @@ def tune_cuda(
         TuningStopped: On KeyboardInterrupt, with what there is.
         KernelsUnavailable: Nothing at all can be built or loaded on this machine.
     """
-    del threads
+    del threads, speed
     own = builder or Builder(len(available_cores()), BUILD_TIMEOUT)
     bench = bench or CudaBench(shape, direction, layout, dtype, torch.device("cuda", index), seed)
     search = _Search(bench, gpu_at(index), index, own, random.Random(seed), on_progress)

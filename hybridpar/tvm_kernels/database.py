@@ -63,7 +63,10 @@ class KernelKey:
 
 
 class KernelRecord(BaseModel):
-    """One candidate that was measured. Times are milliseconds of one call, medians of interleaved pairs."""
+    """One candidate that was measured. Times are milliseconds of one call, medians of interleaved pairs.
+
+    With one thread they are time of the CPU, without what other processes took; with more they are time of the clock.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -80,6 +83,9 @@ class KernelRecord(BaseModel):
     align: int = Field(4, ge=1, description="what the addresses of all tensors must be multiples of")
     ms: float | None = Field(gt=0, description="None where it was compiled and not measured")
     stock_ms: float | None = Field(gt=0, description="torch, in the better of its layouts")
+    layout_ms: float | None = Field(
+        None, gt=0, description="torch in the layout of the record, where that is not its better one"
+    )
     floor_ms: float | None = Field(None, gt=0, description="what neither arithmetic nor memory can beat here")
     error: float | None = Field(
         None, ge=0, description="largest difference from float64, relative to the largest value"
@@ -111,8 +117,10 @@ class KernelRecord(BaseModel):
 
     @property
     def wins(self) -> bool:
-        """Whether it was measured to be faster than torch."""
-        return self.ms is not None and self.stock_ms is not None and self.ms < self.stock_ms
+        """Whether it was measured to be faster than torch in the layout that the convolution is in."""
+        if self.ms is None or self.stock_ms is None:
+            return False
+        return self.ms < (self.stock_ms if self.layout_ms is None else self.layout_ms)
 
     def line(self) -> str:
         """The record as a line of a database."""
@@ -263,17 +271,23 @@ def user_database() -> Path:
     return cache_directory() / "kernels.jsonl"
 
 
+def packaged_records() -> list[KernelRecord | NormRecord]:
+    """What comes with the package; on other devices, and of other versions, it says where a search may begin."""
+    packaged = importlib.resources.files("hybridpar.tvm_kernels").joinpath("kernels.jsonl")
+    with contextlib.suppress(FileNotFoundError):
+        read = parse_records(packaged.read_text("utf-8"))
+        # The packaged times come second to any that were measured here.
+        return [one.model_copy(update={"tuned_at": 0.0}) for one in read.everything]
+    return []
+
+
 def default_database() -> Database:
     """What comes with the package and what was tuned on this machine; the latter counts where both know a key.
 
     A file that is missing or cannot be read is as an empty one: a database can only make things faster.
     """
     found = Database("the packaged and the user's kernel database")
-    with contextlib.suppress(FileNotFoundError):
-        packaged = importlib.resources.files("hybridpar.tvm_kernels").joinpath("kernels.jsonl")
-        # The packaged times come second to any that were measured here.
-        read = parse_records(packaged.read_text("utf-8"))
-        found.add(record.model_copy(update={"tuned_at": 0.0}) for record in read.everything)
+    found.add(packaged_records())
     try:
         if user_database().exists():
             found.add(read_database(user_database()).everything)

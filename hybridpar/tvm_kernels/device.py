@@ -10,7 +10,7 @@ from pathlib import Path
 from hybridpar.cluster import cpu_name
 
 #: Raised where the same parameters come to mean other code, so that old times say nothing any more.
-SCHEDULES = 1
+SCHEDULES = 2
 
 
 @cache

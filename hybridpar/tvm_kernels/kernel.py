@@ -3,7 +3,8 @@
 A kernel runs in phases, one after the other. Each is a function over a range that may be cut anywhere and shared among
 threads, for example `prepare` over channels and then `rows` over strips of the image; the result is the same bit for
 bit however it is cut. Functions take addresses and nothing is checked in them, so the caller has checked that tensors
-are float32, dense in the kernel's layout, on the CPU and as large as the shape says. Any multiple of 4 is an address.
+are float32, dense in the kernel's layout, on the CPU and as large as the shape says. Any multiple of 4 is an address;
+of the result only a multiple of 64 where the kernel writes past the caches, as torch allocates.
 """
 
 from __future__ import annotations
@@ -18,14 +19,10 @@ from hybridpar.kernel_build import Function, Session, contents_of, kernel_paths,
 from hybridpar.kernel_builder import Request
 from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.process import available_cores
-from hybridpar.tvm_kernels.schedules.geometry import PREPARED
+from hybridpar.tvm_kernels.families import Family, Parameters, family_of
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
-_SCHEDULES = Path(__file__).with_name("schedules")
-_IMPORTED = (_SCHEDULES / "geometry.py", Path(__file__).with_name("shapes.py"))
 _FLOAT = 4
-
-Parameters = Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Variant:
         shape: What is computed.
         direction: Which of the three.
         layout: Of input, output and their gradients; weights are always contiguous (C, 1, KH, KW).
-        parameters: How; which ones there are is told by `hybridpar.tvm_kernels.space`.
+        parameters: How; which ones there are is told by `hybridpar.tvm_kernels.families`.
     """
 
     shape: ConvShape
@@ -44,15 +41,22 @@ class Variant:
     layout: Layout
     parameters: Parameters
 
-    def __post_init__(self) -> None:
-        if self.layout is not Layout.CHANNELS_LAST:
-            raise KernelsUnavailable(f"there are no kernels for the layout {self.layout}")
+    @property
+    def family(self) -> Family:
+        """The schedule.
+
+        Raises:
+            KernelsUnavailable: There is none with such parameters.
+        """
+        found = family_of(self.direction, self.layout, self.parameters)
+        if found is None:
+            raise KernelsUnavailable(f"no schedule for {self.layout} has the parameters {', '.join(self.parameters)}")
+        return found
 
     @property
     def source(self) -> Path:
         """The schedule's file."""
-        kind = "weight" if self.direction is Direction.WEIGHT_GRADIENT else "gather"
-        return _SCHEDULES / f"cpu_{kind}.py"
+        return self.family.files[0]
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -67,20 +71,17 @@ class Variant:
     @property
     def phases(self) -> tuple[tuple[str, int], ...]:
         """Functions in the order in which they run, and how far each counts."""
-        shape, own = self.shape, self.parameters
-        if self.direction is Direction.WEIGHT_GRADIENT:
-            return (("rows", own["parts"] * own["groups"]), ("merge", -(-shape.channels // own["lanes"])))
-        height = shape.height if self.direction is Direction.INPUT_GRADIENT else shape.out_height
-        return (("prepare", -(-shape.channels // PREPARED)), ("rows", shape.batch * -(-height // own["strip"])))
+        return self.family.phases(self.shape, self.direction, self.parameters)
+
+    @property
+    def align_out(self) -> int:
+        """What the address of the result must be a multiple of."""
+        return 64 if self.parameters.get("stream") else _FLOAT
 
     @property
     def scratch_bytes(self) -> int:
         """Memory for all threads together that a call needs; its content is of no matter before and after."""
-        shape, own = self.shape, self.parameters
-        taps = shape.kernel[0] * shape.kernel[1]
-        if self.direction is Direction.WEIGHT_GRADIENT:
-            return _FLOAT * own["parts"] * taps * -(-shape.channels // own["lanes"]) * own["lanes"]
-        return _FLOAT * (taps + 1) * shape.channels
+        return _FLOAT * self.family.scratch(self.shape, self.direction, self.parameters)
 
 
 class Kernel:
@@ -135,9 +136,9 @@ def load_variants(variants: Sequence[Variant]) -> list[Kernel | KernelsUnavailab
     """
     try:
         paths: dict[str, Path] = {}
-        for source in {variant.source for variant in variants}:
-            own = [variant for variant in variants if variant.source == source]
-            located = kernel_paths("depthwise", (source, *_IMPORTED), [one.arguments for one in own])
+        for made_from in {variant.family.files for variant in variants}:
+            own = [variant for variant in variants if variant.family.files == made_from]
+            located = kernel_paths("depthwise", made_from, [one.arguments for one in own])
             paths |= {_key(variant): path for variant, path in zip(own, located, strict=True)}
         files = [paths[_key(variant)] for variant in variants]
         contents = contents_of(files, [variant.request() for variant in variants], len(available_cores()))

@@ -12,12 +12,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridpar.tvm_kernels.kernel import Kernel
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.spread import run_ranges
 
@@ -86,6 +86,18 @@ def summarize_pairs(pairs: Sequence[tuple[float, float]]) -> Timing:
     return Timing(statistics.median(own), statistics.median(stock), speedup, len(kept), dropped, min(own))
 
 
+class Runnable(Protocol):
+    """What a kernel is, wherever it comes from."""
+
+    @property
+    def phases(self) -> Sequence[tuple[Callable[..., Any], int]]:
+        """Functions of (first, second, third, out, scratch, begin, end), and how far each counts."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Memory that a call needs."""
+
+
 class Bench:
     """Data of one convolution and direction, on which kernels are checked and timed.
 
@@ -112,8 +124,14 @@ class Bench:
             Direction.WEIGHT_GRADIENT: (x, gradient, self._weight),
         }
         self._first, self._second, self._like = pairs[direction]
+        self._calls: dict[Layout, Callable[[], object]] = {}
 
-    def run(self, kernel: Kernel) -> Tensor:
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What a kernel reads first and second, and something of the size and layout of what it computes."""
+        return self._first, self._second, self._like
+
+    def run(self, kernel: Runnable) -> Tensor:
         """What a kernel computes, with all that a caller has to do."""
         out = torch.empty_like(self._like)
         scratch = torch.empty(kernel.scratch_bytes, dtype=torch.uint8)
@@ -125,7 +143,7 @@ class Bench:
                 run_ranges(functools.partial(function, *places), count, self.threads)
         return out
 
-    def error(self, kernel: Kernel) -> float:
+    def error(self, kernel: Runnable) -> float:
         """Largest difference of a kernel's result from float64, relative to the largest value; infinite for NaN."""
         out = self.run(kernel)
         if self.direction is not Direction.WEIGHT_GRADIENT:
@@ -152,20 +170,40 @@ class Bench:
         return self._image[chosen], self._gradient[chosen], self._weight
 
     @functools.cached_property
+    def stock_layout(self) -> Layout:
+        """The layout in which torch is faster."""
+        last, contiguous = (self.stock_in(layout) for layout in (Layout.CHANNELS_LAST, Layout.CONTIGUOUS))
+        last(), contiguous()
+        faster = time_pairs(last, contiguous, 0.2, threads=self.threads).speedup >= 1
+        return Layout.CHANNELS_LAST if faster else Layout.CONTIGUOUS
+
+    @property
     def stock(self) -> Callable[[], object]:
         """Torch's call, in the layout in which it is faster."""
-        last, contiguous = (self._stock_call(layout) for layout in (Layout.CHANNELS_LAST, Layout.CONTIGUOUS))
-        last(), contiguous()
-        return last if time_pairs(last, contiguous, 0.2, threads=self.threads).speedup >= 1 else contiguous
+        return self.stock_in(self.stock_layout)
+
+    def stock_in(self, layout: Layout) -> Callable[[], object]:
+        """Torch's call in one layout."""
+        if layout not in self._calls:
+            self._calls[layout] = self._stock_call(layout)
+        return self._calls[layout]
 
     def _stock_call(self, layout: Layout) -> Callable[[], object]:
         put = _laid_out(layout)
         return stock_call(self.shape, self.direction, put(self._image), put(self._gradient), put(self._weight))
 
-    def compare(self, kernel: Kernel, seconds: float, least: int = 3) -> Timing:
-        """Time a kernel against torch in pairs; the caller has set torch's threads."""
-        self.run(kernel)
-        return time_pairs(lambda: self.run(kernel), self.stock, seconds, least, self.threads)
+    def compare(self, kernel: Runnable, seconds: float, least: int = 3, layout: Layout | None = None) -> Timing:
+        """Time a kernel against torch in pairs; the caller has set torch's threads.
+
+        Args:
+            kernel: Of this convolution and direction.
+            seconds: For all of it.
+            least: Pairs to take in any case.
+            layout: In which torch runs; None for the one in which it is faster.
+        """
+        stock = self.stock if layout is None else self.stock_in(layout)
+        self.run(kernel), stock()
+        return time_pairs(lambda: self.run(kernel), stock, seconds, least, self.threads)
 
 
 def stock_call(

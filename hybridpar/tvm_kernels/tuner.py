@@ -22,12 +22,12 @@ from hybridpar.kernel_build import Session
 from hybridpar.kernel_builder import Builder, Built
 from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.process import available_cores
+from hybridpar.tvm_kernels.candidates import candidates, neighbours
 from hybridpar.tvm_kernels.cost import Ranking, estimate, rank
 from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image
 from hybridpar.tvm_kernels.machine import Speed, measure_speed, this_machine
 from hybridpar.tvm_kernels.measure import MOST_ERROR, Bench, Timing
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import candidates, neighbours
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class Tuned:
         predicted: Cycles that the model said.
         final: Whether it was timed again as a finalist.
         drawn: Whether it was drawn at random, and not chosen.
+        layout_ms: Of torch's call in the layout of the kernel, where it is not its better one; of finalists only.
     """
 
     parameters: Mapping[str, int]
@@ -66,6 +67,7 @@ class Tuned:
     predicted: float = 0.0
     final: bool = False
     drawn: bool = False
+    layout_ms: float | None = None
 
 
 class TuningStopped(KeyboardInterrupt):
@@ -91,7 +93,7 @@ def tune(
     *,
     known: Sequence[Mapping[str, int]] = (),
     builder: Builder | None = None,
-    speed: Speed | None = None,
+    speed: Speed | Callable[[], Speed] | None = None,
     trials: int | None = None,
 ) -> list[Tuned]:
     """Search for the fastest kernel of one direction of one convolution.
@@ -106,7 +108,7 @@ def tune(
         on_progress: Called with each candidate that was measured and the best so far.
         known: Parameters measured earlier, best first: the first ones are measured anew, and their neighbours.
         builder: Builds candidates; None for one of this call's own.
-        speed: What the CPU can do, for `floor_ms`; None measures it.
+        speed: What the CPU can do, for `floor_ms`, or what says so; None measures it.
         trials: At most so many candidates; None for as many as there is time for.
 
     Returns:
@@ -121,7 +123,7 @@ def tune(
         search = _Search(shape, direction, layout, threads, seed, build, on_progress)
         if not search.space:
             return []
-        search.speed = speed or measure_speed(build)
+        search.speed = speed() if callable(speed) else speed or measure_speed(build)
         try:
             search.run(time.monotonic() + budget_s, budget_s, known, trials)
         except KeyboardInterrupt:
@@ -179,7 +181,7 @@ class _Search:
         self.builder, self.on_progress = builder, on_progress
         machine = this_machine()
         space = list(candidates(shape, direction, layout, threads, machine))
-        costs = [estimate(shape, direction, one, threads, machine).cycles for one in space]
+        costs = [estimate(shape, direction, one, threads, machine, layout).cycles for one in space]
         order = sorted(range(len(space)), key=lambda index: costs[index])
         self.space = [space[index] for index in order]
         self.predicted = {_key(space[index]): costs[index] for index in order}
@@ -228,7 +230,8 @@ class _Search:
             if _key(one) in fresh and _key(one) not in self.asked:
                 yield fresh[_key(one)]
 
-        for one in known[:_FINALISTS]:
+        # What was found for vectors of another width is not in the space, and no place to begin.
+        for one in [one for one in known if _key(one) in fresh][:_FINALISTS]:
             yield from take(one)
         drawn = self.random.sample(self.space, min(_DRAWN, len(self.space)))
         self.drawn = {_key(one) for one in drawn}
@@ -291,10 +294,16 @@ class _Search:
         best = [key for key in sorted(self.results, key=lambda one: self.results[one].ms) if key in self.kernels]
         for place, key in enumerate(best[:_FINALISTS]):
             left = max(0.0, end - time.monotonic()) / (min(len(best), _FINALISTS) - place)
-            timing = self.bench.compare(self.kernels[key], min(left, _LONGEST), least=5)
+            rivals = 1 if self.bench.stock_layout is self.layout else 2
+            share = min(left / rivals, _LONGEST)
+            timing = self.bench.compare(self.kernels[key], share, least=5)
             before = self.results[key]
-            again = self._tuned(before.parameters, timing, before.error)
-            self._note(key, replace(again, final=True))
+            again = replace(self._tuned(before.parameters, timing, before.error), final=True)
+            if rivals > 1:
+                same = self.bench.compare(self.kernels[key], share, least=5, layout=self.layout)
+                # The ratio is of pairs, the times of the two comparisons are not.
+                again = replace(again, layout_ms=again.ms * same.speedup)
+            self._note(key, again)
 
 
 def _key(parameters: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

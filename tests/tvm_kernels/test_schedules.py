@@ -10,13 +10,15 @@ import torch
 
 from hybridpar.kernel_build import Session
 from hybridpar.kernel_builder import Builder
+from hybridpar.tvm_kernels.candidates import candidates
+from hybridpar.tvm_kernels.families import GATHER, families, family_of
 from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.measure import Bench, reference
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import candidates, outside
+from hybridpar.tvm_kernels.space import outside
 
-LAST = Layout.CHANNELS_LAST
+LAST, PLANES = Layout.CHANNELS_LAST, Layout.CONTIGUOUS
 #: As the CPU of these tests is not known, tiles are made for two kinds.
 MACHINES = [Machine(8, 16), Machine(16, 32)]
 GUARD = 64
@@ -39,11 +41,12 @@ def made(builder: Builder, session: Session, variant: Variant) -> Kernel:
 
 
 class Memory:
-    """Values at an odd multiple of 4 bytes, between guards."""
+    """Values at an odd multiple of 4 bytes, or at what they must be aligned to, between guards."""
 
-    def __init__(self, values: torch.Tensor) -> None:
-        self.room = torch.full((values.numel() + 2 * GUARD + 1,), 7.0)
-        start = GUARD + 1 - (self.room.data_ptr() // 4) % 2
+    def __init__(self, values: torch.Tensor, align: int = 4) -> None:
+        self.room = torch.full((values.numel() + 2 * GUARD + 16,), 7.0)
+        first = self.room.data_ptr() // 4
+        start = GUARD + (1 - first % 2 if align == 4 else -(first + GUARD) % (align // 4))
         self.values = self.room[start : start + values.numel()]
         self.values.copy_(values.reshape(-1))
         self.guards = self.room[:start], self.room[start + values.numel() :]
@@ -53,9 +56,9 @@ class Memory:
         return self.values.data_ptr()
 
 
-def pixels(image: torch.Tensor) -> torch.Tensor:
-    """An image as it lies in memory in channels_last."""
-    return image.permute(0, 2, 3, 1)
+def in_memory(image: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """An image with its axes as they lie in memory."""
+    return image.permute(0, 2, 3, 1) if layout is LAST else image
 
 
 def run(kernel: Kernel, image: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None):
@@ -63,8 +66,9 @@ def run(kernel: Kernel, image: torch.Tensor, gradient: torch.Tensor, weight: tor
     results = {Direction.FORWARD: gradient, Direction.INPUT_GRADIENT: image, Direction.WEIGHT_GRADIENT: weight}
     result = results[kernel.variant.direction]
     operands = [one for one in (image, gradient, weight) if one is not result]
-    held = [Memory(one if one is weight else pixels(one)) for one in operands]
-    out = Memory(torch.full((result.numel(),), torch.nan))
+    layout = kernel.variant.layout
+    held = [Memory(one if one is weight else in_memory(one, layout)) for one in operands]
+    out = Memory(torch.full((result.numel(),), torch.nan), kernel.variant.align_out)
     scratch = Memory(torch.full((kernel.scratch_bytes // 4,), torch.nan))
     third = Memory(bias) if bias is not None else None
     places = [held[0].address, held[1].address, third.address if third else 0, out.address, scratch.address]
@@ -76,7 +80,8 @@ def run(kernel: Kernel, image: torch.Tensor, gradient: torch.Tensor, weight: tor
         assert all(guard.eq(7.0).all() for guard in memory.guards), "it wrote beside its memory"
     if result is weight:
         return out.values.view(weight.shape)
-    return out.values.view(pixels(result).shape).permute(0, 3, 1, 2)
+    found = out.values.view(in_memory(result, layout).shape)
+    return found.permute(0, 3, 1, 2) if layout is LAST else found
 
 
 def check(kernel: Kernel, biased: bool = False) -> None:
@@ -93,8 +98,8 @@ def check(kernel: Kernel, biased: bool = False) -> None:
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=3e-7 * (terms + 8))
 
 
-def drawn(count: int, seed: int) -> Iterator[tuple[Variant, bool]]:
-    """Random shapes with odd sizes, each with a random candidate of a random machine."""
+def drawn(count: int, seed: int, layout: Layout) -> Iterator[tuple[Variant, bool]]:
+    """Random shapes with odd sizes, each with a random candidate of a random schedule and machine."""
     draw = random.Random(seed)
     while count:
         taps = (draw.choice([1, 3, 5, 7]), draw.choice([3, 5, 2]))
@@ -103,15 +108,21 @@ def drawn(count: int, seed: int) -> Iterator[tuple[Variant, bool]]:
         padding = (draw.randint(0, 4), draw.randint(0, 4))
         shape = ConvShape(*sizes, taps, stride, padding, dilation)
         direction = draw.choice(list(Direction))
-        space = list(candidates(shape, direction, LAST, draw.choice([1, 2]), draw.choice(MACHINES)))
+        space = list(candidates(shape, direction, layout, draw.choice([1, 2]), draw.choice(MACHINES)))
         if space:
             count -= 1
-            yield Variant(shape, direction, LAST, draw.choice(space)), draw.random() < 0.5
+            schedules = sorted({tuple(sorted(one)) for one in space})
+            names = draw.choice(schedules)
+            parameters = draw.choice([one for one in space if tuple(sorted(one)) == names])
+            yield Variant(shape, direction, layout, parameters), draw.random() < 0.5
         else:
-            assert outside(shape, direction, LAST)
+            assert outside(shape, direction, layout)
 
 
-@pytest.mark.parametrize(("variant", "bias"), list(drawn(24, seed=1)), ids=lambda one: getattr(one, "direction", ""))
+DRAWN = [*drawn(24, seed=1, layout=LAST), *drawn(12, seed=2, layout=PLANES)]
+
+
+@pytest.mark.parametrize(("variant", "bias"), DRAWN, ids=lambda one: getattr(one, "direction", ""))
 def test_random_shapes(variant: Variant, bias: bool, builder: Builder, session: Session) -> None:
     check(made(builder, session, variant), bias)
 
@@ -119,28 +130,69 @@ def test_random_shapes(variant: Variant, bias: bool, builder: Builder, session: 
 SMALL = ["1x1x5x4 k3x3 s1x1 p1x1 d1x1", "2x11x9x8 k3x3 s2x2 p1x1 d1x1", "1x9x7x7 k7x7 s1x1 p3x3 d1x1"]
 
 
-def every(text: str, direction: Direction) -> list[Variant]:
+def every(text: str, direction: Direction, layout: Layout) -> list[Variant]:
     """All candidates for two threads."""
     shape = ConvShape.parse(text)
-    found = {tuple(one.items()) for machine in MACHINES for one in candidates(shape, direction, LAST, 2, machine)}
+    found = {tuple(one.items()) for machine in MACHINES for one in candidates(shape, direction, layout, 2, machine)}
     assert found
-    return [Variant(shape, direction, LAST, dict(one)) for one in sorted(found)]
+    return [Variant(shape, direction, layout, dict(one)) for one in sorted(found)]
 
 
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("text", SMALL)
 def test_some_candidates(text: str, direction: Direction, builder: Builder, session: Session) -> None:
-    space = every(text, direction)
-    for variant in random.Random(text).sample(space, min(3, len(space))):
-        check(made(builder, session, variant))
+    for layout, most in ((LAST, 3), (PLANES, 1)):
+        space = every(text, direction, layout)
+        for variant in random.Random(text).sample(space, min(most, len(space))):
+            check(made(builder, session, variant))
+
+
+#: Whole lines of channels in one vector and in two, at either stride.
+STREAMED = [
+    ("2x32x11x9 k3x3 s1x1 p1x1 d1x1", Direction.FORWARD, (16, 2, 3, 4, 0, 1, 1)),
+    ("1x48x8x9 k5x5 s2x2 p2x2 d1x1", Direction.FORWARD, (16, 1, 2, 1, 1, 0, 1)),
+    ("2x32x9x10 k3x3 s2x2 p1x1 d1x1", Direction.INPUT_GRADIENT, (32, 2, 2, 2, 1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("text", "direction", "values"), STREAMED)
+def test_results_that_are_written_past_the_caches(
+    text: str, direction: Direction, values: tuple[int, ...], builder: Builder, session: Session
+) -> None:
+    parameters = dict(zip(GATHER.names, values, strict=True))
+    check(made(builder, session, Variant(ConvShape.parse(text), direction, LAST, parameters)), biased=True)
+
+
+#: Images of one pixel, narrower than a vector, of one channel; padding beyond the kernel, and none.
+EDGES = [
+    "1x9x1x1 k3x3 s1x1 p1x1 d1x1",
+    "2x1x6x21 k3x3 s1x1 p1x1 d1x1",
+    "1x5x3x2 k5x5 s1x1 p2x2 d1x1",
+    "1x3x8x19 k3x3 s2x2 p0x0 d1x1",
+    "2x2x5x11 k3x3 s2x1 p4x5 d1x1",
+    "1x8x9x12 k3x3 s3x3 p1x1 d1x1",
+]
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("text", EDGES)
+def test_edges_of_contiguous_images(text: str, direction: Direction, builder: Builder, session: Session) -> None:
+    shape = ConvShape.parse(text)
+    space = list(candidates(shape, direction, PLANES, 2, MACHINES[0]))
+    assert bool(space) != bool(outside(shape, direction, PLANES))
+    # Where both schedules can do it, columns are what an edge is one for.
+    own = [one for one in space if family_of(direction, PLANES, one) is families(direction, PLANES)[0]] or space
+    if own:
+        check(made(builder, session, Variant(shape, direction, PLANES, random.Random(text).choice(own))))
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("text", SMALL)
-def test_every_candidate(text: str, direction: Direction, builder: Builder) -> None:
-    for variant in every(text, direction):
+def test_every_candidate(text: str, direction: Direction, layout: Layout, builder: Builder) -> None:
+    for variant in every(text, direction, layout):
         check(made(builder, Session(), variant))
 
 
@@ -151,19 +203,32 @@ def test_large_kernels(direction: Direction, builder: Builder, session: Session)
     check(made(builder, session, Variant(shape, direction, LAST, min(space, key=lambda one: one["tile_columns"]))))
 
 
+def one_of_each(shape: ConvShape, direction: Direction, threads: int) -> list[Variant]:
+    """The candidate with most parts, of every schedule of both layouts."""
+    found = []
+    for layout in Layout:
+        for family in families(direction, layout):
+            space = candidates(shape, direction, layout, threads, MACHINES[0])
+            own = [one for one in space if family_of(direction, layout, one) is family]
+            found.append(Variant(shape, direction, layout, max(own, key=lambda one: one.get("parts", 0))))
+    return found
+
+
 @pytest.mark.parametrize("direction", Direction)
 def test_results_do_not_depend_on_threads(direction: Direction, builder: Builder, session: Session) -> None:
     shape = ConvShape.parse("3x19x12x11 k3x5 s1x1 p1x2 d1x1")
-    parameters = max(candidates(shape, direction, LAST, 2, MACHINES[0]), key=lambda one: one.get("parts", 0))
-    kernel = made(builder, session, Variant(shape, direction, LAST, parameters))
-    alone, shared = (Bench(shape, direction, LAST, threads).run(kernel) for threads in (1, 3))
-    assert torch.equal(alone, shared)
+    for variant in one_of_each(shape, direction, 2):
+        kernel = made(builder, session, variant)
+        alone, shared = (Bench(shape, direction, variant.layout, threads).run(kernel) for threads in (1, 3))
+        assert torch.equal(alone, shared)
 
 
 def test_nan_and_infinity_go_where_they_belong(builder: Builder, session: Session) -> None:
     shape = ConvShape.parse("1x8x9x9 k3x3 s1x1 p1x1 d1x1")
-    for parameters in list(candidates(shape, Direction.FORWARD, LAST, 1, MACHINES[0]))[::40]:
-        kernel = made(builder, session, Variant(shape, Direction.FORWARD, LAST, parameters))
+    some = list(candidates(shape, Direction.FORWARD, LAST, 1, MACHINES[0]))[::40]
+    variants = [Variant(shape, Direction.FORWARD, LAST, one) for one in some]
+    for variant in (*variants, *one_of_each(shape, Direction.FORWARD, 1)):
+        kernel = made(builder, session, variant)
         image, weight = torch.randn(1, 8, 9, 9), torch.randn(8, 1, 3, 3)
         image[0, 2, 0, 0], image[0, 5, 8, 4] = torch.nan, torch.inf
         stock = torch.nn.functional.conv2d(image, weight, padding=1, groups=8)
@@ -171,10 +236,21 @@ def test_nan_and_infinity_go_where_they_belong(builder: Builder, session: Sessio
         torch.testing.assert_close(got, stock, equal_nan=True, rtol=1e-4, atol=1e-5)
 
 
+def test_a_gradient_that_is_not_finite_counts_once(builder: Builder, session: Session) -> None:
+    shape = ConvShape.parse("1x8x5x11 k3x3 s1x1 p1x1 d1x1")
+    for variant in one_of_each(shape, Direction.WEIGHT_GRADIENT, 1):
+        image, gradient = torch.randn(1, 8, 5, 11), torch.randn(1, 8, 5, 11)
+        gradient[0, 1, 2, 5] = torch.nan
+        got = run(made(builder, session, variant), image, gradient, torch.empty(8, 1, 3, 3), None)
+        assert got[1].isnan().all()
+        assert got[[0, *range(2, 8)]].isfinite().all()
+
+
 @pytest.mark.parametrize("direction", Direction)
 def test_nothing_is_allocated_and_no_threads_are_started(direction: Direction, builder: Builder) -> None:
-    shape = ConvShape.parse("2x16x14x14 k5x5 s2x2 p2x2 d1x1")
-    variant = Variant(shape, direction, LAST, next(candidates(shape, direction, LAST, 1, MACHINES[0])))
-    text = builder.build(variant.request(text="ll")).text
-    assert "TVMBackendAllocWorkspace" not in text
-    assert "TVMBackendParallelLaunch" not in text
+    shape = ConvShape.parse("2x16x14x18 k5x5 s2x2 p2x2 d1x1")
+    for variant in one_of_each(shape, direction, 1):
+        text = builder.build(variant.request(text="ll")).text
+        assert "TVMBackendAllocWorkspace" not in text
+        assert "TVMBackendParallelLaunch" not in text
+        assert "call void @hp_" not in text, "what turns and splits vectors is inlined"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 import pytest
+import torch
 from rich.console import Console
 
 from hybridpar.errors import UsageError
+from hybridpar.tvm_kernels import stake
 from hybridpar.tvm_kernels.database import Database, KernelKey, append_records, read_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.search import KEPT, Progress, search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.stake import stock_ms, weigh
 from hybridpar.tvm_kernels.table import as_json, draw_rows, rows_of, summary_lines, table_of
 from hybridpar.tvm_kernels.tuner import Tuned, TuningStopped
 from tests.tvm_kernels.standin import record_of
@@ -24,6 +28,11 @@ KEYS = [
 ]
 
 
+def weighed(counts: Mapping[KernelKey, int], seconds: float) -> dict[KernelKey, float]:
+    """A stake that is the number of runs, so that order and shares are known."""
+    return {key: float(count) for key, count in counts.items()}
+
+
 class Tuner:
     """Finds candidates at once, and remembers what it was asked."""
 
@@ -33,7 +42,8 @@ class Tuner:
         self.budgets: list[float] = []
         self.stop_at, self.empty = stop_at, empty
 
-    def __call__(self, shape, direction, layout, threads, budget_s, seed, on_progress, *, known, trials):
+    def __call__(self, shape, direction, layout, threads, budget_s, seed, on_progress, *, known, trials, **shared):
+        assert set(shared) == {"builder", "speed"}
         assert (layout, threads, seed) == (Layout.CHANNELS_LAST, 1, 0)
         self.asked.append((shape, direction))
         self.known.append(known)
@@ -48,7 +58,7 @@ class Tuner:
 
 def test_everything_is_searched_and_the_best_are_kept(tmp_path):
     tuner, told = Tuner(), list[Progress]()
-    report = search_all(KEYS, tmp_path / "k.jsonl", 600.0, tuner=tuner, on_progress=told.append)
+    report = search_all(KEYS, tmp_path / "k.jsonl", 600.0, tuner=tuner, weigher=weighed, on_progress=told.append)
     assert (report.tuned, report.skipped, report.left, report.stopped) == (6, 0, 0, False)
     assert tuner.asked == [(key.shape, key.direction) for key in KEYS]
     read = read_database(tmp_path / "k.jsonl")
@@ -59,19 +69,77 @@ def test_everything_is_searched_and_the_best_are_kept(tmp_path):
         assert best is not None
         assert (best.ms, best.stock_ms, best.parameters) == (1.0, 3.0, {"tile": 0})
     assert [one.done for one in told if one.best is None] == list(range(6))
-    assert max(tuner.budgets) < 1.2 * min(tuner.budgets) + 600
+    assert tuner.budgets == pytest.approx([100.0 * 6 / (6 - place) for place in range(6)], rel=0.05)
+
+
+def test_the_budget_goes_where_the_time_goes(tmp_path):
+    tuner = Tuner()
+    counts = {key: 1 + 3 * place for place, key in enumerate(KEYS)}
+    report = search_all(counts, tmp_path / "k.jsonl", 600.0, tuner=tuner, weigher=weighed)
+    assert report.tuned == 6
+    order = sorted(KEYS, key=lambda key: -counts[key])
+    assert tuner.asked == [(key.shape, key.direction) for key in order]
+    # The stand-in takes no time, so each share is of all that was there at the beginning.
+    left = [counts[key] / sum(counts[other] for other in order[place:]) for place, key in enumerate(order)]
+    assert tuner.budgets == pytest.approx([600.0 * share for share in left], rel=0.05)
+
+
+def test_time_is_measured_as_far_as_there_is_time_and_predicted_beyond():
+    asked = []
+
+    def measure(key):
+        asked.append(key)
+        return 5.0
+
+    counts = {key: 2 if key.shape.batch == 4 else 1 for key in KEYS}
+    all_of_it = weigh(counts, 1e9, measure)
+    assert set(asked) == set(KEYS)
+    assert all_of_it == {key: 5.0 * count for key, count in counts.items()}
+    assert list(all_of_it.values()) == sorted(all_of_it.values(), reverse=True)
+    none = weigh(counts, 0.0, measure)
+    assert len(asked) == len(KEYS)
+    larger, smaller = (key for key in (KEYS[3], KEYS[0]))
+    assert none[larger] / none[smaller] == pytest.approx(4.0, rel=0.1), "twice as large and run twice as often"
+
+
+def test_what_was_not_measured_is_as_far_from_its_floor_as_its_like(monkeypatch):
+    clock = iter([0.0, 0.0, 2.0])
+    monkeypatch.setattr(stake.time, "monotonic", lambda: next(clock))
+    forward = [key for key in KEYS if key.direction is Direction.FORWARD]
+    found = weigh(dict.fromkeys(forward, 1), 1.0, lambda key: 7.0)
+    assert found[forward[1]] == 7.0
+    assert found[forward[0]] == pytest.approx(3.5, rel=0.1), "half of the images, at the same distance from the floor"
+
+
+def test_torch_is_timed_with_the_threads_of_the_key():
+    threads = torch.get_num_threads()
+    assert stock_ms(KEYS[0]) > 0
+    assert torch.get_num_threads() == threads
+
+
+def test_a_search_begins_with_what_comes_with_the_package(tmp_path, monkeypatch):
+    shipped = [
+        record_of(SHAPES[0], Direction.FORWARD, Layout.CHANNELS_LAST, device="a like one", parameters={"tile": 5}),
+        record_of(SHAPES[1], Direction.FORWARD, Layout.CHANNELS_LAST, parameters={"tile": 6}),
+    ]
+    monkeypatch.setattr("hybridpar.tvm_kernels.search.packaged_records", lambda: shipped)
+    tuner = Tuner()
+    assert search_all(KEYS[:1], tmp_path / "k.jsonl", 60.0, tuner=tuner, weigher=weighed).tuned == 1
+    assert tuner.known == [[{"tile": 6}, {"tile": 5}]], "of this device first"
+    written = read_database(tmp_path / "k.jsonl")
+    assert all(record.device == cpu_fingerprint() for record in written.records), "their times are not taken over"
 
 
 def test_what_was_found_before_is_skipped_and_shows_where_to_begin(tmp_path):
     file = tmp_path / "k.jsonl"
-    search_all(KEYS[:3], file, 600.0, tuner=Tuner())
+    search_all(KEYS[:3], file, 600.0, tuner=Tuner(), weigher=weighed)
     tuner = Tuner()
-    report = search_all(KEYS, file, 600.0, tuner=tuner)
+    report = search_all(KEYS, file, 600.0, tuner=tuner, weigher=weighed)
     assert (report.tuned, report.skipped) == (3, 3)
     assert tuner.asked == [(key.shape, key.direction) for key in KEYS[3:]]
     assert all(known == [{"tile": 0}] for known in tuner.known), "the same convolution of another batch is near"
     again = Tuner()
-    assert search_all(KEYS, file, 600.0, tuner=again, again=True).tuned == 6
+    assert search_all(KEYS, file, 600.0, tuner=again, weigher=weighed, again=True).tuned == 6
     assert len(again.asked) == 6
 
 
@@ -79,26 +147,26 @@ def test_records_of_other_versions_are_searched_anew(tmp_path):
     old = record_of(SHAPES[0], Direction.FORWARD, Layout.CHANNELS_LAST, versions={"tvm": "0.1"})
     append_records(tmp_path / "k.jsonl", [old])
     tuner = Tuner()
-    assert search_all(KEYS[:1], tmp_path / "k.jsonl", 600.0, tuner=tuner).tuned == 1
+    assert search_all(KEYS[:1], tmp_path / "k.jsonl", 600.0, tuner=tuner, weigher=weighed).tuned == 1
     assert tuner.known == [[{"tile": 2}]]
 
 
 def test_a_user_who_stops_keeps_what_there_is(tmp_path):
     file = tmp_path / "k.jsonl"
-    report = search_all(KEYS, file, 600.0, tuner=Tuner(stop_at=3))
+    report = search_all(KEYS, file, 600.0, tuner=Tuner(stop_at=3), weigher=weighed)
     assert (report.stopped, report.tuned, report.left) == (True, 3, 3)
     assert set(read_database(file)) == set(KEYS[:3])
-    assert search_all(KEYS, file, 600.0, tuner=Tuner()).skipped == 3
+    assert search_all(KEYS, file, 600.0, tuner=Tuner(), weigher=weighed).skipped == 3
 
 
 def test_no_kernel_is_no_error(tmp_path):
-    report = search_all(KEYS, tmp_path / "k.jsonl", 600.0, tuner=Tuner(empty=True))
+    report = search_all(KEYS, tmp_path / "k.jsonl", 600.0, tuner=Tuner(empty=True), weigher=weighed)
     assert (report.tuned, report.empty) == (0, 6)
 
 
 def test_a_budget_for_nothing_is_refused(tmp_path):
     with pytest.raises(UsageError, match="too short to try one candidate"):
-        search_all(KEYS, tmp_path / "k.jsonl", 0.5, tuner=Tuner())
+        search_all(KEYS, tmp_path / "k.jsonl", 0.5, tuner=Tuner(), weigher=weighed)
     assert not list(tmp_path.iterdir())
 
 

@@ -6,66 +6,123 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridpar.tvm_kernels.candidates import candidates, neighbours
 from hybridpar.tvm_kernels.cost import estimate, rank
+from hybridpar.tvm_kernels.families import FAMILIES, GATHER, ROWS, ROWS_WEIGHT, TURNED, WEIGHT, families
 from hybridpar.tvm_kernels.kernel import Variant
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.schedules.geometry import Axis, axis, by_input, interior, spans
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import GATHER, WEIGHT, candidates, neighbours, outside, reject
+from hybridpar.tvm_kernels.space import outside, reject
 
-LAST = Layout.CHANNELS_LAST
+LAST, PLANES = Layout.CHANNELS_LAST, Layout.CONTIGUOUS
 MACHINES = [Machine(8, 16), Machine(16, 32), Machine(4, 32)]
 SHAPE = ConvShape.parse("8x144x56x56 k3x3 s1x1 p1x1 d1x1")
 STRIDED = ConvShape.parse("8x144x56x56 k5x5 s2x2 p2x2 d1x1")
-GOOD = {
-    Direction.FORWARD: dict(zip(GATHER, (8, 2, 4, 8, 0, 1), strict=True)),
-    Direction.INPUT_GRADIENT: dict(zip(GATHER, (8, 2, 4, 8, 0, 1), strict=True)),
-    Direction.WEIGHT_GRADIENT: dict(zip(WEIGHT, (8, 3, 3, 4, 7, 2, 2), strict=True)),
+#: Parameters that are allowed for SHAPE, of every schedule.
+GOOD: dict[tuple[Layout, Direction], list[dict[str, int]]] = {
+    **{
+        (LAST, direction): [dict(zip(GATHER.names, (8, 2, 4, 8, 0, 1, 0), strict=True))]
+        for direction in (Direction.FORWARD, Direction.INPUT_GRADIENT)
+    },
+    **{
+        (PLANES, direction): [
+            dict(zip(ROWS.names, (8, 2, 3, 8, 2), strict=True)),
+            dict(zip(TURNED.names, (8, 2, 4, 8, 1, 2), strict=True)),
+        ]
+        for direction in (Direction.FORWARD, Direction.INPUT_GRADIENT)
+    },
+    (LAST, Direction.WEIGHT_GRADIENT): [dict(zip(WEIGHT.names, (8, 3, 3, 4, 7, 2, 2), strict=True))],
+    (PLANES, Direction.WEIGHT_GRADIENT): [
+        dict(zip(ROWS_WEIGHT.names, (8, 3, 3, 2, 7, 2, 2), strict=True)),
+        dict(zip(WEIGHT.names, (8, 3, 3, 4, 7, 2, 2), strict=True)),
+    ],
 }
+ALL_GOOD = [(layout, direction, one) for (layout, direction), known in GOOD.items() for one in known]
 
 
+def test_every_schedule_is_known_by_its_parameters() -> None:
+    for (layout, is_sum), known in FAMILIES.items():
+        assert len({frozenset(one.names) for one in known}) == len(known)
+        own = [direction for direction in Direction if (direction is Direction.WEIGHT_GRADIENT) == is_sum]
+        assert {len(GOOD[layout, direction]) for direction in own} == {len(known)}
+        assert all(path.is_file() for one in known for path in one.files)
+
+
+@pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("shape", [SHAPE, STRIDED], ids=["plain", "strided"])
 @pytest.mark.parametrize("machine", MACHINES, ids=["avx2", "avx512", "neon"])
-def test_candidates_are_many_different_and_allowed(shape: ConvShape, direction: Direction, machine: Machine) -> None:
+def test_candidates_are_many_different_and_allowed(
+    shape: ConvShape, direction: Direction, machine: Machine, layout: Layout
+) -> None:
     for threads in (1, 2, 8):
-        space = list(candidates(shape, direction, LAST, threads, machine))
+        space = list(candidates(shape, direction, layout, threads, machine))
         assert len({tuple(sorted(one.items())) for one in space}) == len(space) > 20
-        assert all(reject(shape, direction, LAST, one) is None for one in space)
-        phases = [dict(Variant(shape, direction, LAST, one).phases)["rows"] for one in space]
-        assert max(phases) >= threads
+        assert all(reject(shape, direction, layout, one) is None for one in space)
+        widest = max(space, key=lambda one: one.get("parts", 0) * one.get("groups", 1))
+        variant = Variant(shape, direction, layout, widest)
+        assert max(count for _, count in variant.phases) >= threads
+        assert variant.scratch_bytes > 0
+        assert len({frozenset(one) for one in space}) == len(families(direction, layout))
 
 
-@pytest.mark.parametrize("direction", Direction)
-def test_what_is_no_number_or_no_parameter_is_refused(direction: Direction) -> None:
-    good = GOOD[direction]
-    assert reject(SHAPE, direction, LAST, good) is None
+@pytest.mark.parametrize(("layout", "direction", "good"), ALL_GOOD)
+def test_what_is_no_number_or_no_parameter_is_refused(
+    layout: Layout, direction: Direction, good: dict[str, int]
+) -> None:
+    assert reject(SHAPE, direction, layout, good) is None
     for name in good:
         for value in (0, -1, 10**9, 2.0, "8", True, None):
             changed = {**good, name: value}
-            allowed = name in ("columns_outer", "unroll", "strip") and value in (0, 1) and type(value) is int
+            allowed = name in ("columns_outer", "unroll", "strip", "stream") and value in (0, 1) and type(value) is int
             if not allowed:
-                assert reject(SHAPE, direction, LAST, changed), changed  # type: ignore[arg-type]
-        assert reject(SHAPE, direction, LAST, {key: value for key, value in good.items() if key != name})
-    assert reject(SHAPE, direction, LAST, {**good, "more": 1})
-    assert reject(SHAPE, direction, LAST, {})
+                assert reject(SHAPE, direction, layout, changed), changed  # type: ignore[arg-type]
+        assert reject(SHAPE, direction, layout, {key: value for key, value in good.items() if key != name})
+    assert reject(SHAPE, direction, layout, {**good, "more": 1})
+    assert reject(SHAPE, direction, layout, {})
 
 
-def test_lanes_never_pass_the_channels() -> None:
-    narrow = ConvShape.parse("1x5x9x9 k3x3 s1x1 p1x1 d1x1")
-    for direction, good in GOOD.items():
-        assert "lanes" in str(reject(narrow, direction, LAST, good))
-        assert {one["lanes"] for one in candidates(narrow, direction, LAST, 1, MACHINES[0])} == {4}
+def test_only_large_results_are_written_past_the_caches_and_in_whole_lines() -> None:
+    large = ConvShape.parse("32x144x56x56 k3x3 s1x1 p1x1 d1x1")
+    small = ConvShape.parse("2x144x56x56 k3x3 s1x1 p1x1 d1x1")
+    machine = MACHINES[0]
+    for direction in (Direction.FORWARD, Direction.INPUT_GRADIENT):
+        past = [one for one in candidates(large, direction, LAST, 1, machine) if one["stream"]]
+        assert past
+        assert all(one["lanes"] % 16 == 0 and 144 % one["lanes"] == 0 for one in past)
+        assert not any(one["stream"] for one in candidates(small, direction, LAST, 1, machine))
+        narrow = {**past[0], "lanes": 8}
+        assert "whole cache lines" in str(reject(large, direction, LAST, narrow))
+        plain = {**past[0], "stream": 0}
+        costs = [estimate(large, direction, one, 1, machine, LAST).cycles for one in (past[0], plain)]
+        assert costs[0] < costs[1]
+
+
+def test_lanes_never_pass_what_lies_side_by_side() -> None:
+    narrow = ConvShape.parse("1x5x9x6 k3x3 s1x1 p1x1 d1x1")
+    for layout, direction, good in ALL_GOOD:
+        assert "lanes" in str(reject(narrow, direction, layout, good))
+        found = {one["lanes"] for one in candidates(narrow, direction, layout, 1, MACHINES[0])}
+        assert found == {4}
+
+
+def test_columns_far_apart_are_gathered_over_channels_alone() -> None:
+    far = ConvShape.parse("1x8x40x40 k3x3 s3x3 p1x1 d1x1")
+    for direction in (Direction.FORWARD, Direction.WEIGHT_GRADIENT):
+        over_columns = GOOD[PLANES, direction][0]
+        assert "two apart" in str(reject(far, direction, PLANES, {**over_columns, "parts": 1, "strip": 2}))
+        assert list(candidates(far, direction, PLANES, 1, MACHINES[0]))
 
 
 def test_what_no_kernel_covers() -> None:
     both = ConvShape.parse("1x8x20x20 k3x3 s2x2 p1x1 d2x2")
-    assert outside(both, Direction.INPUT_GRADIENT, LAST)
-    assert outside(both, Direction.FORWARD, LAST) is None
-    assert outside(SHAPE, Direction.FORWARD, Layout.CONTIGUOUS)
-    assert outside(ConvShape.parse("1x8x40x40 k33x3 s1x1 p1x1 d1x1"), Direction.FORWARD, LAST)
-    assert outside(ConvShape.parse("1x8x40x40 k1x1 s1x1 p0x0 d1x1"), Direction.FORWARD, LAST)
-    assert not list(candidates(both, Direction.INPUT_GRADIENT, LAST, 1, MACHINES[0]))
+    for layout in Layout:
+        assert outside(both, Direction.INPUT_GRADIENT, layout)
+        assert outside(both, Direction.FORWARD, layout) is None
+        assert outside(ConvShape.parse("1x8x40x40 k33x3 s1x1 p1x1 d1x1"), Direction.FORWARD, layout)
+        assert outside(ConvShape.parse("1x8x40x40 k1x1 s1x1 p0x0 d1x1"), Direction.FORWARD, layout)
+        assert not list(candidates(both, Direction.INPUT_GRADIENT, layout, 1, MACHINES[0]))
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -131,12 +188,12 @@ def test_inputs_know_their_uses() -> None:
 # ----------------------------------------------------------------------------------------------------------------- cost
 
 
-@pytest.mark.parametrize("direction", Direction)
-def test_costs_follow_the_work(direction: Direction) -> None:
-    one, machine = GOOD[direction], MACHINES[0]
+@pytest.mark.parametrize(("layout", "direction", "good"), ALL_GOOD)
+def test_costs_follow_the_work(layout: Layout, direction: Direction, good: dict[str, int]) -> None:
+    machine = MACHINES[0]
 
     def cycles(text: str, threads: int = 1) -> float:
-        return estimate(ConvShape.parse(text), direction, one, threads, machine).cycles
+        return estimate(ConvShape.parse(text), direction, good, threads, machine, layout).cycles
 
     alone = cycles("8x144x56x56 k3x3 s1x1 p1x1 d1x1")
     assert 3.9 < cycles("32x144x56x56 k3x3 s1x1 p1x1 d1x1") / alone < 4.1
@@ -148,7 +205,7 @@ def test_too_few_and_too_many_sums_cost() -> None:
     shape, machine = ConvShape.parse("8x64x14x14 k7x7 s1x1 p3x3 d1x1"), MACHINES[0]
 
     def compute(columns: int) -> float:
-        own = {**GOOD[Direction.FORWARD], "tile_rows": 1, "tile_columns": columns}
+        own = {**GOOD[LAST, Direction.FORWARD][0], "tile_rows": 1, "tile_columns": columns}
         return estimate(shape, Direction.FORWARD, own, 1, machine).compute
 
     assert compute(7) < compute(1)

@@ -31,17 +31,20 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
         w: Writes them.
         shape: As `ConvShape.text`.
         direction: Forward or input gradient.
-        parameters: lanes, tile_rows, tile_columns, strip, columns_outer and unroll.
+        parameters: lanes, tile_rows, tile_columns, strip, columns_outer, unroll and stream.
     """
-    kernel = _Gather(w, ConvShape.parse(shape), Direction(direction), **parameters)
+    kernel = Gather(w, ConvShape.parse(shape), Direction(direction), **parameters)
     return {
         name: w.function(name, ARGUMENTS, (), body, helpers=False)
         for name, body in (("prepare", kernel.prepare), ("rows", kernel.rows))
     }
 
 
-class _Gather:
-    """Writes one kernel."""
+class Gather:
+    """Writes one kernel.
+
+    A layout in which pixels lie otherwise overrides how far apart they are, and where rows begin.
+    """
 
     def __init__(
         self,
@@ -54,9 +57,13 @@ class _Gather:
         strip: int,
         columns_outer: int,
         unroll: int,
+        stream: int = 0,
     ) -> None:
         self.w, self.t = w, w.t
         self.shape, self.lanes, self.strip = shape, lanes, strip
+        self.stream = bool(stream)
+        #: Elements from one pixel to the next, where the tiles read and write.
+        self.pixel = shape.channels
         self.tile_rows, self.columns_outer = tile_rows, bool(columns_outer)
         self.vertical, self.horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
         self.columns = spans(self.horizontal, tile_columns)
@@ -85,6 +92,15 @@ class _Gather:
 
     def rows(self, first: Any, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Compute strips; strips of all images are the range."""
+        w, t = self.w, self.t
+        if not self.stream:
+            self._strips(first, out, scratch, begin, end)
+            return
+        with t.attr(0, "pragma_import_llvm", w.tvm.ir.StringImm(past_the_caches(self.lanes))):
+            self._strips(first, out, scratch, begin, end)
+            t.evaluate(w.call("int32", "hp_past_fence"))
+
+    def _strips(self, first: Any, out: Any, scratch: Any, begin: Any, end: Any) -> None:
         w, t = self.w, self.t
         self.input, self.output, self.weights = (w.view(one, "float32") for one in (first, out, scratch))
         strips = -(-self.vertical.out // self.strip)
@@ -169,7 +185,7 @@ class _Gather:
         # Where the tile's input begins, as if the first tile of the run were at row 0 of the input.
         steps = row - inner.start
         origin = t.floordiv(steps, t.int64(along.stride)) if along.transposed else steps * along.stride
-        base = w.keep(self._input_at(image * along.size + origin, moved * self.shift) + channel)
+        base = w.keep(self._input_at(image, origin, moved * self.shift, channel))
         sums = {(r, c): self._start(channel) for r in range(inner.width) for c in range(span.width)}
         for input_row, row_uses in by_input(inner.taps):
             taps: dict[tuple[int, int], Any] = {}
@@ -181,9 +197,9 @@ class _Gather:
                         if tap not in taps:
                             taps[tap] = w.keep(self._tap(t.int64(row_tap), column_tap, channel))
                         sums[r, c] = w.keep(sums[r, c] + value * taps[tap])
-        at = w.keep(self._output_at(image, row, span, moved) + channel)
+        at = w.keep(self._output_at(image, row, moved * span.width + span.start, channel))
         for (r, c), total in sums.items():
-            self._store(at + (r * self.horizontal.out + c) * self.shape.channels, total)
+            self._store(at + (r * self.horizontal.out + c) * self.pixel, total)
 
     def _row(self, image: Any, row: Any, span: Span, moved: Any, channel: Any) -> None:
         """One row of a tile, with a loop over the rows of taps that meet the image."""
@@ -194,7 +210,7 @@ class _Gather:
         low, high, tap_of, place_of = self._bounds(row)
         with t.serial(low, high) as step:
             tap = w.keep(tap_of(step))
-            base = w.keep(self._input_at(image * self.vertical.size + place_of(step), moved * self.shift) + channel)
+            base = w.keep(self._input_at(image, place_of(step), moved * self.shift, channel))
             new = [sums[self._at(t.int64(c * lanes))] for c in range(span.width)]
             taps: dict[int, Any] = {}
             for input_column, uses in by_input(span.taps):
@@ -205,9 +221,9 @@ class _Gather:
                     new[c] = w.keep(new[c] + value * taps[column_tap])
             for c, total in enumerate(new):
                 w.store(sums, self._at(t.int64(c * lanes)), total)
-        at = w.keep(self._output_at(image, row, span, moved) + channel)
+        at = w.keep(self._output_at(image, row, moved * span.width + span.start, channel))
         for c in range(span.width):
-            self._store(at + c * self.shape.channels, sums[self._at(t.int64(c * lanes))])
+            self._store(at + c * self.pixel, sums[self._at(t.int64(c * lanes))])
 
     def _bounds(self, row: Any) -> tuple[Any, Any, Callable[[Any], Any], Callable[[Any], Any]]:
         """The loop over taps of an output row: from, to, and of a step the tap and the input row."""
@@ -241,17 +257,21 @@ class _Gather:
         return buffer[self._at(start)]
 
     def _store(self, start: Any, value: Any) -> None:
-        self.w.store(self.output, self._at(start), value)
+        w = self.w
+        if self.stream:
+            place = self.t.address_of(self.output[start])
+            self.t.evaluate(w.call("void", f"hp_past{self.lanes}", place, value))
+        else:
+            w.store(self.output, self._at(start), value)
 
-    def _input_at(self, row: Any, column: Any) -> Any:
-        return (row * self.horizontal.size + column) * self.shape.channels
+    def _input_at(self, image: Any, row: Any, column: Any, channel: Any) -> Any:
+        return ((image * self.vertical.size + row) * self.horizontal.size + column) * self.pixel + channel
 
     def _offset(self, row: int, column: int) -> int:
-        return (row * self.horizontal.size + column) * self.shape.channels
+        return (row * self.horizontal.size + column) * self.pixel
 
-    def _output_at(self, image: Any, row: Any, span: Span, moved: Any) -> Any:
-        column = moved * span.width + span.start
-        return ((image * self.vertical.out + row) * self.horizontal.out + column) * self.shape.channels
+    def _output_at(self, image: Any, row: Any, column: Any, channel: Any) -> Any:
+        return ((image * self.vertical.out + row) * self.horizontal.out + column) * self.pixel + channel
 
     def _tap(self, row: Any, column: int, channel: Any) -> Any:
         return self._load(self.weights, (row * self.shape.kernel[1] + column) * self.shape.channels + channel)
@@ -262,3 +282,22 @@ class _Gather:
             return self.w.keep(self._load(self.weights, channel + self.taps * self.shape.channels))
         zero = self.t.float32(0)
         return self.w.keep(zero if self.lanes == 1 else self.t.broadcast(zero, self.lanes))
+
+
+def past_the_caches(lanes: int) -> str:
+    """Functions in LLVM IR: a store of whole cache lines, none of which is fetched first, and a fence behind them.
+
+    Memory is aligned to cache lines, as torch allocates it.
+    """
+    values = f"<{lanes} x float>"
+    return f"""
+define linkonce_odr void @hp_past{lanes}(ptr %to, {values} %values) alwaysinline nounwind {{
+  store {values} %values, ptr %to, align 64, !nontemporal !0
+  ret void
+}}
+define linkonce_odr i32 @hp_past_fence() alwaysinline nounwind {{
+  fence seq_cst
+  ret i32 0
+}}
+!0 = !{{i32 1}}
+"""

@@ -34,15 +34,18 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
         parameters: lanes, tap_rows, tap_columns, tile_columns, strip, parts and groups.
     """
     assert Direction(direction) is Direction.WEIGHT_GRADIENT
-    kernel = _Weight(w, ConvShape.parse(shape), **parameters)
+    kernel = Weight(w, ConvShape.parse(shape), **parameters)
     return {
         name: w.function(name, ARGUMENTS, (), body, helpers=False)
         for name, body in (("rows", kernel.rows), ("merge", kernel.merge))
     }
 
 
-class _Weight:
-    """Writes one kernel."""
+class Weight:
+    """Writes one kernel.
+
+    A layout in which pixels lie otherwise overrides how far apart they are, and where rows begin.
+    """
 
     def __init__(
         self,
@@ -59,6 +62,8 @@ class _Weight:
         self.w, self.t = w, w.t
         self.shape, self.lanes, self.tap_rows, self.tap_columns = shape, lanes, tap_rows, tap_columns
         self.strip, self.parts, self.groups = strip, parts, groups
+        #: Elements from one pixel to the next, where images are read.
+        self.pixel = shape.channels
         self.rows_axis = axis(shape, Direction.FORWARD, 0)
         self.columns_axis = axis(shape, Direction.FORWARD, 1)
         self.columns = spans(self.columns_axis, tile_columns)
@@ -87,7 +92,7 @@ class _Weight:
                 top = w.keep((index - image * strips) * self.strip)
                 bottom = w.keep(t.min(top + self.strip, t.int64(self.rows_axis.out)))
                 with t.serial(low, high) as block:
-                    self._strip(image, top, bottom, block, own)
+                    self._strip(image, top, bottom, block, own, item)
 
     def merge(self, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Add up the sums of all parts; the range counts blocks of lanes."""
@@ -107,8 +112,9 @@ class _Weight:
 
     # -------------------------------------------------------------------------------------------------------- a strip
 
-    def _strip(self, image: Any, top: Any, bottom: Any, block: Any, own: Any) -> None:
+    def _strip(self, image: Any, top: Any, bottom: Any, block: Any, own: Any, item: Any) -> None:
         """All taps of one strip and one block of lanes."""
+        del item  # for layouts that need memory of their own for each
         t, height = self.t, self.shape.kernel[0]
         channel = self._channel(block)
         for start in range(0, self.shape.kernel[1], self.tap_columns):
@@ -184,15 +190,15 @@ class _Weight:
 
         def row(out_row: Any) -> None:
             first = w.keep(out_row * self.rows_axis.stride - self.rows_axis.padding + tap * self.rows_axis.dilation)
-            x = w.keep((image * shape.height + first) * (shape.width * shape.channels) + channel)
-            g = w.keep((image * shape.out_height + out_row) * (shape.out_width * shape.channels) + channel)
+            x = w.keep(self._input_at(image, first, channel))
+            g = w.keep(self._gradient_at(image, out_row, channel))
             for span in self.columns:
                 if span.count == 1:
-                    self._columns(held, places, span, x, g + span.start * shape.channels, count)
+                    self._columns(held, places, span, x, g + span.start * self.pixel, count)
                 else:
                     with t.serial(t.int64(0), t.int64(span.count)) as index:
-                        own_x = w.keep(x + index * (self.shift * shape.channels))
-                        own_g = w.keep(g + (index * span.width + span.start) * shape.channels)
+                        own_x = w.keep(x + index * (self.shift * self.pixel))
+                        own_g = w.keep(g + (index * span.width + span.start) * self.pixel)
                         self._columns(held, places, span, own_x, own_g, count)
 
         for low, high in bounds:
@@ -214,16 +220,22 @@ class _Weight:
                 wanted = [(out, tap) for out, tap in uses if (r, tap) in places]
                 if not wanted:
                     continue
-                value = w.keep(self.input[self._at(x + (r * down + place) * shape.channels)])
+                value = w.keep(self.input[self._at(x + (r * down + place) * self.pixel)])
                 for out, tap in wanted:
                     if out not in gradients:
-                        gradients[out] = w.keep(self.gradient[self._at(g + out * shape.channels)])
+                        gradients[out] = w.keep(self.gradient[self._at(g + out * self.pixel)])
                     before = new[r, tap] if (r, tap) in new else held[places[r, tap][0]]
                     new[r, tap] = w.keep(before + value * gradients[out])
         for key, total in new.items():
             w.store(held, places[key][0], total)
 
     # ------------------------------------------------------------------------------------------------- what memory is
+
+    def _input_at(self, image: Any, row: Any, channel: Any) -> Any:
+        return (image * self.shape.height + row) * (self.shape.width * self.pixel) + channel
+
+    def _gradient_at(self, image: Any, row: Any, channel: Any) -> Any:
+        return (image * self.shape.out_height + row) * (self.shape.out_width * self.pixel) + channel
 
     def _channel(self, block: Any) -> Any:
         """First channel of a block; the last one reaches back where channels do not fill it."""

@@ -1,0 +1,203 @@
+"""Why: of all kernels that could be compiled those are tried that fit a CPU's registers and give each thread work.
+
+Contiguous images are computed over columns or over channels that were turned, and either may be the faster, so there
+are candidates of both kinds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+
+from hybridpar.tvm_kernels.machine import Machine
+from hybridpar.tvm_kernels.schedules.geometry import axis
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.space import (
+    MOST_LANES,
+    MOST_WRITTEN_OUT,
+    gather_written_out,
+    outside,
+    reject,
+    rows_written_out,
+)
+
+#: Rows that a tile over columns has at most: a value of the room is used for each.
+_TALLEST = 6
+#: Rows of the gradient that may pass by at a time.
+_PASSING = (1, 2, 3, 4, 7)
+#: Least lanes that are worth a vector.
+_LEAST_LANES = 4
+
+
+def candidates(
+    shape: ConvShape, direction: Direction, layout: Layout, threads: int, machine: Machine
+) -> Iterator[dict[str, int]]:
+    """Parameters worth a thought: those that fit the registers of a machine and give each thread enough to do.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        layout: Of the images.
+        threads: That will share the work.
+        machine: The CPU.
+    """
+    if outside(shape, direction, layout) is not None:
+        return
+    make = _over_planes if layout is Layout.CONTIGUOUS else _over_channels
+    for parameters in make(shape, direction, threads, machine):
+        if reject(shape, direction, layout, parameters) is None:
+            yield parameters
+
+
+def _over_channels(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates for images in channels_last; some of them may not be allowed."""
+    make = _weight if direction is Direction.WEIGHT_GRADIENT else _gather
+    return make(shape, direction, threads, machine)
+
+
+def _over_planes(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates for contiguous images, over columns and over turned channels; some of them may not be allowed."""
+    if direction is Direction.WEIGHT_GRADIENT:
+        yield from _rows_weight(shape, threads, machine)
+        yield from _weight(shape, direction, threads, machine)
+        return
+    yield from _rows(shape, direction, threads, machine)
+    for own in _gather(shape, direction, threads, machine):
+        if not own["columns_outer"] and not own["stream"]:
+            del own["columns_outer"], own["stream"]
+            yield own | {"parts": min(threads, shape.batch * -(-shape.channels // own["lanes"]))}
+
+
+def _lanes(shape: ConvShape, machine: Machine) -> list[int]:
+    wanted = [machine.lanes, 2 * machine.lanes, 4 * machine.lanes]
+    fitting = [lanes for lanes in wanted if lanes <= min(shape.channels, MOST_LANES)]
+    return fitting or [1 << (shape.channels.bit_length() - 1)]
+
+
+def _gather(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    image = (shape.height, shape.width)
+    height, width = image if direction is Direction.INPUT_GRADIENT else (shape.out_height, shape.out_width)
+    # Whoever reads such a result next finds it in no cache, however it was written.
+    large = 4 * shape.batch * shape.channels * height * width > machine.level3
+    tiles = itertools.product(_lanes(shape, machine), range(1, 5), range(1, min(width, 16) + 1), (0, 1), (0, 1))
+    for lanes, rows, columns, columns_outer, unroll in tiles:
+        own = {"lanes": lanes, "tile_rows": rows, "tile_columns": columns}
+        own |= {"columns_outer": columns_outer, "unroll": unroll}
+        vectors = -(-lanes // machine.lanes)
+        sums = rows * columns * vectors
+        # At least one register is for an input and one for a tap; too few sums wait for each other.
+        if sums + 2 * vectors > machine.registers or (sums < 4 and columns < width) or rows > height:
+            continue
+        if gather_written_out(shape, direction, own) > MOST_WRITTEN_OUT:
+            continue
+        for strip in sorted({rows, *(-(-rows_of // rows) * rows for rows_of in (4, 8, 16, height))}):
+            units = shape.batch * -(-height // strip)
+            if strip < height + rows and (units >= threads or strip == rows) and not (columns_outer and strip > rows):
+                yield own | {"strip": strip, "stream": 0}
+                if large:
+                    yield own | {"strip": strip, "stream": 1}
+
+
+def _weight(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    del direction
+    tall, wide = shape.kernel
+    most = machine.registers - 2
+    for lanes in _lanes(shape, machine):
+        vectors = -(-lanes // machine.lanes)
+        blocks = -(-shape.channels // lanes)
+        wides = [wide] if wide * vectors <= most else sorted({max(1, most // vectors), -(-wide // 2)})
+        for tap_rows, tap_columns in itertools.product(range(1, min(tall, 4) + 1), wides):
+            if tap_rows * tap_columns * vectors > most or tap_columns > wide:
+                continue
+            for columns in range(1, min(shape.out_width, 14) + 1):
+                if tap_rows * columns * tap_columns > MOST_WRITTEN_OUT:
+                    continue
+                for strip in sorted({1, 2, 4, 8, 16, shape.out_height}):
+                    own = {"lanes": lanes, "tap_rows": tap_rows, "tap_columns": tap_columns}
+                    own |= {"tile_columns": columns, "strip": strip}
+                    most_parts = shape.batch * -(-shape.out_height // strip)
+                    for parts, groups in _units(threads, most_parts, blocks):
+                        if strip <= shape.out_height:
+                            yield own | {"parts": parts, "groups": groups}
+
+
+def _units(threads: int, parts: int, groups: int) -> list[tuple[int, int]]:
+    """Ways to cut the work for some threads, into at most so many parts and groups; in one where that cannot be."""
+    if threads == 1:
+        return [(1, 1)]
+    ways = [(threads, 1), (2 * threads, 1), (1, threads)]
+    return [way for way in ways if way[0] <= parts and way[1] <= groups] or [(min(threads, parts), 1)]
+
+
+def _row_lanes(columns: int, machine: Machine) -> list[int]:
+    """Widths of vectors that fit into a row; a narrower one where it leaves fewer lanes of the last vector idle."""
+    found = [lanes for lanes in (machine.lanes, machine.lanes // 2) if _LEAST_LANES <= lanes <= columns]
+    if len(found) == 2 and -(-columns // found[0]) * found[0] <= -(-columns // found[1]) * found[1]:
+        found.pop()
+    return found
+
+
+def strips_of(height: int, whole: int, least: int) -> list[int]:
+    """Heights of strips that divide an image about evenly, in whole steps."""
+    found = {height, *(-(-height // pieces) for pieces in (2, 3, 4, 7, 8, 14))}
+    return sorted({strip for one in found if (strip := -(-one // whole) * whole) >= least})
+
+
+def _rows(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
+    height = -(-vertical.out // vertical.whole) * vertical.whole
+    phases = horizontal.whole
+    for lanes in _row_lanes(horizontal.out // phases, machine):
+        count = -(-horizontal.out // (lanes * phases))
+        tiles = itertools.product(range(vertical.whole, _TALLEST + 1, vertical.whole), range(1, min(count, 8) + 1))
+        for rows, vectors in tiles:
+            own = {"lanes": lanes, "tile_rows": rows, "tile_vectors": vectors}
+            sums = rows * vectors * phases
+            if sums + 2 > machine.registers or (sums < 4 and vectors < count) or rows > height:
+                continue
+            if rows_written_out(shape, own) > MOST_WRITTEN_OUT:
+                continue
+            for strip in strips_of(height, vertical.whole, rows):
+                yield own | {"strip": strip, "parts": min(threads, shape.batch * shape.channels)}
+
+
+def _rows_weight(shape: ConvShape, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    tall, wide = shape.kernel
+    most = machine.registers - 2
+    wides = [wide] if wide <= most else sorted({most, -(-wide // 2)})
+    for lanes, tap_rows, tap_columns in itertools.product(
+        _row_lanes(shape.out_width, machine), range(1, min(tall, 5) + 1), wides
+    ):
+        if tap_rows * tap_columns > most:
+            continue
+        for rows in _PASSING:
+            if rows > shape.out_height or 4 * tap_rows * tap_columns * rows > MOST_WRITTEN_OUT:
+                continue
+            for strip in strips_of(shape.out_height, 1, rows):
+                own = {"lanes": lanes, "tap_rows": tap_rows, "tap_columns": tap_columns}
+                for parts, groups in _row_units(threads, shape):
+                    yield own | {"tile_rows": rows, "strip": strip, "parts": parts, "groups": groups}
+
+
+def _row_units(threads: int, shape: ConvShape) -> list[tuple[int, int]]:
+    """Parts and groups: channels are shared out where there are enough, since images then need no adding up."""
+    if threads == 1:
+        return [(1, 1)]
+    ways = [(1, threads), (threads, 1)]
+    return [way for way in ways if way[0] <= shape.batch and way[1] <= shape.channels] or [(1, 1)]
+
+
+def neighbours(one: Mapping[str, int], among: list[dict[str, int]]) -> list[dict[str, int]]:
+    """Candidates that differ in one parameter, by one step of the values that occur; or in strip together with rows."""
+    found = []
+    steps = {name: sorted({other[name] for other in among}) for name in one}
+    for other in among:
+        changed = [name for name in one if one[name] != other[name]]
+        if changed and set(changed) <= {"strip", "tile_rows"} and len(changed) == 2:
+            changed = ["tile_rows"]
+        if len(changed) == 1:
+            (name,) = changed
+            values = steps[name]
+            if one[name] in values and abs(values.index(one[name]) - values.index(other[name])) == 1:
+                found.append(other)
+    return found

@@ -1,0 +1,187 @@
+"""Why: what a tile over channels costs is counted: multiply-adds, loads, stores, latency, and lines that travel.
+
+Numbers of a modern out-of-order core: two multiply-adds, two loads and one store a cycle, four cycles of latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hybridpar.tvm_kernels.machine import Machine
+from hybridpar.tvm_kernels.schedules.geometry import Axis, Span, axis, by_input, interior, spans
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction
+
+_LATENCY = 4
+_LINE = 64
+#: Cycles for a line from L2 to L1: in order, and in steps of a pixel, which prefetchers follow less well.
+_IN_ORDER, _IN_STEPS = 3.0, 6.0
+#: Cycles around each tile for addresses and loops, for a loop whose length varies, and of a byte from memory.
+_TILE, _MISPREDICTED, _PER_BYTE = 6.0, 14.0, 0.12
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Cycles of all the work on one thread.
+
+    Attributes:
+        compute: In the register tiles.
+        lines: For lines that come from L2.
+        memory: For what comes from behind the caches.
+        share: Of all that, what the busiest thread does.
+    """
+
+    compute: float
+    lines: float
+    memory: float
+    share: float
+
+    @property
+    def cycles(self) -> float:
+        """Until the last thread is done: what overlaps partly counts partly."""
+        parts = sorted((self.compute + 0.5 * self.lines, self.memory))
+        return self.share * (parts[1] + 0.4 * parts[0])
+
+
+def cycles_of(multiply_adds: float, loads: float, stores: float, sums: float) -> float:
+    """Of straight code with so many independent sums."""
+    return max(multiply_adds / 2, loads / 2, stores, multiply_adds * _LATENCY / max(sums, 1))
+
+
+def spilled(live: float, multiply_adds: float, taps: float, machine: Machine) -> float:
+    """Loads that come of more values than registers: first taps are read again for each use, then sums move too."""
+    lacking = live - machine.registers
+    if lacking <= 0:
+        return 0.0
+    return multiply_adds * min(1.0, lacking / max(taps, 1)) + max(0.0, lacking - taps) * 2
+
+
+def memory_cycles(shape: ConvShape, direction: Direction, machine: Machine) -> float:
+    """For what comes from behind the caches."""
+    size = shape.least_bytes(direction)
+    return size * _PER_BYTE if size > machine.level2 else 0.0
+
+
+def share_of(units: int, threads: int) -> float:
+    """Of all work, what the busiest thread does."""
+    return -(-units // threads) / units
+
+
+# ------------------------------------------------------------------------------------- forward and input gradient
+
+
+def gather_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+    """Forward or input gradient in channels_last."""
+    vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
+    rows, strip = own["tile_rows"], own["strip"]
+    vectors = -(-own["lanes"] // machine.lanes)
+    blocks = -(-shape.channels // own["lanes"])
+    columns = spans(horizontal, own["tile_columns"])
+    inner = interior(vertical, rows) if own["unroll"] else None
+    tiles = inner.count if inner else 0
+    compute = 0.0
+    for span in columns:
+        if inner is not None:
+            compute += tiles * span.count * _whole_tile(inner, span, vectors, machine)
+        compute += span.count * _border_rows(vertical, inner, span, vectors, machine)
+    compute *= shape.batch * blocks
+    line_cost = _lines(shape, vertical, horizontal, own, machine)
+    turned = shape.channels * shape.kernel[0] * shape.kernel[1] * 2.0
+    strips = -(-vertical.out // strip)
+    memory = memory_cycles(shape, direction, machine)
+    if memory and not own.get("stream"):  # what is written is read first, line by line
+        memory += 4 * shape.batch * shape.channels * vertical.out * horizontal.out * _PER_BYTE
+    return Cost(compute + turned, shape.batch * line_cost, memory, share_of(shape.batch * strips, threads))
+
+
+def _whole_tile(inner: Span, span: Span, vectors: int, machine: Machine) -> float:
+    """A tile without loops."""
+    multiply_adds = loads = taps = 0
+    input_columns = by_input(span.taps)
+    column_uses = sum(len(uses) for _, uses in input_columns)
+    for _, row_uses in by_input(inner.taps):
+        own = len({tap for _, tap in row_uses}) * len({tap for _, uses in input_columns for _, tap in uses})
+        loads += len(input_columns) + own
+        multiply_adds += len(row_uses) * column_uses
+        taps = max(taps, own)
+    sums = inner.width * span.width
+    work = multiply_adds * vectors
+    extra = spilled((sums + taps + 1) * vectors, work, taps * vectors, machine)
+    return cycles_of(work, (loads + sums) * vectors + extra, sums * vectors, sums * vectors) + _TILE
+
+
+def _border_rows(vertical: Axis, inner: Span | None, span: Span, vectors: int, machine: Machine) -> float:
+    """All rows that go row of taps by row of taps."""
+    input_columns = by_input(span.taps)
+    work = sum(len(uses) for _, uses in input_columns) * vectors
+    taps = len({tap for _, uses in input_columns for _, tap in uses})
+    extra = spilled((span.width + taps + 1) * vectors, work, taps * vectors, machine)
+    loads = (len(input_columns) + taps) * vectors + extra
+    step = cycles_of(work, loads, 0, span.width * vectors) + 3
+    first, last = (inner.start, inner.start + inner.count * inner.width) if inner else (0, 0)
+    outside = [row for row in range(vertical.out) if not first <= row < last]
+    steps = sum(len(vertical.bounded(row)) for row in outside)
+    return steps * step + len(outside) * (span.width * vectors + _TILE + _MISPREDICTED)
+
+
+def _lines(shape: ConvShape, vertical: Axis, horizontal: Axis, own: Mapping[str, int], machine: Machine) -> float:
+    """Cycles for the input's lines of one image to come from L2."""
+
+    def reach(count: int) -> int:
+        """Input rows that so many output rows use."""
+        used = [place for row in range(min(count, vertical.out)) for _, place in vertical.unbounded(row)]
+        return min(vertical.size, max(used) - min(used) + 1) if used else 0
+
+    rows, strip = own["tile_rows"], own["strip"]
+    row_bytes = horizontal.size * shape.channels * 4
+    if own["columns_outer"]:
+        per_tile = reach(rows) * row_bytes / _LINE
+        beyond = reach(rows) * row_bytes > machine.level2
+        return per_tile * -(-vertical.out // rows) * (_IN_STEPS if beyond else _IN_ORDER)
+    blocks = -(-shape.channels // own["lanes"])
+    lines = horizontal.size * max(1.0, own["lanes"] * 4 / _LINE)  # of one row and one block
+    window = reach(rows) * lines * _LINE
+    kept = window <= 0.75 * machine.level1
+    strips = -(-vertical.out // strip)
+    per_strip = reach(strip) if kept else reach(rows) * -(-min(strip, vertical.out) // rows)
+    twice = 1.0 if reach(strip) * row_bytes <= machine.level2 else 1.6
+    return strips * blocks * per_strip * lines * (_IN_STEPS if shape.channels > own["lanes"] else _IN_ORDER) * twice
+
+
+# --------------------------------------------------------------------------------------------------- weight gradient
+
+
+def weight_cost(shape: ConvShape, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+    """The weight gradient in channels_last."""
+    direction = Direction.WEIGHT_GRADIENT
+    vertical, horizontal = axis(shape, Direction.FORWARD, 0), axis(shape, Direction.FORWARD, 1)
+    lanes, tap_rows, tap_columns = own["lanes"], own["tap_rows"], own["tap_columns"]
+    vectors = -(-lanes // machine.lanes)
+    blocks = -(-shape.channels // lanes)
+    strip = min(own["strip"], vertical.out)
+    strips = -(-vertical.out // strip)
+    groups_down = -(-shape.kernel[0] // tap_rows)
+    groups_across = -(-shape.kernel[1] // tap_columns)
+    sums = tap_rows * tap_columns * vectors
+    row = 0.0
+    for span in spans(horizontal, own["tile_columns"]):
+        input_columns = by_input(span.taps)
+        work = sum(len(uses) for _, uses in input_columns) * tap_rows * vectors / groups_across
+        loads = (span.width + len(input_columns) * tap_rows) * vectors
+        live = sums + (span.width + 1) * vectors
+        extra = spilled(live, work, span.width * vectors, machine)
+        row += span.count * (cycles_of(work, loads + extra, 0, sums) + 3)
+    # Rows of taps that meet the image, told in groups; a group apart at a border costs as much per row of taps.
+    useful = sum(len(vertical.bounded(one)) for one in range(vertical.out)) / tap_rows
+    held = strips * groups_down * (4 * sums + _TILE + _MISPREDICTED)
+    compute = shape.batch * blocks * groups_across * (useful * (row + 4) + held)
+    taps = shape.kernel[0] * shape.kernel[1]
+    compute += own["parts"] * taps * blocks * vectors * 2 + taps * shape.channels * 2.0
+    lines = (horizontal.size + horizontal.out) * max(1.0, lanes * 4 / _LINE)
+    input_rows = (strip - 1) * vertical.stride + (tap_rows - 1) * vertical.dilation + 1
+    fits = max(input_rows, strip) * lines * _LINE <= 0.75 * machine.level1
+    passes = 1.0 if fits else float(groups_down * groups_across)
+    halo = 1.0 + (shape.kernel[0] - 1) / max(1, strip * vertical.stride) * (0.5 if fits else 0.0)
+    travelled = shape.batch * blocks * vertical.out * lines * passes * halo * _IN_STEPS
+    memory = memory_cycles(shape, direction, machine)
+    return Cost(compute, travelled, memory, share_of(own["parts"] * own["groups"], threads))

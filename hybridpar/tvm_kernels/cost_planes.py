@@ -1,0 +1,131 @@
+"""Why: contiguous images are copied or turned before they are computed, and that is no small part of what they cost.
+
+Counted as in `cost_channels`: multiply-adds, loads, stores and latency of a tile, and what travels between caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybridpar.tvm_kernels.cost_channels import (
+    Cost,
+    cycles_of,
+    gather_cost,
+    memory_cycles,
+    share_of,
+    spilled,
+    weight_cost,
+)
+from hybridpar.tvm_kernels.families import ROWS, ROWS_WEIGHT, family_of
+from hybridpar.tvm_kernels.machine import Machine
+from hybridpar.tvm_kernels.schedules.geometry import axis, by_input
+from hybridpar.tvm_kernels.schedules.planes import Room, room_of, turned_room
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+
+#: Cycles to copy a vector and to copy two apart, around a tile, a row and a plane, and to turn a vector.
+_COPY, _SPLIT, _TILE, _ROW, _PLANE, _TURN = 1.2, 2.5, 4.0, 4.0, 40.0, 2.5
+#: Cycles for a line from L2, and of a vector of sums that is folded.
+_LINE_CYCLES, _FOLD = 3.0, 8.0
+_LINE = 64
+
+
+def planes_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+    """What a candidate for contiguous images costs; arguments as `cost.estimate` has them."""
+    family = family_of(direction, Layout.CONTIGUOUS, own)
+    if family is ROWS:
+        return _rows(shape, direction, own, threads, machine)
+    if family is ROWS_WEIGHT:
+        return _rows_weight(shape, own, threads, machine)
+    return _turned(shape, direction, own, threads, machine)
+
+
+def _fill(room: Room, lanes: int, machine: Machine) -> float:
+    """Copying the rows of a room, the border too, in vectors of the machine."""
+    pieces = max(1.0, lanes / machine.lanes)
+    if room.phases == 1:
+        one = (room.columns // lanes * pieces or room.columns) * _COPY + (room.columns % lanes > 0)
+    else:
+        pairs = room.columns // 2
+        one = (pairs // lanes * pieces or room.columns) * _SPLIT + (pairs % lanes > 0) * _SPLIT
+    return room.rows * (one + _ROW)
+
+
+def _rows(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+    vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
+    lanes, rows, strip = own["lanes"], own["tile_rows"], own["strip"]
+    whole, phases = vertical.whole, horizontal.whole
+    room = room_of(vertical, horizontal, strip)
+    strips = -(-(-(-vertical.out // whole) * whole) // strip)
+    tiles_down = -(-strip // rows)
+    count = -(-horizontal.out // (lanes * phases))
+    column_uses = by_input(tuple(horizontal.unbounded(phase) for phase in range(phases)))
+    row_uses = by_input(tuple(vertical.unbounded(row) for row in range(rows)))
+    per_vector_adds = sum(len(uses) for _, uses in row_uses) * sum(len(uses) for _, uses in column_uses)
+    per_vector_loads = len(row_uses) * len(column_uses)
+    taps = shape.kernel[0] * shape.kernel[1]
+
+    def tile(vectors: int) -> float:
+        sums = rows * vectors * phases
+        adds = per_vector_adds * vectors
+        held = taps if taps <= 9 else shape.kernel[1]
+        extra = spilled(sums + held + 1, adds, held, machine)
+        loads = per_vector_loads * vectors + (0 if taps <= 9 else taps) + extra
+        stored = sums * (1 if phases == 1 else 2)
+        return cycles_of(adds, loads, stored, sums) + 0.5 * stored + _TILE
+
+    whole_tiles, rest = divmod(count, own["tile_vectors"])
+    compute = tiles_down * (whole_tiles * tile(own["tile_vectors"]) + (tile(rest) if rest else 0.0))
+    planes = shape.batch * shape.channels
+    total = planes * (_PLANE + strips * (compute + _fill(room, lanes, machine)))
+    travelled = 0.0
+    if room.places * 4 > 0.75 * machine.level1:
+        travelled = planes * strips * room.places * 4 / _LINE * _LINE_CYCLES * 2
+    return Cost(total, travelled, memory_cycles(shape, direction, machine), share_of(own["parts"], threads))
+
+
+def _rows_weight(shape: ConvShape, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+    direction = Direction.WEIGHT_GRADIENT
+    vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
+    lanes, rows, strip = own["lanes"], own["tile_rows"], own["strip"]
+    room = room_of(vertical, horizontal, strip)
+    groups = -(-shape.kernel[0] // own["tap_rows"]) * -(-shape.kernel[1] // own["tap_columns"])
+    sums = own["tap_rows"] * own["tap_columns"]
+    met = (rows - 1) * vertical.stride + (own["tap_rows"] - 1) * vertical.dilation + 1
+    met = min(met, rows * own["tap_rows"])
+    extra = spilled(sums + rows + 1, rows * sums, rows, machine)
+    vector = cycles_of(rows * sums, met * own["tap_columns"] + rows + extra, 0, sums) + 1
+    count = -(-shape.out_width // lanes)
+    passes = shape.out_height / rows * count * vector + shape.out_height / rows * _ROW
+    held = -(-shape.out_height // strip) * groups * (2 * sums + _TILE)
+    planes = shape.batch * shape.channels
+    strips = shape.out_height / strip
+    total = planes * (_PLANE + groups * passes + held + strips * _fill(room, lanes, machine))
+    total += own["parts"] * shape.channels * shape.kernel[0] * shape.kernel[1] * _FOLD
+    travelled = 0.0
+    if (room.places + strip * shape.out_width) * 4 > 0.75 * machine.level1:
+        lines = (room.places + strip * shape.out_width) * 4 / _LINE
+        travelled = planes * strips * lines * groups * _LINE_CYCLES
+    memory = memory_cycles(shape, direction, machine)
+    return Cost(total, travelled, memory, share_of(own["parts"] * own["groups"], threads))
+
+
+def _turned(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+    vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
+    lanes = own["lanes"]
+    strip = min(own["strip"], vertical.out)
+    vectors = max(1.0, lanes / machine.lanes)
+    blocks = -(-shape.channels // lanes)
+    _, room = turned_room(vertical, horizontal, strip, lanes)
+    units = own["parts"]
+    if direction is Direction.WEIGHT_GRADIENT:
+        inner = weight_cost(shape, own, 1, machine).compute
+        units *= own["groups"]
+    else:
+        inner = gather_cost(shape, direction, {**own, "columns_outer": 0}, 1, machine).compute
+    strips = -(-vertical.out // strip)
+    pixels = room / lanes * strips * shape.batch * blocks
+    total = inner + pixels * vectors * _TURN
+    travelled = 0.0
+    if room * 4 > 0.75 * machine.level1:
+        travelled = 2 * room * 4 / _LINE * strips * shape.batch * blocks * _LINE_CYCLES
+    return Cost(total, travelled, memory_cycles(shape, direction, machine), share_of(units, threads))

@@ -1,0 +1,217 @@
+"""Why: the weight gradient of contiguous images is a sum per tap over rows, so it is SIMD over columns.
+
+Level 1 is a strip of rows of one plane, whose input is copied into a room in L1 that has the border (`planes`). Level 2
+is a group of taps, each with a vector of sums in registers, and some rows of the gradient that pass by at a time: a
+value of the input is read once and multiplied with every row of the gradient that it meets. Sums stay vectors over all
+images and are added up lane by lane once, at the end. The last vector of a row reaches back with what was counted set
+to zero.
+
+The work is cut into parts of images times groups of channels, each with a room of its own in the scratch, which threads
+share out. Each part leaves sums of its own and `merge` adds them in order, so the result does not depend on how many
+threads there are. Arguments of all functions: addresses (first, second, third, out, scratch), then the range (begin,
+end). First is the input, second the output's gradient, third is not used, out is the gradient (C, 1, KH, KW).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridpar.kernel_writer import Writer
+from hybridpar.tvm_kernels.schedules.geometry import ARGUMENTS, axis
+from hybridpar.tvm_kernels.schedules.planes import empty, fill, room_of, shuffles, whole_lines
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction
+
+#: No pass that turns schedules into loops is needed.
+WRITTEN_OUT = True
+
+#: Vectors of a row of the gradient that are gone through without a loop.
+_WRITTEN_OUT = 4
+
+
+def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) -> dict[str, Any]:
+    """The functions of one kernel: `planes` makes the sums of parts, `merge` adds them up.
+
+    Args:
+        w: Writes them.
+        shape: As `ConvShape.text`.
+        direction: The weight gradient.
+        parameters: lanes, tap_rows, tap_columns, tile_rows, strip, parts and groups.
+    """
+    assert Direction(direction) is Direction.WEIGHT_GRADIENT
+    kernel = _RowsWeight(w, ConvShape.parse(shape), **parameters)
+    return {
+        name: w.function(name, ARGUMENTS, (), body, helpers=False)
+        for name, body in (("planes", kernel.planes), ("merge", kernel.merge))
+    }
+
+
+class _RowsWeight:
+    """Writes one kernel."""
+
+    def __init__(
+        self,
+        w: Writer,
+        shape: ConvShape,
+        lanes: int,
+        tap_rows: int,
+        tap_columns: int,
+        tile_rows: int,
+        strip: int,
+        parts: int,
+        groups: int,
+    ) -> None:
+        self.w, self.t = w, w.t
+        self.shape, self.lanes, self.tap_rows, self.tap_columns = shape, lanes, tap_rows, tap_columns
+        self.tile_rows, self.parts, self.groups = tile_rows, parts, groups
+        self.vertical, self.horizontal = axis(shape, Direction.FORWARD, 0), axis(shape, Direction.FORWARD, 1)
+        self.strip = min(strip, shape.out_height)
+        self.room = room_of(self.vertical, self.horizontal, self.strip)
+        self.taps = shape.kernel[0] * shape.kernel[1]
+        #: Floats of one part's sums; rooms lie behind those of all parts.
+        self.sums = shape.channels * self.taps * lanes
+        self.first_room = whole_lines(parts * self.sums)
+
+    def planes(self, first: Any, second: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
+        """Make the sums of parts; the range counts groups of channels within parts."""
+        w, t, shape = self.w, self.t, self.shape
+        self.input, self.gradient, self.memory = (w.view(one, "float32") for one in (first, second, scratch))
+        with t.attr(0, "pragma_import_llvm", w.tvm.ir.StringImm(shuffles(self.lanes))):
+            with t.serial(begin, end) as item:
+                part = w.keep(t.floordiv(item, t.int64(self.groups)))
+                group = w.keep(item - part * self.groups)
+                low, high = (w.keep(t.floordiv((group + one) * shape.channels, t.int64(self.groups))) for one in (0, 1))
+                sums = w.keep(part * self.sums)
+                each = self.taps * self.lanes
+                with t.serial(low * each, high * each) as index:
+                    w.store(self.memory, sums + index, t.float32(0))
+                self.own = w.keep(self.first_room + item * self.room.places)
+                empty(w, self.memory, self.own, self.room.places)
+                from_image, to_image = (
+                    w.keep(t.floordiv((part + one) * shape.batch, t.int64(self.parts))) for one in (0, 1)
+                )
+                with t.serial(from_image, to_image) as image:
+                    with t.serial(low, high) as channel:
+                        self._plane(w.keep(image * shape.channels + channel), w.keep(sums + channel * each))
+
+    def merge(self, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
+        """Add up the sums of all parts, then their lanes; the range counts channels."""
+        w, t, lanes = self.w, self.t, self.lanes
+        memory, result = w.view(scratch, "float32"), w.view(out, "float32")
+        total = w.local(lanes, "float32")
+        whole = t.ramp(t.int64(0), 1, lanes)
+        with t.serial(begin * self.taps, end * self.taps) as tap:
+            w.store(total, whole, memory[t.ramp(tap * lanes, 1, lanes)])
+            with t.serial(t.int64(1), t.int64(self.parts)) as part:
+                more = memory[t.ramp(tap * lanes + part * self.sums, 1, lanes)]
+                w.store(total, whole, total[whole] + more)
+            w.store(result, tap, w.folded(total, lambda left, right: left + right, lanes))
+
+    # -------------------------------------------------------------------------------------------------------- a plane
+
+    def _plane(self, plane: Any, sums: Any) -> None:
+        """All strips of one plane."""
+        w, t, shape, room = self.w, self.t, self.shape, self.room
+        image = w.keep(plane * (shape.height * shape.width))
+        gradient = w.keep(plane * (shape.out_height * shape.out_width))
+        whole, rest = divmod(shape.out_height, self.strip)
+
+        def strip(top: Any, rows: int) -> None:
+            first = w.keep(top * self.vertical.stride + room.first)
+            sizes = (shape.height, shape.width)
+            fill(w, self.input, image, self.memory, self.own, room, *sizes, first, self.lanes)
+            self._strip(w.keep(gradient + top * shape.out_width), rows, sums)
+
+        if whole == 1:
+            strip(t.int64(0), self.strip)
+        else:
+            with t.serial(t.int64(0), t.int64(whole)) as index:
+                strip(w.keep(index * self.strip), self.strip)
+        if rest:
+            strip(t.int64(whole * self.strip), rest)
+
+    def _strip(self, gradient: Any, rows: int, sums: Any) -> None:
+        """All taps, group by group."""
+        w, t, (tall, wide) = self.w, self.t, self.shape.kernel
+        whole, rest = divmod(tall, self.tap_rows)
+        for start in range(0, wide, self.tap_columns):
+            columns = range(start, min(start + self.tap_columns, wide))
+            if whole == 1:
+                self._group(gradient, rows, sums, t.int64(0), self.tap_rows, columns)
+            elif whole:
+                with t.serial(t.int64(0), t.int64(whole)) as group:
+                    self._group(gradient, rows, sums, w.keep(group * self.tap_rows), self.tap_rows, columns)
+            if rest:
+                self._group(gradient, rows, sums, t.int64(whole * self.tap_rows), rest, columns)
+
+    def _group(self, gradient: Any, rows: int, sums: Any, tap: Any, count: int, columns: range) -> None:
+        """A group of taps over all rows of a strip; its sums are held in registers meanwhile."""
+        w, t, lanes, wide = self.w, self.t, self.lanes, self.shape.kernel[1]
+        held = w.local(count * len(columns) * lanes, "float32")
+        places = {
+            (r, column): t.ramp(t.int64((r * len(columns) + index) * lanes), 1, lanes)
+            for r in range(count)
+            for index, column in enumerate(columns)
+        }
+
+        def memory(r: int, column: int) -> Any:
+            return t.ramp(sums + ((tap + r) * wide + column) * lanes, 1, lanes)
+
+        for key, place in places.items():
+            w.store(held, place, self.memory[memory(*key)])
+        base = w.keep(self.own + tap * (self.vertical.dilation * self.room.pitch))
+        whole, rest = divmod(rows, self.tile_rows)
+
+        def tile(row: Any, size: int) -> None:
+            x = w.keep(base + row * (self.vertical.stride * self.room.pitch))
+            self._tile(held, places, x, w.keep(gradient + row * self.shape.out_width), size)
+
+        if whole == 1:
+            tile(t.int64(0), self.tile_rows)
+        elif whole:
+            with t.serial(t.int64(0), t.int64(whole)) as index:
+                tile(w.keep(index * self.tile_rows), self.tile_rows)
+        if rest:
+            tile(t.int64(whole * self.tile_rows), rest)
+        for key, place in places.items():
+            w.store(self.memory, memory(*key), held[place])
+
+    def _tile(self, held: Any, places: dict[tuple[int, int], Any], x: Any, g: Any, size: int) -> None:
+        """Some rows of the gradient, all their columns."""
+        w, t, lanes, width = self.w, self.t, self.lanes, self.shape.out_width
+        whole, rest = divmod(width, lanes)
+        if whole > _WRITTEN_OUT:
+            with t.serial(t.int64(0), t.int64(whole)) as index:
+                start = w.keep(index * lanes)
+                self._vector(held, places, w.keep(x + start), w.keep(g + start), size, 0)
+        else:
+            for index in range(whole):
+                self._vector(held, places, x + index * lanes, g + index * lanes, size, 0)
+        if rest:
+            start = width - lanes
+            self._vector(held, places, x + start, g + start, size, lanes - rest)
+
+    def _vector(self, held: Any, places: dict[tuple[int, int], Any], x: Any, g: Any, size: int, counted: int) -> None:
+        """A vector of columns of some rows of the gradient; the first ones may have been counted before."""
+        w, t, lanes, room = self.w, self.t, self.lanes, self.room
+        gradients = []
+        for row in range(size):
+            value = self.gradient[t.ramp(g + row * self.shape.out_width, 1, lanes)]
+            if counted:
+                fresh = t.ramp(t.int32(0), 1, lanes) >= t.broadcast(t.int32(counted), lanes)
+                value = t.Select(fresh, value, t.broadcast(t.float32(0), lanes))
+            gradients.append(w.keep(value))
+        # Rows of the room, each with the (row of the gradient, row of taps) that meet there.
+        meetings: dict[int, list[tuple[int, int]]] = {}
+        for row in range(size):
+            for r in sorted({r for r, _ in places}):
+                meetings.setdefault(row * self.vertical.stride + r * self.vertical.dilation, []).append((row, r))
+        new = {key: held[place] for key, place in places.items()}
+        start = self.horizontal.unbounded(0)
+        for down, pairs in sorted(meetings.items()):
+            for column in sorted({column for _, column in places}):
+                at = x + (down * room.pitch + room.at(start[column][1]))
+                value = w.keep(self.memory[t.ramp(at, 1, lanes)])
+                for row, r in pairs:
+                    new[r, column] = w.keep(new[r, column] + value * gradients[row])
+        for key, total in new.items():
+            w.store(held, places[key], total)
