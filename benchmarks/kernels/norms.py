@@ -32,7 +32,7 @@ from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.layers import tunable_layers
 from hybridpar.tvm_kernels.machine import measure_copies
 from hybridpar.tvm_kernels.norm_measure import NormBench, norm_error, norm_floor_ms
-from hybridpar.tvm_kernels.norm_records import NormShape
+from hybridpar.tvm_kernels.norm_records import LEAST_GAIN, NormShape
 
 MODELS = ("mobilenet_v2", "efficientnet_b0")
 #: Of a network whose layers are added up: times torch's speed, and part of the floor's. Promised for MobileNetV2.
@@ -92,7 +92,7 @@ def rows_of(model: str, batch: int, layers: Mapping[NormShape, int], found: Mapp
         one = found[shape]
         ratio = one.times.ratio("stock", "fused")
         stock, fused = one.times.median_ms("stock"), one.times.median_ms("fused")
-        chosen = max(1.0, ratio.median)
+        chosen = ratio.median if ratio.median > LEAST_GAIN else 1.0
         stock_ms, fused_ms = stock_ms + often * stock, fused_ms + often * fused
         chosen_ms, floor_ms = chosen_ms + often * stock / chosen, floor_ms + often * one.floor_ms
         logs += often * math.log(chosen)

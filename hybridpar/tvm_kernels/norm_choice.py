@@ -52,7 +52,7 @@ def decide_norm(database: Database, key: NormKey) -> NormDecision:
     if record is None:
         decision = NormDecision(key, None, why_no_norm_record(database, key))
     elif not record.wins:
-        return NormDecision(key, record, "the record says that torch is faster")
+        return NormDecision(key, record, "the record says that torch is as fast")
     elif not norm_kernels.table():
         decision = NormDecision(key, record, "its kernels cannot be had")
     else:

@@ -28,6 +28,9 @@ NORM_RECORD_VERSION: Literal[1] = 1
 #: Raised where the kernels change so that old times say nothing any more.
 _KERNELS = 1
 
+#: How many times as fast as torch the kernels must have been to be used: less is within what a measurement errs by.
+LEAST_GAIN = 1.02
+
 _TEXT = re.compile(r"(\d+)x(\d+) (\w+)")
 
 
@@ -137,8 +140,8 @@ class NormRecord(BaseModel):
 
     @property
     def wins(self) -> bool:
-        """Whether it was measured to be faster than torch."""
-        return self.ms < self.stock_ms
+        """Whether it was measured to be faster than torch, by `LEAST_GAIN`."""
+        return self.ms * LEAST_GAIN < self.stock_ms
 
     def line(self) -> str:
         """The record as a line of a database."""

@@ -131,7 +131,7 @@ def summary_lines(rows: Sequence[Row]) -> list[str]:
     """Geometric means per direction, as chosen: where torch is used the ratio is 1."""
     lines = []
     for direction in _DIRECTIONS:
-        ratios = [max(row.ratio, 1.0) for row in rows if row.direction == direction]
+        ratios = [row.ratio if row.runs == "tuned" else 1.0 for row in rows if row.direction == direction]
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
             tuned = sum(row.runs == "tuned" for row in rows if row.direction == direction)
