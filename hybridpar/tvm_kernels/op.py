@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hybridpar.tvm_kernels.choice import AnyKernel, active_choices, any_kernel, cuda_kernel_for, kernel_for
 from hybridpar.tvm_kernels.shapes import Direction, Layout
@@ -50,11 +51,25 @@ def depthwise_conv2d(
         (N, C, OH, OW) with the values, and in the memory format, of `conv2d(..., groups=C)`.
     """
     stride, padding, dilation = _pair(stride), _pair(padding), _pair(dilation)
-    # What runs on torch in all directions is torch's own operation, with its one backward for both gradients.
-    if not torch.compiler.is_compiling() and type(x) is Tensor and _is_stock(x, weight, stride, padding, dilation):
-        return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[-3])
-    result: Tensor = torch.ops.hybridpar.depthwise_conv2d(x, weight, bias, stride, padding, dilation)
+    if not torch.compiler.is_compiling() and type(x) is Tensor:
+        # What runs on torch in all directions is torch's own operation, with its one backward for both gradients.
+        if _is_stock(x, weight, stride, padding, dilation):
+            return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[-3])
+        if _is_plain(x):
+            result: Tensor = _Convolution.apply(x, weight, bias, stride, padding, dilation)  # type: ignore[no-untyped-call]
+            return result
+    result = torch.ops.hybridpar.depthwise_conv2d(x, weight, bias, stride, padding, dilation)
     return result
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether nobody watches a call: no tracer, transform or cast that would have to see the operation itself."""
+    return not (
+        is_in_torch_dispatch_mode()
+        or torch._C._are_functorch_transforms_active()
+        or torch.is_autocast_enabled(x.device.type)
+        or torch.jit.is_tracing()
+    )
 
 
 def _is_stock(x: Tensor, weight: Tensor, *numbers: tuple[int, int]) -> bool:
@@ -225,14 +240,50 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.has_bias = bias is not None
 
 
+class _Convolution(torch.autograd.Function):
+    """The operation without the dispatcher, which takes as long as a small convolution does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: Any) -> Tensor:  # type: ignore[override]
+        """See `depthwise_conv2d`."""
+        output = _forward(x, weight, bias, *numbers)
+        ctx.numbers, ctx.has_bias = numbers, bias is not None
+        ctx.save_for_backward(x, weight)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        """The gradients; where they are to be differentiated again, by operations."""
+        return _backward_of_forward(ctx, gradient)
+
+
+def _both_gradients(x: Tensor, weight: Tensor, gradient: Tensor, numbers: Any) -> tuple[Tensor, Tensor]:
+    """Both gradients at once, by torch's one call where neither has a kernel."""
+    layout = layout_of(x)
+    if layout is not None:
+        rest = (x.shape, weight.shape[2:], *numbers, layout)
+        if _kernel(_INPUT, x, *rest) is None and _kernel(_WEIGHT, x, *rest) is None:
+            found = torch.ops.aten.convolution_backward(
+                gradient, x, weight, None, *numbers, False, [0, 0], x.shape[1], [True, True, False]
+            )
+            return found[0], found[1]
+    return (
+        _input_gradient(gradient, weight, x.shape[2:], *numbers),
+        _weight_gradient(x, gradient, weight.shape[2:], *numbers),
+    )
+
+
 def _backward_of_forward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     gradient = _like(gradient, x)
     ops = torch.ops.hybridpar
     to_x = to_weight = to_bias = None
-    if ctx.needs_input_grad[0]:
+    plain = type(gradient) is Tensor and not torch.is_grad_enabled() and _is_plain(gradient)
+    if plain and not torch.compiler.is_compiling() and all(ctx.needs_input_grad[:2]):
+        to_x, to_weight = _both_gradients(x, weight, gradient, ctx.numbers)
+    elif ctx.needs_input_grad[0]:
         to_x = ops.depthwise_conv2d_input_gradient(gradient, weight, x.shape[2:], *ctx.numbers)
-    if ctx.needs_input_grad[1]:
+    if ctx.needs_input_grad[1] and to_weight is None:
         to_weight = ops.depthwise_conv2d_weight_gradient(x, gradient, weight.shape[2:], *ctx.numbers)
     if ctx.has_bias and ctx.needs_input_grad[2]:
         to_bias = gradient.sum((0, 2, 3))
