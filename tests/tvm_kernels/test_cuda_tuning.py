@@ -243,6 +243,8 @@ def test_the_space_holds_its_rules() -> None:
             space = list(candidates(SHAPE, direction, layout, "float16", HOPPER))
             assert space
             assert len({tuple(sorted(one.items())) for one in space}) == len(space)
+            few = ConvShape.parse("1x1x9x31 k3x3 s2x2 p1x1 d1x1")
+            assert list(candidates(few, direction, layout, "float16", HOPPER))
             for one in space[:50]:
                 tile = Tile(SHAPE, direction, layout, "float16", one)
                 assert tile.shared_bytes <= 48 << 10
