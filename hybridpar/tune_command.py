@@ -69,10 +69,13 @@ def run_tune(config: TuneConfig, search: Callable[..., SearchReport] | None = No
                 on_progress=bar.show,
             )
         except KernelsUnavailable as error:
+            by, needed = "TVM", "apache-tvm of the version that hybridpar asks for"
+            if config.target == "cuda":
+                by, needed = "TVM, and with NVRTC or nvcc", f"{needed}, and torch for CUDA, which brings NVRTC, or nvcc"
             raise KernelError(
                 f"no kernel can be built here: {error}",
-                "Tuning compiles kernels with TVM.",
-                "Install apache-tvm of the version that hybridpar asks for; training works without.",
+                f"Tuning compiles kernels with {by}.",
+                f"Install {needed}; training works without.",
             ) from error
     if path.exists() and measured:
         _show(config, path, set(work))
