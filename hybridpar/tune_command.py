@@ -97,10 +97,13 @@ def run_tune(
                     on_progress=bar.show,
                 )
             except KernelsUnavailable as error:
+                by, needed = "TVM", "apache-tvm of the version that hybridpar asks for"
+                if config.target == "cuda":
+                    by, needed = f"{by}, and with NVRTC or nvcc", f"{needed}, and NVRTC (torch for CUDA has it) or nvcc"
                 raise KernelError(
                     f"no kernel can be built here: {error}",
-                    "Tuning compiles kernels with TVM.",
-                    "Install apache-tvm of the version that hybridpar asks for; training works without.",
+                    f"Tuning compiles kernels with {by}.",
+                    f"Install {needed}; training works without.",
                 ) from error
             report = report.plus(found)
     if path.exists() and measured:

@@ -167,8 +167,11 @@ def _blocks(shape: ConvShape, direction: Direction, layout: Layout) -> Iterator[
     """What a block is, for all directions."""
     last = layout is Layout.CHANNELS_LAST
     if last:
-        widest = [one for one in (4, 2, 1) if shape.channels % one == 0][:2]
-        along = ([4, 8, 16, 32], [1, 2, 4, 8], [1, 2, 4, 8], [1, 2], [0])
+        # Fewer than four threads side by side read less than a sector, so there are as few only for as few channels.
+        least = min(4, shape.channels)
+        widest = [one for one in (4, 2, 1) if shape.channels % one == 0 and least * one < 2 * shape.channels][:2]
+        few = shape.channels < 4
+        along = ([1, 2] if few else [4, 8, 16, 32], [4, 8, 16, 32] if few else [1, 2, 4, 8], [1, 2, 4, 8], [1, 2], [0])
     else:
         widest = [1]
         along = ([1, 2, 4, 8], [4, 8, 16, 32], [1, 2, 4, 8, 16], [1, 2, 4], [0, 1])

@@ -6,6 +6,7 @@ hybridpar's own launcher, and take addresses of the CPU.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,9 @@ from hybridpar.kernel_builder import Builder
 from hybridpar.kernel_writer_cuda import PRELUDE
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant
 from tests.emulated import IMAGE, emulated_driver
+
+#: All libraries of a process register their kernels in one table, so no name may come twice.
+_NUMBERS = itertools.count()
 
 
 class _Numbered:
@@ -35,7 +39,8 @@ def write_sources(variants: Sequence[CudaVariant], builder: Builder) -> list[str
 def emulated_kernels(variants: Sequence[CudaVariant], sources: Sequence[str], folder: Path) -> list[CudaKernel]:
     """Variants that run on the CPU; skips where there is no compiler."""
     parts, names = [PRELUDE], []
-    for number, (variant, source) in enumerate(zip(variants, sources, strict=True)):
+    numbers = [next(_NUMBERS) for _ in variants]
+    for number, variant, source in zip(numbers, variants, sources, strict=True):
         text = source.removeprefix(PRELUDE)
         for name, _, _ in variant.launches:
             text = text.replace(f" {name}(", f" {name}_{number}(")
@@ -44,4 +49,4 @@ def emulated_kernels(variants: Sequence[CudaVariant], sources: Sequence[str], fo
     file = folder / "kernels.cu"
     file.write_text("\n".join(parts))
     module = cuda_driver.Driver(str(emulated_driver(file, names, folder, "-O0"))).load(IMAGE, 0)
-    return [CudaKernel(variant, _Numbered(module, number)) for number, variant in enumerate(variants)]  # type: ignore[arg-type]
+    return [CudaKernel(variant, _Numbered(module, number)) for number, variant in zip(numbers, variants, strict=True)]  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hybridpar import cuda_driver
-from hybridpar.errors import UsageError
+from hybridpar.errors import KernelError, UsageError
 from hybridpar.kernel_builder import Builder
 from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.kernel_cuda import compiler
@@ -96,6 +96,22 @@ def test_without_a_gpu_candidates_are_compiled_and_marked(
     assert run_tune(config) == 0  # this time as it is chosen for the target
     assert path.stat().st_size == size
     assert "3 were done before" in capsys.readouterr().err
+
+
+def test_without_a_compiler_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, builder: Builder
+) -> None:
+    def none(*_: object) -> None:
+        raise KernelsUnavailable("there is neither NVRTC nor nvcc")
+
+    monkeypatch.setattr(cuda_tuner, "compile_source", none)
+    shapes, path = tmp_path / "shapes.txt", tmp_path / "k.jsonl"
+    shapes.write_text(SHAPE.text)
+    config = TuneConfig(shapes=shapes, target="cuda", gpu="a100", trials=1, output=path)
+    with pytest.raises(KernelError, match="neither NVRTC nor nvcc") as found:
+        run_tune(config, partial(compile_all, gpu=KNOWN["a100"], builder=builder))
+    assert "nvcc" in str(found.value.fix)
+    assert not path.exists()
 
 
 def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
@@ -243,6 +259,8 @@ def test_the_space_holds_its_rules() -> None:
             space = list(candidates(SHAPE, direction, layout, "float16", HOPPER))
             assert space
             assert len({tuple(sorted(one.items())) for one in space}) == len(space)
+            few = ConvShape.parse("1x1x9x31 k3x3 s2x2 p1x1 d1x1")
+            assert list(candidates(few, direction, layout, "float16", HOPPER))
             for one in space[:50]:
                 tile = Tile(SHAPE, direction, layout, "float16", one)
                 assert tile.shared_bytes <= 48 << 10
