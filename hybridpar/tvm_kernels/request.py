@@ -37,7 +37,7 @@ class TuneConfig:
     threads: int | None = None
     """Threads that compute; default: one worker's share of the cores."""
     budget: str = "10m"
-    """Time for everything, as 90s, 10m or 2h; it is divided among the searches that are still to be done."""
+    """Time for everything, as 90s, 10m or 2h; searches get parts of it by what torch takes for them in a step."""
     trials: int | None = None
     """Most candidates of one search; default: as many as there is time for."""
     again: bool = False

@@ -47,7 +47,12 @@ def test_where_there_is_no_room_what_saves_most_stays(tmp_path):
 
 @pytest.mark.parametrize(
     "useless",
-    [{"ms": 9.0}, {"ms": 1.0, "layout_ms": 0.5}, {"ms": None, "stock_ms": None}, {"parameters": {"lanes": 7}}],
+    [
+        {"ms": 9.0},
+        {"ms": 1.0, "layout_ms": 0.5},
+        {"ms": None, "stock_ms": None},
+        {"parameters": {"lanes": 7}},
+    ],
 )
 def test_what_nobody_would_run_is_left_out(tmp_path, useless):
     record = record_of(SHAPES[0], Direction.FORWARD, Layout.CHANNELS_LAST, **{"parameters": OWN, **useless})
