@@ -30,7 +30,7 @@ class Row:
         stock_ms: Time of torch.
         tuned_ms: Time of the kernel.
         floor_ms: What neither arithmetic nor memory can beat.
-        ratio: How many times as fast as torch the kernel is.
+        ratio: How many times as fast as torch, in the better of its layouts, the kernel is.
         error: Largest difference from float64, relative to the largest value.
         runs: `tuned` or `stock`: which of the two is used.
     """
@@ -118,7 +118,7 @@ def summary_lines(rows: Sequence[Row]) -> list[str]:
     """Geometric means per direction, as chosen: where torch is used the ratio is 1."""
     lines = []
     for direction in Direction:
-        ratios = [max(row.ratio, 1.0) for row in rows if row.direction == direction]
+        ratios = [row.ratio if row.runs == "tuned" else 1.0 for row in rows if row.direction == direction]
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
             tuned = sum(row.runs == "tuned" for row in rows if row.direction == direction)
