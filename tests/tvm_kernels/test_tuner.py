@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -15,9 +15,9 @@ from hybridpar.kernel_builder import Builder, Built, Request
 from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.tvm_kernels import tuner
 from hybridpar.tvm_kernels.candidates import candidates
-from hybridpar.tvm_kernels.choice import Choices, use_choices
-from hybridpar.tvm_kernels.database import Database
-from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_variants
+from hybridpar.tvm_kernels.choice import Choices, TunedKernel, use_choices
+from hybridpar.tvm_kernels.database import Database, KernelRecord
+from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image, load_variants
 from hybridpar.tvm_kernels.machine import Machine, Speed, measure_speed
 from hybridpar.tvm_kernels.measure import Bench, Timing, reference, summarize_pairs
 from hybridpar.tvm_kernels.op import depthwise_conv2d
@@ -153,14 +153,22 @@ def test_speed_is_measured(builder: Builder) -> None:
     assert speed.floor_ms(10**9, 0, threads=2) == pytest.approx(1e12 / speed.multiply_adds / 2)
 
 
-def test_the_op_runs_kernels_on_contiguous_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
+def test_the_op_runs_kernels_on_contiguous_images(builder: Builder) -> None:
+    def make(records: Sequence[KernelRecord]) -> list[TunedKernel | KernelsUnavailable]:
+        made: list[TunedKernel | KernelsUnavailable] = []
+        for record in records:
+            variant = Variant(record.key.shape, record.direction, record.layout, record.parameters)  # type: ignore[arg-type]
+            built = builder.build(variant.request())
+            kernel = load_image(variant, built.names, built.image)
+            made.append(TunedKernel(kernel.phases, kernel.scratch_bytes, record.align, record.threads))
+        return made
+
     shape, layout = ConvShape.parse("2x9x10x21 k3x3 s2x2 p1x1 d1x1"), Layout.CONTIGUOUS
     found = [
         record_of(shape, direction, layout, parameters=next(candidates(shape, direction, layout, 1, Machine(8, 16))))
         for direction in Direction
     ]
-    choices = Choices(Database("", found))
+    choices = Choices(Database("", found), make)
     before = use_choices(choices)
     try:
         x, weight = torch.randn(2, 9, 10, 21, requires_grad=True), torch.randn(9, 1, 3, 3, requires_grad=True)
