@@ -269,7 +269,7 @@ def describe_decision(decision: Decision) -> str:
     record = decision.record
     times = ""
     if record is not None and record.ms is not None and record.stock_ms is not None:
-        times = f" ({record.ms:.3f} ms against {record.stock_ms:.3f} ms)"
+        times = f" ({record.ms:.3f} ms against {record.layout_ms or record.stock_ms:.3f} ms)"
     runs = "a tuned kernel" if decision.kernel is not None else f"torch, as {decision.why}"
     return f"{describe_key(decision.key)} runs on {runs}{times}"
 

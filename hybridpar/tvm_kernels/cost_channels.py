@@ -16,8 +16,10 @@ _LATENCY = 4
 _LINE = 64
 #: Cycles for a line from L2 to L1: in order, and in steps of a pixel, which prefetchers follow less well.
 _IN_ORDER, _IN_STEPS = 3.0, 6.0
+#: Pixels side by side that prefetchers follow where channels are run through, and what many more cost at most.
+_FOLLOWED, _MOST_UNFOLLOWED = 12.0, 2.5
 #: Cycles around each tile for addresses and loops, for a loop whose length varies, and of a byte from memory.
-_TILE, _MISPREDICTED, _PER_BYTE = 6.0, 14.0, 0.12
+_TILE, _MISPREDICTED, _PER_NEAR_BYTE, _PER_BYTE = 6.0, 14.0, 0.12, 0.25
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,16 @@ def spilled(live: float, multiply_adds: float, taps: float, machine: Machine) ->
 
 
 def memory_cycles(shape: ConvShape, direction: Direction, machine: Machine) -> float:
-    """For what comes from behind the caches."""
+    """For what comes from behind the caches of a core."""
     size = shape.least_bytes(direction)
-    return size * _PER_BYTE if size > machine.level2 else 0.0
+    if size <= machine.level2:
+        return 0.0
+    return size * (_PER_BYTE if is_far(shape, direction, machine) else _PER_NEAR_BYTE)
+
+
+def is_far(shape: ConvShape, direction: Direction, machine: Machine) -> bool:
+    """Whether images come from memory: of the last cache others have their share."""
+    return shape.least_bytes(direction) > machine.level3 / 4
 
 
 def share_of(units: int, threads: int) -> float:
@@ -89,9 +98,23 @@ def gather_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], 
     turned = shape.channels * shape.kernel[0] * shape.kernel[1] * 2.0
     strips = -(-vertical.out // strip)
     memory = memory_cycles(shape, direction, machine)
-    if memory and not own.get("stream"):  # what is written is read first, line by line
-        memory += 4 * shape.batch * shape.channels * vertical.out * horizontal.out * _PER_BYTE
+    if is_far(shape, direction, machine):
+        memory *= _unfollowed(vertical, horizontal, own)
+    if own.get("stream"):  # no line is fetched that is overwritten
+        size = shape.least_bytes(direction)
+        memory *= size / (size + 4 * shape.batch * shape.channels * vertical.out * horizontal.out)
     return Cost(compute + turned, shape.batch * line_cost, memory, share_of(shape.batch * strips, threads))
+
+
+def _unfollowed(vertical: Axis, horizontal: Axis, own: Mapping[str, int]) -> float:
+    """How many times as long memory takes for a tile that reads more pixels at a time than prefetchers follow."""
+
+    def pixels(along: Axis, count: int) -> int:
+        return len({place for out in range(min(count, along.out)) for _, place in along.unbounded(out)})
+
+    rows = pixels(vertical, own["tile_rows"]) if own["unroll"] else 1
+    followed = _FOLLOWED if own["columns_outer"] else 2 * _FOLLOWED
+    return min(_MOST_UNFOLLOWED, max(1.0, rows * pixels(horizontal, own["tile_columns"]) / followed))
 
 
 def _whole_tile(inner: Span, span: Span, vectors: int, machine: Machine) -> float:

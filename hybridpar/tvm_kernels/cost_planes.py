@@ -23,9 +23,9 @@ from hybridpar.tvm_kernels.schedules.planes import Room, room_of, turned_room
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 #: Cycles to copy a vector and to copy two apart, around a tile, a row and a plane, and to turn a vector.
-_COPY, _SPLIT, _TILE, _ROW, _PLANE, _TURN = 1.2, 2.5, 4.0, 4.0, 40.0, 2.5
-#: Cycles for a line from L2, and of a vector of sums that is folded.
-_LINE_CYCLES, _FOLD = 3.0, 8.0
+_COPY, _SPLIT, _TILE, _ROW, _PLANE, _TURN = 1.2, 2.5, 3.0, 2.5, 20.0, 5.0
+#: Cycles for a line from L2 in order, and from some planes at a time, and of a vector of sums that is folded.
+_LINE_CYCLES, _PLANES_CYCLES, _FOLD = 3.0, 6.0, 8.0
 _LINE = 64
 
 
@@ -125,7 +125,9 @@ def _turned(shape: ConvShape, direction: Direction, own: Mapping[str, int], thre
     strips = -(-vertical.out // strip)
     pixels = room / lanes * strips * shape.batch * blocks
     total = inner + pixels * vectors * _TURN
-    travelled = 0.0
+    # Planes are read and written some at a time, each for a few lines only, which prefetchers hardly follow.
+    lines = room * 4 / _LINE * strips * shape.batch * blocks
+    travelled = lines * _PLANES_CYCLES
     if room * 4 > 0.75 * machine.level1:
-        travelled = 2 * room * 4 / _LINE * strips * shape.batch * blocks * _LINE_CYCLES
+        travelled += 2 * lines * _LINE_CYCLES
     return Cost(total, travelled, memory_cycles(shape, direction, machine), share_of(units, threads))

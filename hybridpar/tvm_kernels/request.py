@@ -47,7 +47,7 @@ class TuneConfig:
     gpu: Literal["a100", "h100", "h200"] | None = None
     """Compile for this GPU, and measure nothing; default: the one that is there, or h100."""
     budget: str = "10m"
-    """Time for everything, as 90s, 10m or 2h; it is divided among the searches that are still to be done."""
+    """Time for everything, as 90s, 10m or 2h; searches get parts of it by what torch takes for them in a step."""
     trials: int | None = None
     """Most candidates of one search; default: as many as there is time for."""
     again: bool = False

@@ -38,7 +38,7 @@ class Row:
         stock_ms: Time of torch.
         tuned_ms: Time of the kernel.
         floor_ms: What neither arithmetic nor memory can beat.
-        ratio: How many times as fast as torch the kernel is.
+        ratio: How many times as fast as torch, in the better of its layouts, the kernel is.
         error: Largest difference from float64, relative to the largest value.
         runs: `tuned` or `stock`: which of the two is used.
     """

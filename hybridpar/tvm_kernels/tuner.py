@@ -235,7 +235,7 @@ class _Search:
             yield from take(one)
         drawn = self.random.sample(self.space, min(_DRAWN, len(self.space)))
         self.drawn = {_key(one) for one in drawn}
-        for one in (*self.space[:_LIKED], *drawn):
+        for one in (*self._liked(), *drawn):
             yield from take(one)
         while len(self.asked) < len(self.space):
             best = sorted(self.results.values(), key=lambda one: one.ms)[:_FINALISTS]
@@ -251,6 +251,14 @@ class _Search:
             if len(self.asked) == before:
                 left = [one for one in self.space if _key(one) not in self.asked]
                 yield from (left[0], *([self.random.choice(left[1:])] if len(left) > 1 else []))
+
+    def _liked(self) -> list[dict[str, int]]:
+        """What the model likes best; of every schedule some, since it compares them less well than tiles of one."""
+        apart: dict[frozenset[str], list[dict[str, int]]] = {}
+        for one in self.space:
+            apart.setdefault(frozenset(one), []).append(one)
+        own = [one for place in range(_LIKED) for members in apart.values() for one in members[place : place + 1]]
+        return own[:_LIKED]
 
     def _variant(self, parameters: Mapping[str, int]) -> Variant:
         return Variant(self.shape, self.direction, self.layout, parameters)

@@ -195,6 +195,17 @@ def test_a_row_says_what_runs():
     assert summary_lines(list(rows.values()))[0] == "forward: 1 of 2 tuned, 2.00x torch as chosen (geometric mean)"
 
 
+def test_what_wins_in_its_own_layout_alone_flatters_nobody():
+    """Images that are contiguous stay so; but torch could have been faster if they were not, and the table says so."""
+    fields = {"ms": 2.0, "stock_ms": 1.0}
+    chosen = record_of(SHAPES[0], Direction.FORWARD, Layout.CONTIGUOUS, layout_ms=3.0, **fields)
+    left = record_of(SHAPES[1], Direction.FORWARD, Layout.CONTIGUOUS, layout_ms=1.5, **fields)
+    assert (chosen.wins, left.wins) == (True, False)
+    rows = rows_of(Database("", [chosen, left]))
+    assert [(row.ratio, row.runs) for row in rows] == [(0.5, "tuned"), (0.5, "stock")]
+    assert summary_lines(rows) == ["forward: 1 of 2 tuned, 0.71x torch as chosen (geometric mean)"]
+
+
 def test_rows_can_be_printed_and_read(tmp_path):
     rows = rows_of(database())
     console = Console(width=160, record=True, file=(tmp_path / "out").open("w"))

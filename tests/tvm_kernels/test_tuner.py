@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -14,12 +14,17 @@ import torch
 from hybridpar.kernel_builder import Builder, Built, Request
 from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.tvm_kernels import tuner
-from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_variants
+from hybridpar.tvm_kernels.candidates import candidates
+from hybridpar.tvm_kernels.choice import Choices, TunedKernel, use_choices
+from hybridpar.tvm_kernels.database import Database, KernelRecord
+from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image, load_variants
 from hybridpar.tvm_kernels.machine import Machine, Speed, measure_speed
-from hybridpar.tvm_kernels.measure import Bench, reference, summarize_pairs
+from hybridpar.tvm_kernels.measure import Bench, Timing, reference, summarize_pairs
+from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.space import reject
 from hybridpar.tvm_kernels.tuner import Tuned, TuningStopped, ranking, tune
+from tests.tvm_kernels.standin import record_of
 
 LAST = Layout.CHANNELS_LAST
 SHAPE = ConvShape.parse("2x16x9x9 k3x3 s1x1 p1x1 d1x1")
@@ -60,6 +65,26 @@ def test_a_search_finds_kernels_that_are_right(direction: Direction, layout: Lay
         assert one.floor_ms == pytest.approx(floor)
     assert len(seen) == 4 + sum(one.final for one in results)
     assert ranking(results).candidates == 4
+    for one in results:
+        assert one.layout_ms is None or (one.final and one.layout_ms > 0)
+
+
+def test_torch_is_timed_in_both_layouts_where_the_other_is_its_better_one(
+    builder: Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Layout | None] = []
+
+    def compare(bench: Bench, kernel: object, seconds: float, least: int = 3, layout: Layout | None = None) -> Timing:
+        asked.append(layout)
+        return Timing(2.0, 4.0 if layout is None else 7.0, 2.0 if layout is None else 3.0, 3, 0, 1.0)
+
+    monkeypatch.setattr(Bench, "compare", compare)
+    for better, expected in ((Layout.CONTIGUOUS, None), (LAST, 6.0)):
+        monkeypatch.setattr(Bench, "stock_layout", better)
+        tune_one = (SHAPE, Direction.FORWARD, Layout.CONTIGUOUS)
+        (found,) = tune(*tune_one, budget_s=600.0, trials=1, builder=builder, speed=SPEED)
+        assert (found.ms, found.stock_ms, found.layout_ms) == (2.0, 4.0, expected)
+    assert asked == [None, None, None, None, Layout.CONTIGUOUS]
 
 
 def test_a_search_goes_on_from_what_is_known(builder: Builder) -> None:
@@ -126,6 +151,50 @@ def test_speed_is_measured(builder: Builder) -> None:
     assert all(rate > 1e7 for _, rate in speed.copies)
     assert speed.bandwidth(10**12) == speed.copies[-1][1]
     assert speed.floor_ms(10**9, 0, threads=2) == pytest.approx(1e12 / speed.multiply_adds / 2)
+
+
+def test_the_op_runs_kernels_on_contiguous_images(builder: Builder) -> None:
+    def make(records: Sequence[KernelRecord]) -> list[TunedKernel | KernelsUnavailable]:
+        made: list[TunedKernel | KernelsUnavailable] = []
+        for record in records:
+            variant = Variant(record.key.shape, record.direction, record.layout, record.parameters)  # type: ignore[arg-type]
+            built = builder.build(variant.request())
+            kernel = load_image(variant, built.names, built.image)
+            made.append(TunedKernel(kernel.phases, kernel.scratch_bytes, record.align, record.threads))
+        return made
+
+    shape, layout = ConvShape.parse("2x9x10x21 k3x3 s2x2 p1x1 d1x1"), Layout.CONTIGUOUS
+    found = [
+        record_of(shape, direction, layout, parameters=next(candidates(shape, direction, layout, 1, Machine(8, 16))))
+        for direction in Direction
+    ]
+    choices = Choices(Database("", found), make)
+    before = use_choices(choices)
+    try:
+        x, weight = torch.randn(2, 9, 10, 21, requires_grad=True), torch.randn(9, 1, 3, 3, requires_grad=True)
+        bias = torch.randn(9, requires_grad=True)
+        own = depthwise_conv2d(x, weight, bias, 2, 1)
+        stock = torch.nn.functional.conv2d(x, weight, bias, 2, 1, groups=9)
+        assert own.is_contiguous()
+        torch.testing.assert_close(own, stock, rtol=1e-4, atol=1e-5)
+        gradient = torch.randn_like(own)
+        for got, expected in zip(
+            torch.autograd.grad(own, (x, weight, bias), gradient),
+            torch.autograd.grad(stock, (x, weight, bias), gradient),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        assert sum(kernel is not None for kernel in choices.found.values()) == len(Direction)
+    finally:
+        use_choices(before)
+
+
+def test_every_schedule_is_tried_first(builder: Builder) -> None:
+    shape = ConvShape.parse("2x16x9x9 k3x3 s1x1 p1x1 d1x1")
+    search = tuner._Search(shape, Direction.FORWARD, Layout.CONTIGUOUS, 1, 0, builder, None)
+    liked = search._liked()
+    assert liked[0] == search.space[0]
+    assert {frozenset(one) for one in liked[:2]} == {frozenset(one) for one in search.space}
 
 
 def test_variants_come_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,105 @@
+"""Why: what is packaged reaches everybody, so it must be small, readable, allowed, and in the wheel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from hybridpar.tvm_kernels.choice import Choices
+from hybridpar.tvm_kernels.database import Database, append_records, packaged_records, parse_records, read_database
+from hybridpar.tvm_kernels.distill import MOST_BYTES, distill
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.space import reject
+from tests.tvm_kernels.standin import record_of
+
+ROOT = Path(__file__).parents[2]
+SHAPES = [f"{batch}x16x9x9 k3x3 s1x1 p1x1 d1x1" for batch in (1, 2, 4)]
+OWN = {"lanes": 8, "tile_rows": 1, "tile_columns": 3, "strip": 9, "columns_outer": 0, "unroll": 1}
+
+
+def records(ms: float, **fields):
+    return [
+        record_of(shape, Direction.FORWARD, Layout.CHANNELS_LAST, parameters=OWN, ms=ms, stock_ms=2.0 + place, **fields)
+        for place, shape in enumerate(SHAPES)
+    ]
+
+
+def test_the_best_of_the_newest_search_is_kept(tmp_path):
+    one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"
+    append_records(one, records(0.5, tuned_at=1.0))
+    append_records(other, [*records(1.5, tuned_at=2.0), *records(1.0, tuned_at=2.0)])
+    kept = distill([one, other])
+    assert [record.shape for record in kept] == SHAPES
+    assert {(record.ms, record.tuned_at) for record in kept} == {(1.0, 2.0)}
+    assert distill([other, one]) == kept
+
+
+def test_where_there_is_no_room_what_saves_most_stays(tmp_path):
+    append_records(tmp_path / "k.jsonl", records(1.0))
+    line = len(records(1.0)[0].line()) + 1
+    assert [record.shape for record in distill([tmp_path / "k.jsonl"], 2 * line + 20)] == SHAPES[1:]
+
+
+@pytest.mark.parametrize(
+    "useless",
+    [
+        {"ms": 9.0},
+        {"ms": 1.0, "layout_ms": 0.5},
+        {"ms": None, "stock_ms": None},
+        {"parameters": {"lanes": 7}},
+    ],
+)
+def test_what_nobody_would_run_is_left_out(tmp_path, useless):
+    record = record_of(SHAPES[0], Direction.FORWARD, Layout.CHANNELS_LAST, **{"parameters": OWN, **useless})
+    append_records(tmp_path / "k.jsonl", [record])
+    assert distill([tmp_path / "k.jsonl"]) == []
+
+
+def test_the_packaged_database_is_small_and_sound():
+    packaged = resources.files("hybridpar.tvm_kernels").joinpath("kernels.jsonl")
+    text = packaged.read_text("utf-8")
+    assert len(text.encode()) <= MOST_BYTES
+    read = parse_records(text)
+    assert (read.damaged, read.other_versions) == (0, 0)
+    assert len(read) == len(text.splitlines())
+    for record in read.records:
+        shape = ConvShape.parse(record.shape)
+        assert reject(shape, record.direction, record.layout, record.parameters) is None  # type: ignore[arg-type]
+        assert record.wins
+
+
+def test_packaged_times_of_another_device_are_never_believed(monkeypatch):
+    shipped = records(0.1, device="a like one")
+    monkeypatch.setattr("hybridpar.tvm_kernels.database.parse_records", lambda *_: Database("", shipped))
+    choices = Choices(Database("", packaged_records()))
+    (here,) = records(0.1)[:1]
+    decision = choices.decide(here.key)
+    assert decision.kernel is None
+    assert "a like one" in decision.why
+
+
+def test_the_script_writes_what_it_says(tmp_path):
+    append_records(tmp_path / "k.jsonl", records(1.0))
+    command = [sys.executable, "scripts/package_kernels.py", str(tmp_path / "k.jsonl"), "-o", str(tmp_path / "out")]
+    for _ in range(2):  # the second time it reads its own output too
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        assert read_database(tmp_path / "out").records == records(1.0)
+
+
+def test_the_wheel_has_it(tmp_path):
+    pytest.importorskip("setuptools")
+    code = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "hybridpar"):
+        (source / name).symlink_to(ROOT / name)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=source, check=True, capture_output=True, text=True
+    )
+    wheel = tmp_path / done.stdout.split()[-1]
+    assert "hybridpar/tvm_kernels/kernels.jsonl" in zipfile.ZipFile(wheel).namelist()
