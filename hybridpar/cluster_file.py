@@ -226,7 +226,9 @@ def parse_cluster(data: object, source: str = "the cluster") -> ClusterSpec:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            raise UsageError(f"{source}: unknown key {where}", fix=nearest(str(first["loc"][-1]), _keys(first["loc"]))) from error
+            raise UsageError(
+                f"{source}: unknown key {where}", fix=nearest(str(first["loc"][-1]), _keys(first["loc"]))
+            ) from error
         what = f"{where} is {_shown(first['input'])}: {first['msg']}" if where else first["msg"]
         raise UsageError(
             f"{source}: {what.replace('Value error, ', '')}",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hybridpar.errors import PartitionError
 from hybridpar.partition.balance import balance_graph
-from hybridpar.partition.cost import IntervalCosts, Link, Problem, Worker
+from hybridpar.partition.cost import IntervalCosts, Link, Problem
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.linear import least_maximum, stages_of
 from hybridpar.partition.planning import saved_bytes
@@ -65,15 +65,15 @@ class StageFigures:
     edges: tuple[Edge, ...]
 
 
-def cuts_of(profile: ModelProfile, stages: int, workers: int, lanes: int, placement: str) -> tuple[Cut, ...]:
+def cuts_of(profile: ModelProfile, stages: int) -> tuple[Cut, ...]:
     """The cuts to try, without those that are equal.
+
+    They balance stages, whatever lanes these are put on: a lane with several short stages of equal length is as
+    balanced as one with a long one, and balancing lanes over many stages takes seconds where this takes milliseconds.
 
     Args:
         profile: The model.
         stages: Number of stages.
-        workers: Workers of a replica.
-        lanes: Lanes of each.
-        placement: `linear`, `loop` or `v`.
     """
     count = len(profile.graph)
     if stages == 1:
@@ -81,17 +81,16 @@ def cuts_of(profile: ModelProfile, stages: int, workers: int, lanes: int, placem
     if stages > count:
         return ()
     graph = profile.timed(0, profile.samples)
-    everyone = (Worker(lanes=lanes, co_run=profile.co_run.get(lanes)),) * workers
     found: dict[tuple[int, ...], Cut] = {}
     for speed in LINKS:
-        problem = Problem(stages, everyone, placement, Link(speed), noise=profile.noise)  # type: ignore[arg-type]
+        problem = Problem(stages, link=Link(speed), noise=profile.noise)
         try:
             balance = balance_graph(graph, problem, certify=False)
         except PartitionError:
             continue  # pinned units leave no cut into so many stages
         name = "balanced" if speed is None else f"balanced for {speed / 1e6:,.0f} MB/s"
         found.setdefault(balance.stage_of, Cut(name, balance.stage_of, speed))
-    problem = Problem(stages, everyone, placement)  # type: ignore[arg-type]
+    problem = Problem(stages)
     costs = IntervalCosts(graph)
     _, ends = least_maximum([costs.stage_bytes(problem, stage) for stage in range(stages)])
     if ends is not None:

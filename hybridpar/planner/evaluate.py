@@ -136,9 +136,7 @@ class Evaluator:
         layout = self.layout(candidate)
         schedule = self._schedule(candidate.schedule, candidate.shape, candidate.cut, candidate.variant)
         counts = [len(buckets) for buckets in costs.buckets] if candidate.shape.replicas > 1 else ()
-        program = lower(
-            schedule, layout, counts, forward_ms=costs.forward_ms, backward_ms=costs.backward_ms
-        )
+        program = lower(schedule, layout, counts, forward_ms=costs.forward_ms, backward_ms=costs.backward_ms)
         return simulate(program, costs)
 
     def outcome(self, candidate: Candidate) -> Outcome:
@@ -195,9 +193,7 @@ class Evaluator:
         for stage, parameters in enumerate(self.figures(candidate).parameters):
             own[layout.home(stage)] += 4 * sum(one.count for one in parameters)
         whole = inputs.profile.parameter_bytes
-        return inputs.memory_margin * max(
-            whole + copies * mine + held for mine, held in zip(own, saved, strict=True)
-        )
+        return inputs.memory_margin * max(whole + copies * mine + held for mine, held in zip(own, saved, strict=True))
 
     def limit(self, candidate: Candidate) -> float:
         """The least memory of the devices that a candidate uses."""
@@ -217,9 +213,7 @@ class Evaluator:
             return None
         # Parameter, gradient and every tensor of the state are read; parameter and state are written.
         passes = 3 + 2 * self._inputs.optimizer_copies
-        return tuple(
-            1e3 * passes * 4 * sum(one.count for one in own) / min(known) for own in figures.parameters
-        )
+        return tuple(1e3 * passes * 4 * sum(one.count for one in own) / min(known) for own in figures.parameters)
 
     def _make_figures(self, cut: Cut, variant: int, samples: int) -> StageFigures:
         return figures_of(self._inputs.profile, cut, variant, samples)

@@ -84,9 +84,7 @@ class Network:
             for host in set(group) if len(set(group)) > 1 else ():
                 users[host] = users.get(host, 0) + 1
         each = max(group.count(host) for group in groups for host in set(group))
-        return Grouping(
-            self.replicas, max(len(set(group)) for group in groups), each, max(users.values(), default=1)
-        )
+        return Grouping(self.replicas, max(len(set(group)) for group in groups), each, max(users.values(), default=1))
 
     def transfers(self, edges: Iterable[tuple[int, int]]) -> tuple[Link, dict[tuple[int, int], Link]]:
         """Connections between positions: the shared network of every worker, and pairs with a wire of their own.

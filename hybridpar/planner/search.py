@@ -102,9 +102,7 @@ def find_plan(
     ranked = sorted(fitting, key=lambda one: (one.score, one.candidate.simplicity))
     equal = [one for one in ranked if one.score <= ranked[0].score * (1 + noise)]
     ties = sorted(equal, key=lambda one: one.candidate.simplicity)
-    return Answer(
-        ties[0], tuple(ties), tuple(ranked), baselines, noise, len(bounded), len(known), evaluator
-    )
+    return Answer(ties[0], tuple(ties), tuple(ranked), baselines, noise, len(bounded), len(known), evaluator)
 
 
 def _bounded(evaluator: Evaluator) -> list[tuple[float, Candidate]]:

@@ -126,14 +126,14 @@ class Space:
         self.workers = inputs.workers if workers is None else workers
         self.travels: tuple[Travel, ...] = travels(inputs)
         profile = inputs.profile
-        self._cuts = cache(lambda *numbers: cuts_of(profile, *numbers))
+        self._cuts = cache(lambda stages: cuts_of(profile, stages))
 
     def candidates(self) -> Iterator[Candidate]:
         """All of them, in an order that does not change."""
         variants = range(len(self.inputs.profile.variants))
         for shape in self.shapes():
             ways = range(len(self.travels)) if shape.replicas > 1 else range(1)
-            for cut in self._cuts(shape.stages, shape.positions, shape.lanes, shape.placement):
+            for cut in self._cuts(shape.stages):
                 for schedule in self._schedules(shape):
                     for travel in ways:
                         for variant in variants:
@@ -141,7 +141,7 @@ class Space:
 
     def baselines(self) -> dict[str, Candidate]:
         """What a plan must beat: plain data parallelism over all workers, and one device."""
-        whole = self._cuts(1, 1, 1, "linear")[0]
+        whole = self._cuts(1)[0]
         named = {}
         for name, workers in (("data parallel", self.workers), ("one device", 1)):
             count = self.micro_batch_counts(workers)
