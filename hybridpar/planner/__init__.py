@@ -9,5 +9,5 @@ The answer is a plan, and why the others lost::
     inputs = PlannerInputs(profile_model(model, [images]), read_cluster_file(Path("cluster.toml")), batch=64)
     print(find_plan(inputs).chosen)
 
-Nothing is imported here: `hybridpar --help` reads the options of the search from this package, and must not import torch.
+Nothing is imported here: `hybridpar --help` reads options from this package, and must not import torch.
 """

@@ -24,8 +24,8 @@ def lower_bound_ms(layout: Layout, costs: Costs, micro_batches: int) -> float:
     2. *One micro-batch.* It goes forward to the last stage and back to the first: the longest path through it. That is
        (head + F + B + tail) of each stage, as a stage's backward pass follows its forward pass.
     3. *Links.* The first bucket of a stage is ready no earlier than after M forward passes, M - 1 backward passes and
-       its part of the last one, and the head. From the earliest of these on, all buckets of a worker pass over its link,
-       which carries no more than one at its full speed.
+       its part of the last one, and the head. From the earliest of these on, all buckets of a worker pass over its
+       link, which carries no more than one at its full speed.
     4. *Cores.* All core time of a worker, divided by its cores.
 
     Where a step commits as a whole, the agreement and the shortest optimizer step come after everything of 1 to 3.

@@ -1,8 +1,8 @@
 """Why: what a bucket of gradients costs depends on what its layers travel as, on the links, and on the device.
 
 Which layers are worth a codec is decided by `hybridpar.compress.auto`, as in a run; here that is asked for several
-speeds of the link that do not depend on the cluster, so that candidates are the same whatever the link is: a faster link
-can then only make the best of them faster. The search decides which of these policies fits this link.
+speeds of the link that do not depend on the cluster, so that candidates are the same whatever the link is: a faster
+link can then only make the best of them faster. The search decides which of these policies fits this link.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from hybridpar.partition.request import parse_bytes, parse_shape
 from hybridpar.planner.request import PlanRequest
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
 
     from hybridpar.planner.inputs import PlannerInputs
@@ -67,7 +66,7 @@ def run_search(request: PlanRequest) -> int:
 
 def _inputs(request: PlanRequest, bar: ProgressBar) -> PlannerInputs:
     """What the search reads: recorded, or measured now."""
-    from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
+    from hybridpar.planner.inputs import PlannerInputs
 
     if request.inputs is not None:
         recorded = _recorded(request)

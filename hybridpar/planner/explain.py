@@ -14,7 +14,7 @@ from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.scaling import KHat, Point
 from hybridpar.planner.search import Answer, find_plan
 from hybridpar.planner.space import Candidate
-from hybridpar.planner.steps import left_out
+from hybridpar.planner.steps import left_out, planned_codecs
 
 #: Parts of a step, as they are told.
 PARTS = {
@@ -24,6 +24,9 @@ PARTS = {
     "codec": "codec",
     "update": "update",
 }
+_LOOSER: tuple[Fidelity, ...] = ("exact", "close", "lossy")
+#: Noise above which a profile is hardly worth planning with.
+NOISY = 0.1
 #: Differences below this are not named.
 _SMALL_MS = 0.05
 
@@ -70,7 +73,8 @@ class WhatIf:
         gain = self.before_ms - self.after_ms
         if abs(gain) < _SMALL_MS:
             return f"{self.name}: gains nothing"
-        return f"{self.name}: {'gains' if gain > 0 else 'loses'} {abs(gain):,.1f} ms a step ({self.after_ms:,.1f} ms, {self.plan})"
+        verb = "gains" if gain > 0 else "loses"
+        return f"{self.name}: {verb} {abs(gain):,.1f} ms a step ({self.after_ms:,.1f} ms, {self.plan})"
 
 
 def describe(candidate: Candidate, answer: Answer) -> str:
@@ -137,9 +141,9 @@ def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[WhatIf]:
     """What a looser fidelity, a faster link and another device would gain, each by a search of its own."""
     now = answer.fastest.score
     asked: list[tuple[str, PlannerInputs | None, str]] = []
-    looser: list[Fidelity] = ["close", "lossy"][(["exact", "close", "lossy"].index(inputs.fidelity)) :]  # type: ignore[assignment]
+    looser = _LOOSER[_LOOSER.index(inputs.fidelity) + 1 :]
     for fidelity in looser:
-        known = any(one in inputs.rates for one in _codecs(fidelity))
+        known = any(one in inputs.rates for one in planned_codecs(fidelity))
         asked.append(
             (f"--fidelity {fidelity}", inputs.with_fidelity(fidelity) if known else None, "no codec was timed")
         )
@@ -166,9 +170,13 @@ def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[WhatIf]:
 
 def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
     """What the reader must know of the figures."""
-    lines = [
-        f"{answer.simulated:,} of {answer.considered:,} plans simulated, the others ruled out by a lower bound or by memory"
-    ]
+    ruled_out = answer.considered - answer.simulated
+    lines = [f"{answer.simulated:,} plans simulated, {ruled_out:,} ruled out by a lower bound or by memory"]
+    if inputs.profile.noise > NOISY:
+        lines.append(
+            f"the profile's noise is {100 * inputs.profile.noise:.0f} %, and so far apart plans count as equal: measure "
+            "again when nothing else runs, with --passes 9"
+        )
     if inputs.cluster.workers > inputs.workers:
         lines.append(f"a batch of {inputs.batch} feeds {inputs.workers} of {inputs.cluster.workers} workers")
     if inputs.profile.source != "measured":
@@ -194,12 +202,6 @@ def curve_lines(points: Sequence[Point], equation: KHat) -> list[str]:
         lines.append(f"{point.workers:>8} {point.step_ms:>10,.1f} {plain:>10} {gain:>9}  {name}")
     lines.append(f"workers worth having for plain data parallelism, by 1-bit SGD's equation: {equation.told()}")
     return lines
-
-
-def _codecs(fidelity: Fidelity) -> tuple[str, ...]:
-    from hybridpar.planner.steps import planned_codecs
-
-    return planned_codecs(fidelity)
 
 
 def _steps(answer: Answer, outcome: Outcome) -> float:

@@ -168,7 +168,8 @@ def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
     made_for = inputs_of_plan(plan).cluster
     if made_for.key != cluster.key:
         raise PlanError(
-            f"the plan was made elsewhere: {made_for.difference(cluster)} (fingerprints {made_for.key} and {cluster.key})",
+            f"the plan was made elsewhere: {made_for.difference(cluster)} "
+            f"(fingerprints {made_for.key} and {cluster.key})",
             "What is fastest on one machine need not be so on another.",
             "Plan again for this one: `hybridpar plan MODEL --explain -o plan.json`.",
         )

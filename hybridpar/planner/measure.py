@@ -134,7 +134,7 @@ def measure_rates(
         except HybridparError:
             continue
         if rate is not None:
-            rates[text] = {count: times for count, times in sorted(rate.tried.items())}
+            rates[text] = dict(sorted(rate.tried.items()))
     return rates
 
 

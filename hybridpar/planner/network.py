@@ -1,8 +1,8 @@
 """Why: what a collective takes depends on which links its workers are joined by, and on who else uses these.
 
-Workers are numbered host by host, the replicas of a stage one after the other, as the runtime's grid numbers them. Links
-have two levels, so an all-reduce goes in three steps: within hosts, between them, and within them again; a codec works
-between hosts alone. All formulas are those of algorithms that move the fewest bytes:
+Workers are numbered host by host, the replicas of a stage one after the other, as the runtime's grid numbers them.
+Links have two levels, so an all-reduce goes in three steps: within hosts, between them, and within them again; a codec
+works between hosts alone. All formulas are those of algorithms that move the fewest bytes:
 
 - all-reduce of n bytes by K workers: each sends 2(K-1)/K n (Patarasuk and Yuan 2009), in 2 log2(K) rounds (Rabenseifner
   2004; Thakur, Rabenseifner and Gropp 2005);

@@ -109,7 +109,7 @@ class ModelProfile:
         device: What times were taken on.
         threads: With how many intra-op threads.
         source: `measured` or `analytic`.
-        co_run: For numbers of lanes on one device: how much slower each runs while all are busy, where that was measured.
+        co_run: For numbers of lanes on one device that were measured: how much slower each runs while all are busy.
         versions: Of what it was measured with.
     """
 

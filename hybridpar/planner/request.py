@@ -18,8 +18,8 @@ class PlanRequest(PlanConfig):
     """Cut a model into balanced stages, or search for the fastest way to train it; write the plan."""
 
     explain: bool = False
-    """Search for the fastest plan on this machine or on --cluster: stages, replicas, lanes, micro-batches, schedule, cut,
-    codecs, memory format, kernels. Say why the others lost, and what would help."""
+    """Search for the fastest plan on this machine or on --cluster: stages, replicas, lanes, micro-batches, schedule,
+    cut, codecs, memory format, kernels. Say why the others lost, and what would help."""
     cluster: Path | None = None
     """Plan for the cluster that this TOML file describes; implies --explain. Default: this machine, measured."""
     inputs: Path | None = None
@@ -29,8 +29,8 @@ class PlanRequest(PlanConfig):
     batch_size: int = 64
     """Samples per step over all workers together, for the search."""
     fidelity: Literal["exact", "close", "lossy"] = "exact"
-    """What the search may change: exact: nothing in the result; close: also casts; lossy: also codecs, by time to the same
-    loss."""
+    """What the search may change: exact: nothing in the result; close: also casts; lossy: also codecs, by time to the
+    same loss."""
 
     @property
     def searches(self) -> bool:

@@ -1,4 +1,4 @@
-"""Why: how many workers are worth having is asked before the plan is: one equation answers it roughly, a simulation better.
+"""Why: how many workers are worth having is answered roughly by one equation, and better by a search for each number.
 
 The equation is that of 1-bit SGD (Seide et al., Interspeech 2014, equation 4): data parallelism stops paying where
 computing, which K workers divide, takes as long as exchanging gradients, which they do not.
@@ -66,8 +66,10 @@ class KHat:
 
     @property
     def workers(self) -> float:
-        """The number of workers at which computing takes as long as communicating, at least 1; infinite where no number
-        of workers saturates the link."""
+        """The number of workers at which computing takes as long as communicating, at least 1.
+
+        Infinite where no number of workers saturates the link.
+        """
         return max(1.0, self.unclamped)
 
     def speedup(self, workers: int) -> float:
@@ -79,8 +81,8 @@ class KHat:
         """The number in words, with its domain."""
         if not self.saturates:
             return (
-                f"unbounded by communication: exchanging takes {self.exchange_ms / self.ratio:,.1f} ms, and every worker "
-                f"spends {self.update_ms:,.1f} ms on its update anyway"
+                f"unbounded by communication: exchanging takes {self.exchange_ms / self.ratio:,.1f} ms, and every "
+                f"worker spends {self.update_ms:,.1f} ms on its update anyway"
             )
         if self.unclamped < 1:
             return f"1 ({self.unclamped:.2f} by the equation: exchanging takes longer than all of the computing)"
@@ -91,7 +93,7 @@ def k_hat(inputs: PlannerInputs, ratio: float = 1.0) -> KHat:
     """The equation for a model on a cluster.
 
     The exchange is that of a ring, whose limit for many workers is twice the gradient over the slowest link; the
-    optimizer's passes over the model count as undivided, as each worker makes all of them. There is no double buffering.
+    optimizer's passes over the model count as undivided, as each worker makes all of them. Nothing is double buffered.
 
     Args:
         inputs: Of the search.

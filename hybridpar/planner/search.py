@@ -153,7 +153,8 @@ def _too_little_memory(evaluator: Evaluator, candidates: list[Candidate]) -> Pla
         fewer = int(batch * (have - fixed) / (need - fixed))
         fix += f", or a batch of about {fewer} samples" if fewer >= evaluator.space.workers else ""
     return PlanError(
-        f"no plan fits into {have / 1e6:,.1f} MB per device: the smallest needs {_up(need)} MB, {_up(need - have)} MB more",
+        f"no plan fits into {have / 1e6:,.1f} MB per device: the smallest needs {_up(need)} MB, "
+        f"{_up(need - have)} MB more",
         f"It has {shape.stages} stage(s) on {shape.workers} worker(s) with {shape.micro_batches} micro-batch(es); each "
         "worker holds all parameters, its own gradients and optimizer state, and activations that wait.",
         f"{fix}.",

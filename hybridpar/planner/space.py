@@ -181,7 +181,7 @@ class Space:
         for lanes in (1, *sorted(count for count in self.inputs.profile.co_run if count > 1)):
             if positions * lanes <= most:
                 yield positions * lanes, lanes, "linear"
-        if 1 < positions and 2 * positions <= most:
+        if positions > 1 and 2 * positions <= most:
             yield 2 * positions, 1, "loop"
             yield 2 * positions, 1, "v"
 

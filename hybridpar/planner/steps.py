@@ -5,9 +5,10 @@ Only what was measured counts: a codec that is not in the table is not planned w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
-from hybridpar.compress.auto import CLOSE, FIDELITIES, PROVEN
+from hybridpar.compress.auto import FIDELITIES
 
 #: Training steps until a loss is reached, over those that float32 takes. From benchmarks/sync/results/loss.csv
 #: (ResNet-18 on digits, two workers, means of three seeds): the codec's loss after 100 steps against the line through
@@ -45,10 +46,7 @@ def interpolated_steps(curve: Sequence[tuple[int, float]], loss: float) -> float
     Raises:
         ValueError: The curve does not reach it.
     """
-    for (step, before), (later, after) in zip(curve, curve[1:], strict=False):
+    for (step, before), (later, after) in itertools.pairwise(curve):
         if after <= loss <= before:
             return step + (later - step) * (before - loss) / (before - after)
     raise ValueError(f"no part of the curve passes {loss}")
-
-
-__all__ = ["CLOSE", "PROVEN", "STEPS_TO_TARGET", "interpolated_steps", "left_out", "planned_codecs", "steps_factor"]
