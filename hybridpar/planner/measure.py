@@ -63,7 +63,7 @@ def profile_model(
     try:
         for form in formats:
             layout = torch.channels_last if form == "channels_last" else torch.contiguous_format
-            model.to(memory_format=layout)  # type: ignore[call-overload]
+            model.to(memory_format=layout)
             for example in sorted(examples, key=lambda one: one.shape[0]):
                 given = example.contiguous(memory_format=layout if example.dim() == 4 else torch.contiguous_format)
                 say(f"profiling {form}, micro-batches of {given.shape[0]}")
@@ -73,7 +73,7 @@ def profile_model(
                 variants.append(Variant(form, "stock", (sized,), times.noise))
                 units = units or found
     finally:
-        model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        model.to(memory_format=torch.contiguous_format)
     assert units is not None
     first = min(examples, key=lambda one: one.shape[0])
     return ModelProfile(
