@@ -48,7 +48,10 @@ ROOMS: dict[str, set[str]] = {
     "cluster": {"errors", "process"},
     "probe": {"cluster", "errors", "process"},
     "pipeline": {"compress", "errors", "lanes", "process", "registry"},
-    "planner": {"cluster", "compress", "errors", "models", "partition", "pipeline", "plan", "probe", "process"},
+    "planner": {
+        *("cluster", "compress", "errors", "models", "partition", "pipeline", "plan", "probe", "process"),
+        "tvm_kernels",
+    },
     "optim": {"config", "errors"},
     "checkpoint": {"errors", "pipeline"},
     "trainer": {

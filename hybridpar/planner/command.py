@@ -153,6 +153,8 @@ def _profile(
         passes=request.passes,
         threads=threads,
         formats=formats if request.measure else formats[:1],
+        kernels=device.type == "cpu",
+        lanes=(2,) if on_gpu or threads > 1 else (),
         cache=cache_directory() if request.cache else None,
         progress=bar.advance,
         announce=bar.announce,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from hybridpar.compress.rates import measure_codec
 from hybridpar.errors import HybridparError
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.partition.analytic import device_roofline, estimate_units
+from hybridpar.partition.co_run import measure_co_run
 from hybridpar.partition.graph_facts import resolve_attribute
 from hybridpar.partition.profile import Progress, UnitTimes, measure_units
 from hybridpar.partition.profile_cache import device_name, load_profile, profile_key, store_profile
@@ -21,6 +23,9 @@ from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import ModelUnits, find_units
 from hybridpar.plan import ModelInfo
 from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant, merged
+from hybridpar.tvm_kernels.database import default_database
+from hybridpar.tvm_kernels.layers import is_depthwise
+from hybridpar.tvm_kernels.swap import optimize, restore
 
 #: Layers that normalise over the micro-batch.
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -35,6 +40,8 @@ def profile_model(
     passes: int = 5,
     threads: int | None = None,
     formats: Sequence[str] = ("contiguous",),
+    kernels: bool = False,
+    lanes: Sequence[int] = (),
     cache: Path | None = None,
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
@@ -49,6 +56,8 @@ def profile_model(
         passes: Passes of each measurement.
         threads: Intra-op threads on a CPU; None keeps the present number.
         formats: Memory formats to measure, the first of them torch's default.
+        kernels: Measure tuned kernels too, where the model has layers for which there are any.
+        lanes: Numbers of lanes on one device to measure beside each other.
         cache: Where profiles are kept; None measures always.
         progress: Told after every pass.
         announce: Told in a line what is being done.
@@ -60,20 +69,27 @@ def profile_model(
     say = announce or (lambda line: None)
     variants: list[Variant] = []
     units: ModelUnits | None = None
+    tuned = ("stock", "tuned") if kernels and measure and _has_tuned_kernels(model) else ("stock",)
+    co_run: dict[int, float] = {}
     try:
-        for form in formats:
+        for form, kernel in itertools.product(formats, tuned):
             layout = torch.channels_last if form == "channels_last" else torch.contiguous_format
             model.to(memory_format=layout)
+            (optimize if kernel == "tuned" else restore)(model)
             for example in sorted(examples, key=lambda one: one.shape[0]):
                 given = example.contiguous(memory_format=layout if example.dim() == 4 else torch.contiguous_format)
-                say(f"profiling {form}, micro-batches of {given.shape[0]}")
+                say(f"profiling {form}, {kernel} kernels, micro-batches of {given.shape[0]}")
                 found = find_units(trace_model(model, (given,)), (given,))
                 times = _times(found, given, measure, passes, threads, cache, progress)
                 sized = SizedTimes(given.shape[0], times.forward_ms, times.backward_ms)
-                variants.append(Variant(form, "stock", (sized,), times.noise))
+                variants.append(Variant(form, kernel, (sized,), times.noise))
                 units = units or found
+        restore(model).to(memory_format=torch.contiguous_format)
+        for count in lanes if measure else ():
+            say(f"measuring {count} lanes beside each other")
+            co_run[count] = max(1.0, measure_co_run(model, (max(examples, key=len),), count))
     finally:
-        model.to(memory_format=torch.contiguous_format)
+        restore(model).to(memory_format=torch.contiguous_format)
     assert units is not None
     first = min(examples, key=lambda one: one.shape[0])
     return ModelProfile(
@@ -92,6 +108,7 @@ def profile_model(
         device=device_name(first.device),
         threads=threads or torch.get_num_threads(),
         source="measured" if measure else "analytic",
+        co_run=co_run,
         versions={"torch": str(torch.__version__)},
     )
 
@@ -136,6 +153,10 @@ def measure_rates(
         if rate is not None:
             rates[text] = dict(sorted(rate.tried.items()))
     return rates
+
+
+def _has_tuned_kernels(model: nn.Module) -> bool:
+    return any(map(is_depthwise, model.modules())) and len(default_database()) > 0
 
 
 def _times(
