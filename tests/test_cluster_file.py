@@ -1,4 +1,4 @@
-"""Described clusters: what is written is read, what is impossible is refused in one error, and equal ones have one key."""
+"""Described clusters: what is written is read, what is impossible is one error, and equal ones have one key."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from hybridpar.errors import PartitionError
 from hybridpar.partition.balance import balance_graph
@@ -63,6 +64,19 @@ class StageFigures:
     parameters: tuple[tuple[Parameter, ...], ...]
     ready: dict[str, float]
     edges: tuple[Edge, ...]
+
+
+class CutLibrary:
+    """The cuts of a model and their figures, each made once, however many searches ask for them.
+
+    Args:
+        profile: The model.
+    """
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self.profile = profile
+        self.cuts = cache(lambda stages: cuts_of(profile, stages))
+        self.figures = cache(lambda cut, variant, samples: figures_of(profile, cut, variant, samples))
 
 
 def cuts_of(profile: ModelProfile, stages: int) -> tuple[Cut, ...]:

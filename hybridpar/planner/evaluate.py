@@ -6,8 +6,11 @@ the links of a grid, the prices of buckets, a schedule) is made once.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import accumulate
 
 from hybridpar.pipeline.actions import Layout, Schedule
 from hybridpar.pipeline.costs import BucketCost, Costs, Link
@@ -15,7 +18,7 @@ from hybridpar.pipeline.program import lower
 from hybridpar.pipeline.schedules import ScheduleRequest, make
 from hybridpar.pipeline.simulate import Simulation, simulate
 from hybridpar.planner.codecs import BucketPrices, stage_buckets
-from hybridpar.planner.cuts import Cut, StageFigures, figures_of
+from hybridpar.planner.cuts import Cut, StageFigures
 from hybridpar.planner.network import Network
 from hybridpar.planner.space import Candidate, Shape, Space
 
@@ -80,7 +83,12 @@ class Evaluator:
         self.space = space
         self._inputs = space.inputs
         self._workers = space.inputs.cluster.by_worker
-        self._figures = cache(self._make_figures)
+        #: For every number of workers the least memory, and the least memory bandwidth, of the devices that they use.
+        self._least_memory = _running_least(host.memory for _, host in self._workers)
+        self._least_bandwidth = _running_least(host.memory_bandwidth for _, host in self._workers)
+        self._figures = space.library.figures
+        self._layout = cache(self._make_layout)
+        self._transfers = cache(self._make_transfers)
         self._network = cache(self._make_network)
         self._prices = cache(self._make_prices)
         self._buckets = cache(self._make_buckets)
@@ -92,23 +100,28 @@ class Evaluator:
 
     def layout(self, candidate: Candidate) -> Layout:
         """Where the stages of a candidate run, and what flows between them."""
-        return candidate.shape.layout(self.figures(candidate).edges)
+        return self._layout(candidate.shape, candidate.cut, candidate.variant)
 
     def figures(self, candidate: Candidate) -> StageFigures:
         """What its stages cost on the device of the profile."""
         return self._figures(candidate.cut, candidate.variant, self.samples(candidate.shape))
 
-    def costs(self, candidate: Candidate) -> Costs:
-        """What its actions take on this cluster."""
+    def costs(self, candidate: Candidate, *, exchange: bool = True) -> Costs:
+        """What its actions take on this cluster.
+
+        Args:
+            candidate: The candidate.
+            exchange: Whether gradients are exchanged; without them costs are the same for all that they travel as.
+        """
         inputs, shape = self._inputs, candidate.shape
         figures, throughput, worst = self.figures(candidate), self._throughput(shape), self._workers[0][1]
         network = self._network(shape.positions, shape.replicas)
         layout = self.layout(candidate)
-        between = {(layout.home(edge.source), layout.home(edge.target)) for edge in layout.edges}
-        link, own = network.transfers(pair for pair in between if pair[0] != pair[1])
+        pairs = frozenset((layout.home(edge.source), layout.home(edge.target)) for edge in layout.edges)
+        link, own = self._transfers(shape.positions, shape.replicas, pairs)
         core = worst.bytes_per_core_second
         per_byte = 1 / core if core is not None else 0.0
-        buckets = self._buckets(candidate.cut, candidate.variant, shape, candidate.travel)
+        buckets = self._buckets(candidate.cut, candidate.variant, shape, candidate.travel) if exchange else ()
         return Costs(
             forward_ms=tuple(time / throughput for time in figures.forward_ms),
             backward_ms=tuple(time / throughput for time in figures.backward_ms),
@@ -197,8 +210,7 @@ class Evaluator:
 
     def limit(self, candidate: Candidate) -> float:
         """The least memory of the devices that a candidate uses."""
-        caps = [host.memory for _, host in self._workers[: candidate.shape.workers] if host.memory is not None]
-        return min(caps, default=float("inf"))
+        return self._least_memory[candidate.shape.workers - 1]
 
     # ---------------------------------------------------------------- made once
 
@@ -206,17 +218,19 @@ class Evaluator:
         """Of the slowest device that is used: the others wait for it."""
         return self._workers[shape.workers - 1][1].throughput
 
-    def _update_ms(self, shape: Shape, figures: StageFigures) -> tuple[float, ...] | None:
-        speeds = [host.memory_bandwidth for _, host in self._workers[: shape.workers]]
-        known = [speed for speed in speeds if speed is not None]
-        if len(known) < len(speeds):
-            return None
+    def _update_ms(self, shape: Shape, figures: StageFigures) -> tuple[float, ...]:
+        speed = self._least_bandwidth[shape.workers - 1]
         # Parameter, gradient and every tensor of the state are read; parameter and state are written.
         passes = 3 + 2 * self._inputs.optimizer_copies
-        return tuple(1e3 * passes * 4 * sum(one.count for one in own) / min(known) for own in figures.parameters)
+        return tuple(1e3 * passes * 4 * sum(one.count for one in own) / speed for own in figures.parameters)
 
-    def _make_figures(self, cut: Cut, variant: int, samples: int) -> StageFigures:
-        return figures_of(self._inputs.profile, cut, variant, samples)
+    def _make_layout(self, shape: Shape, cut: Cut, variant: int) -> Layout:
+        return shape.layout(self._figures(cut, variant, self.samples(shape)).edges)
+
+    def _make_transfers(
+        self, positions: int, replicas: int, pairs: frozenset[tuple[int, int]]
+    ) -> tuple[Link, dict[tuple[int, int], Link]]:
+        return self._network(positions, replicas).transfers(pair for pair in pairs if pair[0] != pair[1])
 
     def _make_network(self, positions: int, replicas: int) -> Network:
         return Network(self._inputs.cluster, positions, replicas)
@@ -253,7 +267,7 @@ class Evaluator:
         """A schedule; `greedy` is made for the link that the cut is for, so that it does not depend on the cluster."""
         figures = self._figures(cut, variant, self.samples(shape))
         request = ScheduleRequest(
-            shape.layout(figures.edges),
+            self._layout(shape, cut, variant),
             shape.micro_batches,
             forward_ms=figures.forward_ms,
             backward_ms=figures.backward_ms,
@@ -263,7 +277,6 @@ class Evaluator:
         return make(name, request)
 
 
-def free_link(costs: Costs) -> Costs:
-    """The same costs on links that cost nothing."""
-    buckets = tuple(tuple(replace(one, wire_ms=0.0, latency_ms=0.0) for one in stage) for stage in costs.buckets)
-    return replace(costs, link=Link(), links={}, buckets=buckets, control_ms=0.0)
+def _running_least(values: Iterable[float | None]) -> list[float]:
+    """For every number of values the least of them; what is not known is without limit."""
+    return list(accumulate((math.inf if one is None else float(one) for one in values), min))

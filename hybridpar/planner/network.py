@@ -14,6 +14,7 @@ Nothing here is simulated per worker: hosts are alike, so one group of each kind
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,12 +80,14 @@ class Network:
     def grouping(self) -> Grouping:
         """Of the replicas of the stage whose exchange takes longest; that of others is no worse."""
         groups = [self.hosts[first : first + self.replicas] for first in range(0, len(self.hosts), self.replicas)]
-        users: dict[int, int] = {}
-        for group in groups:
-            for host in set(group) if len(set(group)) > 1 else ():
-                users[host] = users.get(host, 0) + 1
-        each = max(group.count(host) for group in groups for host in set(group))
-        return Grouping(self.replicas, max(len(set(group)) for group in groups), each, max(users.values(), default=1))
+        counts = [Counter(group) for group in groups]
+        users = Counter(host for count in counts if len(count) > 1 for host in count)
+        return Grouping(
+            self.replicas,
+            max(map(len, counts)),
+            max(max(count.values()) for count in counts),
+            max(users.values(), default=1),
+        )
 
     def transfers(self, edges: Iterable[tuple[int, int]]) -> tuple[Link, dict[tuple[int, int], Link]]:
         """Connections between positions: the shared network of every worker, and pairs with a wire of their own.
@@ -111,9 +114,9 @@ class Network:
 
     def control_ms(self) -> float:
         """The small message by which all workers agree on a step."""
-        groups = len(set(self.hosts))
-        each = max(self.hosts.count(host) for host in set(self.hosts)) if self.hosts else 1
-        return 2 * (_rounds(each) * self._inside.latency_ms + _rounds(groups) * self._between.latency_ms)
+        workers = Counter(self.hosts)
+        inside, between = _rounds(max(workers.values())), _rounds(len(workers))
+        return 2 * (inside * self._inside.latency_ms + between * self._between.latency_ms)
 
     def exchange(self, kinds: Iterable[Kind]) -> Mapping[Kind, LinkCost]:
         """What messages take until they have met, where all workers of a group send their own.

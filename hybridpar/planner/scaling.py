@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from hybridpar.errors import HybridparError, UsageError
+from hybridpar.planner.cuts import CutLibrary
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.search import Answer, Progress, find_plan
 
@@ -148,10 +149,10 @@ def scaling_curve(inputs: PlannerInputs, progress: Progress | None = None) -> li
         progress: Told which point of how many is done.
     """
     counts = worker_counts(inputs.workers)
-    points = []
+    points, library = [], CutLibrary(inputs.profile)
     for place, count in enumerate(counts):
         try:
-            answer = find_plan(inputs, workers=count, keep=1)
+            answer = find_plan(inputs, workers=count, keep=1, library=library)
             plain = answer.baselines["data parallel"]
             points.append(Point(count, answer, None if plain is None else plain.score))
         except HybridparError:

@@ -8,11 +8,13 @@ profile are equal, whatever the digits say; of all that are equal to the fastest
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from hybridpar.errors import PlanError
 from hybridpar.planner.bounds import lower_bound_ms
+from hybridpar.planner.cuts import CutLibrary
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.space import Candidate, Space
@@ -60,6 +62,7 @@ def find_plan(
     workers: int | None = None,
     keep: int = 5,
     prune: bool = True,
+    library: CutLibrary | None = None,
     progress: Progress | None = None,
 ) -> Answer:
     """Search for the best plan.
@@ -69,14 +72,15 @@ def find_plan(
         workers: Workers that may be used; default: all.
         keep: How many of the best plans are to be right, as exhaustive enumeration would have them.
         prune: Leave out what cannot be among them; False simulates everything.
+        library: Cuts of the same model, where another search has made them.
         progress: Told now and then how far it is.
 
     Raises:
         PlanError: No plan fits into the memory; the message says what is missing, and the nearest that fits.
     """
-    evaluator = Evaluator(Space(inputs, workers))
+    evaluator = Evaluator(Space(inputs, workers, library))
     space, noise = evaluator.space, max(inputs.profile.noise, LEAST_NOISE)
-    bounded = _bounded(evaluator)
+    bounded = _ByBound(evaluator)
     baselines: dict[str, Outcome | None] = {}
     known: dict[Candidate, Outcome] = {}
     for name, candidate in space.baselines().items():
@@ -84,11 +88,13 @@ def find_plan(
         baselines[name] = known[candidate] if _fits(evaluator, known[candidate]) else None
     fitting = [outcome for outcome in known.values() if _fits(evaluator, outcome)]
     best = heapq.nsmallest(keep, (one.score for one in fitting))
-    for place, (bound, candidate) in enumerate(bounded):
-        if progress is not None and place % 64 == 0:
-            progress(place, len(bounded))
+    place = 0
+    for bound, candidate in bounded:
         if prune and best and bound > max(best[0] * (1 + noise), best[-1] if len(best) >= keep else float("inf")):
             break
+        place += 1
+        if progress is not None and place % 64 == 0:
+            progress(place, bounded.total)
         if candidate in known or not _may_fit(evaluator, candidate):
             continue
         known[candidate] = outcome = evaluator.outcome(candidate)
@@ -96,28 +102,57 @@ def find_plan(
             fitting.append(outcome)
             best = heapq.nsmallest(keep, (*best, outcome.score))
     if progress is not None:
-        progress(len(bounded), len(bounded))
+        progress(bounded.total, bounded.total)
     if not fitting:
-        raise _too_little_memory(evaluator, [candidate for _, candidate in bounded])
+        raise _too_little_memory(evaluator, list(space.candidates()))
     ranked = sorted(fitting, key=lambda one: (one.score, one.candidate.simplicity))
     equal = [one for one in ranked if one.score <= ranked[0].score * (1 + noise)]
     ties = sorted(equal, key=lambda one: one.candidate.simplicity)
-    return Answer(ties[0], tuple(ties), tuple(ranked), baselines, noise, len(bounded), len(known), evaluator)
+    return Answer(ties[0], tuple(ties), tuple(ranked), baselines, noise, bounded.total, len(known), evaluator)
 
 
-def _bounded(evaluator: Evaluator) -> list[tuple[float, Candidate]]:
-    """All candidates with what their score is at least, by that; schedules of one shape and cut share a bound."""
-    space, bounds = evaluator.space, dict[Candidate, float]()
-    found = []
-    for place, candidate in enumerate(space.candidates()):
-        shape = candidate.shape
-        same = Candidate(shape, candidate.cut, "", candidate.travel, candidate.variant)
-        if same not in bounds:
-            costs = evaluator.costs(candidate)
-            bound = lower_bound_ms(evaluator.layout(candidate), costs, shape.micro_batches)
-            bounds[same] = bound * space.travels[candidate.travel].steps
-        found.append((bounds[same], place, candidate))
-    return [(bound, candidate) for bound, _, candidate in sorted(found)]
+class _ByBound:
+    """All candidates with what their score is at least, the least first.
+
+    At first a candidate has the bound that holds whatever gradients travel as, which many share. Only when it is the
+    next one by that, its own bound is made, and it waits for its turn by that one.
+
+    Args:
+        evaluator: Of the search.
+
+    Attributes:
+        total: How many there are.
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
+        self._travels = evaluator.space.travels
+        shared = cache(lambda shape, cut, variant: self._bound(Candidate(shape, cut, "", 0, variant), exchange=False))
+        self._own = cache(lambda shape, cut, travel, variant: self._bound(Candidate(shape, cut, "", travel, variant)))
+        self._heap = [
+            (
+                shared(one.shape, one.cut, one.variant) * self._travels[one.travel].steps,
+                place,
+                one,
+                one.shape.replicas == 1,
+            )
+            for place, one in enumerate(evaluator.space.candidates())
+        ]
+        self.total = len(self._heap)
+        heapq.heapify(self._heap)
+
+    def __iter__(self) -> Iterator[tuple[float, Candidate]]:
+        while self._heap:
+            bound, place, one, final = heapq.heappop(self._heap)
+            if final:
+                yield bound, one
+                continue
+            own = self._own(one.shape, one.cut, one.travel, one.variant) * self._travels[one.travel].steps
+            heapq.heappush(self._heap, (max(bound, own), place, one, True))
+
+    def _bound(self, candidate: Candidate, exchange: bool = True) -> float:
+        costs = self._evaluator.costs(candidate, exchange=exchange)
+        return lower_bound_ms(self._evaluator.layout(candidate), costs, candidate.shape.micro_batches)
 
 
 def _fits(evaluator: Evaluator, outcome: Outcome) -> bool:

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal
 
 from hybridpar.pipeline.actions import Layout, place_stages
 from hybridpar.planner.codecs import Travel, travels
-from hybridpar.planner.cuts import Cut, cuts_of
+from hybridpar.planner.cuts import Cut, CutLibrary
 from hybridpar.planner.inputs import PlannerInputs
 
 #: Schedules that are tried, by placement, the simplest first. `zero_bubble` splits backward passes, which pays only
@@ -114,26 +113,27 @@ class Space:
     Args:
         inputs: Of the search.
         workers: Workers that there are; default: all that the cluster has and the batch can feed.
+        library: Cuts of the same model, where another search has made them.
 
     Attributes:
         inputs: Of the search.
         workers: Workers that there are.
         travels: What gradients may travel as.
+        library: Cuts of the model.
     """
 
-    def __init__(self, inputs: PlannerInputs, workers: int | None = None) -> None:
+    def __init__(self, inputs: PlannerInputs, workers: int | None = None, library: CutLibrary | None = None) -> None:
         self.inputs = inputs
         self.workers = inputs.workers if workers is None else workers
         self.travels: tuple[Travel, ...] = travels(inputs)
-        profile = inputs.profile
-        self._cuts = cache(lambda stages: cuts_of(profile, stages))
+        self.library = library or CutLibrary(inputs.profile)
 
     def candidates(self) -> Iterator[Candidate]:
         """All of them, in an order that does not change."""
         variants = range(len(self.inputs.profile.variants))
         for shape in self.shapes():
             ways = range(len(self.travels)) if shape.replicas > 1 else range(1)
-            for cut in self._cuts(shape.stages):
+            for cut in self.library.cuts(shape.stages):
                 for schedule in self._schedules(shape):
                     for travel in ways:
                         for variant in variants:
@@ -141,7 +141,7 @@ class Space:
 
     def baselines(self) -> dict[str, Candidate]:
         """What a plan must beat: plain data parallelism over all workers, and one device."""
-        whole = self._cuts(1)[0]
+        whole = self.library.cuts(1)[0]
         named = {}
         for name, workers in (("data parallel", self.workers), ("one device", 1)):
             count = self.micro_batch_counts(workers)

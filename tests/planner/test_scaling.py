@@ -14,7 +14,13 @@ from tests.planner.small import chain, cluster, inputs
 
 @pytest.mark.parametrize(
     ("samples", "per_sample_us", "exchange_ms", "expected"),
-    [(2880, 122, 10, 184.9), (2880, 122, 12, 61.6), (2880, 122, 20, 16.8), (1024, 137, 20, 7.2), (1024, 137, 320, 0.26)],
+    [
+        (2880, 122, 10, 184.9),
+        (2880, 122, 12, 61.6),
+        (2880, 122, 20, 16.8),
+        (1024, 137, 20, 7.2),
+        (1024, 137, 320, 0.26),
+    ],
 )
 def test_the_paper_s_measurements_give_its_worker_counts(samples, per_sample_us, exchange_ms, expected):
     # Half of the samples: the paper's double buffering computes one half while it sends the other.

@@ -85,7 +85,9 @@ def test_plans_within_the_noise_are_ties_and_the_simplest_wins():
     assert quiet.chosen == quiet.fastest
     assert quiet.chosen.candidate.shape.workers == 2
     noisy = find_plan(inputs(replace(profile, variants=(replace(profile.variants[0], noise=5.0),)), cluster(2, 1e10)))
-    assert noisy.chosen.candidate.shape.workers == 1, "one device is simpler, and six times the time is within the noise"
+    assert noisy.chosen.candidate.shape.workers == 1, (
+        "one device is simpler, and six times the time is within the noise"
+    )
     assert noisy.chosen in noisy.ties
     assert noisy.fastest in noisy.ties
     assert all(one.score <= noisy.fastest.score * 6 for one in noisy.ties)
@@ -121,7 +123,9 @@ def test_a_codec_is_ranked_by_time_to_the_same_loss():
 def test_a_slow_link_gets_codecs_or_a_pipeline_and_a_fast_one_neither():
     slow = find_plan(inputs(spec=cluster(2, 1e7), fidelity="close")).chosen.candidate
     assert slow.travel or slow.shape.replicas == 1
-    fast = find_plan(inputs(spec=cluster(2, 1e11, kind="cuda"), fidelity="lossy", most_micro_batches=1)).chosen.candidate
+    fast = find_plan(
+        inputs(spec=cluster(2, 1e11, kind="cuda"), fidelity="lossy", most_micro_batches=1)
+    ).chosen.candidate
     assert fast.is_plain
     assert fast.shape.replicas == 2
 
