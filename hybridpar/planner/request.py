@@ -37,6 +37,11 @@ class PlanRequest(PlanConfig):
         """Whether the fastest plan is wanted, rather than one cut."""
         return self.explain or self.cluster is not None or self.inputs is not None
 
+    @property
+    def wants_tuned_process(self) -> bool:
+        """As for a cut, but where everything was measured before."""
+        return super().wants_tuned_process and self.inputs is None
+
     def check(self) -> None:
         """Check what can be checked without the model.
 

@@ -17,9 +17,7 @@ from hybridpar.planner.space import Space
 from tests.planner.small import chain, cluster, inputs, random_inputs
 
 
-@settings(max_examples=25, deadline=None)
-@given(random_inputs())
-def test_the_answer_is_that_of_exhaustive_enumeration(asked: PlannerInputs):
+def same_as_enumeration(asked: PlannerInputs) -> None:
     pruned, exhaustive = find_plan(asked, keep=3), find_plan(asked, keep=3, prune=False)
     assert pruned.chosen == exhaustive.chosen
     assert pruned.ties == exhaustive.ties
@@ -28,14 +26,32 @@ def test_the_answer_is_that_of_exhaustive_enumeration(asked: PlannerInputs):
     assert pruned.simulated <= exhaustive.simulated
 
 
-@settings(max_examples=25, deadline=None)
-@given(random_inputs())
-def test_no_simulation_is_below_its_lower_bound(asked: PlannerInputs):
+def no_lower_than_bounds(asked: PlannerInputs) -> None:
     evaluator = Evaluator(Space(asked))
     for candidate in evaluator.space.candidates():
         costs = evaluator.costs(candidate)
-        bound = lower_bound_ms(evaluator.layout(candidate), costs, candidate.shape.micro_batches)
-        assert bound <= evaluator.simulation(candidate, costs).step_ms * (1 + 1e-9), candidate
+        took = evaluator.simulation(candidate, costs).step_ms * (1 + 1e-9)
+        for known in (costs, evaluator.costs(candidate, exchange=False)):
+            bound = lower_bound_ms(evaluator.layout(candidate), known, candidate.shape.micro_batches)
+            assert bound <= took, candidate
+
+
+@settings(max_examples=10, deadline=None)
+@given(random_inputs())
+def test_the_answer_is_that_of_exhaustive_enumeration(asked: PlannerInputs):
+    same_as_enumeration(asked)
+
+
+@settings(max_examples=10, deadline=None)
+@given(random_inputs())
+def test_no_simulation_is_below_its_lower_bound(asked: PlannerInputs):
+    no_lower_than_bounds(asked)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("law", [same_as_enumeration, no_lower_than_bounds])
+def test_laws_of_the_search_in_a_sweep(law):
+    settings(max_examples=300, deadline=None)(given(random_inputs())(law))()
 
 
 def test_the_bounds_rule_something_out():
@@ -43,7 +59,7 @@ def test_the_bounds_rule_something_out():
     assert found.simulated < found.considered / 2
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(random_inputs(), st.sampled_from([1.5, 4.0, 100.0]))
 def test_a_faster_link_never_predicts_slower(asked: PlannerInputs, factor: float):
     # Where moving bytes takes no core: on shared cores a faster link may also take them away at a worse time.
@@ -53,7 +69,7 @@ def test_a_faster_link_never_predicts_slower(asked: PlannerInputs, factor: float
     assert find_plan(faster, keep=1).fastest.score <= find_plan(asked, keep=1).fastest.score * (1 + 1e-9)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(random_inputs(), st.integers(6, 8), st.sampled_from([1.1, 2.0]))
 def test_more_memory_is_never_worse(asked: PlannerInputs, power: int, factor: float):
     def best(memory: float) -> float:
