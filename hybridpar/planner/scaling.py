@@ -137,8 +137,9 @@ class Point:
 
 
 def worker_counts(most: int) -> list[int]:
-    """The points of a curve: all numbers up to 8, then powers of two, and the last one."""
-    return sorted({*range(1, min(most, 8) + 1), *(1 << power for power in range(most.bit_length())), most})
+    """The points of a curve: powers of two and the last one, and of clusters up to 64 workers all numbers up to 8."""
+    few = range(1, min(most, 8) + 1) if most <= 64 else ()
+    return sorted({*few, *(1 << power for power in range(most.bit_length())), most})
 
 
 def scaling_curve(inputs: PlannerInputs, progress: Progress | None = None) -> list[Point]:

@@ -188,7 +188,7 @@ def test_a_large_cluster_is_searched_without_simulating_its_workers():
     assert answer.evaluator.space.workers == 4096
     assert answer.chosen.candidate.shape.workers == 4096
     points = scaling_curve(asked)
-    assert [point.workers for point in points] == [*range(1, 9), *(1 << power for power in range(4, 13))]
+    assert [point.workers for point in points] == [1 << power for power in range(13)]
     best = [point.step_ms for point in points]
-    assert best[0] > best[7] > best[-1]
+    assert best[0] > best[3] > best[-1]
     assert str(plan_of(answer).placement.replicas) in "\n".join(curve_lines(points, k_hat(asked)))

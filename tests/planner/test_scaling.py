@@ -82,3 +82,4 @@ def test_the_curve_holds_every_number_and_more_workers_never_hurt_the_best_plan(
 def test_points_of_a_large_curve_are_powers_of_two():
     assert worker_counts(48) == [1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 48]
     assert worker_counts(1) == [1]
+    assert worker_counts(100) == [1, 2, 4, 8, 16, 32, 64, 100]
