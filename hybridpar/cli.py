@@ -19,7 +19,7 @@ from hybridpar.bench.request import Bench, BenchCodecs, BenchSync
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, LaunchError, SyncError
 from hybridpar.partition.command import run_plan
-from hybridpar.partition.request import PlanConfig
+from hybridpar.planner.request import PlanRequest
 from hybridpar.show import run_show
 from hybridpar.tvm_kernels.request import TuneConfig
 
@@ -61,7 +61,7 @@ class Benchmark:
 
 Command = Annotated[
     Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[PlanConfig, tyro.conf.subcommand("plan")]
+    | Annotated[PlanRequest, tyro.conf.subcommand("plan")]
     | Annotated[TuneConfig, tyro.conf.subcommand("tune")]
     | Annotated[Show, tyro.conf.subcommand("show")]
     | Annotated[Benchmark, tyro.conf.subcommand("bench")]
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None, *, program: Sequence[str] | Non
             from hybridpar.doctor import run_doctor
 
             return run_doctor(command.fresh, command.json)
-        if isinstance(command, PlanConfig):
+        if isinstance(command, PlanRequest):
             return _plan(command, program)
         if isinstance(command, TuneConfig):
             return _tune(command, program)
@@ -127,11 +127,16 @@ def with_nested_options(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
-def _plan(command: PlanConfig, program: Sequence[str]) -> int:
+def _plan(command: PlanRequest, program: Sequence[str]) -> int:
     from hybridpar.launch import restart_with_environment
 
     if command.wants_tuned_process:
         restart_with_environment(program)
+    if command.searches:
+        from hybridpar.planner.command import run_search
+
+        return run_search(command)
+    command.check()
     return run_plan(command)
 
 

@@ -162,6 +162,7 @@ class Plan(_Section):
     kernels: Kernels | None = None
     measured: Measured | None = None
     predicted: Predicted | None = None
+    inputs: dict[str, Any] | None = Field(None, description="what a search read, to repeat it; see hybridpar.planner")
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Plan:

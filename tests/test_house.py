@@ -45,9 +45,13 @@ ROOMS: dict[str, set[str]] = {
     "compress": {"errors", "kernel_build", "kernel_cuda", "process", "registry"},
     "tvm_kernels": {"cluster", "errors", "kernel_build", "kernel_cache", "kernel_cuda", "process"},
     "partition": {"config", "errors", "models", "plan", "process", "registry"},
-    "cluster": {"process"},
+    "cluster": {"errors", "process"},
     "probe": {"cluster", "errors", "process"},
     "pipeline": {"compress", "errors", "lanes", "process", "registry"},
+    "planner": {
+        *("cluster", "compress", "errors", "models", "partition", "pipeline", "plan", "probe", "process"),
+        "tvm_kernels",
+    },
     "optim": {"config", "errors"},
     "checkpoint": {"errors", "pipeline"},
     "trainer": {
@@ -77,8 +81,8 @@ ROOMS: dict[str, set[str]] = {
         ),
     },
     "cli": {
-        *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "run", "show", "tune_command"),
-        "tvm_kernels",
+        *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "planner", "run", "show"),
+        *("tune_command", "tvm_kernels"),
     },
     "__main__": {"cli"},
     "__init__": {"config", "errors", "partition", "plan", "trainer"},
@@ -87,6 +91,7 @@ ROOMS: dict[str, set[str]] = {
 #: Modules that are one room, though they lie beside each other.
 SHARED_ROOMS = {
     **dict.fromkeys(("lane_base", "lane_check", "lane_cpu", "lane_cuda", "lane_ops"), "lanes"),
+    "cluster_file": "cluster",
     "probe_worker": "probe",
     "cuda_driver": "kernel_cuda",
     **dict.fromkeys(("kernel_builder", "kernel_writer", "kernel_writer_cuda"), "kernel_build"),

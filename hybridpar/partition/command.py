@@ -50,7 +50,7 @@ def _partition(config: PlanConfig, problem: Problem) -> PartitionedModel:
 
     seed_everything(config.seed)
     model, example = _on_device(config, build_model(config.model, config.classes))
-    with _Bar() as bar:
+    with ProgressBar() as bar:
         return partition_model(
             model,
             example,
@@ -114,7 +114,7 @@ def _on_device(config: PlanConfig, model: torch.nn.Module) -> tuple[torch.nn.Mod
         ) from error
 
 
-class _Bar:
+class ProgressBar:
     """A progress bar that names the step it is in, on standard error: what is printed is the table alone."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class _Bar:
         )
         self._task = self._progress.add_task("", total=None)
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> ProgressBar:
         self._progress.start()
         return self
 
@@ -141,7 +141,9 @@ class _Bar:
         self._progress.stop()
 
     def announce(self, line: str) -> None:
+        """Say what is being done."""
         self._progress.update(self._task, description=line)
 
     def advance(self, done: int, total: int) -> None:
+        """Say how far it is."""
         self._progress.update(self._task, completed=done, total=total)

@@ -45,12 +45,17 @@ class BucketCost:
         ready: When its last gradient is there, as a fraction of the stage's last backward pass.
         encode_ms: Time to encode it; takes a core.
         decode_ms: Time to decode what comes back; takes a core.
+        wire_ms: Time that its messages take on the link, without latency; None where they are one all-reduce of
+            `bytes` over `sync_link`.
+        latency_ms: Latency of its collectives; None for that of `sync_link`.
     """
 
     bytes: int
     ready: float = 1.0
     encode_ms: float = 0.0
     decode_ms: float = 0.0
+    wire_ms: float | None = None
+    latency_ms: float | None = None
 
 
 @dataclass(frozen=True)

@@ -102,18 +102,22 @@ class Machine:
         worker = self._workers[self._layout.home(action.stage)]
         bucket = costs.buckets[action.stage][action.index or 0]
         size = self.sync_bytes(action)
-        wire, cpu = costs.sync_link.wire_ms(size), 1e3 * bucket.bytes * costs.sync_cpu
+        wire = costs.sync_link.wire_ms(size) if bucket.wire_ms is None else bucket.wire_ms
+        latency = costs.sync_link.latency_ms if bucket.latency_ms is None else bucket.latency_ms
+        cpu = 1e3 * bucket.bytes * costs.sync_cpu
         time = max(wire, cpu)
         bytes_phase = Phase(0.0)
         if time > 0:
             uses = worker.core_time(cpu / time) + worker.communicate
-            shared = min(1.0, costs.link.wire_ms(size) / time)
+            # A time that is given counts in full: whatever its messages are, they fill the wire meanwhile.
+            on_wire = costs.link.wire_ms(size) if bucket.wire_ms is None else wire
+            shared = min(1.0, on_wire / time)
             if costs.sync_shares_link and shared > 0:
                 uses += ((worker.out, shared), (worker.into, shared))
             bytes_phase = Phase(time, uses)
         return [
             Phase(bucket.encode_ms, worker.core_time(1.0)),
-            Phase(costs.sync_link.latency_ms),
+            Phase(latency),
             bytes_phase,
             Phase(bucket.decode_ms, worker.core_time(1.0)),
         ]

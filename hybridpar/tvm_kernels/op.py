@@ -56,7 +56,7 @@ def depthwise_conv2d(
         if _is_stock(x, weight, stride, padding, dilation):
             return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[-3])
         if _is_plain(x):
-            result: Tensor = _Convolution.apply(x, weight, bias, stride, padding, dilation)  # type: ignore[no-untyped-call]
+            result: Tensor = _Convolution.apply(x, weight, bias, stride, padding, dilation)
             return result
     result = torch.ops.hybridpar.depthwise_conv2d(x, weight, bias, stride, padding, dilation)
     return result
@@ -68,7 +68,7 @@ def _is_plain(x: Tensor) -> bool:
         is_in_torch_dispatch_mode()
         or torch._C._are_functorch_transforms_active()
         or torch.is_autocast_enabled(x.device.type)
-        or torch.jit.is_tracing()
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     )
 
 
@@ -244,7 +244,7 @@ class _Convolution(torch.autograd.Function):
     """The operation without the dispatcher, which takes as long as a small convolution does."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: Any) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: Any) -> Tensor:
         """See `depthwise_conv2d`."""
         output = _forward(x, weight, bias, *numbers)
         ctx.numbers, ctx.has_bias = numbers, bias is not None
@@ -252,7 +252,7 @@ class _Convolution(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """The gradients; where they are to be differentiated again, by operations."""
         return _backward_of_forward(ctx, gradient)
 

@@ -1,0 +1,303 @@
+"""Why: a plan is wanted for machines that are not at hand, so a cluster can be described as well as measured.
+
+A description is hosts with devices, and links on two levels: between the devices of a host, and between hosts. It is a
+TOML file:
+
+    name = "two boxes"
+
+    [[hosts]]
+    count = 2                   # so many alike
+    devices = 4
+    kind = "cuda"
+    memory = "24GB"             # of each device
+    throughput = 8.0            # how many times as fast as the device that the profile is of
+
+    [inside]                    # between the devices of a host
+    bandwidth = "12GB/s"
+    latency_ms = 0.01
+
+    [between]                   # between hosts; its bandwidth is that of a host, in each direction
+    bandwidth = "1Gbit/s"
+    latency_ms = 0.1
+    efficiency = { all_reduce = 0.9, all_to_all = 0.8, all_gather = 0.9, send = 0.95 }
+
+What was measured can be read as a description too, so that the planner knows one kind of cluster only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from hybridpar.cluster import Cluster
+from hybridpar.errors import UsageError, nearest
+
+#: Bytes per second that a CPU core moves through gloo where nothing was measured.
+CORE_BANDWIDTH = 2e9
+
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?)(b|bit)?(/s)?")
+
+
+def _amount(rate: bool) -> BeforeValidator:
+    """Reads sizes (`24GB`) or rates (`12GB/s`, `1Gbit/s`); numbers are bytes, or bytes per second."""
+
+    def read(value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        match = _AMOUNT.fullmatch(value.strip().lower())
+        if match is None or (match[4] is not None) != rate or (match[3] == "bit" and not rate):
+            example = "12GB/s or 1Gbit/s" if rate else "24GB"
+            raise ValueError(f"not a {'rate' if rate else 'size'}; write {example}")
+        return float(match[1]) * _PREFIXES[match[2]] / (8 if match[3] == "bit" else 1)
+
+    return BeforeValidator(read)
+
+
+_Rate = Annotated[float, _amount(rate=True), Field(gt=0, allow_inf_nan=False)]
+_Bytes = Annotated[int, _amount(rate=False), Field(gt=0)]
+_Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Efficiency(_Part):
+    """What part of a link's bandwidth each way of using it reaches."""
+
+    all_reduce: _Share = 1.0
+    all_to_all: _Share = 1.0
+    all_gather: _Share = 1.0
+    send: _Share = 1.0
+
+
+class LinkLevel(_Part):
+    """The links of one level: all alike, full duplex."""
+
+    bandwidth: _Rate = Field(description="bytes per second in each direction")
+    latency_ms: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="of an empty message, one way")
+    efficiency: Efficiency = Efficiency()
+
+    def faster(self, factor: float) -> LinkLevel:
+        """The same link with so many times the bandwidth."""
+        return self.model_copy(update={"bandwidth": self.bandwidth * factor})
+
+
+class Hosts(_Part):
+    """Hosts that are alike, and the devices of each."""
+
+    count: int = Field(default=1, ge=1)
+    devices: int = Field(default=1, ge=1, description="of each host; one worker drives each")
+    kind: Literal["cpu", "cuda"] = "cpu"
+    name: str = ""
+    memory: _Bytes | None = Field(default=None, description="bytes of each device; without it there is no limit")
+    throughput: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="over the device of the profile")
+    memory_bandwidth: _Rate | None = Field(default=None, description="for the optimizer; without it, it takes no time")
+    communication_cores: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="beside those that compute, of each worker"
+    )
+    core_bandwidth: _Rate | None = Field(default=None, description="bytes per second that a core moves")
+
+    @property
+    def bytes_per_core_second(self) -> float | None:
+        """What moving bytes costs in time of a core; None where a device does it without."""
+        if self.core_bandwidth is not None:
+            return self.core_bandwidth
+        return CORE_BANDWIDTH if self.kind == "cpu" else None
+
+
+class ClusterSpec(_Part):
+    """A cluster, described or measured."""
+
+    name: str = "cluster"
+    hosts: tuple[Hosts, ...] = Field(min_length=1)
+    inside: LinkLevel | None = Field(default=None, description="between devices of a host")
+    between: LinkLevel | None = Field(default=None, description="between hosts")
+
+    @model_validator(mode="after")
+    def _links_are_there(self) -> ClusterSpec:
+        if self.inside is None and any(host.devices > 1 for host in self.hosts):
+            raise ValueError("a host has several devices, but there is no [inside] that says what lies between them")
+        if self.between is None and sum(host.count for host in self.hosts) > 1:
+            raise ValueError("there are several hosts, but no [between] that says what lies between them")
+        kinds = sorted({host.kind for host in self.hosts})
+        if len(kinds) > 1:
+            raise ValueError(f"devices of several kinds ({', '.join(kinds)}); a model is planned for one kind")
+        return self
+
+    @property
+    def workers(self) -> int:
+        """One per device."""
+        return sum(host.count * host.devices for host in self.hosts)
+
+    @property
+    def by_worker(self) -> tuple[tuple[int, Hosts], ...]:
+        """For every worker the number of its host and what that is; the fastest first, then in the file's order."""
+        ordered = sorted(self.hosts, key=lambda one: -one.throughput)
+        number, placed = 0, []
+        for host in ordered:
+            for _ in range(host.count):
+                placed += [(number, host)] * host.devices
+                number += 1
+        return tuple(placed)
+
+    @property
+    def key(self) -> str:
+        """Equal for equal descriptions, whatever their names."""
+        told = self.model_dump(mode="json", exclude={"name"})
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+    def faster_links(self, factor: float) -> ClusterSpec:
+        """The same cluster with so many times the bandwidth on its slowest level."""
+        level = "inside" if self.between is None else "between"
+        link: LinkLevel | None = getattr(self, level)
+        return self if link is None else self.model_copy(update={level: link.faster(factor)})
+
+    def with_another(self) -> ClusterSpec | None:
+        """The same cluster with a device more, or where there are several hosts with one more of these.
+
+        None where nothing says what would lie between them.
+        """
+        last = self.hosts[-1]
+        if self.between is not None:
+            more = last.model_copy(update={"count": last.count + 1})
+        elif self.inside is not None:
+            more = last.model_copy(update={"devices": last.devices + 1})
+        else:
+            return None
+        return self.model_copy(update={"hosts": (*self.hosts[:-1], more)})
+
+    def difference(self, other: ClusterSpec) -> str:
+        """The first thing in which another cluster differs: `hosts.0.devices is 4 there and 2 here`; else nothing."""
+        there, here = _flat(self.model_dump(mode="json")), _flat(other.model_dump(mode="json"))
+        for name in sorted(there.keys() | here.keys()):
+            if name != "name" and there.get(name) != here.get(name):
+                return f"{name} is {there.get(name)} there and {here.get(name)} here"
+        return ""
+
+    def to_toml(self) -> str:
+        """The description as a file; `read_cluster_file` reads an equal one."""
+        lines = [f"name = {json.dumps(self.name)}"]
+        for host in self.hosts:
+            lines += ["", "[[hosts]]", *_entries(host.model_dump(exclude_none=True))]
+        for level in ("inside", "between"):
+            link: LinkLevel | None = getattr(self, level)
+            if link is not None:
+                plain = link.model_dump(exclude={"efficiency"})
+                lines += ["", f"[{level}]", *_entries(plain)]
+                lines += [f"efficiency = {{ {', '.join(_entries(link.efficiency.model_dump()))} }}"]
+        return "\n".join(lines) + "\n"
+
+
+def read_cluster_file(path: Path) -> ClusterSpec:
+    """Read a description.
+
+    Raises:
+        UsageError: It cannot be read, a key is unknown, or a value is impossible; the message names the place.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise UsageError(f"cannot read the cluster {path}: {reason}", fix="Name a file in TOML.") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not TOML: {error}", "A cluster is described in TOML.") from error
+    return parse_cluster(data, str(path))
+
+
+def parse_cluster(data: object, source: str = "the cluster") -> ClusterSpec:
+    """Check and type a description that was read from somewhere.
+
+    Raises:
+        UsageError: As for `read_cluster_file`.
+    """
+    try:
+        return ClusterSpec.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise UsageError(
+                f"{source}: unknown key {where}", fix=nearest(str(first["loc"][-1]), _keys(first["loc"]))
+            ) from error
+        what = f"{where} is {_shown(first['input'])}: {first['msg']}" if where else first["msg"]
+        raise UsageError(
+            f"{source}: {what.replace('Value error, ', '')}",
+            "A cluster is hosts with devices, and the links inside and between them.",
+            "Correct this value; docs/planner.md has an example.",
+        ) from error
+
+
+def spec_of_measured(cluster: Cluster, workers: int, backend: str) -> ClusterSpec:
+    """What was measured on this machine, as a description.
+
+    Args:
+        cluster: The measurement.
+        workers: Workers on this machine; on CPUs they share cores and memory.
+        backend: What they would talk over.
+
+    Raises:
+        UsageError: There are several workers, and the link between them could not be measured.
+    """
+    kind: Literal["cpu", "cuda"] = "cuda" if backend == "nccl" else "cpu"
+    devices = cluster.of_kind(kind)
+    link = cluster.link(backend)
+    if workers > 1 and link is None:
+        found = "; ".join(cluster.problems) or "this machine has too few devices or cores for two workers"
+        raise UsageError(
+            f"the link between {workers} workers over {backend} was not measured: {found}",
+            "What gradients and activations cost depends on it.",
+            "Mend what `hybridpar doctor` shows, or describe the cluster with --cluster FILE.",
+        )
+    share = workers if kind == "cpu" else 1
+    hosts = Hosts(
+        devices=workers,
+        kind=kind,
+        name=devices[0].name,
+        memory=min(device.memory_bytes for device in devices) // share,
+        memory_bandwidth=min(device.bytes_per_second for device in devices) / share,
+        core_bandwidth=link.bytes_per_second if link is not None and kind == "cpu" else None,
+    )
+    # The latency that was measured is of an all-reduce: there and back again for two, as a tree for more.
+    level = None
+    if link is not None:
+        rounds = 2 * math.ceil(math.log2(link.world_size))
+        level = LinkLevel(bandwidth=link.bytes_per_second, latency_ms=link.latency_ms / rounds)
+    return ClusterSpec(name="this machine", hosts=(hosts,), inside=level)
+
+
+def _keys(place: tuple[int | str, ...]) -> list[str]:
+    """The keys that are known where an unknown one was found."""
+    tables: dict[str, type[BaseModel]] = {"hosts": Hosts, "inside": LinkLevel, "between": LinkLevel}
+    if "efficiency" in place[:-1]:
+        return list(Efficiency.model_fields)
+    return list(tables.get(str(place[0]), ClusterSpec).model_fields if len(place) > 1 else ClusterSpec.model_fields)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _entries(table: Mapping[str, Any]) -> list[str]:
+    # Strings and numbers of JSON are those of TOML.
+    return [f"{key} = {json.dumps(value)}" for key, value in table.items()]
+
+
+def _flat(value: object, name: str = "") -> dict[str, object]:
+    if isinstance(value, dict):
+        pairs = [(str(key), one) for key, one in value.items()]
+    elif isinstance(value, list):
+        pairs = [(str(key), one) for key, one in enumerate(value)]
+    else:
+        return {name: value}
+    return {full: leaf for key, one in pairs for full, leaf in _flat(one, f"{name}.{key}" if name else key).items()}

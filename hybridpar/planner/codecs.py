@@ -1,0 +1,156 @@
+"""Why: what a bucket of gradients costs depends on what its layers travel as, on the links, and on the device.
+
+Which layers are worth a codec is decided by `hybridpar.compress.auto`, as in a run; here that is asked for several
+speeds of the link that do not depend on the cluster, so that candidates are the same whatever the link is: a faster
+link can then only make the best of them faster. The search decides which of these policies fits this link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hybridpar.compress import Codec, Policy, parse_codec
+from hybridpar.compress.auto import PLAIN, Layers, choose, kinds_of
+from hybridpar.compress.rates import CodecRate, LinkCost, lasting_rounds
+from hybridpar.pipeline.buckets import cut_buckets
+from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.network import Network
+from hybridpar.planner.profile import Parameter
+from hybridpar.planner.steps import planned_codecs, steps_factor
+
+#: Speeds of a link, in bytes per second, for which a policy is made.
+RUNGS = (1e6, 1e7, 3e7, 1e8, 3e8, 1e9, 1e10)
+
+
+@dataclass(frozen=True)
+class Travel:
+    """What gradients travel as.
+
+    Attributes:
+        name: For people.
+        codecs: Texts of codecs by parameter; a parameter that is not named travels as it is.
+        steps: Training steps to the target over those of float32.
+        rank: 0 for gradients as they are, 1 for a codec for all, 2 for several.
+    """
+
+    name: str
+    codecs: Mapping[str, str]
+    steps: float = 1.0
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class BucketTimes:
+    """What a bucket takes.
+
+    Attributes:
+        bytes: That each worker sends.
+        encode_ms: Writing messages.
+        wire_ms: On the link, without latency.
+        latency_ms: Of its collectives.
+        decode_ms: Reading messages.
+    """
+
+    bytes: float
+    encode_ms: float
+    wire_ms: float
+    latency_ms: float
+    decode_ms: float
+
+
+def travels(inputs: PlannerInputs) -> tuple[Travel, ...]:
+    """All that gradients may travel as, `none` first: codecs for everything, and policies per layer.
+
+    Args:
+        inputs: Of the search.
+    """
+    found = [Travel("none", {})]
+    known = [text for text in planned_codecs(inputs.fidelity) if text in inputs.rates]
+    names = [one.name for one in inputs.profile.parameters]
+    for text in known:
+        found.append(Travel(text, dict.fromkeys(names, text), steps_factor([text]), 1))
+    codecs = {text: parse_codec(text) for text in known}
+    for policy in _policies(inputs, codecs):
+        texts = {name: text for name in names if (text := policy.text_of(name)) != "none"}
+        if texts and all(texts != dict(one.codecs) for one in found):
+            kinds = sorted(set(texts.values()))
+            label = f"{', '.join(kinds)} for {len(texts)} of {len(names)} parameters"
+            found.append(Travel(label, texts, steps_factor(kinds), 2))
+    return tuple(found)
+
+
+def _policies(inputs: PlannerInputs, codecs: Mapping[str, Codec]) -> list[Policy]:
+    if not codecs or inputs.workers < 2:
+        return []
+    buckets = [
+        [(one.name, one.shape) for one in bucket]
+        for bucket in stage_buckets(inputs.profile.parameters, inputs.bucket_bytes)
+    ]
+    layers = Layers(buckets, inputs.workers, inputs.sync_lanes)
+    kinds = kinds_of(codecs, [layers])
+    policies = []
+    for speed in RUNGS:
+        link = {kind: LinkCost(0.0, 1e3 * 2 / speed) for kind in kinds}
+        policies.append(choose([layers], codecs, inputs.codec_rates, link)[0])
+    return policies
+
+
+def stage_buckets(parameters: Sequence[Parameter], limit: int) -> list[list[Parameter]]:
+    """Parameters of a stage in the buckets that its first step cuts: from the last one to the first."""
+    order = list(parameters)[::-1]
+    return [[order[index] for index in bucket] for bucket in cut_buckets([4 * one.count for one in order], limit)]
+
+
+class BucketPrices:
+    """What buckets take between the replicas of a stage.
+
+    Args:
+        network: The links of the grid that the replicas belong to.
+        rates: How fast codecs are on the device of the profile.
+        throughput: Of the devices, over that one.
+    """
+
+    def __init__(self, network: Network, rates: Mapping[str, CodecRate], throughput: float) -> None:
+        self._network, self._rates, self._throughput = network, rates, throughput
+        self._group = network.grouping
+        self._codecs = {text: parse_codec(text) for text in rates}
+        #: Who exchanges the messages of a codec: leaders of hosts, where there are hosts with several workers.
+        self._peers = self._group.hosts if self._group.two_levels else self._group.workers
+        self._plain = network.exchange([PLAIN])[PLAIN]
+
+    def times(self, bucket: Sequence[Parameter], travel: Travel) -> BucketTimes:
+        """What a bucket takes if its layers travel in this way."""
+        workers, factor = self._group.workers, 2 * (self._group.workers - 1) / self._group.workers
+        plain = [one for one in bucket if not self._compresses(one, travel)]
+        size = 4 * sum(one.count for one in plain)
+        sent, wire = factor * size, size * self._plain.ms_per_byte
+        latency = self._plain.latency_ms if plain else 0.0
+        encode = decode = 0.0
+        collectives = set()
+        share = self._group.each if self._group.two_levels else 1  # leaders take turns
+        for one in bucket:
+            if not self._compresses(one, travel):
+                continue
+            text = travel.codecs[one.name]
+            rounds = lasting_rounds(self._codecs[text], one.shape, self._peers)
+            kinds = [(entry.meeting, entry.dtype) for entry in rounds]
+            costs = (self._network.between_hosts if self._group.two_levels else self._network.exchange)(kinds)
+            writing, reading = self._rates[text].times(one.count)
+            encode += writing / (share * self._throughput)
+            decode += reading / (share * self._throughput)
+            wire += sum(entry.bytes * costs[kind].ms_per_byte for entry, kind in zip(rounds, kinds, strict=True))
+            sent += sum(entry.sent(self._peers) for entry in rounds) / share
+            collectives |= {(index, kind, costs[kind].latency_ms) for index, kind in enumerate(kinds)}
+            if self._group.two_levels:
+                inside = self._network.inside_cost()
+                wire += 4 * one.count * inside.ms_per_byte
+                sent += 2 * 4 * one.count * 2 * (self._group.each - 1) / self._group.each
+        latency += sum(ms for _, _, ms in collectives)
+        if collectives and self._group.two_levels:
+            latency += self._network.inside_cost().latency_ms
+        return BucketTimes(sent if workers > 1 else 0.0, encode, wire, latency, decode)
+
+    def _compresses(self, one: Parameter, travel: Travel) -> bool:
+        text = travel.codecs.get(one.name)
+        return text is not None and self._codecs[text].fits(one.shape)

@@ -1,0 +1,239 @@
+"""Why: `hybridpar plan MODEL --explain`: what is measured, in which order, and what is printed and written."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hybridpar.cluster_file import ClusterSpec, read_cluster_file, spec_of_measured
+from hybridpar.errors import PlanError, UsageError
+from hybridpar.partition.command import ProgressBar
+from hybridpar.partition.request import parse_bytes, parse_shape
+from hybridpar.planner.request import PlanRequest
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hybridpar.planner.inputs import PlannerInputs
+    from hybridpar.planner.profile import ModelProfile
+    from hybridpar.planner.scaling import KHat, Point
+    from hybridpar.planner.search import Answer
+
+#: Points of a scaling curve of a cluster that is at hand or small; larger ones are drawn only where asked for.
+_CURVE_WORKERS = 16
+
+
+def run_search(request: PlanRequest) -> int:
+    """Search for a plan, print why, write what was asked for; returns the exit code.
+
+    Raises:
+        HybridparError: The request cannot be met; the message says why and what to do.
+    """
+    request.check()
+    if request.draw is not None:
+        from hybridpar.partition.draw import require_matplotlib
+
+        require_matplotlib()
+    with ProgressBar() as bar:
+        inputs = _inputs(request, bar)
+        from hybridpar.planner.explain import what_ifs
+        from hybridpar.planner.record import plan_of
+        from hybridpar.planner.scaling import k_hat, scaling_curve
+        from hybridpar.planner.search import find_plan
+
+        bar.announce("searching")
+        answer = find_plan(inputs, progress=bar.advance)
+        written = []
+        if request.output is not None:
+            plan_of(answer).save(request.output)
+            written.append(f"plan written to {request.output}")
+        bar.announce("asking what else would help")
+        asked = what_ifs(inputs, answer)
+        equation, points = k_hat(inputs), []
+        if request.draw is not None or inputs.workers <= _CURVE_WORKERS or request.explain:
+            bar.announce("numbers of workers")
+            points = scaling_curve(inputs, bar.advance)
+        if request.draw is not None:
+            from hybridpar.planner.draw import draw_curve
+
+            draw_curve(points, equation, f"{inputs.profile.info.name}, batch {inputs.batch}", request.draw)
+            written.append(f"picture written to {request.draw}")
+    _print(inputs, answer, [one.told() for one in asked], points, equation, written)
+    return 0
+
+
+def _inputs(request: PlanRequest, bar: ProgressBar) -> PlannerInputs:
+    """What the search reads: recorded, or measured now."""
+    from hybridpar.planner.inputs import PlannerInputs
+
+    if request.inputs is not None:
+        recorded = _recorded(request)
+        if request.cluster is not None:
+            recorded = recorded.on(read_cluster_file(request.cluster))
+        return replace(recorded, fidelity=request.fidelity) if request.fidelity != "exact" else recorded
+    described = read_cluster_file(request.cluster) if request.cluster is not None else None
+    cluster = described or _measured_cluster(request, bar)
+    if request.memory is not None:
+        cap = parse_bytes(request.memory)
+        hosts = tuple(host.model_copy(update={"memory": cap}) for host in cluster.hosts)
+        cluster = cluster.model_copy(update={"hosts": hosts})
+    profile, rates = _profile(request, cluster, bar)
+    return PlannerInputs(
+        profile,
+        cluster,
+        request.batch_size,
+        request.fidelity,
+        rates,
+        optimizer_copies=request.optimizer_copies,
+    )
+
+
+def _recorded(request: PlanRequest) -> PlannerInputs:
+    from hybridpar.plan import read_plan
+    from hybridpar.planner.inputs import inputs_of_plan
+
+    assert request.inputs is not None
+    plan = read_plan(request.inputs)
+    if plan.model.name != request.model:
+        raise PlanError(
+            f"{request.inputs} is a plan of {plan.model.name}, not of {request.model}",
+            "What was recorded is about one model.",
+            f"Name {plan.model.name}, or measure {request.model}: leave out --inputs.",
+        )
+    return inputs_of_plan(plan, str(request.inputs))
+
+
+def _measured_cluster(request: PlanRequest, bar: ProgressBar) -> ClusterSpec:
+    """This machine."""
+    from hybridpar.cluster import default_backend, default_workers
+    from hybridpar.probe import probe_cluster
+
+    bar.announce("measuring the machine")
+    found = probe_cluster()
+    workers = request.workers or default_workers(found)
+    return spec_of_measured(found, workers, default_backend(found))
+
+
+def _profile(
+    request: PlanRequest, cluster: ClusterSpec, bar: ProgressBar
+) -> tuple[ModelProfile, dict[str, dict[int, tuple[float, float]]]]:
+    import torch
+
+    from hybridpar.models import build_model, seed_everything
+    from hybridpar.partition.profile_cache import cache_directory
+    from hybridpar.planner.measure import measure_rates, profile_model
+    from hybridpar.planner.steps import planned_codecs
+    from hybridpar.process import available_cores, threads_per_worker
+
+    seed_everything(request.seed)
+    model = build_model(request.model, request.classes)
+    on_gpu = cluster.hosts[0].kind == "cuda" and torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    shape = parse_shape(request.input)
+    workers = min(cluster.workers, request.batch_size)
+    here = cluster.hosts[0].devices if request.cluster is None else 1
+    threads = request.threads or threads_per_worker(here, available_cores())
+    try:
+        examples = [torch.randn(samples, *shape, device=device) for samples in _sizes(request.batch_size, workers)]
+        model = model.to(device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"cannot put a micro-batch of {request.input} on {device}: {str(error).splitlines()[0]}",
+            "The model and a whole micro-batch must fit into the memory of the device that is measured.",
+            "Use a smaller --batch-size or --input.",
+        ) from error
+    formats = ("contiguous", "channels_last") if len(shape) == 3 else ("contiguous",)
+    profile = profile_model(
+        model,
+        examples,
+        name=request.model,
+        measure=request.measure,
+        passes=request.passes,
+        threads=threads,
+        formats=formats if request.measure else formats[:1],
+        kernels=device.type == "cpu",
+        lanes=(2,) if on_gpu or threads > 1 else (),
+        cache=cache_directory() if request.cache else None,
+        progress=bar.advance,
+        announce=bar.announce,
+    )
+    rates: dict[str, dict[int, tuple[float, float]]] = {}
+    if workers > 1:
+        bar.announce("timing codecs")
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            # Those of a looser fidelity too: what it would gain is said.
+            rates = measure_rates(planned_codecs("lossy"), profile.parameters, workers, device)
+        finally:
+            torch.set_num_threads(before)
+    return profile, rates
+
+
+def _sizes(batch: int, workers: int) -> list[int]:
+    """Sizes of micro-batches to profile: that of plain data parallelism, and a quarter of it, for the line between."""
+    whole = min(-(-batch // workers), 64)
+    return sorted({max(2, whole // 4), max(2, whole)})
+
+
+def _print(
+    inputs: PlannerInputs, answer: Answer, asked: list[str], points: list[Point], equation: KHat, written: list[str]
+) -> None:
+    """Print the report.
+
+    Raises:
+        UsageError: Standard output cannot be written.
+    """
+    from rich.console import Console
+
+    from hybridpar.planner.explain import curve_lines, notes
+
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    try:
+        _print_table(inputs, answer, console)
+        sections = [
+            ("what would help", asked),
+            ("numbers of workers, same batch", curve_lines(points, equation) if points else []),
+            ("about these figures", notes(inputs, answer)),
+        ]
+        for title, lines in sections:
+            if lines:
+                console.print(f"\n{title}", style="bold")
+                for line in lines:
+                    console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
+        for line in written:
+            console.print(line, soft_wrap=True)
+        sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer would fail once more when Python exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise UsageError(f"cannot print the report: {error.strerror}", fix="Send standard output elsewhere.") from error
+
+
+def _print_table(inputs: PlannerInputs, answer: Answer, console: Console) -> None:
+    from rich.table import Table
+
+    from hybridpar.planner.explain import PARTS, rows
+
+    cluster = inputs.cluster
+    console.print(
+        f"{inputs.profile.info.name}, batch {inputs.batch}, on {cluster.name}: {cluster.workers} workers, "
+        f"fidelity {inputs.fidelity}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    table = Table(box=None, pad_edge=False)
+    table.add_column("plan", overflow="fold")
+    for title in ("step ms", *PARTS.values(), "GB"):
+        table.add_column(title, justify="right")
+    table.add_column("verdict", overflow="fold")
+    for row in rows(answer):
+        if row.outcome is None or row.parts is None:
+            table.add_row(row.name, *["-"] * (len(PARTS) + 2), row.verdict)
+            continue
+        figures = [row.parts.step, *(getattr(row.parts, name) for name in PARTS)]
+        memory = f"{row.outcome.memory_bytes / 1e9:,.2f}"
+        table.add_row(row.name, *(f"{value:,.1f}" for value in figures), memory, row.verdict)
+    console.print(table)

@@ -1,0 +1,164 @@
+"""Why: there are more ways to cut a model than can be simulated, and few of them can be best.
+
+For every number of stages a handful of cuts is tried: balanced for computing alone, balanced together with transfers on
+links of several speeds, and the one that needs the least memory. None of that depends on the cluster's own link or
+memory, so a faster link or more memory never takes a candidate away.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from hybridpar.errors import PartitionError
+from hybridpar.partition.balance import balance_graph
+from hybridpar.partition.cost import IntervalCosts, Link, Problem
+from hybridpar.partition.graph import UnitGraph
+from hybridpar.partition.linear import least_maximum, stages_of
+from hybridpar.partition.planning import saved_bytes
+from hybridpar.pipeline.actions import Edge
+from hybridpar.planner.profile import ModelProfile, Parameter
+
+#: Speeds of links, in bytes per second, for which cuts are made; None for one that costs nothing.
+LINKS = (None, 1e9, 1e8, 1e7)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A partition of the units.
+
+    Attributes:
+        name: How it was made.
+        stage_of: Stage of every unit.
+        link_speed: Bytes per second of the link that it was made for; None for one that costs nothing.
+    """
+
+    name: str
+    stage_of: tuple[int, ...]
+    link_speed: float | None = None
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return max(self.stage_of) + 1
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """What the stages of a cut cost for a micro-batch of some size; a number per stage.
+
+    Attributes:
+        forward_ms: Forward pass, on the device of the profile.
+        backward_ms: Backward pass.
+        saved_bytes: What waits for the backward pass.
+        parameters: Trained parameters, in the model's order.
+        ready: For every parameter, by name, when its gradient is there, as a fraction of the stage's backward pass.
+        edges: What flows between stages.
+    """
+
+    forward_ms: tuple[float, ...]
+    backward_ms: tuple[float, ...]
+    saved_bytes: tuple[int, ...]
+    parameters: tuple[tuple[Parameter, ...], ...]
+    ready: dict[str, float]
+    edges: tuple[Edge, ...]
+
+
+class CutLibrary:
+    """The cuts of a model and their figures, each made once, however many searches ask for them.
+
+    Args:
+        profile: The model.
+    """
+
+    def __init__(self, profile: ModelProfile) -> None:
+        self.profile = profile
+        self.cuts = cache(lambda stages: cuts_of(profile, stages))
+        self.figures = cache(lambda cut, variant, samples: figures_of(profile, cut, variant, samples))
+
+
+def cuts_of(profile: ModelProfile, stages: int) -> tuple[Cut, ...]:
+    """The cuts to try, without those that are equal.
+
+    They balance stages, whatever lanes these are put on: a lane with several short stages of equal length is as
+    balanced as one with a long one, and balancing lanes over many stages takes seconds where this takes milliseconds.
+
+    Args:
+        profile: The model.
+        stages: Number of stages.
+    """
+    count = len(profile.graph)
+    if stages == 1:
+        return (Cut("whole", (0,) * count),)
+    if stages > count:
+        return ()
+    graph = profile.timed(0, profile.samples)
+    found: dict[tuple[int, ...], Cut] = {}
+    for speed in LINKS:
+        problem = Problem(stages, link=Link(speed), noise=profile.noise)
+        try:
+            balance = balance_graph(graph, problem, certify=False)
+        except PartitionError:
+            continue  # pinned units leave no cut into so many stages
+        name = "balanced" if speed is None else f"balanced for {speed / 1e6:,.0f} MB/s"
+        found.setdefault(balance.stage_of, Cut(name, balance.stage_of, speed))
+    problem = Problem(stages)
+    costs = IntervalCosts(graph)
+    _, ends = least_maximum([costs.stage_bytes(problem, stage) for stage in range(stages)])
+    if ends is not None:
+        least = tuple(stages_of(ends, count))
+        if max(least) + 1 == stages:
+            found.setdefault(least, Cut("least memory", least))
+    return tuple(found.values())
+
+
+def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) -> StageFigures:
+    """What the stages of a cut cost.
+
+    Args:
+        profile: The model.
+        cut: The cut.
+        variant: Which of the profile's variants computes.
+        samples: Samples of a micro-batch.
+    """
+    graph, stages = profile.timed(variant, samples), range(cut.stages)
+    members: list[list[int]] = [[] for _ in stages]
+    for unit, stage in enumerate(cut.stage_of):
+        members[stage].append(unit)
+    forward = tuple(sum(graph.units[unit].forward_ms for unit in own) for own in members)
+    backward = tuple(sum(graph.units[unit].backward_ms for unit in own) for own in members)
+    done: dict[int, float] = {}
+    for stage, own in enumerate(members):
+        passed = 0.0
+        for unit in reversed(own):
+            passed += graph.units[unit].backward_ms
+            done[unit] = min(1.0, passed / backward[stage]) if backward[stage] > 0 else 1.0
+    parameters: list[list[Parameter]] = [[] for _ in stages]
+    for one in profile.parameters:
+        parameters[cut.stage_of[one.unit]].append(one)
+    return StageFigures(
+        forward,
+        backward,
+        tuple(saved_bytes(graph, cut.stage_of)),
+        tuple(map(tuple, parameters)),
+        {one.name: done[one.unit] for one in profile.parameters},
+        edges_of(graph, cut.stage_of),
+    )
+
+
+def edges_of(graph: UnitGraph, stage_of: Sequence[int]) -> tuple[Edge, ...]:
+    """What flows between the stages of a cut: every tensor once to each later stage that uses it."""
+    ahead: dict[tuple[int, int], int] = defaultdict(int)
+    back: dict[tuple[int, int], int] = defaultdict(int)
+    last = max(stage_of)
+    for value in graph.values:
+        home = stage_of[value.producer] if value.producer >= 0 else 0
+        users = {stage_of[unit] for unit in value.consumers}
+        if value.is_output:
+            users.add(last)
+        for user in users - {home}:
+            ahead[home, user] += value.bytes
+            back[home, user] += value.gradient_bytes
+    return tuple(Edge(*pair, ahead[pair], back[pair]) for pair in sorted(ahead))

@@ -1,0 +1,50 @@
+"""Why: whether more workers pay is seen at a glance in a picture, and hardly in a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybridpar.planner.scaling import KHat, Point
+
+
+def draw_curve(points: Sequence[Point], equation: KHat, title: str, path: Path) -> None:
+    """Draw the time of a step over the number of workers.
+
+    Args:
+        points: The curve.
+        equation: 1-bit SGD's, which is drawn as a line at the number of workers that it gives.
+        title: Above the picture.
+        path: The file; its ending says which format.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    best = [(point.workers, point.step_ms) for point in points if point.step_ms is not None]
+    plain = [(point.workers, point.plain_ms) for point in points if point.plain_ms is not None]
+    if best:
+        count, first = best[0]
+        axes.plot([at for at, _ in best], [first * count / at for at, _ in best], color="0.7", ls=":", label="linear")
+        axes.plot(*zip(*best, strict=True), marker="o", label="best plan")
+    if plain:
+        axes.plot(*zip(*plain, strict=True), marker="x", ls="--", label="plain data parallelism")
+    most = max(point.workers for point in points)
+    if math.isfinite(equation.workers) and equation.workers <= most:
+        label = f"1-bit SGD's equation: {equation.workers:,.1f}"
+        axes.axvline(equation.workers, color="tab:green", lw=1, ls="-.", label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks([point.workers for point in points], [f"{point.workers:,}" for point in points])
+    axes.xaxis.minorticks_off()
+    axes.yaxis.set_major_formatter("{x:,.5g}")
+    axes.yaxis.set_minor_formatter("{x:,.4g}")
+    axes.set_xlabel("workers")
+    axes.set_ylabel("step, in time to the same result (ms)")
+    axes.set_title(title)
+    axes.legend()
+    metadata = {"Date": None} if path.suffix == ".svg" else {}
+    figure.savefig(path, metadata=metadata)

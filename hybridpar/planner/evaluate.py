@@ -1,0 +1,282 @@
+"""Why: every candidate is judged by the simulator that predicts runs, over the list of actions that would be run.
+
+Here a candidate becomes costs, a program and a prediction. What many candidates have in common (the figures of a cut,
+the links of a grid, the prices of buckets, a schedule) is made once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+
+from hybridpar.pipeline.actions import Layout, Schedule
+from hybridpar.pipeline.costs import BucketCost, Costs, Link
+from hybridpar.pipeline.program import lower
+from hybridpar.pipeline.schedules import ScheduleRequest, make
+from hybridpar.pipeline.simulate import Simulation, simulate
+from hybridpar.planner.codecs import BucketPrices, stage_buckets
+from hybridpar.planner.cuts import Cut, StageFigures
+from hybridpar.planner.network import Network
+from hybridpar.planner.space import Candidate, Shape, Space
+
+#: Bytes that moving, adding and sending one byte of a gradient costs a core, besides receiving it: one pass each way.
+_SEND_PART = 0.5
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a step is predicted to take, in milliseconds, and where it goes; the parts add up to the step.
+
+    Attributes:
+        step: The whole step.
+        compute: Of the lane that computes longest.
+        bubble: What that lane waits until the last lane has computed.
+        sync: By which exchanging gradients outlasts computing, were codecs free.
+        codec: What writing and reading the messages of codecs adds.
+        update: The agreement of the workers, and the optimizer.
+    """
+
+    step: float
+    compute: float
+    bubble: float
+    sync: float
+    codec: float
+    update: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A candidate with what it is predicted to take.
+
+    Attributes:
+        candidate: The candidate.
+        step_ms: One step.
+        score: What candidates are ranked by: `step_ms` times the steps to the target over those of float32.
+        memory_bytes: The most that a device needs, with the margin.
+        bubble: Part of the time of computing in which lanes wait.
+        exposed_sync_ms: By how much the exchange of gradients outlasts computing.
+        bytes_sent: Mean over the workers.
+        peak_saved_bytes: The most that a worker keeps for backward passes.
+    """
+
+    candidate: Candidate
+    step_ms: float
+    score: float
+    memory_bytes: float
+    bubble: float
+    exposed_sync_ms: float
+    bytes_sent: float
+    peak_saved_bytes: int
+
+
+class Evaluator:
+    """Predicts the candidates of a space.
+
+    Args:
+        space: The space.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self._inputs = space.inputs
+        self._workers = space.inputs.cluster.by_worker
+        #: For every number of workers the least memory, and the least memory bandwidth, of the devices that they use.
+        self._least_memory = _running_least(host.memory for _, host in self._workers)
+        self._least_bandwidth = _running_least(host.memory_bandwidth for _, host in self._workers)
+        self._figures = space.library.figures
+        self._layout = cache(self._make_layout)
+        self._transfers = cache(self._make_transfers)
+        self._network = cache(self._make_network)
+        self._prices = cache(self._make_prices)
+        self._buckets = cache(self._make_buckets)
+        self._schedule = cache(self._make_schedule)
+
+    def samples(self, shape: Shape) -> int:
+        """Samples of the largest micro-batch."""
+        return -(-self._inputs.batch // (shape.replicas * shape.micro_batches))
+
+    def layout(self, candidate: Candidate) -> Layout:
+        """Where the stages of a candidate run, and what flows between them."""
+        return self._layout(candidate.shape, candidate.cut, candidate.variant)
+
+    def figures(self, candidate: Candidate) -> StageFigures:
+        """What its stages cost on the device of the profile."""
+        return self._figures(candidate.cut, candidate.variant, self.samples(candidate.shape))
+
+    def costs(self, candidate: Candidate, *, exchange: bool = True) -> Costs:
+        """What its actions take on this cluster.
+
+        Args:
+            candidate: The candidate.
+            exchange: Whether gradients are exchanged; without them costs are the same for all that they travel as.
+        """
+        inputs, shape = self._inputs, candidate.shape
+        figures, throughput, worst = self.figures(candidate), self._throughput(shape), self._workers[0][1]
+        network = self._network(shape.positions, shape.replicas)
+        layout = self.layout(candidate)
+        pairs = frozenset((layout.home(edge.source), layout.home(edge.target)) for edge in layout.edges)
+        link, own = self._transfers(shape.positions, shape.replicas, pairs)
+        core = worst.bytes_per_core_second
+        per_byte = 1 / core if core is not None else 0.0
+        buckets = self._buckets(candidate.cut, candidate.variant, shape, candidate.travel) if exchange else ()
+        return Costs(
+            forward_ms=tuple(time / throughput for time in figures.forward_ms),
+            backward_ms=tuple(time / throughput for time in figures.backward_ms),
+            step_ms=self._update_ms(shape, figures),
+            overhead_ms=inputs.overhead_ms,
+            saved_bytes=figures.saved_bytes,
+            link=link,
+            links=own,
+            cores=shape.lanes + worst.communication_cores,
+            send_cpu=_SEND_PART * per_byte,
+            receive_cpu=_SEND_PART * per_byte,
+            # Per byte of a bucket; what a worker moves is that times the factor of the ring.
+            sync_cpu=per_byte * 2 * (shape.replicas - 1) / shape.replicas,
+            co_run=max(1.0, inputs.profile.co_run.get(shape.lanes, 1.0)),
+            buckets=buckets,
+            replicas=shape.replicas,
+            sync_shares_link=True,
+            sync_lanes=inputs.sync_lanes,
+            commit=True,
+            control_ms=network.control_ms() if shape.workers > 1 else 0.0,
+        )
+
+    def simulation(self, candidate: Candidate, costs: Costs) -> Simulation:
+        """One step, simulated over the actions of all workers of a replica; other replicas do the same."""
+        layout = self.layout(candidate)
+        schedule = self._schedule(candidate.schedule, candidate.shape, candidate.cut, candidate.variant)
+        counts = [len(buckets) for buckets in costs.buckets] if candidate.shape.replicas > 1 else ()
+        program = lower(schedule, layout, counts, forward_ms=costs.forward_ms, backward_ms=costs.backward_ms)
+        return simulate(program, costs)
+
+    def outcome(self, candidate: Candidate) -> Outcome:
+        """What a candidate is predicted to take."""
+        costs = self.costs(candidate)
+        result = self.simulation(candidate, costs)
+        return Outcome(
+            candidate,
+            result.step_ms,
+            result.step_ms * self.space.travels[candidate.travel].steps,
+            self.memory(candidate, result.peak_saved_bytes),
+            min(1.0, max(0.0, result.bubble)),
+            max(0.0, *result.exposed_sync_ms),
+            sum(result.bytes_sent) / len(result.bytes_sent),
+            max(result.peak_saved_bytes),
+        )
+
+    def parts(self, candidate: Candidate) -> Parts:
+        """Where the time of a candidate's step goes."""
+        costs = self.costs(candidate)
+        free = replace(
+            costs,
+            buckets=tuple(
+                tuple(replace(one, encode_ms=0.0, decode_ms=0.0) for one in stage) for stage in costs.buckets
+            ),
+        )
+        whole, without = self.simulation(candidate, costs), self.simulation(candidate, free)
+        busy = max(without.busy_ms)
+        update = min(
+            without.step_ms - without.compute_ms, costs.control_ms + max(costs.step_ms or (0.0,)) + costs.overhead_ms
+        )
+        return Parts(
+            whole.step_ms,
+            busy,
+            without.compute_ms - busy,
+            without.step_ms - without.compute_ms - update,
+            whole.step_ms - without.step_ms,
+            update,
+        )
+
+    def memory(self, candidate: Candidate, saved: tuple[int, ...]) -> float:
+        """The most bytes that a device needs, with the margin.
+
+        Every worker holds all parameters, and gradients, optimizer state and, with a codec, residuals of its own
+        stages; to that come the activations that wait.
+
+        Args:
+            candidate: The candidate.
+            saved: For every worker the most that waits for backward passes at one time.
+        """
+        inputs, layout = self._inputs, self.layout(candidate)
+        copies = 1 + inputs.optimizer_copies + (1 if candidate.travel else 0)
+        own = [0] * layout.workers
+        for stage, parameters in enumerate(self.figures(candidate).parameters):
+            own[layout.home(stage)] += 4 * sum(one.count for one in parameters)
+        whole = inputs.profile.parameter_bytes
+        return inputs.memory_margin * max(whole + copies * mine + held for mine, held in zip(own, saved, strict=True))
+
+    def limit(self, candidate: Candidate) -> float:
+        """The least memory of the devices that a candidate uses."""
+        return self._least_memory[candidate.shape.workers - 1]
+
+    # ---------------------------------------------------------------- made once
+
+    def _throughput(self, shape: Shape) -> float:
+        """Of the slowest device that is used: the others wait for it."""
+        return self._workers[shape.workers - 1][1].throughput
+
+    def _update_ms(self, shape: Shape, figures: StageFigures) -> tuple[float, ...]:
+        speed = self._least_bandwidth[shape.workers - 1]
+        # Parameter, gradient and every tensor of the state are read; parameter and state are written.
+        passes = 3 + 2 * self._inputs.optimizer_copies
+        return tuple(1e3 * passes * 4 * sum(one.count for one in own) / speed for own in figures.parameters)
+
+    def _make_layout(self, shape: Shape, cut: Cut, variant: int) -> Layout:
+        return shape.layout(self._figures(cut, variant, self.samples(shape)).edges)
+
+    def _make_transfers(
+        self, positions: int, replicas: int, pairs: frozenset[tuple[int, int]]
+    ) -> tuple[Link, dict[tuple[int, int], Link]]:
+        return self._network(positions, replicas).transfers(pair for pair in pairs if pair[0] != pair[1])
+
+    def _make_network(self, positions: int, replicas: int) -> Network:
+        return Network(self._inputs.cluster, positions, replicas)
+
+    def _make_prices(self, positions: int, replicas: int, throughput: float) -> BucketPrices:
+        return BucketPrices(self._network(positions, replicas), self._inputs.codec_rates, throughput)
+
+    def _make_buckets(self, cut: Cut, variant: int, shape: Shape, travel: int) -> tuple[tuple[BucketCost, ...], ...]:
+        if shape.replicas == 1:
+            return ((),) * cut.stages
+        figures = self._figures(cut, variant, self.samples(shape))
+        prices = self._prices(shape.positions, shape.replicas, self._throughput(shape))
+        factor = 2 * (shape.replicas - 1) / shape.replicas
+        made = []
+        for parameters in figures.parameters:
+            row, reached = [], 0.0
+            for bucket in stage_buckets(parameters, self._inputs.bucket_bytes):
+                times = prices.times(bucket, self.space.travels[travel])
+                reached = max(reached, *(figures.ready[one.name] for one in bucket))  # buckets leave in order
+                row.append(
+                    BucketCost(
+                        round(times.bytes / factor),
+                        reached,
+                        times.encode_ms,
+                        times.decode_ms,
+                        times.wire_ms,
+                        times.latency_ms,
+                    )
+                )
+            made.append(tuple(row))
+        return tuple(made)
+
+    def _make_schedule(self, name: str, shape: Shape, cut: Cut, variant: int) -> Schedule:
+        """A schedule; `greedy` is made for the link that the cut is for, so that it does not depend on the cluster."""
+        figures = self._figures(cut, variant, self.samples(shape))
+        request = ScheduleRequest(
+            self._layout(shape, cut, variant),
+            shape.micro_batches,
+            forward_ms=figures.forward_ms,
+            backward_ms=figures.backward_ms,
+            saved_bytes=figures.saved_bytes,
+            bytes_per_second=cut.link_speed,
+        )
+        return make(name, request)
+
+
+def _running_least(values: Iterable[float | None]) -> list[float]:
+    """For every number of values the least of them; what is not known is without limit."""
+    return list(accumulate((math.inf if one is None else float(one) for one in values), min))

@@ -1,0 +1,214 @@
+"""Why: a plan that nobody understands is not trusted, so the answer says why each other plan lost, in milliseconds.
+
+Everything here is text made from an answer; the differences are those of the parts of a step, and they add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridpar.errors import PlanError
+from hybridpar.planner.evaluate import Outcome, Parts
+from hybridpar.planner.inputs import Fidelity, PlannerInputs
+from hybridpar.planner.scaling import KHat, Point
+from hybridpar.planner.search import Answer, find_plan
+from hybridpar.planner.space import Candidate
+from hybridpar.planner.steps import left_out, planned_codecs
+
+#: Parts of a step, as they are told.
+PARTS = {
+    "compute": "computing",
+    "bubble": "bubble",
+    "sync": "exposed sync",
+    "codec": "codec",
+    "update": "update",
+}
+_LOOSER: tuple[Fidelity, ...] = ("exact", "close", "lossy")
+#: Noise above which a profile is hardly worth planning with.
+NOISY = 0.1
+#: Differences below this are not named.
+_SMALL_MS = 0.05
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan of the table.
+
+    Attributes:
+        name: What it is.
+        outcome: What is predicted; None where it does not fit into memory.
+        parts: Where the time goes.
+        verdict: Why it was chosen, or lost.
+    """
+
+    name: str
+    outcome: Outcome | None
+    parts: Parts | None
+    verdict: str
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What another wish or machine would gain.
+
+    Attributes:
+        name: What is changed.
+        before_ms: Time to the same result of a step, as it is.
+        after_ms: With the change; None where that cannot be said, and `why` says why.
+        plan: What would be chosen.
+        why: Why nothing can be said.
+    """
+
+    name: str
+    before_ms: float
+    after_ms: float | None = None
+    plan: str = ""
+    why: str = ""
+
+    def told(self) -> str:
+        """In words."""
+        if self.after_ms is None:
+            return f"{self.name}: {self.why}"
+        gain = self.before_ms - self.after_ms
+        if abs(gain) < _SMALL_MS:
+            return f"{self.name}: gains nothing"
+        verb = "gains" if gain > 0 else "loses"
+        return f"{self.name}: {verb} {abs(gain):,.1f} ms a step ({self.after_ms:,.1f} ms, {self.plan})"
+
+
+def describe(candidate: Candidate, answer: Answer) -> str:
+    """A candidate in words."""
+    shape = candidate.shape
+    devices = "device" if shape.workers == 1 else "devices"
+    if shape.stages == 1:
+        parts = ["one device" if shape.workers == 1 else f"data parallel over {shape.replicas} devices"]
+        parts += [f"{shape.micro_batches} micro-batches"] if shape.micro_batches > 1 else []
+    else:
+        parts = [f"{shape.stages} stages on {shape.positions} {devices if shape.positions > 1 else 'device'}"]
+        parts += [f"{shape.lanes} lanes"] if shape.lanes > 1 else []
+        parts += [f"x {shape.replicas} replicas"] if shape.replicas > 1 else []
+        parts += [f"{shape.micro_batches} micro-batches", candidate.schedule]
+        parts += [shape.placement] if shape.placement != "linear" else []
+        parts.append(candidate.cut.name)
+    space = answer.evaluator.space
+    travel = space.travels[candidate.travel]
+    parts += [travel.name] if candidate.travel else []
+    variant = space.inputs.profile.variants[candidate.variant].name
+    return ", ".join(parts + ([variant] if variant else []))
+
+
+def rows(answer: Answer, most: int = 5) -> list[Row]:
+    """The table: the chosen plan, the runners-up, and the baselines.
+
+    Args:
+        answer: Of the search.
+        most: How many runners-up.
+    """
+    chosen, evaluator = answer.chosen, answer.evaluator
+    own = evaluator.parts(chosen.candidate)
+    ties = {one.candidate for one in answer.ties}
+    table = [Row(describe(chosen.candidate, answer), chosen, own, _chosen_verdict(answer))]
+    shown = {chosen.candidate}
+    baselines = {one.candidate: name for name, one in answer.baselines.items() if one is not None}
+    others = [one for one in answer.ranked if one.candidate not in shown]
+    listed = others[:most] + [one for one in others[most:] if one.candidate in baselines]
+    for outcome in listed:
+        parts = evaluator.parts(outcome.candidate)
+        verdict = why_lost(own, parts, _steps(answer, chosen), _steps(answer, outcome))
+        if outcome.candidate in ties:
+            verdict = f"a tie within the noise of {100 * answer.noise:.1f} %, and less simple"
+        table.append(Row(describe(outcome.candidate, answer), outcome, parts, verdict))
+    for name, one in answer.baselines.items():
+        if one is None:
+            table.append(Row(name, None, None, "does not fit into memory"))
+    return table
+
+
+def why_lost(chosen: Parts, other: Parts, chosen_steps: float = 1.0, other_steps: float = 1.0) -> str:
+    """By how much a plan lost and to what: `+12.3 ms: exposed sync +15.0, bubble -2.7`."""
+    gap = other.step * other_steps - chosen.step * chosen_steps
+    differences = {told: getattr(other, name) - getattr(chosen, name) for name, told in PARTS.items()}
+    more_steps = gap - (other.step - chosen.step)
+    if abs(more_steps) >= _SMALL_MS:
+        differences["more steps to the target"] = more_steps
+    told = sorted(differences.items(), key=lambda item: -item[1])
+    reasons = ", ".join(f"{name} {ms:+,.1f}" for name, ms in told if abs(ms) >= _SMALL_MS)
+    return f"{gap:+,.1f} ms: {reasons}" if reasons else f"{gap:+,.1f} ms"
+
+
+def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[WhatIf]:
+    """What a looser fidelity, a faster link and another device would gain, each by a search of its own."""
+    now = answer.fastest.score
+    asked: list[tuple[str, PlannerInputs | None, str]] = []
+    looser = _LOOSER[_LOOSER.index(inputs.fidelity) + 1 :]
+    for fidelity in looser:
+        known = any(one in inputs.rates for one in planned_codecs(fidelity))
+        asked.append(
+            (f"--fidelity {fidelity}", inputs.with_fidelity(fidelity) if known else None, "no codec was timed")
+        )
+    linked = inputs.cluster.workers > 1
+    asked.append(
+        ("a link 10 times as fast", inputs.on(inputs.cluster.faster_links(10)) if linked else None, "there is no link")
+    )
+    more = inputs.cluster.with_another()
+    name = "another host" if inputs.cluster.between is not None else "another device"
+    asked.append((name, inputs.on(more) if more is not None else None, "nothing says what would lie between devices"))
+    found = []
+    for name, changed, why in asked:
+        if changed is None:
+            found.append(WhatIf(name, now, why=why))
+            continue
+        try:
+            other = find_plan(changed, keep=1, library=answer.evaluator.space.library)
+        except PlanError as error:
+            found.append(WhatIf(name, now, why=error.what))
+            continue
+        found.append(WhatIf(name, now, other.fastest.score, describe(other.chosen.candidate, other)))
+    return found
+
+
+def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
+    """What the reader must know of the figures."""
+    ruled_out = answer.considered - answer.simulated
+    lines = [f"{answer.simulated:,} plans simulated, {ruled_out:,} ruled out by a lower bound or by memory"]
+    if inputs.profile.noise > NOISY:
+        lines.append(
+            f"the profile's noise is {100 * inputs.profile.noise:.0f} %, and plans so far apart count as equal: "
+            "measure again when nothing else runs, with --passes 9"
+        )
+    if inputs.cluster.workers > inputs.workers:
+        lines.append(f"a batch of {inputs.batch} feeds {inputs.workers} of {inputs.cluster.workers} workers")
+    if inputs.profile.source != "measured":
+        lines.append("times are estimated from FLOPs and bytes, not measured: they rank plans, and promise nothing")
+    if inputs.profile.batch_norm:
+        lines.append("BatchNorm: only plans with the micro-batches of plain data parallelism give the same result")
+    if missing := left_out(inputs.fidelity):
+        lines.append(f"left out, as their steps to a target were not measured: {', '.join(missing)}")
+    return lines
+
+
+def curve_lines(points: Sequence[Point], equation: KHat) -> list[str]:
+    """The scaling curve as a table, beside the equation of 1-bit SGD."""
+    lines = [f"{'workers':>8} {'best ms':>10} {'plain ms':>10} {'speed-up':>9}  plan"]
+    first = next((point.step_ms for point in points if point.step_ms is not None), None)
+    for point in points:
+        if point.answer is None or point.step_ms is None:
+            lines.append(f"{point.workers:>8} {'-':>10} {'-':>10} {'-':>9}  does not fit into memory")
+            continue
+        plain = "-" if point.plain_ms is None else f"{point.plain_ms:,.1f}"
+        gain = "-" if first is None else f"{first / point.step_ms:,.2f}"
+        name = describe(point.answer.chosen.candidate, point.answer)
+        lines.append(f"{point.workers:>8} {point.step_ms:>10,.1f} {plain:>10} {gain:>9}  {name}")
+    lines.append(f"workers worth having for plain data parallelism, by 1-bit SGD's equation: {equation.told()}")
+    return lines
+
+
+def _steps(answer: Answer, outcome: Outcome) -> float:
+    return answer.evaluator.space.travels[outcome.candidate.travel].steps
+
+
+def _chosen_verdict(answer: Answer) -> str:
+    if len(answer.ties) > 1:
+        return f"chosen: the simplest of {len(answer.ties)} within the noise of {100 * answer.noise:.1f} %"
+    return "chosen: the fastest"

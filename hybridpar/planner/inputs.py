@@ -1,0 +1,175 @@
+"""Why: the same inputs give the same plan, so a plan keeps its inputs, and anybody can make it again.
+
+`PlannerInputs` is all that a search reads. It is plain data: JSON in, JSON out, and in the plan's section `inputs`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from hybridpar.cluster_file import ClusterSpec
+from hybridpar.compress.auto import FIDELITIES
+from hybridpar.compress.rates import CodecRate
+from hybridpar.errors import PlanError, UsageError, nearest
+from hybridpar.plan import Plan
+from hybridpar.planner.profile import ModelProfile
+
+#: Raised only together with a reader for the version before.
+INPUTS_VERSION: Literal[1] = 1
+
+Fidelity = Literal["exact", "close", "lossy"]
+
+
+@dataclass(frozen=True)
+class PlannerInputs:
+    """What a search reads.
+
+    Attributes:
+        profile: The model.
+        cluster: The machine.
+        batch: Samples of a step, over all workers.
+        fidelity: `exact`, `close` or `lossy`.
+        rates: For every codec that was timed: elements of the parameters that it was tried on, with milliseconds to
+            write and to read their messages on the device of the profile.
+        optimizer_copies: Tensors per parameter that the optimizer keeps.
+        memory_margin: What a device must have over what is counted: allocators keep more than is in use.
+        bucket_bytes: Size at which a bucket of gradients is full.
+        sync_lanes: Buckets that a worker exchanges beside each other.
+        overhead_ms: What the host adds to every computation.
+        most_stages: Stages of the longest pipeline that is tried.
+        most_micro_batches: Micro-batches per step that are tried at most, where the model leaves their number open.
+        version: Of this record.
+    """
+
+    profile: ModelProfile
+    cluster: ClusterSpec
+    batch: int
+    fidelity: Fidelity = "exact"
+    rates: Mapping[str, Mapping[int, tuple[float, float]]] = field(default_factory=dict)
+    optimizer_copies: int = 1
+    memory_margin: float = 1.1
+    bucket_bytes: int = 8 << 20
+    sync_lanes: int = 2
+    overhead_ms: float = 0.0
+    most_stages: int = 16
+    most_micro_batches: int = 32
+    version: Literal[1] = INPUTS_VERSION
+
+    def __post_init__(self) -> None:
+        if self.fidelity not in FIDELITIES:
+            raise UsageError(f"unknown fidelity {self.fidelity!r}", fix=nearest(self.fidelity, FIDELITIES))
+        for name, least in (
+            ("batch", 1),
+            ("optimizer_copies", 0),
+            ("memory_margin", 1.0),
+            ("bucket_bytes", 1),
+            ("sync_lanes", 1),
+            ("overhead_ms", 0),
+            ("most_stages", 1),
+            ("most_micro_batches", 1),
+        ):
+            if not getattr(self, name) >= least:
+                raise UsageError(f"{name} is {getattr(self, name)}", f"It is {least} or more.", "Correct it.")
+
+    @property
+    def workers(self) -> int:
+        """Workers that can be used: each has at least one sample of a step."""
+        return min(self.cluster.workers, self.batch)
+
+    @cached_property
+    def codec_rates(self) -> dict[str, CodecRate]:
+        """How fast codecs are."""
+        return {text: CodecRate(dict(tried)) for text, tried in self.rates.items()}
+
+    @property
+    def key(self) -> str:
+        """Equal for equal inputs."""
+        return hashlib.sha256(json.dumps(self.to_data(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def on(self, cluster: ClusterSpec) -> PlannerInputs:
+        """The same question for another cluster."""
+        return replace(self, cluster=cluster)
+
+    def with_fidelity(self, fidelity: Fidelity) -> PlannerInputs:
+        """The same question with another fidelity."""
+        return replace(self, fidelity=fidelity)
+
+    def to_data(self) -> dict[str, Any]:
+        """As JSON would have it; what is at its default is left out of the graph."""
+        data: dict[str, Any] = _ADAPTER.dump_python(self, mode="json", exclude_defaults=True)
+        return {"version": self.version, **data}
+
+
+_ADAPTER: TypeAdapter[PlannerInputs] = TypeAdapter(PlannerInputs)
+
+
+def inputs_from_data(data: object, source: str = "the plan") -> PlannerInputs:
+    """Check and type inputs that were recorded.
+
+    Raises:
+        PlanError: They are damaged, or of another version.
+        UsageError: They say something impossible.
+    """
+    found = data.get("version") if isinstance(data, dict) else None
+    if found != INPUTS_VERSION:
+        raise PlanError(
+            f"{source} records inputs of version {found!r}",
+            f"This hybridpar reads version {INPUTS_VERSION}.",
+            "Plan again, with `hybridpar plan MODEL --explain`.",
+        )
+    try:
+        return _ADAPTER.validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise PlanError(
+            f"the recorded inputs of {source} are damaged: {where}: {first['msg']}",
+            "They are read as they were written.",
+            "Plan again, with `hybridpar plan MODEL --explain`.",
+        ) from error
+
+
+def inputs_of_plan(plan: Plan, source: str = "the plan") -> PlannerInputs:
+    """What a plan was made from.
+
+    Raises:
+        PlanError: It does not say, or not in a way that can be read.
+    """
+    if plan.inputs is None:
+        raise PlanError(
+            f"{source} does not record what it was made from",
+            "Only a plan that was searched for has the section `inputs`.",
+            "Make one with `hybridpar plan MODEL --explain -o plan.json`.",
+        )
+    return inputs_from_data(plan.inputs, source)
+
+
+def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
+    """Refuse a plan that was made for another machine than the one at hand.
+
+    A plan without recorded inputs was not chosen for a machine, and passes.
+
+    Args:
+        plan: The plan.
+        cluster: What is at hand.
+
+    Raises:
+        PlanError: It was made for another one; the message says in what they differ, and how to plan again.
+    """
+    if plan.inputs is None:
+        return
+    made_for = inputs_of_plan(plan).cluster
+    if made_for.key != cluster.key:
+        raise PlanError(
+            f"the plan was made elsewhere: {made_for.difference(cluster)} "
+            f"(fingerprints {made_for.key} and {cluster.key})",
+            "What is fastest on one machine need not be so on another.",
+            "Plan again for this one: `hybridpar plan MODEL --explain -o plan.json`.",
+        )

@@ -1,0 +1,179 @@
+"""Why: what the search reads of a model is found out once, with the tools that cut models and choose codecs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hybridpar.compress import parse_codec
+from hybridpar.compress.rates import measure_codec
+from hybridpar.errors import HybridparError
+from hybridpar.models import model_fingerprint, parameter_count
+from hybridpar.partition.analytic import device_roofline, estimate_units
+from hybridpar.partition.co_run import measure_co_run
+from hybridpar.partition.graph_facts import resolve_attribute
+from hybridpar.partition.profile import Progress, UnitTimes, measure_units
+from hybridpar.partition.profile_cache import device_name, load_profile, profile_key, store_profile
+from hybridpar.partition.trace import trace_model
+from hybridpar.partition.units import ModelUnits, find_units
+from hybridpar.plan import ModelInfo
+from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant, merged
+from hybridpar.tvm_kernels.database import default_database
+from hybridpar.tvm_kernels.layers import is_depthwise
+from hybridpar.tvm_kernels.swap import optimize, restore
+
+#: Layers that normalise over the micro-batch.
+_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+
+
+def profile_model(
+    model: nn.Module,
+    examples: Sequence[torch.Tensor],
+    *,
+    name: str | None = None,
+    measure: bool = True,
+    passes: int = 5,
+    threads: int | None = None,
+    formats: Sequence[str] = ("contiguous",),
+    kernels: bool = False,
+    lanes: Sequence[int] = (),
+    cache: Path | None = None,
+    progress: Progress | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> ModelProfile:
+    """Find out what the planner needs to know of a model.
+
+    Args:
+        model: The model, on the device to profile; its state and memory format are as before afterwards.
+        examples: Micro-batches of several sizes, without memory format.
+        name: What to call it.
+        measure: Measure units; False estimates them by the device's roofline.
+        passes: Passes of each measurement.
+        threads: Intra-op threads on a CPU; None keeps the present number.
+        formats: Memory formats to measure, the first of them torch's default.
+        kernels: Measure tuned kernels too, where the model has layers for which there are any.
+        lanes: Numbers of lanes on one device to measure beside each other.
+        cache: Where profiles are kept; None measures always.
+        progress: Told after every pass.
+        announce: Told in a line what is being done.
+
+    Raises:
+        TraceError: The model cannot be traced.
+        UsageError: The model refuses the inputs, or its training step fails.
+    """
+    say = announce or (lambda line: None)
+    variants: list[Variant] = []
+    units: ModelUnits | None = None
+    tuned = ("stock", "tuned") if kernels and measure and _has_tuned_kernels(model) else ("stock",)
+    co_run: dict[int, float] = {}
+    try:
+        for form, kernel in itertools.product(formats, tuned):
+            layout = torch.channels_last if form == "channels_last" else torch.contiguous_format
+            model.to(memory_format=layout)
+            (optimize if kernel == "tuned" else restore)(model)
+            for example in sorted(examples, key=lambda one: one.shape[0]):
+                given = example.contiguous(memory_format=layout if example.dim() == 4 else torch.contiguous_format)
+                say(f"profiling {form}, {kernel} kernels, micro-batches of {given.shape[0]}")
+                found = find_units(trace_model(model, (given,)), (given,))
+                times = _times(found, given, measure, passes, threads, cache, progress)
+                sized = SizedTimes(given.shape[0], times.forward_ms, times.backward_ms)
+                variants.append(Variant(form, kernel, (sized,), times.noise))
+                units = units or found
+        restore(model).to(memory_format=torch.contiguous_format)
+        for count in lanes if measure else ():
+            say(f"measuring {count} lanes beside each other")
+            co_run[count] = max(1.0, measure_co_run(model, (max(examples, key=len),), count))
+    finally:
+        restore(model).to(memory_format=torch.contiguous_format)
+    assert units is not None
+    first = min(examples, key=lambda one: one.shape[0])
+    return ModelProfile(
+        info=ModelInfo(
+            name=name or type(model).__name__,
+            fingerprint=model_fingerprint(model),
+            parameters=parameter_count(model),
+            input=tuple(first.shape[1:]),
+        ),
+        # Names of units tell them from each other in a plan; the rest of what people see of them is not searched.
+        graph=replace(units.graph, units=tuple(replace(unit, nodes=()) for unit in units.graph.units)),
+        samples=first.shape[0],
+        parameters=parameters_of(units),
+        variants=merged(variants),
+        batch_norm=any(isinstance(module, _BATCH_NORMS) for module in model.modules()),
+        device=device_name(first.device),
+        threads=threads or torch.get_num_threads(),
+        source="measured" if measure else "analytic",
+        co_run=co_run,
+        versions={"torch": str(torch.__version__)},
+    )
+
+
+def parameters_of(units: ModelUnits) -> tuple[Parameter, ...]:
+    """The trained parameters of a model, each with the first unit that uses it."""
+    home: dict[int, int] = {}
+    for index, nodes in enumerate(units.nodes):
+        for node in nodes:
+            for user in (node, *node.all_input_nodes):
+                if user.op == "get_attr" or (user is node and user.op == "call_module"):
+                    found = resolve_attribute(units.traced, str(user.target))
+                    held = found.parameters() if isinstance(found, nn.Module) else [found]
+                    for one in held:
+                        home.setdefault(id(one), index)
+    # A parameter that no unit uses has no gradient, and does not travel.
+    return tuple(
+        Parameter(name, tuple(one.shape), home[id(one)])
+        for name, one in units.model.named_parameters()
+        if one.requires_grad and id(one) in home
+    )
+
+
+def measure_rates(
+    codecs: Sequence[str], parameters: Sequence[Parameter], workers: int, device: torch.device
+) -> dict[str, dict[int, tuple[float, float]]]:
+    """How fast codecs are on a device; those that fit no layer, or cannot run here, are left out.
+
+    Args:
+        codecs: Their texts.
+        parameters: Of the model.
+        workers: How many exchange them; more than eight are tried as eight, as time per element hardly depends on it.
+        device: Where gradients are.
+    """
+    shapes = {one.shape for one in parameters}
+    rates = {}
+    for text in codecs:
+        try:
+            rate = measure_codec(parse_codec(text), shapes, min(max(workers, 2), 8), device)
+        except HybridparError:
+            continue
+        if rate is not None:
+            rates[text] = dict(sorted(rate.tried.items()))
+    return rates
+
+
+def _has_tuned_kernels(model: nn.Module) -> bool:
+    return any(map(is_depthwise, model.modules())) and len(default_database()) > 0
+
+
+def _times(
+    units: ModelUnits,
+    example: torch.Tensor,
+    measure: bool,
+    passes: int,
+    threads: int | None,
+    cache: Path | None,
+    progress: Progress | None,
+) -> UnitTimes:
+    if not measure:
+        return estimate_units(units.graph, device_roofline(example.device, threads))
+    key = profile_key(units, (example,), threads or torch.get_num_threads(), passes)
+    known = load_profile(key, cache) if cache is not None else None
+    if known is None:
+        known = measure_units(units, (example,), passes=passes, threads=threads, progress=progress)
+        if cache is not None:
+            store_profile(key, known, cache)
+    return known

@@ -1,0 +1,171 @@
+"""Why: what a collective takes depends on which links its workers are joined by, and on who else uses these.
+
+Workers are numbered host by host, the replicas of a stage one after the other, as the runtime's grid numbers them.
+Links have two levels, so an all-reduce goes in three steps: within hosts, between them, and within them again; a codec
+works between hosts alone. All formulas are those of algorithms that move the fewest bytes:
+
+- all-reduce of n bytes by K workers: each sends 2(K-1)/K n (Patarasuk and Yuan 2009), in 2 log2(K) rounds (Rabenseifner
+  2004; Thakur, Rabenseifner and Gropp 2005);
+- all-to-all: (K-1)/K n in K - 1 messages; all-gather of n bytes each: (K-1) n in log2(K) rounds.
+
+Nothing here is simulated per worker: hosts are alike, so one group of each kind stands for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from hybridpar.cluster_file import ClusterSpec, LinkLevel
+from hybridpar.compress import Meeting
+from hybridpar.compress.rates import Kind, LinkCost
+from hybridpar.pipeline.costs import Link
+
+_FREE = LinkLevel(bandwidth=1e300)
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How the replicas of a stage lie on hosts.
+
+    Attributes:
+        workers: How many they are.
+        hosts: Hosts that they are spread over.
+        each: The most of them on one host.
+        sharing: Groups that use the link of one host beside each other.
+    """
+
+    workers: int
+    hosts: int
+    each: int
+    sharing: int
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether there are several hosts, and one of them has several of the workers."""
+        return self.hosts > 1 and self.each > 1
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links of a number of workers that form a grid; rank = position * replicas + replica.
+
+    Attributes:
+        spec: The cluster, of which the first `positions * replicas` workers are used.
+        positions: Workers that share the stages of one replica.
+        replicas: Copies of the pipeline.
+    """
+
+    spec: ClusterSpec
+    positions: int
+    replicas: int
+
+    @cached_property
+    def hosts(self) -> tuple[int, ...]:
+        """For every worker its host."""
+        return tuple(host for host, _ in self.spec.by_worker[: self.positions * self.replicas])
+
+    @property
+    def _inside(self) -> LinkLevel:
+        return self.spec.inside or _FREE
+
+    @property
+    def _between(self) -> LinkLevel:
+        return self.spec.between or _FREE
+
+    @cached_property
+    def grouping(self) -> Grouping:
+        """Of the replicas of the stage whose exchange takes longest; that of others is no worse."""
+        groups = [self.hosts[first : first + self.replicas] for first in range(0, len(self.hosts), self.replicas)]
+        counts = [Counter(group) for group in groups]
+        users = Counter(host for count in counts if len(count) > 1 for host in count)
+        return Grouping(
+            self.replicas,
+            max(map(len, counts)),
+            max(max(count.values()) for count in counts),
+            max(users.values(), default=1),
+        )
+
+    def transfers(self, edges: Iterable[tuple[int, int]]) -> tuple[Link, dict[tuple[int, int], Link]]:
+        """Connections between positions: the shared network of every worker, and pairs with a wire of their own.
+
+        Args:
+            edges: Pairs of positions between which something is sent.
+        """
+        inside, between = (self._sends(level, 1) for level in (self._inside, self._between))
+        own: dict[tuple[int, int], Link] = {}
+        crossing: dict[int, set[int]] = {}
+        for one, other in sorted({pair for edge in edges for pair in (edge, edge[::-1])}):
+            far = [
+                replica
+                for replica in range(self.replicas)
+                if self.hosts[one * self.replicas + replica] != self.hosts[other * self.replicas + replica]
+            ]
+            if not far:
+                own[one, other] = inside
+            for replica in far:
+                rank = one * self.replicas + replica
+                crossing.setdefault(self.hosts[rank], set()).add(rank)
+        most = max((len(ranks) for ranks in crossing.values()), default=0)
+        return (self._sends(self._between, most) if most else between, own)
+
+    def control_ms(self) -> float:
+        """The small message by which all workers agree on a step."""
+        workers = Counter(self.hosts)
+        inside, between = _rounds(max(workers.values())), _rounds(len(workers))
+        return 2 * (inside * self._inside.latency_ms + between * self._between.latency_ms)
+
+    def exchange(self, kinds: Iterable[Kind]) -> Mapping[Kind, LinkCost]:
+        """What messages take until they have met, where all workers of a group send their own.
+
+        Of groups on two levels that is right for sums alone; codecs then work between hosts, see `between_hosts`.
+        """
+        group = self.grouping
+        if group.two_levels:
+            return {kind: self._two_levels(kind[0]) for kind in kinds}
+        level = self._inside if group.hosts == 1 else self._between
+        sharing = 1 if group.hosts == 1 else group.sharing
+        return {kind: _flat(kind[0], level, group.workers, sharing) for kind in kinds}
+
+    def between_hosts(self, kinds: Iterable[Kind]) -> Mapping[Kind, LinkCost]:
+        """What the messages of a codec take between the leaders of hosts, which share the link of their host."""
+        group = self.grouping
+        return {kind: _flat(kind[0], self._between, group.hosts, group.sharing) for kind in kinds}
+
+    def inside_cost(self) -> LinkCost:
+        """What a codec between hosts needs inside of them: a sum before it, and one that hands the result out."""
+        once = _flat(Meeting.SUM, self._inside, self.grouping.each, 1)
+        return LinkCost(2 * once.latency_ms, 2 * once.ms_per_byte)
+
+    def _two_levels(self, meeting: Meeting) -> LinkCost:
+        group = self.grouping
+        inner = _flat(meeting, self._inside, group.each, 1)
+        outer = _flat(meeting, self._between, group.hosts, group.sharing)
+        return LinkCost(inner.latency_ms + outer.latency_ms, inner.ms_per_byte + outer.ms_per_byte)
+
+    def _sends(self, level: LinkLevel, sharing: int) -> Link:
+        speed = level.bandwidth * level.efficiency.send / max(1, sharing)
+        return Link(level.latency_ms, speed)
+
+
+def _rounds(workers: int) -> int:
+    return math.ceil(math.log2(workers)) if workers > 1 else 0
+
+
+def _flat(meeting: Meeting, level: LinkLevel, workers: int, sharing: int) -> LinkCost:
+    """One level; `sharing` groups use the link beside each other."""
+    if workers == 1:
+        return LinkCost(0.0, 0.0)
+    use, latency = level.efficiency, level.latency_ms
+    speed = level.bandwidth / (1e3 * sharing)  # bytes per millisecond
+    part = (workers - 1) / workers
+    if meeting is Meeting.SHARD:
+        # Stripes go to their owners, and come back merged, of the same size.
+        messages = (workers - 1) + _rounds(workers)
+        return LinkCost(messages * latency, part / (speed * use.all_to_all) + part / (speed * use.all_gather))
+    if meeting is Meeting.GATHER:
+        return LinkCost(_rounds(workers) * latency, (workers - 1) / (speed * use.all_gather))
+    return LinkCost(2 * _rounds(workers) * latency, 2 * part / (speed * use.all_reduce))

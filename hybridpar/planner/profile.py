@@ -1,0 +1,181 @@
+"""Why: a search reads figures, not a model, so that it can be repeated later, elsewhere, and without measuring.
+
+A `ModelProfile` is the graph of a model's units with sizes, the shapes of its parameters, and for each way of computing
+it (memory format, kernels) the times of all units at one micro-batch size or several.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hybridpar.errors import UsageError
+from hybridpar.partition.graph import UnitGraph
+from hybridpar.plan import ModelInfo
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A trained parameter.
+
+    Attributes:
+        name: Its name in the model.
+        shape: Its shape.
+        unit: Index of the first unit that uses it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    unit: int
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class SizedTimes:
+    """Times of all units at one micro-batch size, in milliseconds."""
+
+    samples: int
+    forward_ms: tuple[float, ...]
+    backward_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute the model.
+
+    Attributes:
+        memory_format: `contiguous` or `channels_last`.
+        kernels: `stock`, or `tuned` where tuned kernels take torch's place.
+        sizes: Times at each micro-batch size that was measured, ascending.
+        noise: Relative noise of these times.
+    """
+
+    memory_format: str
+    kernels: str
+    sizes: tuple[SizedTimes, ...]
+    noise: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Both, where they are not torch's defaults."""
+        parts = [self.memory_format] if self.memory_format != "contiguous" else []
+        return ", ".join(parts + (["tuned kernels"] if self.kernels != "stock" else []))
+
+    def unit_ms(self, samples: float) -> tuple[list[float], list[float]]:
+        """Forward and backward time of every unit at a micro-batch size.
+
+        Between sizes that were measured, and beyond them, on the line through the two nearest ones. One size alone, or
+        a line that falls, gives times in proportion to the samples.
+
+        Args:
+            samples: Samples of the micro-batch.
+        """
+        return self._at(samples, "forward_ms"), self._at(samples, "backward_ms")
+
+    def _at(self, samples: float, name: str) -> list[float]:
+        if len(self.sizes) == 1:
+            only = self.sizes[0]
+            return [time * samples / only.samples for time in getattr(only, name)]
+        known = [one.samples for one in self.sizes]
+        place = min(max(bisect_right(known, samples) - 1, 0), len(known) - 2)
+        low, high = self.sizes[place], self.sizes[place + 1]
+        part = (samples - low.samples) / (high.samples - low.samples)
+        times = []
+        for before, after in zip(getattr(low, name), getattr(high, name), strict=True):
+            line = before + part * (after - before)
+            # Noise can make a line fall, or reach zero at a size that still has something to compute.
+            nearest = before * samples / low.samples if part < 0.5 else after * samples / high.samples
+            times.append(line if after >= before and line > 0 else nearest)
+        return times
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """What the planner knows of a model.
+
+    Attributes:
+        info: Which model.
+        graph: Its units, with sizes at `samples` and without times.
+        samples: Samples of the micro-batch that sizes are for.
+        parameters: Trained parameters, in the model's order.
+        variants: Ways to compute it; the first is torch's default.
+        batch_norm: Whether layers normalise over the micro-batch, so that its size is part of the result.
+        device: What times were taken on.
+        threads: With how many intra-op threads.
+        source: `measured` or `analytic`.
+        co_run: For numbers of lanes on one device that were measured: how much slower each runs while all are busy.
+        versions: Of what it was measured with.
+    """
+
+    info: ModelInfo
+    graph: UnitGraph
+    samples: int
+    parameters: tuple[Parameter, ...]
+    variants: tuple[Variant, ...]
+    batch_norm: bool = False
+    device: str = ""
+    threads: int | None = None
+    source: str = "measured"
+    co_run: Mapping[int, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        units = len(self.graph)
+        for variant in self.variants:
+            known = [one.samples for one in variant.sizes]
+            counts = {len(times) for one in variant.sizes for times in (one.forward_ms, one.backward_ms)}
+            if not known or known != sorted(set(known)) or known[0] < 1 or counts != {units}:
+                raise UsageError(
+                    f"a profile with times of {sorted(counts)} units at {known} samples, for a model of {units} units",
+                    "It has a time per unit, at sizes that ascend.",
+                    "Measure the model again.",
+                )
+            if any(not 0 <= time < math.inf for one in variant.sizes for time in (*one.forward_ms, *one.backward_ms)):
+                raise UsageError("a profile with a time below 0 or without end", fix="Measure the model again.")
+        if not self.variants or any(not 0 <= one.unit < units for one in self.parameters):
+            raise UsageError("a profile without times, or with parameters of no unit", fix="Measure the model again.")
+
+    @property
+    def noise(self) -> float:
+        """Of all its times: the most."""
+        return max(variant.noise for variant in self.variants)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of the whole model, in float32."""
+        return 4 * sum(one.count for one in self.parameters)
+
+    def timed(self, variant: int, samples: float) -> UnitGraph:
+        """The graph with the times and sizes of a variant at a micro-batch size."""
+        factor = samples / self.samples
+        forward, backward = self.variants[variant].unit_ms(samples)
+        graph = self.graph.with_times(list(zip(forward, backward, strict=True)))
+        return replace(
+            graph,
+            values=tuple(
+                replace(one, bytes=round(one.bytes * factor), gradient_bytes=round(one.gradient_bytes * factor))
+                for one in graph.values
+            ),
+            saved=tuple(replace(one, bytes=round(one.bytes * factor)) for one in graph.saved),
+        )
+
+
+def merged(variants: Sequence[Variant]) -> tuple[Variant, ...]:
+    """Variants with all sizes of those that compute in the same way, in the order of their first ones."""
+    found: dict[tuple[str, str], list[Variant]] = {}
+    for one in variants:
+        found.setdefault((one.memory_format, one.kernels), []).append(one)
+    return tuple(
+        Variant(
+            *key,
+            tuple(sorted((size for one in same for size in one.sizes), key=lambda size: size.samples)),
+            max(one.noise for one in same),
+        )
+        for key, same in found.items()
+    )

@@ -1,0 +1,117 @@
+"""Why: what was chosen must be able to run, and to be found again: a plan in the form that all of the package reads."""
+
+from __future__ import annotations
+
+from hybridpar.compress import format_codec
+from hybridpar.compress.policy import exact_rules
+from hybridpar.plan import (
+    Kernels,
+    Measured,
+    Partition,
+    Pipeline,
+    Placement,
+    Plan,
+    Predicted,
+    Stage,
+    StagePlacement,
+    Sync,
+    SyncRule,
+)
+from hybridpar.planner.codecs import Travel
+from hybridpar.planner.evaluate import Evaluator, Outcome
+from hybridpar.planner.search import Answer
+
+
+def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
+    """The plan of an outcome, with what the search read.
+
+    Args:
+        answer: Of the search.
+        outcome: One of its outcomes; default: the chosen one.
+    """
+    outcome = outcome or answer.chosen
+    candidate, evaluator = outcome.candidate, answer.evaluator
+    inputs, shape = evaluator.space.inputs, candidate.shape
+    profile, variant = inputs.profile, inputs.profile.variants[candidate.variant]
+    layout = evaluator.layout(candidate)
+    link = inputs.cluster.between or inputs.cluster.inside
+    return Plan(
+        model=profile.info,
+        partition=_partition(evaluator, outcome),
+        placement=Placement(
+            kind=shape.placement,
+            replicas=shape.replicas,
+            stages=tuple(
+                StagePlacement(
+                    stage=stage,
+                    worker=layout.home(stage),
+                    device=inputs.cluster.by_worker[0][1].kind,
+                    lane=layout.lane_of[stage] - layout.worker_of.index(layout.home(stage)),
+                )
+                for stage in range(shape.stages)
+            ),
+        ),
+        pipeline=Pipeline(schedule=candidate.schedule, micro_batches=shape.micro_batches),
+        sync=Sync(
+            lanes=inputs.sync_lanes,
+            bucket_bytes=inputs.bucket_bytes,
+            policy=_rules(evaluator.space.travels[candidate.travel]),
+        ),
+        kernels=Kernels(database="auto") if variant.kernels != "stock" else None,
+        measured=Measured(
+            device=profile.device,
+            threads=profile.threads,
+            memory_format="channels_last" if variant.memory_format == "channels_last" else "contiguous",
+            profile=profile.source,
+            noise=round(profile.noise, 4),
+            link_bytes_per_second=link.bandwidth if link is not None else None,
+            link_latency_ms=link.latency_ms if link is not None else None,
+            versions=dict(profile.versions),
+        ),
+        predicted=Predicted(
+            step_ms=round(outcome.step_ms, 3),
+            bubble=round(outcome.bubble, 4),
+            exposed_sync_ms=round(outcome.exposed_sync_ms, 3),
+            bytes_sent_per_step=round(outcome.bytes_sent),
+            peak_saved_bytes=outcome.peak_saved_bytes,
+        ),
+        inputs=inputs.to_data(),
+    )
+
+
+def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
+    candidate, graph = outcome.candidate, evaluator.space.inputs.profile.graph
+    figures, stages = evaluator.figures(candidate), []
+    for stage in range(candidate.shape.stages):
+        members = tuple(
+            unit.name for unit, home in zip(graph.units, candidate.cut.stage_of, strict=True) if home == stage
+        )
+        ahead, back = round(figures.forward_ms[stage], 4), round(figures.backward_ms[stage], 4)
+        stages.append(
+            Stage(
+                units=members if candidate.shape.stages > 1 else (),  # one stage holds everything
+                ms=round(ahead + back, 4),
+                forward_ms=ahead,
+                backward_ms=back,
+                parameter_bytes=4 * sum(one.count for one in figures.parameters[stage]),
+                saved_bytes=figures.saved_bytes[stage],
+                cut_bytes=sum(edge.bytes for edge in figures.edges if edge.source == stage),
+            )
+        )
+    times = [stage.ms or 0.0 for stage in stages]
+    mean = sum(times) / len(times)
+    return Partition(
+        stages=tuple(stages),
+        strategy=candidate.cut.name,
+        micro_batch=evaluator.samples(candidate.shape),
+        balance=max(1.0, round(max(times) / mean, 6)) if mean > 0 else None,
+        cut_bytes=sum(edge.bytes for edge in figures.edges),
+    )
+
+
+def _rules(travel: Travel) -> tuple[SyncRule, ...]:
+    """Rules for what gradients travel as; one codec for all is one rule."""
+    if travel.rank < 2:
+        return (SyncRule(codec=next(iter(travel.codecs.values()), "none")),)
+    policy = exact_rules(travel.codecs.items())
+    return tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in policy.rules)

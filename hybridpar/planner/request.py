@@ -1,0 +1,73 @@
+"""Why: `hybridpar plan` cuts a model as it is told, or, with --explain, finds out itself how to train it fastest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from hybridpar.errors import UsageError
+from hybridpar.partition.request import PlanConfig
+
+#: Options that say how to cut, which the search decides itself.
+_DECIDED = ("stages", "batch", "devices", "co_run", "link", "placement", "in_flight", "micro_batches", "strategy")
+
+
+@dataclass(frozen=True)
+class PlanRequest(PlanConfig):
+    """Cut a model into balanced stages, or search for the fastest way to train it; write the plan."""
+
+    explain: bool = False
+    """Search for the fastest plan on this machine or on --cluster: stages, replicas, lanes, micro-batches, schedule,
+    cut, codecs, memory format, kernels. Say why the others lost, and what would help."""
+    cluster: Path | None = None
+    """Plan for the cluster that this TOML file describes; implies --explain. Default: this machine, measured."""
+    inputs: Path | None = None
+    """Plan again from what this plan recorded, without measuring; implies --explain."""
+    workers: int | None = None
+    """Workers on this machine; default: all GPUs, else 2 on the CPU. Not with --cluster."""
+    batch_size: int = 64
+    """Samples per step over all workers together, for the search."""
+    fidelity: Literal["exact", "close", "lossy"] = "exact"
+    """What the search may change: exact: nothing in the result; close: also casts; lossy: also codecs, by time to the
+    same loss."""
+
+    @property
+    def searches(self) -> bool:
+        """Whether the fastest plan is wanted, rather than one cut."""
+        return self.explain or self.cluster is not None or self.inputs is not None
+
+    @property
+    def wants_tuned_process(self) -> bool:
+        """As for a cut, but where everything was measured before."""
+        return super().wants_tuned_process and self.inputs is None
+
+    def check(self) -> None:
+        """Check what can be checked without the model.
+
+        Raises:
+            UsageError: A value is out of range, or two options contradict each other.
+        """
+        super().check()
+        defaults = {field.name: field.default for field in fields(self)}
+        if not self.searches:
+            for name in ("workers", "batch_size", "fidelity"):
+                if getattr(self, name) != defaults[name]:
+                    option = f"--{name.replace('_', '-')}"
+                    raise UsageError(f"{option} without --explain", "It is an option of the search.", "Add --explain.")
+            return
+        given = [name for name in _DECIDED if getattr(self, name) != defaults[name]]
+        if given:
+            option = f"--{given[0].replace('_', '-')}"
+            raise UsageError(
+                f"{option} with a search", "The search decides it.", f"Leave out {option}, or --explain and --cluster."
+            )
+        if self.batch_size < 1:
+            raise UsageError(f"--batch-size is {self.batch_size}", "A step has at least one sample.", "Use 64.")
+        if self.workers is not None and (self.workers < 1 or self.cluster is not None):
+            rule = "It is 1 or more." if self.workers < 1 else "A described cluster says how many there are."
+            raise UsageError(f"--workers is {self.workers}", rule, "Leave it out, or correct it.")
+        if self.inputs is not None and (self.batch_size != defaults["batch_size"] or self.workers is not None):
+            raise UsageError(
+                "--inputs with --batch-size or --workers", "What was recorded says both.", "Leave them out."
+            )

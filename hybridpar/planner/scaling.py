@@ -1,0 +1,163 @@
+"""Why: how many workers are worth having is answered roughly by one equation, and better by a search for each number.
+
+The equation is that of 1-bit SGD (Seide et al., Interspeech 2014, equation 4): data parallelism stops paying where
+computing, which K workers divide, takes as long as exchanging gradients, which they do not.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hybridpar.errors import HybridparError, UsageError
+from hybridpar.planner.cuts import CutLibrary
+from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.search import Answer, Progress, find_plan
+
+
+@dataclass(frozen=True)
+class KHat:
+    """The equation's figures, in milliseconds.
+
+    Per step and worker, computing takes (samples x per_sample + post) / K + update, and communicating exchange / ratio.
+
+    Attributes:
+        samples: Samples of a step; half of them where double buffering sends one half while it computes the other.
+        per_sample_ms: Forward and backward pass of a sample.
+        post_ms: Passes over the model that the workers divide (C x T_post).
+        exchange_ms: Exchanging float32 gradients (T_float).
+        ratio: By how much a codec makes them smaller (Z).
+        update_ms: What every worker does with the result, undivided (T_upd).
+    """
+
+    samples: float
+    per_sample_ms: float
+    exchange_ms: float
+    ratio: float = 1.0
+    post_ms: float = 0.0
+    update_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("samples", self.samples > 0),
+            ("per_sample_ms", self.per_sample_ms > 0),
+            ("exchange_ms", self.exchange_ms >= 0),
+            ("ratio", self.ratio > 0),
+            ("post_ms", self.post_ms >= 0),
+            ("update_ms", self.update_ms >= 0),
+        )
+        for name, holds in rules:
+            if not holds:
+                raise UsageError(f"{name} is {getattr(self, name)}", "Times and sizes are not below 0.", "Correct it.")
+
+    @property
+    def divided_ms(self) -> float:
+        """What K workers divide."""
+        return self.samples * self.per_sample_ms + self.post_ms
+
+    @property
+    def saturates(self) -> bool:
+        """Whether the equation holds: the exchange takes longer than what it could always hide behind."""
+        return self.exchange_ms / self.ratio > self.update_ms
+
+    @property
+    def unclamped(self) -> float:
+        """The equation as it stands; infinite outside of its domain."""
+        return self.divided_ms / (self.exchange_ms / self.ratio - self.update_ms) if self.saturates else math.inf
+
+    @property
+    def workers(self) -> float:
+        """The number of workers at which computing takes as long as communicating, at least 1.
+
+        Infinite where no number of workers saturates the link.
+        """
+        return max(1.0, self.unclamped)
+
+    def speedup(self, workers: int) -> float:
+        """Of K workers over one, where one exchanges nothing, and K do both at a time."""
+        alone = self.divided_ms + self.update_ms
+        return alone / max(self.divided_ms / workers + self.update_ms, self.exchange_ms / self.ratio)
+
+    def told(self) -> str:
+        """The number in words, with its domain."""
+        if not self.saturates:
+            return (
+                f"unbounded by communication: exchanging takes {self.exchange_ms / self.ratio:,.1f} ms, and every "
+                f"worker spends {self.update_ms:,.1f} ms on its update anyway"
+            )
+        if self.unclamped < 1:
+            return f"1 ({self.unclamped:.2f} by the equation: exchanging takes longer than all of the computing)"
+        return f"{self.unclamped:,.1f}"
+
+
+def k_hat(inputs: PlannerInputs, ratio: float = 1.0) -> KHat:
+    """The equation for a model on a cluster.
+
+    The exchange is that of a ring, whose limit for many workers is twice the gradient over the slowest link; the
+    optimizer's passes over the model count as undivided, as each worker makes all of them. Nothing is double buffered.
+
+    Args:
+        inputs: Of the search.
+        ratio: By how much gradients are made smaller.
+    """
+    cluster, profile = inputs.cluster, inputs.profile
+    workers = cluster.by_worker
+    host = workers[0][1]
+    each = max(1, inputs.batch // max(1, inputs.workers))
+    forward, backward = profile.variants[0].unit_ms(each)
+    levels = [level for level in (cluster.inside, cluster.between) if level is not None]
+    exchange = max(
+        (2e3 * profile.parameter_bytes / (level.bandwidth * level.efficiency.all_reduce) for level in levels),
+        default=0.0,
+    )
+    passes = 3 + 2 * inputs.optimizer_copies
+    update = 1e3 * passes * profile.parameter_bytes / host.memory_bandwidth if host.memory_bandwidth else 0.0
+    per_sample = (sum(forward) + sum(backward)) / (each * host.throughput)
+    return KHat(inputs.batch, per_sample, exchange, ratio, update_ms=update)
+
+
+@dataclass(frozen=True)
+class Point:
+    """The best plan for a number of workers, and plain data parallelism over them.
+
+    Attributes:
+        workers: Workers that there are.
+        answer: What the search found; None where nothing fits into memory.
+        plain_ms: Step of plain data parallelism; None where it does not fit.
+    """
+
+    workers: int
+    answer: Answer | None
+    plain_ms: float | None
+
+    @property
+    def step_ms(self) -> float | None:
+        """Step of the best plan, in time to the same result."""
+        return None if self.answer is None else self.answer.fastest.score
+
+
+def worker_counts(most: int) -> list[int]:
+    """The points of a curve: powers of two and the last one, and of clusters up to 64 workers all numbers up to 8."""
+    few = range(1, min(most, 8) + 1) if most <= 64 else ()
+    return sorted({*few, *(1 << power for power in range(most.bit_length())), most})
+
+
+def scaling_curve(inputs: PlannerInputs, progress: Progress | None = None) -> list[Point]:
+    """The best plan for every number of workers of a cluster; the batch stays the same (strong scaling).
+
+    Args:
+        inputs: Of the search.
+        progress: Told which point of how many is done.
+    """
+    counts = worker_counts(inputs.workers)
+    points, library = [], CutLibrary(inputs.profile)
+    for place, count in enumerate(counts):
+        try:
+            answer = find_plan(inputs, workers=count, keep=1, library=library)
+            plain = answer.baselines["data parallel"]
+            points.append(Point(count, answer, None if plain is None else plain.score))
+        except HybridparError:
+            points.append(Point(count, None, None))
+        if progress is not None:
+            progress(place + 1, len(counts))
+    return points

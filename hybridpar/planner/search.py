@@ -1,0 +1,201 @@
+"""Why: of all candidates the one that takes least time to the same result is chosen, and the simplest of equal ones.
+
+Candidates are simulated in the order of their lower bounds. As soon as the bound of the next one is above all that
+could still matter, the rest is left out: it cannot change the answer. Two plans that are closer than the noise of the
+profile are equal, whatever the digits say; of all that are equal to the fastest the simplest is chosen.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from hybridpar.errors import PlanError
+from hybridpar.planner.bounds import lower_bound_ms
+from hybridpar.planner.cuts import CutLibrary
+from hybridpar.planner.evaluate import Evaluator, Outcome
+from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.space import Candidate, Space
+
+#: Told how many candidates were looked at, and of how many.
+Progress = Callable[[int, int], None]
+
+#: Of two predictions of one simulator, differences below this are rounding.
+LEAST_NOISE = 1e-9
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a search found.
+
+    Attributes:
+        chosen: The plan to use: the simplest of `ties`.
+        ties: All plans that the profile's noise cannot tell from the fastest one, the simplest first.
+        ranked: All plans that were simulated and fit into memory, the fastest first.
+        baselines: Plain data parallelism and one device, by name; None where one does not fit into memory.
+        noise: Relative difference up to which plans are equal.
+        considered: Number of candidates.
+        simulated: Of how many a step was simulated.
+        evaluator: What predicted them.
+    """
+
+    chosen: Outcome
+    ties: tuple[Outcome, ...]
+    ranked: tuple[Outcome, ...]
+    baselines: dict[str, Outcome | None]
+    noise: float
+    considered: int
+    simulated: int
+    evaluator: Evaluator
+
+    @property
+    def fastest(self) -> Outcome:
+        """The plan with the least score, whether the noise can tell it from others or not."""
+        return self.ranked[0]
+
+
+def find_plan(
+    inputs: PlannerInputs,
+    *,
+    workers: int | None = None,
+    keep: int = 5,
+    prune: bool = True,
+    library: CutLibrary | None = None,
+    progress: Progress | None = None,
+) -> Answer:
+    """Search for the best plan.
+
+    Args:
+        inputs: Everything that the search reads.
+        workers: Workers that may be used; default: all.
+        keep: How many of the best plans are to be right, as exhaustive enumeration would have them.
+        prune: Leave out what cannot be among them; False simulates everything.
+        library: Cuts of the same model, where another search has made them.
+        progress: Told now and then how far it is.
+
+    Raises:
+        PlanError: No plan fits into the memory; the message says what is missing, and the nearest that fits.
+    """
+    evaluator = Evaluator(Space(inputs, workers, library))
+    space, noise = evaluator.space, max(inputs.profile.noise, LEAST_NOISE)
+    bounded = _ByBound(evaluator)
+    baselines: dict[str, Outcome | None] = {}
+    known: dict[Candidate, Outcome] = {}
+    for name, candidate in space.baselines().items():
+        known[candidate] = evaluator.outcome(candidate)
+        baselines[name] = known[candidate] if _fits(evaluator, known[candidate]) else None
+    fitting = [outcome for outcome in known.values() if _fits(evaluator, outcome)]
+    best = heapq.nsmallest(keep, (one.score for one in fitting))
+    place = 0
+    for bound, candidate in bounded:
+        if prune and best and bound > max(best[0] * (1 + noise), best[-1] if len(best) >= keep else float("inf")):
+            break
+        place += 1
+        if progress is not None and place % 64 == 0:
+            progress(place, bounded.total)
+        if candidate in known or not _may_fit(evaluator, candidate):
+            continue
+        known[candidate] = outcome = evaluator.outcome(candidate)
+        if _fits(evaluator, outcome):
+            fitting.append(outcome)
+            best = heapq.nsmallest(keep, (*best, outcome.score))
+    if progress is not None:
+        progress(bounded.total, bounded.total)
+    if not fitting:
+        raise _too_little_memory(evaluator, list(space.candidates()))
+    ranked = sorted(fitting, key=lambda one: (one.score, one.candidate.simplicity))
+    equal = [one for one in ranked if one.score <= ranked[0].score * (1 + noise)]
+    ties = sorted(equal, key=lambda one: one.candidate.simplicity)
+    return Answer(ties[0], tuple(ties), tuple(ranked), baselines, noise, bounded.total, len(known), evaluator)
+
+
+class _ByBound:
+    """All candidates with what their score is at least, the least first.
+
+    At first a candidate has the bound that holds whatever gradients travel as, which many share. Only when it is the
+    next one by that, its own bound is made, and it waits for its turn by that one.
+
+    Args:
+        evaluator: Of the search.
+
+    Attributes:
+        total: How many there are.
+    """
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self._evaluator = evaluator
+        self._travels = evaluator.space.travels
+        shared = cache(lambda shape, cut, variant: self._bound(Candidate(shape, cut, "", 0, variant), exchange=False))
+        self._own = cache(lambda shape, cut, travel, variant: self._bound(Candidate(shape, cut, "", travel, variant)))
+        self._heap = [
+            (
+                shared(one.shape, one.cut, one.variant) * self._travels[one.travel].steps,
+                place,
+                one,
+                one.shape.replicas == 1,
+            )
+            for place, one in enumerate(evaluator.space.candidates())
+        ]
+        self.total = len(self._heap)
+        heapq.heapify(self._heap)
+
+    def __iter__(self) -> Iterator[tuple[float, Candidate]]:
+        while self._heap:
+            bound, place, one, final = heapq.heappop(self._heap)
+            if final:
+                yield bound, one
+                continue
+            own = self._own(one.shape, one.cut, one.travel, one.variant) * self._travels[one.travel].steps
+            heapq.heappush(self._heap, (max(bound, own), place, one, True))
+
+    def _bound(self, candidate: Candidate, exchange: bool = True) -> float:
+        costs = self._evaluator.costs(candidate, exchange=exchange)
+        return lower_bound_ms(self._evaluator.layout(candidate), costs, candidate.shape.micro_batches)
+
+
+def _fits(evaluator: Evaluator, outcome: Outcome) -> bool:
+    return outcome.memory_bytes <= evaluator.limit(outcome.candidate)
+
+
+def _may_fit(evaluator: Evaluator, candidate: Candidate) -> bool:
+    """Whether a candidate would fit if each stage kept one micro-batch, the least that any schedule keeps."""
+    return _least_memory(evaluator, candidate) <= evaluator.limit(candidate)
+
+
+def _least_memory(evaluator: Evaluator, candidate: Candidate) -> float:
+    layout, figures = evaluator.layout(candidate), evaluator.figures(candidate)
+    held = [0] * layout.workers
+    for stage, size in enumerate(figures.saved_bytes):
+        home = layout.home(stage)
+        held[home] = max(held[home], size)
+    return evaluator.memory(candidate, tuple(held))
+
+
+def _too_little_memory(evaluator: Evaluator, candidates: list[Candidate]) -> PlanError:
+    """The error that says how much is missing, and what would fit."""
+    nearest = min(candidates, key=lambda one: (_least_memory(evaluator, one) - evaluator.limit(one), one.simplicity))
+    # What no schedule goes below may still be less than what the schedules at hand reach.
+    alike = [one for one in candidates if (one.shape, one.cut) == (nearest.shape, nearest.cut)]
+    outcome = min((evaluator.outcome(one) for one in alike), key=lambda one: one.memory_bytes)
+    need, have = outcome.memory_bytes, evaluator.limit(outcome.candidate)
+    batch, inputs = evaluator.space.inputs.batch, evaluator.space.inputs
+    shape = outcome.candidate.shape
+    fixed = inputs.memory_margin * (need / inputs.memory_margin - outcome.peak_saved_bytes)
+    fix = f"The nearest that fits needs devices of {_up(need)} MB"
+    if need > fixed and have > fixed:
+        fewer = int(batch * (have - fixed) / (need - fixed))
+        fix += f", or a batch of about {fewer} samples" if fewer >= evaluator.space.workers else ""
+    return PlanError(
+        f"no plan fits into {have / 1e6:,.1f} MB per device: the smallest needs {_up(need)} MB, "
+        f"{_up(need - have)} MB more",
+        f"It has {shape.stages} stage(s) on {shape.workers} worker(s) with {shape.micro_batches} micro-batch(es); each "
+        "worker holds all parameters, its own gradients and optimizer state, and activations that wait.",
+        f"{fix}.",
+    )
+
+
+def _up(size: float) -> str:
+    """Megabytes with one decimal, rounded up, so that the number given really works."""
+    return f"{-(-size // 1e5) / 10:,.1f}"

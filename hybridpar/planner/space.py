@@ -1,0 +1,192 @@
+"""Why: what is searched is a list that can be written down; nothing is found that is not in it.
+
+The space is: workers used x replicas x stages x lanes x placement x micro-batches x schedule x cut x what gradients
+travel as x memory format and kernels. It always holds plain data parallelism, one device, and no compression.
+
+`exact` asks for the same result. A layer that normalises over the micro-batch makes its size part of the result; so for
+a model with BatchNorm only plans are candidates whose micro-batches are those of plain data parallelism over all
+workers: replicas x micro-batches equals the number of workers. For other models the number is free. No fidelity lifts
+that rule: casts and codecs are what they add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from hybridpar.pipeline.actions import Layout, place_stages
+from hybridpar.planner.codecs import Travel, travels
+from hybridpar.planner.cuts import Cut, CutLibrary
+from hybridpar.planner.inputs import PlannerInputs
+
+#: Schedules that are tried, by placement, the simplest first. `zero_bubble` splits backward passes, which pays only
+#: where the halves were measured; nothing here was measured in halves.
+SCHEDULES_TRIED: dict[str, tuple[str, ...]] = {
+    "linear": ("1f1b", "gpipe", "greedy"),
+    "loop": ("interleaved", "looped_bfs", "greedy"),
+    "v": ("looped_bfs", "greedy"),
+}
+#: `greedy` simulates a dozen orders itself; beyond so many passes of a kind it takes longer than it can gain.
+MOST_GREEDY = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many of everything.
+
+    Attributes:
+        positions: Workers that share the stages of a replica.
+        replicas: Copies of the pipeline.
+        stages: Number of stages.
+        lanes: Lanes of each worker.
+        placement: How stages are dealt out to lanes.
+        micro_batches: Per replica and step.
+    """
+
+    positions: int
+    replicas: int
+    stages: int
+    lanes: int
+    placement: Literal["linear", "loop", "v"]
+    micro_batches: int
+
+    @property
+    def workers(self) -> int:
+        """Workers used."""
+        return self.positions * self.replicas
+
+    def layout(self, edges: tuple[object, ...] = ()) -> Layout:
+        """Where stages run."""
+        return place_stages(
+            self.stages,
+            self.positions * self.lanes,
+            self.placement,
+            workers=self.positions,
+            edges=edges,  # type: ignore[arg-type]
+        )
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan of the space.
+
+    Attributes:
+        shape: How many of everything.
+        cut: How the model is cut.
+        schedule: Name of the schedule.
+        travel: What gradients travel as, an index into the space's list.
+        variant: How the model is computed, an index into the profile's variants.
+    """
+
+    shape: Shape
+    cut: Cut
+    schedule: str
+    travel: int = 0
+    variant: int = 0
+
+    @property
+    def simplicity(self) -> tuple[int | str, ...]:
+        """Plans that are equally fast are taken in this order: fewer things that differ from plain training first."""
+        shape = self.shape
+        tried = ("accumulate", *SCHEDULES_TRIED[shape.placement])
+        return (
+            shape.stages,
+            self.travel,
+            shape.workers,
+            self.variant,
+            shape.micro_batches,
+            shape.lanes,
+            tried.index(self.schedule),
+            self.cut.name,
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Data parallelism, or one device, without anything else."""
+        return self.shape.stages == self.shape.lanes == 1 and not self.travel and not self.variant
+
+
+class Space:
+    """All candidates of a search.
+
+    Args:
+        inputs: Of the search.
+        workers: Workers that there are; default: all that the cluster has and the batch can feed.
+        library: Cuts of the same model, where another search has made them.
+
+    Attributes:
+        inputs: Of the search.
+        workers: Workers that there are.
+        travels: What gradients may travel as.
+        library: Cuts of the model.
+    """
+
+    def __init__(self, inputs: PlannerInputs, workers: int | None = None, library: CutLibrary | None = None) -> None:
+        self.inputs = inputs
+        self.workers = inputs.workers if workers is None else workers
+        self.travels: tuple[Travel, ...] = travels(inputs)
+        self.library = library or CutLibrary(inputs.profile)
+
+    def candidates(self) -> Iterator[Candidate]:
+        """All of them, in an order that does not change."""
+        variants = range(len(self.inputs.profile.variants))
+        for shape in self.shapes():
+            ways = range(len(self.travels)) if shape.replicas > 1 else range(1)
+            for cut in self.library.cuts(shape.stages):
+                for schedule in self._schedules(shape):
+                    for travel in ways:
+                        for variant in variants:
+                            yield Candidate(shape, cut, schedule, travel, variant)
+
+    def baselines(self) -> dict[str, Candidate]:
+        """What a plan must beat: plain data parallelism over all workers, and one device."""
+        whole = self.library.cuts(1)[0]
+        named = {}
+        for name, workers in (("data parallel", self.workers), ("one device", 1)):
+            count = self.micro_batch_counts(workers)
+            named[name] = Candidate(Shape(1, workers, 1, 1, "linear", count[0]), whole, "accumulate")
+        return named
+
+    def shapes(self) -> Iterator[Shape]:
+        """All shapes."""
+        profile = self.inputs.profile
+        most = min(self.inputs.most_stages, len(profile.graph))
+        for workers in self._worker_counts():
+            for positions in (count for count in range(1, min(workers, most) + 1) if workers % count == 0):
+                replicas = workers // positions
+                for count in self.micro_batch_counts(replicas):
+                    for stages, lanes, placement in self._placements(positions, most):
+                        yield Shape(positions, replicas, stages, lanes, placement, count)
+
+    def micro_batch_counts(self, replicas: int) -> list[int]:
+        """Numbers of micro-batches to try; the first is the plain one."""
+        inputs = self.inputs
+        if inputs.profile.batch_norm:
+            return [self.workers // replicas] if self.workers % replicas == 0 else []
+        most = min(inputs.most_micro_batches, max(1, inputs.batch // replicas))
+        counts = [1]
+        while counts[-1] * 2 <= most:
+            counts.append(counts[-1] * 2)
+        return counts
+
+    def _worker_counts(self) -> list[int]:
+        """Workers that may be used: any number of few, else powers of two and all."""
+        if self.workers <= 8:
+            return list(range(1, self.workers + 1))
+        return sorted({1 << power for power in range(self.workers.bit_length())} | {self.workers})
+
+    def _placements(self, positions: int, most: int) -> Iterator[tuple[int, int, Literal["linear", "loop", "v"]]]:
+        """Stages, lanes and placement that so many workers of a replica may have."""
+        for lanes in (1, *sorted(count for count in self.inputs.profile.co_run if count > 1)):
+            if positions * lanes <= most:
+                yield positions * lanes, lanes, "linear"
+        if positions > 1 and 2 * positions <= most:
+            yield 2 * positions, 1, "loop"
+            yield 2 * positions, 1, "v"
+
+    def _schedules(self, shape: Shape) -> tuple[str, ...]:
+        if shape.stages == 1:
+            return ("accumulate",)
+        few = shape.stages * shape.micro_batches <= MOST_GREEDY
+        return tuple(name for name in SCHEDULES_TRIED[shape.placement] if few or name != "greedy")

@@ -1,0 +1,194 @@
+"""What is told: parts of a step add up, what a plan lost to is named, and the command prints and writes it all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridpar.cluster_file import parse_cluster
+from hybridpar.errors import PlanError, UsageError
+from hybridpar.plan import read_plan
+from hybridpar.planner.command import run_search
+from hybridpar.planner.evaluate import Parts
+from hybridpar.planner.explain import curve_lines, describe, notes, rows, what_ifs, why_lost
+from hybridpar.planner.record import plan_of
+from hybridpar.planner.request import PlanRequest
+from hybridpar.planner.scaling import k_hat, scaling_curve
+from hybridpar.planner.search import find_plan
+from hybridpar.planner.steps import STEPS_TO_TARGET, interpolated_steps
+from tests.planner.small import chain, cluster, inputs
+
+
+def test_the_parts_of_every_step_add_up():
+    answer = find_plan(inputs(fidelity="lossy"), prune=False)
+    for outcome in answer.ranked:
+        parts = answer.evaluator.parts(outcome.candidate)
+        assert parts.step == outcome.step_ms
+        assert parts.compute + parts.bubble + parts.sync + parts.codec + parts.update == pytest.approx(parts.step)
+        assert min(parts.compute, parts.bubble, parts.sync, parts.update) >= -1e-9
+        if not outcome.candidate.travel:
+            assert parts.codec == 0
+
+
+def test_a_plan_that_lost_is_told_by_how_much_and_to_what():
+    chosen = Parts(step=100.0, compute=80.0, bubble=10.0, sync=5.0, codec=0.0, update=5.0)
+    other = Parts(step=112.0, compute=80.0, bubble=7.0, sync=20.0, codec=0.0, update=5.0)
+    assert why_lost(chosen, other) == "+12.0 ms: exposed sync +15.0, bubble -3.0"
+    assert "more steps to the target +11.2" in why_lost(chosen, other, 1.0, 1.1)
+
+
+def test_the_table_holds_the_chosen_plan_the_runners_up_and_the_baselines():
+    answer = find_plan(inputs(spec=cluster(2, 1e7)))
+    table = rows(answer, most=2)
+    assert table[0].name == describe(answer.chosen.candidate, answer)
+    assert table[0].verdict.startswith("chosen")
+    names = [row.name for row in table]
+    assert "one device" in names
+    assert "data parallel over 2 devices" in names
+    assert all(row.verdict.startswith("+") for row in table[1:])
+    assert len(set(names)) == len(names)
+
+
+def test_a_baseline_that_does_not_fit_is_told():
+    profile = chain([(5, 10)] * 3, [(512, 512)] * 3, 40_000_000, batch_norm=False)
+    wide = find_plan(inputs(profile, cluster(2, 1e9), batch=8, most_micro_batches=8))
+    assert wide.baselines["one device"] is not None
+    least = min(one.memory_bytes for one in wide.ranked)
+    narrow = find_plan(inputs(profile, cluster(2, 1e9, memory=int(least) + 1), batch=8, most_micro_batches=8))
+    assert narrow.baselines["one device"] is None
+    assert rows(narrow)[-1].verdict == "does not fit into memory"
+
+
+def test_what_would_help_is_asked_of_the_search_itself():
+    asked = inputs(spec=cluster(2, 1e7))
+    answer = find_plan(asked)
+    found = {one.name: one for one in what_ifs(asked, answer)}
+    assert found.keys() == {"--fidelity close", "--fidelity lossy", "a link 10 times as fast", "another host"}
+    faster = find_plan(asked.on(cluster(2, 1e8))).fastest.score
+    assert found["a link 10 times as fast"].after_ms == faster
+    assert f"gains {answer.fastest.score - faster:,.1f} ms" in found["a link 10 times as fast"].told()
+    alone = inputs(spec=cluster(1), rates={})
+    told = [one.told() for one in what_ifs(alone, find_plan(alone))]
+    assert "a link 10 times as fast: there is no link" in told
+    assert "--fidelity close: no codec was timed" in told
+    assert len(what_ifs(replace(asked, fidelity="lossy"), answer)) == 2
+
+
+def test_notes_say_what_the_figures_are_worth():
+    asked = inputs(spec=cluster(4), batch=2, fidelity="lossy")
+    profile = replace(
+        asked.profile,
+        source="analytic",
+        batch_norm=True,
+        variants=(replace(asked.profile.variants[0], noise=0.4),),
+    )
+    asked = replace(asked, profile=profile)
+    text = "\n".join(notes(asked, find_plan(asked)))
+    for told in ("feeds 2 of 4 workers", "not measured", "BatchNorm", "hylo", "noise is 40 %"):
+        assert told in text
+
+
+def test_steps_to_a_target_are_those_of_the_committed_table():
+    import csv
+    import json
+
+    table = Path(__file__).parents[2] / "benchmarks/sync/results/loss.csv"
+    newest = {row["what"]: row for row in csv.DictReader(table.open())}
+
+    def curve(row: dict[str, str]) -> list[tuple[int, float]]:
+        early = json.loads(row["extra"])["at_step"]
+        return [*((int(step), loss) for step, loss in early.items()), (100, float(row["value"]))]
+
+    plain = curve(newest["loss, ddp"])
+    for text, factor in STEPS_TO_TARGET.items():
+        if text not in ("none", "fp16", "bf16"):
+            (_, loss) = curve(newest[f"loss, own:{text}"])[-1]
+            assert factor == pytest.approx(100 / interpolated_steps(plain, loss), abs=5e-4)
+    with pytest.raises(ValueError, match="passes"):
+        interpolated_steps(plain, 99.0)
+
+
+# ------------------------------------------------------------------ the command
+
+CLUSTER = 'name = "two"\n[[hosts]]\ncount = 2\n[between]\nbandwidth = "100Mbit/s"\nlatency_ms = 0.1\n'
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    return tmp_path
+
+
+def request(place: Path, **options: Any) -> PlanRequest:
+    asked = {"cluster": place / "cluster.toml", "measure": False, "input": "3x16x16", "classes": 10, **options}
+    return PlanRequest("examples.user_model:small_net", **asked)
+
+
+def test_the_command_explains_draws_and_writes_a_plan_that_it_can_make_again(place, capsys):
+    out, picture = place / "plan.json", place / "curve.svg"
+    assert run_search(request(place, batch_size=8, output=out, draw=picture)) == 0
+    told = capsys.readouterr().out
+    for part in ("chosen", "exposed sync", "what would help", "numbers of workers", "1-bit SGD's equation", str(out)):
+        assert part in told
+    assert "<svg" in picture.read_text()
+    plan = read_plan(out)
+    assert plan.model.name == "examples.user_model:small_net"
+    assert plan.inputs is not None
+
+    again = place / "again.json"
+    assert run_search(request(place, cluster=None, inputs=out, output=again)) == 0
+    assert again.read_text() == out.read_text()
+
+    (place / "cluster.toml").write_text(CLUSTER.replace("count = 2", "count = 3"))
+    assert run_search(request(place, inputs=out, output=again)) == 0
+    assert "3 workers" in capsys.readouterr().out
+    with pytest.raises(PlanError, match="not of resnet18"):
+        run_search(replace(request(place, inputs=out), model="resnet18"))
+
+
+def test_a_memory_cap_that_nothing_fits_is_one_error(place):
+    with pytest.raises(PlanError, match=r"no plan fits into 0\.1 MB"):
+        run_search(request(place, batch_size=8, memory="100kB"))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"stages": 3}, "--stages with a search"),
+        ({"link": "1GB/s"}, "--link with a search"),
+        ({"batch_size": 0}, "--batch-size is 0"),
+        ({"workers": 2}, "--workers is 2"),
+        ({"cluster": None, "explain": True, "workers": 0}, "--workers is 0"),
+        ({"cluster": None, "workers": 2}, "--workers without --explain"),
+        ({"cluster": None, "fidelity": "lossy"}, "--fidelity without --explain"),
+        ({"inputs": Path("plan.json"), "batch_size": 8}, "--inputs with --batch-size"),
+    ],
+)
+def test_contradictions_are_found_before_anything_is_measured(place, options, told):
+    with pytest.raises(UsageError) as caught:
+        request(place, **options).check()
+    assert told in caught.value.what
+    assert caught.value.fix
+
+
+def test_a_large_cluster_is_searched_without_simulating_its_workers():
+    spec = parse_cluster(
+        {
+            "hosts": [{"count": 512, "devices": 8, "kind": "cuda"}],
+            "inside": {"bandwidth": 1e11, "latency_ms": 0.01},
+            "between": {"bandwidth": 1.25e9, "latency_ms": 0.05},
+        }
+    )
+    asked = inputs(chain([(20, 40)] * 4, [(512, 512)] * 4, batch_norm=True), spec, batch=4096 * 4, most_stages=4)
+    answer = find_plan(asked, keep=1)
+    assert answer.evaluator.space.workers == 4096
+    assert answer.chosen.candidate.shape.workers == 4096
+    points = scaling_curve(asked)
+    assert [point.workers for point in points] == [1 << power for power in range(13)]
+    best = [point.step_ms for point in points]
+    assert best[0] > best[3] > best[-1]
+    assert str(plan_of(answer).placement.replicas) in "\n".join(curve_lines(points, k_hat(asked)))

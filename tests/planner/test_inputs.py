@@ -1,0 +1,128 @@
+"""Inputs: a plan holds them, they give the same plan again, and a plan made elsewhere is told from one made here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+
+from hybridpar.compress import read_policy
+from hybridpar.errors import PlanError, UsageError
+from hybridpar.plan import read_plan
+from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_from_data, inputs_of_plan
+from hybridpar.planner.profile import SizedTimes, Variant, merged
+from hybridpar.planner.record import plan_of
+from hybridpar.planner.search import find_plan
+from tests.planner.small import chain, cluster, inputs, random_inputs
+
+
+@settings(max_examples=20, deadline=None)
+@given(random_inputs())
+def test_inputs_survive_json(asked: PlannerInputs):
+    assert inputs_from_data(json.loads(json.dumps(asked.to_data()))) == asked
+
+
+def test_a_plan_can_be_made_again_from_what_it_recorded(tmp_path):
+    for fidelity, bandwidth in (("exact", 1e7), ("lossy", 1e7), ("lossy", 1e10)):
+        answer = find_plan(inputs(spec=cluster(2, bandwidth), fidelity=fidelity))
+        plan = plan_of(answer)
+        plan.save(tmp_path / "plan.json")
+        read = read_plan(tmp_path / "plan.json")
+        assert read == plan
+        again = find_plan(inputs_of_plan(read))
+        assert again.chosen == answer.chosen
+        assert plan_of(again).to_json() == plan.to_json()
+
+
+def test_every_outcome_has_a_plan_that_says_what_it_is():
+    answer = find_plan(inputs(fidelity="close"), prune=False)
+    names = [one.name for one in answer.evaluator.space.inputs.profile.parameters]
+    for outcome in answer.ranked:
+        plan, shape = plan_of(answer, outcome), outcome.candidate.shape
+        assert len(plan.partition.stages) == shape.stages
+        assert plan.placement is not None
+        assert plan.placement.replicas == shape.replicas
+        assert plan.pipeline is not None
+        assert plan.pipeline.micro_batches == shape.micro_batches
+        assert plan.predicted is not None
+        assert plan.predicted.step_ms == pytest.approx(outcome.step_ms, abs=1e-3)
+        assert plan.sync is not None
+        rules = "; ".join(f"{rule.pattern} -> {rule.codec}" for rule in plan.sync.policy)
+        travel = answer.evaluator.space.travels[outcome.candidate.travel]
+        assert {name: read_policy(rules).text_of(name) for name in names} == {
+            name: travel.codecs.get(name, "none") for name in names
+        }
+
+
+def test_a_plan_made_elsewhere_is_told():
+    plan = plan_of(find_plan(inputs(spec=cluster(2))))
+    check_made_for(plan, cluster(2))
+    with pytest.raises(PlanError) as caught:
+        check_made_for(plan, cluster(3))
+    assert "hosts.0.count is 2 there and 3 here" in caught.value.what
+    assert "--explain" in caught.value.fix
+    check_made_for(plan.model_copy(update={"inputs": None}), cluster(3))
+
+
+def test_recorded_inputs_that_cannot_be_read_are_one_error():
+    data = inputs().to_data()
+    with pytest.raises(PlanError, match="version 2"):
+        inputs_from_data({**data, "version": 2})
+    with pytest.raises(PlanError, match="damaged"):
+        inputs_from_data({**data, "batch": "many"})
+    with pytest.raises(PlanError, match="does not record"):
+        inputs_of_plan(plan_of(find_plan(inputs())).model_copy(update={"inputs": None}))
+
+
+@pytest.mark.parametrize("wrong", [{"batch": 0}, {"fidelity": "exakt"}, {"memory_margin": 0.5}, {"sync_lanes": 0}])
+def test_impossible_inputs_are_refused(wrong):
+    with pytest.raises(UsageError):
+        inputs(**wrong)
+
+
+def test_the_key_follows_every_input():
+    keys = {one.key for one in (inputs(), inputs(batch=16), inputs(spec=cluster(3)), inputs(fidelity="close"))}
+    assert len(keys) == 4
+    assert inputs().key == inputs().key
+
+
+def sized(samples: int, time: float) -> SizedTimes:
+    return SizedTimes(samples, (time,), (2 * time,))
+
+
+def test_times_lie_on_the_line_between_measured_sizes():
+    variant = Variant("contiguous", "stock", (sized(4, 5.0), sized(16, 8.0)))
+    assert variant.unit_ms(4) == ([5.0], [10.0])
+    assert variant.unit_ms(8) == ([6.0], [12.0])
+    assert variant.unit_ms(32)[0] == [pytest.approx(12.0)]
+    assert variant.unit_ms(1)[0] == [pytest.approx(4.25)], "what starting costs does not shrink with the samples"
+
+
+def test_noise_cannot_make_a_larger_micro_batch_faster():
+    variant = Variant("contiguous", "stock", (sized(4, 5.0), sized(16, 4.0)))
+    times = [variant.unit_ms(samples)[0][0] for samples in (1, 4, 32, 64)]
+    assert times == sorted(times)
+    assert times[0] > 0
+
+
+def test_one_size_alone_gives_times_in_proportion():
+    assert Variant("contiguous", "stock", (sized(4, 5.0),)).unit_ms(2) == ([2.5], [5.0])
+
+
+def test_variants_of_one_kind_are_merged():
+    one, two = Variant("contiguous", "stock", (sized(16, 8.0),), 0.1), Variant("contiguous", "stock", (sized(4, 5.0),))
+    other = Variant("channels_last", "stock", (sized(4, 5.0),))
+    joined = merged([one, other, two])
+    assert [variant.memory_format for variant in joined] == ["contiguous", "channels_last"]
+    assert [size.samples for size in joined[0].sizes] == [4, 16]
+    assert joined[0].noise == 0.1
+    assert other.name == "channels_last"
+    assert joined[0].name == ""
+
+
+def test_a_profile_that_does_not_fit_its_graph_is_refused():
+    with pytest.raises(UsageError, match="2 units"):
+        chain([(1, 2), (1, 2)], [(8, 8), (8, 8)], variants=(Variant("contiguous", "stock", (sized(4, 1.0),)),))
+    with pytest.raises(UsageError, match="below 0"):
+        chain([(-1, 2)], [(8, 8)])

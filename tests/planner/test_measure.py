@@ -1,0 +1,101 @@
+"""What is found out of a model: parameters with their units, times per size and format, and nothing left changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpar.partition.trace import trace_model
+from hybridpar.partition.units import find_units
+from hybridpar.planner.cuts import cuts_of, figures_of
+from hybridpar.planner.measure import measure_rates, parameters_of, profile_model
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3),
+        nn.Flatten(),
+        nn.Linear(288, 10),
+    )
+
+
+def images(*sizes: int) -> list[torch.Tensor]:
+    return [torch.randn(samples, 3, 8, 8) for samples in sizes]
+
+
+def test_parameters_are_the_model_s_each_with_the_unit_that_uses_it():
+    model = net()
+    model[3].bias.requires_grad_(False)
+    units = find_units(trace_model(model, images(2)), images(2))
+    found = parameters_of(units)
+    assert [one.name for one in found] == [name for name, one in model.named_parameters() if name != "3.bias"]
+    assert found[0].shape == (8, 3, 3, 3)
+    assert [one.unit for one in found] == sorted(one.unit for one in found)
+    modules = [units.graph.units[one.unit].module for one in found]
+    assert modules == [one.name.partition(".")[0] for one in found]
+
+
+def test_a_measured_profile_has_every_size_and_format_and_leaves_the_model_alone(tmp_path):
+    model = net()
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    told: list[str] = []
+    profile = profile_model(
+        model,
+        images(4, 2),
+        passes=2,
+        formats=("contiguous", "channels_last"),
+        lanes=(2,),
+        cache=tmp_path,
+        announce=told.append,
+    )
+    assert [(one.memory_format, [size.samples for size in one.sizes]) for one in profile.variants] == [
+        ("contiguous", [2, 4]),
+        ("channels_last", [2, 4]),
+    ]
+    assert profile.batch_norm
+    assert profile.source == "measured"
+    assert profile.samples == 2
+    assert profile.co_run[2] >= 1
+    assert len(told) == 5
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    assert all(one.is_contiguous() for one in model.parameters())
+    again = profile_model(model, images(2, 4), passes=2, formats=("contiguous", "channels_last"), cache=tmp_path)
+    assert again.variants == profile.variants, "what was measured is remembered"
+
+
+def test_an_estimated_profile_runs_nothing_twice():
+    profile = profile_model(net(), images(2), measure=False, lanes=(2,))
+    assert profile.source == "analytic"
+    assert profile.co_run == {}
+    assert profile.noise == 0
+
+
+def test_figures_of_stages_are_those_of_their_units():
+    profile = profile_model(net(), images(2), measure=False)
+    whole = figures_of(profile, cuts_of(profile, 1)[0], 0, 2)
+    for cut in cuts_of(profile, 2):
+        parts = figures_of(profile, cut, 0, 2)
+        assert sum(parts.forward_ms) == pytest.approx(whole.forward_ms[0])
+        assert sum(parts.backward_ms) == pytest.approx(whole.backward_ms[0])
+        assert [one for stage in parts.parameters for one in stage] == list(whole.parameters[0])
+        (edge,) = parts.edges
+        assert (edge.source, edge.target) == (0, 1)
+        assert edge.bytes > 0
+    twice = figures_of(profile, cuts_of(profile, 1)[0], 0, 4)
+    assert twice.forward_ms[0] == pytest.approx(2 * whole.forward_ms[0])
+    assert twice.saved_bytes[0] == pytest.approx(2 * whole.saved_bytes[0])
+    ready = [whole.ready[name] for name, _ in net().named_parameters()]
+    assert ready == sorted(ready, reverse=True), "the last layer's gradients come first"
+    assert ready[0] <= 1
+
+
+def test_codecs_that_fit_a_layer_are_timed():
+    parameters = profile_model(net(), images(2), measure=False).parameters
+    rates = measure_rates(("fp16", "onebit:decay=0.9"), parameters, 4096, torch.device("cpu"))
+    assert rates.keys() == {"fp16", "onebit:decay=0.9"}
+    assert all(write > 0 and read > 0 for tried in rates.values() for write, read in tried.values())
+    assert measure_rates(("fp16",), (), 2, torch.device("cpu")) == {}

@@ -1,0 +1,195 @@
+"""The search: it answers what enumeration answers, obeys laws, and says what is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridpar.errors import PlanError
+from hybridpar.planner.bounds import lower_bound_ms
+from hybridpar.planner.evaluate import Evaluator
+from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.search import find_plan
+from hybridpar.planner.space import Space
+from tests.planner.small import chain, cluster, inputs, random_inputs
+
+
+def same_as_enumeration(asked: PlannerInputs) -> None:
+    pruned, exhaustive = find_plan(asked, keep=3), find_plan(asked, keep=3, prune=False)
+    assert pruned.chosen == exhaustive.chosen
+    assert pruned.ties == exhaustive.ties
+    assert [one.score for one in pruned.ranked[:3]] == [one.score for one in exhaustive.ranked[:3]]
+    assert exhaustive.simulated == exhaustive.considered
+    assert pruned.simulated <= exhaustive.simulated
+
+
+def no_lower_than_bounds(asked: PlannerInputs) -> None:
+    evaluator = Evaluator(Space(asked))
+    for candidate in evaluator.space.candidates():
+        costs = evaluator.costs(candidate)
+        took = evaluator.simulation(candidate, costs).step_ms * (1 + 1e-9)
+        for known in (costs, evaluator.costs(candidate, exchange=False)):
+            bound = lower_bound_ms(evaluator.layout(candidate), known, candidate.shape.micro_batches)
+            assert bound <= took, candidate
+
+
+@settings(max_examples=10, deadline=None)
+@given(random_inputs())
+def test_the_answer_is_that_of_exhaustive_enumeration(asked: PlannerInputs):
+    same_as_enumeration(asked)
+
+
+@settings(max_examples=10, deadline=None)
+@given(random_inputs())
+def test_no_simulation_is_below_its_lower_bound(asked: PlannerInputs):
+    no_lower_than_bounds(asked)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("law", [same_as_enumeration, no_lower_than_bounds])
+def test_laws_of_the_search_in_a_sweep(law):
+    settings(max_examples=300, deadline=None)(given(random_inputs())(law))()
+
+
+def test_the_bounds_rule_something_out():
+    found = find_plan(inputs(), keep=1)
+    assert found.simulated < found.considered / 2
+
+
+@settings(max_examples=8, deadline=None)
+@given(random_inputs(), st.sampled_from([1.5, 4.0, 100.0]))
+def test_a_faster_link_never_predicts_slower(asked: PlannerInputs, factor: float):
+    # Where moving bytes takes no core: on shared cores a faster link may also take them away at a worse time.
+    hosts = tuple(host.model_copy(update={"kind": "cuda"}) for host in asked.cluster.hosts)
+    asked = asked.on(asked.cluster.model_copy(update={"hosts": hosts}))
+    faster = asked.on(asked.cluster.faster_links(factor))
+    assert find_plan(faster, keep=1).fastest.score <= find_plan(asked, keep=1).fastest.score * (1 + 1e-9)
+
+
+@settings(max_examples=8, deadline=None)
+@given(random_inputs(), st.integers(6, 8), st.sampled_from([1.1, 2.0]))
+def test_more_memory_is_never_worse(asked: PlannerInputs, power: int, factor: float):
+    def best(memory: float) -> float:
+        hosts = tuple(host.model_copy(update={"memory": int(memory)}) for host in asked.cluster.hosts)
+        try:
+            return find_plan(asked.on(asked.cluster.model_copy(update={"hosts": hosts})), keep=1).fastest.score
+        except PlanError:
+            return float("inf")
+
+    assert best(factor * 10**power) <= best(10**power)
+
+
+def test_plain_plans_and_no_compression_are_always_there():
+    for batch_norm in (False, True):
+        for workers in (1, 2, 6, 16):
+            asked = inputs(spec=cluster(workers), batch=48, fidelity="lossy")
+            asked = replace(asked, profile=replace(asked.profile, batch_norm=batch_norm))
+            space = Space(asked)
+            everything = set(space.candidates())
+            for name, candidate in space.baselines().items():
+                assert candidate in everything, name
+                assert candidate.is_plain
+            assert find_plan(asked, keep=1).baselines.keys() == {"data parallel", "one device"}
+
+
+def test_plans_within_the_noise_are_ties_and_the_simplest_wins():
+    profile = chain([(5, 10), (5, 10)], [(8, 8), (8, 8)])
+    quiet = find_plan(inputs(profile, cluster(2, 1e10)))
+    assert quiet.chosen == quiet.fastest
+    assert quiet.chosen.candidate.shape.workers == 2
+    noisy = find_plan(inputs(replace(profile, variants=(replace(profile.variants[0], noise=5.0),)), cluster(2, 1e10)))
+    assert noisy.chosen.candidate.shape.workers == 1, (
+        "one device is simpler, and six times the time is within the noise"
+    )
+    assert noisy.chosen in noisy.ties
+    assert noisy.fastest in noisy.ties
+    assert all(one.score <= noisy.fastest.score * 6 for one in noisy.ties)
+
+
+def test_batch_norm_fixes_the_micro_batch_of_plain_data_parallelism():
+    asked = inputs(spec=cluster(4), batch=32)
+    asked = replace(asked, profile=replace(asked.profile, batch_norm=True))
+    evaluator = Evaluator(Space(asked))
+    sizes = {evaluator.samples(candidate.shape) for candidate in evaluator.space.candidates()}
+    assert sizes == {32 // 4}
+    free = Evaluator(Space(replace(asked, profile=replace(asked.profile, batch_norm=False))))
+    assert len({free.samples(candidate.shape) for candidate in free.space.candidates()}) > 1
+
+
+@pytest.mark.parametrize(
+    ("fidelity", "allowed"),
+    [("exact", {"none"}), ("close", {"none", "fp16", "bf16"}), ("lossy", {"none", "fp16", "bf16", "onebit:decay=0.9"})],
+)
+def test_a_fidelity_allows_its_codecs_and_no_others(fidelity: str, allowed: set[str]):
+    travels = Space(inputs(fidelity=fidelity)).travels
+    used = {text for one in travels for text in one.codecs.values()} | {"none"}
+    assert used == allowed
+
+
+def test_a_codec_is_ranked_by_time_to_the_same_loss():
+    found = find_plan(inputs(fidelity="lossy"), prune=False)
+    for one in found.ranked:
+        texts = set(found.evaluator.space.travels[one.candidate.travel].codecs.values())
+        assert one.score == pytest.approx(one.step_ms * (1.083 if "onebit:decay=0.9" in texts else 1.0))
+
+
+def test_a_slow_link_gets_codecs_or_a_pipeline_and_a_fast_one_neither():
+    slow = find_plan(inputs(spec=cluster(2, 1e7), fidelity="close")).chosen.candidate
+    assert slow.travel or slow.shape.replicas == 1
+    fast = find_plan(
+        inputs(spec=cluster(2, 1e11, kind="cuda"), fidelity="lossy", most_micro_batches=1)
+    ).chosen.candidate
+    assert fast.is_plain
+    assert fast.shape.replicas == 2
+
+
+def test_the_faster_variant_is_taken():
+    plain = chain([(5, 10)], [(8, 8)])
+    (size,) = plain.variants[0].sizes
+    quick = replace(size, forward_ms=(4.0,), backward_ms=(8.0,))
+    variants = (plain.variants[0], replace(plain.variants[0], memory_format="channels_last", sizes=(quick,)))
+    found = find_plan(inputs(replace(plain, variants=variants), cluster(1)))
+    assert found.chosen.candidate.variant == 1
+    assert found.chosen.step_ms == pytest.approx(12 * 8 / 4)
+
+
+def test_lanes_are_tried_where_their_slowdown_was_measured():
+    asked = inputs(spec=cluster(1))
+    assert {one.shape.lanes for one in Space(asked).candidates()} == {1}
+    asked = replace(asked, profile=replace(asked.profile, co_run={2: 1.2}))
+    assert {one.shape.lanes for one in Space(asked).candidates()} == {1, 2}
+    found = find_plan(asked)
+    assert found.chosen.candidate.shape.lanes == 2, "two lanes that hardly disturb each other"
+    twice = replace(asked, profile=replace(asked.profile, co_run={2: 2.0}))
+    assert find_plan(twice).chosen.candidate.shape.lanes == 1
+
+
+def test_no_plan_fits_says_what_is_missing_and_what_would_fit():
+    with pytest.raises(PlanError) as caught:
+        find_plan(inputs(spec=cluster(2, memory="1MB")))
+    assert "no plan fits into 1.0 MB per device" in caught.value.what
+    needed = float(caught.value.fix.split("devices of ")[1].split(" MB")[0].replace(",", ""))
+    assert find_plan(inputs(spec=cluster(2, memory=int(needed * 1e6)))).ranked
+    with pytest.raises(PlanError):
+        find_plan(inputs(spec=cluster(2, memory=int(needed * 1e6 - 2e5))))
+
+
+def test_of_unequal_devices_the_fastest_are_used_and_the_slowest_is_waited_for():
+    spec = cluster(1).model_copy(
+        update={
+            "hosts": (cluster(1).hosts[0].model_copy(update={"throughput": 0.1}), *cluster(1).hosts),
+            "between": cluster(2).between,
+        }
+    )
+    found = find_plan(inputs(spec=spec))
+    assert found.chosen.candidate.shape.workers == 1
+    assert found.chosen.step_ms == pytest.approx(18 * 8 / 4)
+
+
+def test_the_progress_is_told():
+    told: list[tuple[int, int]] = []
+    found = find_plan(inputs(), progress=lambda done, total: told.append((done, total)))
+    assert told[-1] == (found.considered, found.considered)
