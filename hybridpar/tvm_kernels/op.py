@@ -53,7 +53,8 @@ def depthwise_conv2d(
     stride, padding, dilation = _pair(stride), _pair(padding), _pair(dilation)
     if not torch.compiler.is_compiling() and type(x) is Tensor:
         # What runs on torch in all directions is torch's own operation, with its one backward for both gradients.
-        if _is_stock(x, weight, stride, padding, dilation):
+        # So it is under torch.func, for which torch.library's operations have no gradients.
+        if torch._C._are_functorch_transforms_active() or _is_stock(x, weight, stride, padding, dilation):
             return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[-3])
         if _is_plain(x):
             result: Tensor = _Convolution.apply(x, weight, bias, stride, padding, dilation)
@@ -63,12 +64,9 @@ def depthwise_conv2d(
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether nobody watches a call: no tracer, transform or cast that would have to see the operation itself."""
+    """Whether nobody watches a call: no tracer or cast that would have to see the operation itself."""
     return not (
-        is_in_torch_dispatch_mode()
-        or torch._C._are_functorch_transforms_active()
-        or torch.is_autocast_enabled(x.device.type)
-        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        is_in_torch_dispatch_mode() or torch.is_autocast_enabled(x.device.type) or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     )
 
 

@@ -19,7 +19,7 @@ from tests.tvm_kernels.standin import record_of
 
 ROOT = Path(__file__).parents[2]
 SHAPES = [f"{batch}x16x9x9 k3x3 s1x1 p1x1 d1x1" for batch in (1, 2, 4)]
-OWN = {"lanes": 8, "tile_rows": 1, "tile_columns": 3, "strip": 9, "columns_outer": 0, "unroll": 1}
+OWN = {"lanes": 8, "tile_rows": 1, "tile_columns": 3, "strip": 9, "columns_outer": 0, "unroll": 1, "stream": 0}
 
 
 def records(ms: float, **fields):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hybridpar.errors import KernelError
 from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
@@ -424,3 +425,59 @@ def test_choices_are_given_back():
     mine = Choices(Database())
     assert use_choices(mine) is before
     assert use_choices(before) is mine
+
+
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_past_the_dispatcher_it_is_the_same(shape, layout, count):
+    case = Case(shape, layout)
+    chosen = list(Direction)[:count]
+    with tuned([one for one in all_records(shape) if one.direction in chosen]) as kernels:
+        close(case.result(depthwise_conv2d), case.truth)
+    assert kernels.calls == dict.fromkeys(Direction, 0) | dict.fromkeys(chosen, 1)
+
+
+@pytest.mark.parametrize(("kept", "calls"), [([], 1), ([Direction.INPUT_GRADIENT], 1), (list(Direction)[1:], 0)])
+def test_gradients_of_torch_are_one_call(kept, calls, monkeypatch):
+    backward, counted = torch.ops.aten.convolution_backward, []
+
+    def count(*arguments: object) -> object:
+        counted.append(arguments[-1])
+        return backward(*arguments)
+
+    monkeypatch.setattr(torch.ops.aten, "convolution_backward", count)
+    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    records = [one for one in all_records(SHAPES[0]) if one.direction in (Direction.FORWARD, *kept)]
+    with tuned(records):
+        close(case.result(depthwise_conv2d), case.truth)
+    assert len(counted) == calls
+
+
+def test_who_watches_sees_the_operation():
+    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+    with tuned(all_records(SHAPES[0])):
+        graph = make_fx(lambda x: depthwise_conv2d(x, case.weight, None, *case.numbers))(case.x).graph
+        assert OP in {node.target for node in graph.nodes}
+        grads = torch.func.grad(lambda x: depthwise_conv2d(x, case.weight, None, *case.numbers).square().sum())(case.x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert depthwise_conv2d(case.x, case.weight, None, *case.numbers).dtype is torch.bfloat16
+    wide = case.x.double().requires_grad_()
+    stock(wide, case.weight.double(), None, *case.numbers).square().sum().backward()
+    assert wide.grad is not None
+    close([grads], [wide.grad])
+
+
+def test_gradients_of_gradients_past_the_dispatcher():
+    case = Case(SHAPES[0], Layout.CHANNELS_LAST)
+
+    def second(run: Callable[..., Tensor], x: Tensor, weight: Tensor) -> Tensor:
+        x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        (first,) = torch.autograd.grad(run(x, weight, None, *case.numbers).pow(3).sum(), x, create_graph=True)
+        (found,) = torch.autograd.grad(first.square().sum(), weight)
+        return found
+
+    with tuned(all_records(SHAPES[0])):
+        found = second(depthwise_conv2d, case.x, case.weight)
+    right = second(stock, case.x.double(), case.weight.double())
+    torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-5 * float(right.abs().max()))
