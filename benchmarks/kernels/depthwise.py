@@ -20,13 +20,12 @@ import csv
 import datetime
 import importlib.metadata
 import math
-import os
 import random
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -36,10 +35,10 @@ import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
+from benchmarks.kernels.common import RESULTS, same_allocator
 from benchmarks.rig.paired import Paired, paired
 from benchmarks.rig.rows import commit, device
 from hybridpar.kernel_builder import Builder
-from hybridpar.process import worker_environment
 from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.database import KernelKey, read_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
@@ -49,7 +48,6 @@ from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
-RESULTS = Path(__file__).parent / "results"
 RECORDS = Path("runs/kernels/depthwise.jsonl")
 
 #: Net, channels, size of the image, edge of the kernel, stride.
@@ -147,11 +145,7 @@ def main(options: Options) -> int:
     if options.report:
         report(read(options.output))
         return 0
-    wanted_environment = worker_environment(1, range(options.threads))
-    if any(os.environ.get(name) != value for name, value in wanted_environment.items()):
-        # The allocator reads its settings when the process starts, so they are set for a new one.
-        arguments = [sys.executable, "-m", "benchmarks.kernels.depthwise", *sys.argv[1:]]
-        os.execve(sys.executable, arguments, {**os.environ, **wanted_environment})
+    same_allocator("benchmarks.kernels.depthwise")
     torch.set_num_threads(options.threads)
     layout = Layout(options.layout)
     shapes = [(name, shape) for batch in options.batches for name, shape in named_shapes(batch, options.random)]
@@ -165,7 +159,10 @@ def main(options: Options) -> int:
     options.records.parent.mkdir(parents=True, exist_ok=True)
     keys = [key for _, key in left]
     if keys:
-        search_all(keys, options.records, options.seconds * len(keys), on_progress=lambda _: None)
+        # As long for each of them, whatever it takes: the table is of all.
+        search_all(
+            keys, options.records, options.seconds * len(keys), weigher=lambda counts, _: dict.fromkeys(counts, 1.0)
+        )
     if options.tune_only:
         return 0
     with Builder() as builder:
@@ -179,6 +176,11 @@ def main(options: Options) -> int:
             print(f"{name:14} {key.shape.text:40} {key.direction:16} {row.runs_on:7} {row.ratio:6.2f}x", flush=True)
     report(read(options.output))
     return 0
+
+
+def evenly(counts: Mapping[KernelKey, int], _: float) -> dict[KernelKey, float]:
+    """As long a search for each: the table is of all of them, whatever they take."""
+    return dict.fromkeys(counts, 1.0)
 
 
 def named_shapes(batch: int, count: int) -> Iterator[tuple[str, ConvShape]]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import csv
 import datetime
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -29,9 +28,9 @@ import tyro
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.kernels.common import RESULTS, same_allocator
 from benchmarks.rig.paired import paired
 from benchmarks.rig.rows import commit, device
-from hybridpar.process import worker_environment
 from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.database import KernelKey, read_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
@@ -39,7 +38,6 @@ from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
-RESULTS = Path(__file__).parent / "results"
 SMALL = (ConvShape.parse("1x16x4x4 k3x3 s1x1 p1x1 d1x1"), ConvShape.parse("1x32x7x7 k3x3 s2x2 p1x1 d1x1"))
 #: Calls that are timed as one.
 CALLS = 200
@@ -112,11 +110,7 @@ class Row:
 
 def main(options: Options) -> int:
     """Time calls, and the start where a model is named."""
-    wanted_environment = worker_environment(1, range(1))
-    if any(os.environ.get(name) != value for name, value in wanted_environment.items()):
-        # The allocator reads its settings when the process starts, so they are set for a new one.
-        arguments = [sys.executable, "-m", "benchmarks.kernels.overhead", *sys.argv[1:]]
-        os.execve(sys.executable, arguments, {**os.environ, **wanted_environment})
+    same_allocator("benchmarks.kernels.overhead")
     torch.set_num_threads(1)
     rows = calls(options)
     if options.model is not None and options.records is not None:
