@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from hybridpar.cluster import cache_directory
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels.device import installed_versions
-from hybridpar.tvm_kernels.norm_records import NORM_OP, NORM_RECORD_VERSION, NormKey, NormRecord
+from hybridpar.tvm_kernels.norm_records import LEAST_GAIN, NORM_OP, NORM_RECORD_VERSION, NormKey, NormRecord
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, ShapeError
 
 RECORD_VERSION: Literal[1] = 1
@@ -117,10 +117,10 @@ class KernelRecord(BaseModel):
 
     @property
     def wins(self) -> bool:
-        """Whether it was measured to be faster than torch in the layout that the convolution is in."""
+        """Whether it was measured to be faster than torch in the layout that the convolution is in, beyond chance."""
         if self.ms is None or self.stock_ms is None:
             return False
-        return self.ms < (self.stock_ms if self.layout_ms is None else self.layout_ms)
+        return LEAST_GAIN * self.ms < (self.stock_ms if self.layout_ms is None else self.layout_ms)
 
     def line(self) -> str:
         """The record as a line of a database."""
