@@ -314,8 +314,11 @@ def kernel_for(
     choices = _active
     if choices is None:
         return None
-    rest = (tuple(sizes), tuple(taps), tuple(stride), tuple(padding), tuple(dilation), layout)
-    call = (direction, *rest, torch.get_num_threads())
+    threads = torch.get_num_threads()
+    try:  # most calls come with tuples, which need not be made again
+        return choices.found[direction, sizes, taps, stride, padding, dilation, layout, threads]
+    except (KeyError, TypeError):
+        call = (direction, *map(tuple, (sizes, taps, stride, padding, dilation)), layout, threads)
     try:
         return choices.found[call]
     except KeyError:

@@ -57,6 +57,9 @@ def depthwise_conv2d(
         if torch._C._are_functorch_transforms_active() or _is_stock(x, weight, stride, padding, dilation):
             return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[-3])
         if _is_plain(x):
+            wanted = any(one is not None and one.requires_grad for one in (x, weight, bias))
+            if not (wanted and torch.is_grad_enabled()):
+                return _forward(x, weight, bias, stride, padding, dilation)
             result: Tensor = _Convolution.apply(x, weight, bias, stride, padding, dilation)
             return result
     result = torch.ops.hybridpar.depthwise_conv2d(x, weight, bias, stride, padding, dilation)
