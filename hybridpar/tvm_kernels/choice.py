@@ -27,6 +27,7 @@ from hybridpar.kernel_cache import KernelsUnavailable, wanted
 from hybridpar.tvm_kernels.cuda_device import gpu_at, is_gpu
 from hybridpar.tvm_kernels.database import Database, KernelKey, KernelRecord
 from hybridpar.tvm_kernels.device import cpu_fingerprint, installed_versions
+from hybridpar.tvm_kernels.norm_records import NormKey
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, ShapeError
 from hybridpar.tvm_kernels.spread import run_ranges
 
@@ -47,12 +48,14 @@ class TunedKernel:
         scratch_bytes: Memory that it needs meanwhile.
         align: What all addresses are multiples of.
         threads: On how many threads it runs.
+        align_out: What the address of the result is a multiple of; else the process would be killed.
     """
 
     phases: Sequence[Phase]
     scratch_bytes: int
     align: int
     threads: int
+    align_out: int = 4
 
     def takes(self, *tensors: Tensor) -> bool:
         """Whether the addresses are aligned as they must be."""
@@ -66,7 +69,16 @@ class TunedKernel:
             second: Weights, or the output's gradient where theirs is computed.
             third: Bias, or None.
             out: The result.
+
+        Raises:
+            KernelError: The result is not aligned, as torch's own allocator aligns it.
         """
+        if out.data_ptr() % self.align_out:
+            raise KernelError(
+                f"a result at address {out.data_ptr():#x}",
+                f"This kernel writes whole cache lines, so its result is aligned to {self.align_out} bytes.",
+                "Use torch's own allocator, or set HYBRIDPAR_KERNELS=off.",
+            )
         scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8) if self.scratch_bytes else None
         places = (
             first.data_ptr(),
@@ -242,14 +254,16 @@ def why_no_record(database: Database, key: KernelKey) -> str:
             if alike != key.shape:
                 continue
             differing.append(f"batch {other.shape.batch}")
-        if other.layout != key.layout:
-            differing.append(str(other.layout))
-        if other.threads != key.threads:
-            differing.append(f"{other.threads} thread(s)")
-        if other.device != key.device:
-            differing.append(other.device)
+        differing += apart(other, key)
         near.append((len(differing), ", ".join(differing)))
     return f"its record is for {min(near)[1]}" if near else "there is no record"
+
+
+def apart(other: KernelKey | NormKey, key: KernelKey | NormKey) -> list[str]:
+    """Where and how another record's operation ran, as far as it differs: layout, threads, device."""
+    differing = [] if other.layout == key.layout else [str(other.layout)]
+    differing += [] if other.threads == key.threads else [f"{other.threads} thread(s)"]
+    return differing + ([] if other.device == key.device else [other.device])
 
 
 def _without_batch(shape: ConvShape) -> tuple[Any, ...]:

@@ -40,5 +40,7 @@ def make_kernels(records: Sequence[KernelRecord]) -> list[AnyKernel | KernelsUna
             made[place] = kernel
         else:
             record = records[place]
-            made[place] = TunedKernel(kernel.phases, kernel.scratch_bytes, record.align, record.threads)
+            made[place] = TunedKernel(
+                kernel.phases, kernel.scratch_bytes, record.align, record.threads, variants[place].align_out
+            )
     return [made[place] for place in range(len(records))]

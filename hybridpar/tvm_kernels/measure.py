@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -96,6 +97,17 @@ class Runnable(Protocol):
     @property
     def scratch_bytes(self) -> int:
         """Memory that a call needs."""
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """Inside, torch computes on so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Bench:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hybridpar.errors import KernelError
 from hybridpar.kernel_cache import wanted
 from hybridpar.tvm_kernels import norm_kernels
-from hybridpar.tvm_kernels.choice import Choices, active_choices, is_strict
+from hybridpar.tvm_kernels.choice import Choices, active_choices, apart, is_strict
 from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.norm_records import NormKey, NormRecord, NormShape, norm_versions
@@ -108,12 +108,7 @@ def why_no_norm_record(database: Database, key: NormKey) -> str:
         differing = []
         if other.shape.rows != key.shape.rows:
             differing.append(f"{other.shape.rows} rows")
-        if other.layout != key.layout:
-            differing.append(str(other.layout))
-        if other.threads != key.threads:
-            differing.append(f"{other.threads} thread(s)")
-        if other.device != key.device:
-            differing.append(other.device)
+        differing += apart(other, key)
         near.append((len(differing), ", ".join(differing)))
     return f"its record is for {min(near)[1]}" if near else "there is no record"
 

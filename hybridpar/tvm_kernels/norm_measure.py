@@ -8,8 +8,7 @@ as torchvision's networks have it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -20,7 +19,7 @@ from torch.nn import functional
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels.batch_norm_act import STOCK, batch_norm_then, fusable
 from hybridpar.tvm_kernels.machine import copy_speed
-from hybridpar.tvm_kernels.measure import Timing, time_pairs
+from hybridpar.tvm_kernels.measure import Timing, time_pairs, torch_threads
 from hybridpar.tvm_kernels.norm_records import NormKey, NormShape
 
 #: Pairs of a measurement, at least.
@@ -202,14 +201,3 @@ def images(shape: NormShape, draw: torch.Generator | None = None) -> Tensor:
     height = next(one for one in range(math.isqrt(shape.rows), 0, -1) if shape.rows % one == 0)
     sizes = (1, shape.channels, height, shape.rows // height)
     return torch.randn(sizes, generator=draw).contiguous(memory_format=torch.channels_last)
-
-
-@contextmanager
-def torch_threads(threads: int) -> Iterator[None]:
-    """Inside, torch computes on so many threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

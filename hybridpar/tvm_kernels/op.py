@@ -242,7 +242,7 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 class _Convolution(torch.autograd.Function):
-    """The operation without the dispatcher, which takes as long as a small convolution does."""
+    """The operation without the dispatcher's calls back to Python, of which there would be one for each gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: Any) -> Tensor:

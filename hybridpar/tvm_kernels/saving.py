@@ -11,7 +11,7 @@ from hybridpar.tvm_kernels.choice import AnyKernel, Choices
 from hybridpar.tvm_kernels.cuda_device import is_gpu
 from hybridpar.tvm_kernels.cuda_measure import CudaBench, time_cuda_pairs
 from hybridpar.tvm_kernels.database import KernelKey
-from hybridpar.tvm_kernels.measure import Bench, time_pairs
+from hybridpar.tvm_kernels.measure import Bench, time_pairs, torch_threads
 
 
 def measure_saving(choices: Choices, keys: Mapping[KernelKey, int], pairs: int = 5) -> float:
@@ -25,16 +25,13 @@ def measure_saving(choices: Choices, keys: Mapping[KernelKey, int], pairs: int =
         keys: Convolutions, and how often each one runs.
         pairs: Pairs of calls of each, after one that does not count.
     """
-    saved, threads = 0.0, torch.get_num_threads()
-    try:
-        with torch.no_grad():
-            for key, count in keys.items():
-                kernel = choices.decide(key).kernel
-                if kernel is not None:
-                    torch.set_num_threads(key.threads)
+    saved = 0.0
+    with torch.no_grad():
+        for key, count in keys.items():
+            kernel = choices.decide(key).kernel
+            if kernel is not None:
+                with torch_threads(key.threads):
                     saved += count * _saved(key, kernel, pairs)
-    finally:
-        torch.set_num_threads(threads)
     return saved
 
 

@@ -10,10 +10,8 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 
-import torch
-
 from hybridpar.tvm_kernels.database import KernelKey
-from hybridpar.tvm_kernels.measure import Bench
+from hybridpar.tvm_kernels.measure import Bench, torch_threads
 
 #: What one thread of a common CPU does, in multiply-adds and bytes a second: only proportions count here.
 _MULTIPLY_ADDS, _BYTES = 40e9, 12e9
@@ -49,9 +47,7 @@ def weigh(
 
 def stock_ms(key: KernelKey) -> float:
     """What one call of torch takes, in the layout that the convolution is in; the shorter of two after a first one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(key.threads)
-    try:
+    with torch_threads(key.threads):
         call = Bench(key.shape, key.direction, key.layout, key.threads).stock_in(key.layout)
         call()
         taken = []
@@ -60,8 +56,6 @@ def stock_ms(key: KernelKey) -> float:
             call()
             taken.append(time.perf_counter() - began)
         return 1e3 * min(taken)
-    finally:
-        torch.set_num_threads(before)
 
 
 def _floor_ms(key: KernelKey) -> float:

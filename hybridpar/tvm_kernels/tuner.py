@@ -16,8 +16,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import torch
-
 from hybridpar.kernel_build import Session
 from hybridpar.kernel_builder import Builder, Built
 from hybridpar.kernel_cache import KernelsUnavailable
@@ -26,7 +24,7 @@ from hybridpar.tvm_kernels.candidates import candidates, neighbours
 from hybridpar.tvm_kernels.cost import Ranking, estimate, rank
 from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image
 from hybridpar.tvm_kernels.machine import Speed, measure_speed, this_machine
-from hybridpar.tvm_kernels.measure import MOST_ERROR, Bench, Timing
+from hybridpar.tvm_kernels.measure import MOST_ERROR, Bench, Timing, torch_threads
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 _log = logging.getLogger(__name__)
@@ -119,7 +117,7 @@ def tune(
         TuningStopped: On KeyboardInterrupt, with what there is.
         KernelsUnavailable: Nothing at all can be built on this machine.
     """
-    with _single(threads), _own(builder) as build:
+    with torch_threads(threads), _own(builder) as build:
         search = _Search(shape, direction, layout, threads, seed, build, on_progress)
         if not search.space:
             return []
@@ -140,17 +138,6 @@ def ranking(results: Sequence[Tuned], drawn_only: bool = False) -> Ranking:
     """
     chosen = [one for one in results if one.drawn or not drawn_only]
     return rank([one.predicted for one in chosen], [one.ms for one in chosen])
-
-
-@contextmanager
-def _single(threads: int) -> Iterator[None]:
-    """Set torch's threads for the time of a search."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hybridpar.errors import KernelError
-from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
+from hybridpar.tvm_kernels.choice import Choices, TunedKernel, active_choices, use_choices
 from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
@@ -481,3 +481,12 @@ def test_gradients_of_gradients_past_the_dispatcher():
         found = second(depthwise_conv2d, case.x, case.weight)
     right = second(stock, case.x.double(), case.weight.double())
     torch.testing.assert_close(found.double(), right, rtol=1e-4, atol=1e-5 * float(right.abs().max()))
+
+
+def test_a_result_that_lies_where_a_kernel_cannot_write_is_refused_by_name():
+    room = torch.zeros(64 + 16)
+    start = (-room.data_ptr() // 4) % 16 + 1  # one value behind a line's begin
+    kernel = TunedKernel((), 0, 4, 1, align_out=64)
+    with pytest.raises(KernelError, match="aligned to 64 bytes"):
+        kernel(room, room, None, room[start:])
+    kernel(room, room, None, room[start + 15 :])
