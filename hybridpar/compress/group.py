@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -87,3 +88,29 @@ class TorchGroup:
         self.all_gather(words, tensor)
         for row in words.view(self.size, -1):
             tensor.bitwise_and_(row)
+
+
+def open_group(ranks: Sequence[int], timeout: float, *, members_only: bool = False) -> dist.ProcessGroup | None:
+    """Make a process group with threads of its own, on which all members can be reached when this returns.
+
+    Gloo lets a worker go on as soon as its own connections stand. One that fails right after that, for a reason of its
+    own, closes them on workers that are still connecting, and these would report a network that does not work instead
+    of the reason. So members meet once.
+
+    Args:
+        ranks: Its members' ranks in the job, the same on all of them.
+        timeout: Seconds after which a silent member is an error.
+        members_only: Whether nobody else calls this; else all workers of the job make the same groups in the same
+            order, theirs or not.
+
+    Returns:
+        The group; None for a worker that is no member.
+    """
+    group = dist.new_group(
+        list(ranks), timeout=datetime.timedelta(seconds=timeout), use_local_synchronization=members_only
+    )
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    if "gloo" in dist.get_backend_config(group):  # NCCL connects on first use
+        dist.all_reduce(torch.zeros(1), group=group)
+    return group

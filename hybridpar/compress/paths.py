@@ -6,7 +6,6 @@ one inside of the node where gradients are added there first.
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridpar.compress.codec import Meeting
-from hybridpar.compress.group import Group, TorchGroup
+from hybridpar.compress.group import Group, TorchGroup, open_group
 from hybridpar.compress.hierarchy import Nodes
 from hybridpar.errors import UsageError
 from hybridpar.process import host_identity
@@ -66,11 +65,7 @@ def _own_group(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None
     for party in parties:
         if group is None or own in party:
             # Inside of a part of the job only the members make a group: the rest knows nothing of this hook.
-            made = dist.new_group(
-                [jobs[rank] for rank in party],
-                timeout=datetime.timedelta(seconds=timeout),
-                use_local_synchronization=group is not None,
-            )
+            made = open_group([jobs[rank] for rank in party], timeout, members_only=group is not None)
             mine = made if own in party else mine
     return mine
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hybridpar.compress.group import open_group
 from hybridpar.errors import SyncError, UsageError
-from hybridpar.pipeline.rendezvous import new_group
 from hybridpar.pipeline.shared_channel import Offer, take_offer
 from hybridpar.pipeline.transport import BackendReceive, BackendSend, MessagePart, ReceiveEnd, SendEnd
 from hybridpar.pipeline.world import World
@@ -175,7 +175,7 @@ class Grid:
         device = self.world.device
         first = MessagePart((1,))
         for source, target in channels:
-            group = new_group((source, target), self.world.timeout)
+            group = open_group((source, target), self.world.timeout)
             if group is None:
                 continue
             self._groups.append(group)
@@ -192,7 +192,7 @@ class Grid:
 
     def _own_group(self, parties: list[list[int]]) -> dist.ProcessGroup:
         """Make a group of every party, and return this worker's."""
-        groups = [group for party in parties if (group := new_group(party, self.world.timeout)) is not None]
+        groups = [group for party in parties if (group := open_group(party, self.world.timeout)) is not None]
         self._groups += groups
         return groups[0]
 

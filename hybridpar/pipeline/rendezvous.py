@@ -1,14 +1,13 @@
-"""Why: process groups are torch's, but their time-outs, restarts and errors are not left to its defaults.
+"""Why: how a job meets is torch's, but its time-outs, restarts and errors are not left to its defaults.
 
 The default time-out is half an hour, a restarted job may meet the addresses of the dead one, and the messages do not
-say what to do. So groups are made here and nowhere else.
+say what to do. So the default group is made here and nowhere else.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,20 +61,6 @@ def _own_store(limit: datetime.timedelta) -> dict[str, Any]:
     store, rank, size = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
     apart = dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
     return {"store": apart, "rank": rank, "world_size": size}
-
-
-def new_group(ranks: Sequence[int], timeout: float) -> dist.ProcessGroup | None:
-    """A process group with threads of its own; every worker of the job makes the same groups in the same order.
-
-    Args:
-        ranks: Its members' ranks in the job.
-        timeout: Seconds after which a silent peer is an error.
-
-    Returns:
-        The group; None for a worker that is no member.
-    """
-    group = dist.new_group(list(ranks), timeout=datetime.timedelta(seconds=timeout))
-    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def first_line(error: BaseException) -> str:

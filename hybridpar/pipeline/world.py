@@ -23,9 +23,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from hybridpar.compress.group import open_group
 from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError
 from hybridpar.pipeline.collective import BackendSum, SumGroup
-from hybridpar.pipeline.rendezvous import first_line, initialise, new_group
+from hybridpar.pipeline.rendezvous import first_line, initialise
 from hybridpar.pipeline.shared_memory import SharedMemorySum
 from hybridpar.process import host_identity
 
@@ -169,7 +170,7 @@ class World:
     def _open_control(self, parties: Sequence[tuple[int, ...]]) -> None:
         """Give every party its control group. All workers of the job make all groups in one order, theirs or not."""
         for party in parties:
-            group = new_group(party, self.timeout) if len(party) > 1 else None
+            group = open_group(party, self.timeout) if len(party) > 1 else None
             if group is not None:
                 self.control = group
                 self._groups.append(group)
@@ -183,7 +184,7 @@ class World:
         for party in parties:
             if len(party) == 1 or answers[party[0]]:
                 continue
-            groups = [group for _ in range(lanes) if (group := new_group(party, self.timeout)) is not None]
+            groups = [group for _ in range(lanes) if (group := open_group(party, self.timeout)) is not None]
             self._groups += groups
             self.lane_sums += [BackendSum(group) for group in groups]
         if self.control is not None and not shared:

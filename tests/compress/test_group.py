@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybridpar.compress import CODECS, Exchange, Meeting, TensorSpec, TorchGroup, bind, parse_codec
+from hybridpar.compress.group import open_group
 from tests.compress.team import Team, same_bits
 from tests.ranks import run_ranks
 
@@ -62,3 +66,23 @@ def test_words_and_maxima_meet() -> None:
     for words, by_gathering, largest in run_ranks(meet_over_gloo, 2):
         assert words == by_gathering == [7 & 6, 12 & 11, 255 & 254]
         assert largest == [1.0, float("inf")]
+
+
+def opened_while_another_still_connects(world: Any, flag: str) -> bool:
+    make = dist.new_group
+
+    def slow(*args: Any, **options: Any) -> Any:
+        group = make(*args, **options)
+        time.sleep(0.5)
+        Path(flag).touch()
+        return group
+
+    with pytest.MonkeyPatch.context() as patched:
+        if world.rank == 0:
+            patched.setattr(dist, "new_group", slow)
+        open_group([0, 1], timeout=30)
+    return Path(flag).exists()
+
+
+def test_no_worker_goes_on_while_another_still_connects(tmp_path: Path) -> None:
+    assert run_ranks(opened_while_another_still_connects, 2, str(tmp_path / "flag")) == [True, True]
