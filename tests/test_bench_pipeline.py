@@ -19,7 +19,7 @@ from hybridpar.pipeline.spans import Span, StepSpans
 needs_root = pytest.mark.skipif(bool(missing()), reason=missing() or "links can be shaped")
 
 
-@pytest.mark.parametrize("table", [pytest.param("A", marks=pytest.mark.sweep), "C", "F"])
+@pytest.mark.parametrize("table", [*(pytest.param(name, marks=pytest.mark.sweep) for name in "AC"), "F"])
 def test_a_table_on_the_loopback_runs(table: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(Options(table=table, quick=True)) == 0  # type: ignore[arg-type]
     assert "pipeline" in capfd.readouterr().out
