@@ -8,7 +8,6 @@ worker, and of a plan the median over the rounds.
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -72,6 +71,9 @@ class Batch:
 class Trial:
     """A plan that is ready to take steps. Making one is a collective over all workers of the job.
 
+    Attributes:
+        trainer: What runs it; None on workers that the plan does not use.
+
     Args:
         plan: The plan.
         model: The model; it is copied.
@@ -94,7 +96,7 @@ class Trial:
         base: TrainConfig,
     ) -> None:
         self._stack = ExitStack()
-        self._trainer: Trainer | None = None
+        self.trainer: Trainer | None = None
         config = config_of_plan(plan, replace(base, batch_size=len(images)))
         workers, stages = workers_of(plan), len(plan.partition.stages)
         if stages > 1 and 1 < workers < world.size:
@@ -113,7 +115,7 @@ class Trial:
             parts = [part.tensor_split(config.micro_batches) for part in mine]
             self._batch = Batch(list(zip(*parts, strict=True)), len(mine[1]), len(targets))
             lanes = self._stack.enter_context(Lanes(own.device))
-            self._trainer = Trainer(
+            self.trainer = Trainer(
                 copy.deepcopy(model),
                 config=config,
                 world=own,
@@ -121,7 +123,7 @@ class Trial:
                 plan=plan if stages > 1 else None,
                 example=parts[0][0],
             )
-            self._stack.callback(self._trainer.close)
+            self._stack.callback(self.trainer.close)
         except BaseException:
             self.close()
             raise
@@ -140,9 +142,9 @@ class Trial:
 
     def step(self) -> None:
         """One step, to its end; nothing on workers that the plan does not use."""
-        if self._trainer is not None:
-            self._trainer.step(self._batch)
-            self._trainer.wait()
+        if self.trainer is not None:
+            self.trainer.step(self._batch)
+            self.trainer.wait()
 
     def close(self) -> None:
         """End what it holds. Safe to call twice."""
@@ -183,24 +185,6 @@ def time_plans(
         if done >= 2 and any(late):
             break
     return times
-
-
-def median_ms(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The median of each."""
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
-def relative_noise(times: Mapping[str, Sequence[float]]) -> float:
-    """How far medians over so many rounds may be off: the standard error of a median, from the median deviation.
-
-    Of all plans the mean; 1.4826 and 1.2533 are those of a normal distribution.
-    """
-    errors = []
-    for values in times.values():
-        middle = statistics.median(values)
-        deviation = statistics.median([abs(value - middle) for value in values])
-        errors.append(1.4826 * 1.2533 * deviation / (middle * len(values) ** 0.5))
-    return statistics.mean(errors) if errors else 0.0
 
 
 def random_batch(shape: Sequence[int], samples: int, classes: int, device: torch.device) -> tuple[Tensor, Tensor]:

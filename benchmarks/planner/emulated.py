@@ -98,8 +98,8 @@ def measure(models: list[str], plans: int, rounds: int, seconds: float, quick: b
         quick: A small net.
         output: The table.
     """
-    with process_group(timeout=180) as (rank, _):
-        world = World.join(lanes=2, timeout=180)
+    with process_group(timeout=900) as (rank, _):
+        world = World.join(lanes=2, timeout=900)
         cluster = _of_devices(cluster_of(world))
         if rank == 0:
             print(cluster.to_toml(), flush=True)

@@ -56,8 +56,8 @@ def measure(
         quick: A small net.
         tables: Files of the tables that are wanted, `predicted` and `regret`; None prints only.
     """
-    with process_group(timeout=180) as (rank, _):
-        world = World.join(lanes=2, timeout=180)
+    with process_group(timeout=900) as (rank, _):
+        world = World.join(lanes=2, timeout=900)
         cluster = cluster_of(world)
         if rank == 0:
             print(cluster.to_toml(), flush=True)

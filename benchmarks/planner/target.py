@@ -79,7 +79,7 @@ def measure(phase: str, quick: bool, seeds: int, notes: str, output: str | None)
         output: The table.
     """
     phases = {"plan": _plan, "train": _train_all, "time": _time}
-    with process_group(timeout=180) as (rank, ranks):
+    with process_group(timeout=900) as (rank, ranks):
         phases[phase](Call(quick, seeds, Path(notes), output, rank, ranks))
 
 
@@ -106,7 +106,7 @@ class Call:
 
 
 def _plan(call: Call) -> None:
-    world = World.join(lanes=2, timeout=180)
+    world = World.join(lanes=2, timeout=900)
     began = time.perf_counter()
     inputs = planner_inputs(Planned("resnet18", 32, 16 * call.ranks), world, cluster_of(world), "lossy")
     noted = world.from_main(lambda: _decide(inputs))
@@ -150,7 +150,7 @@ def _key(options: dict[str, Any]) -> str:
 
 
 def _time(call: Call) -> None:
-    world = World.join(lanes=2, timeout=180)
+    world = World.join(lanes=2, timeout=900)
     noted, steps = call.planned(), json.loads((call.notes / "steps.json").read_text())
     steps = {PLANNED: steps[_key(noted["options"])], **{name: steps[name] for name in call.methods}}
     config = TrainConfig(**noted["options"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridpar.compress import Codec, Policy, parse_codec
+from hybridpar.compress import Codec, Policy, format_codec, parse_codec
 from hybridpar.compress.auto import PLAIN, Layers, choose, kinds_of
 from hybridpar.compress.rates import CodecRate, LinkCost, lasting_rounds
 from hybridpar.pipeline.buckets import cut_buckets
@@ -73,8 +73,10 @@ def travels(inputs: PlannerInputs) -> tuple[Travel, ...]:
     for text in known:
         found.append(Travel(text, dict.fromkeys(names, text), steps_factor([text]), 1))
     codecs = {text: parse_codec(text) for text in known}
+    # A policy leaves out what is at its default.
+    spelled = {format_codec(codec): text for text, codec in codecs.items()}
     for policy in _policies(inputs, codecs):
-        texts = {name: text for name in names if (text := policy.text_of(name)) != "none"}
+        texts = {name: spelled[text] for name in names if (text := policy.text_of(name)) != "none"}
         if texts and all(texts != dict(one.codecs) for one in found):
             kinds = sorted(set(texts.values()))
             label = f"{', '.join(kinds)} for {len(texts)} of {len(names)} parameters"

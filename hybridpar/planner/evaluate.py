@@ -88,6 +88,8 @@ class Evaluator:
         #: For every number of workers the least memory, and the least memory bandwidth, of the devices that they use.
         self._least_memory = _running_least(host.memory for _, host in self._workers)
         self._least_bandwidth = _running_least(host.memory_bandwidth for _, host in self._workers)
+        #: Cores that a lane computes with; what uses one core takes so much less of a lane.
+        self._lane_cores = space.inputs.profile.threads or 1
         self._figures = space.library.figures
         self._layout = cache(self._make_layout)
         self._transfers = cache(self._make_transfers)
@@ -138,7 +140,7 @@ class Evaluator:
             saved_bytes=figures.saved_bytes,
             link=link,
             links=own,
-            cores=shape.lanes + worst.communication_cores,
+            cores=shape.lanes + worst.communication_cores / self._lane_cores,
             send_cpu=sending,
             receive_cpu=receiving,
             # Per byte of a bucket; what a worker moves is that times the factor of the ring.
@@ -241,7 +243,7 @@ class Evaluator:
         level = self._inputs.cluster.between or self._inputs.cluster.inside
         if level is None or level.cores is None:
             return per_byte, _SEND_PART * per_byte, _SEND_PART * per_byte
-        second = level.bandwidth * level.efficiency.send
+        second = level.bandwidth * level.efficiency.send * self._lane_cores
         return per_byte, level.cores.send / second, level.cores.receive / second
 
     def _parts_of_model(self, figures: StageFigures) -> list[float]:
@@ -292,7 +294,7 @@ class Evaluator:
                         times.decode_ms,
                         times.wire_ms,
                         times.latency_ms,
-                        times.core_ms,
+                        None if times.core_ms is None else times.core_ms / self._lane_cores,
                     )
                 )
             made.append(tuple(row))

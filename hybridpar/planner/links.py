@@ -1,9 +1,8 @@
 """Why: what a link carries, and what that takes of the cores, is measured between the very workers that will use it.
 
 Every way in which gradients and activations really travel is timed over the job's own groups and channels: shared
-memory where workers share a host, else the backend. Each is timed alone, and again while all workers compute: on a CPU
-the threads that move bytes take cores away from those that compute, and what computing loses meanwhile, per second of
-moving, is what a way of using the link keeps busy.
+memory where workers share a host, else the backend. Each is timed alone, and then done again while all workers compute:
+on a CPU the threads that move bytes take cores away from those that compute, and how much, their account tells.
 """
 
 from __future__ import annotations
@@ -36,9 +35,6 @@ from hybridpar.process import available_cores, host_identity, usable_memory
 #: A link is measured again where it has become so many times faster or slower.
 DRIFT = 1.5
 
-#: Two threads at most move the bytes of a message: one of this process's, one of the backend's or the kernel's.
-MOST_CORES = 2.0
-
 #: Seconds that one way of using a link is timed for, alone and again beside computing.
 LINK_SECONDS = 0.25
 _SMALL_BYTES, _LEAST_BYTES, _MOST_BYTES = 4 << 10, 1 << 20, 8 << 20
@@ -55,7 +51,7 @@ class Way:
     Attributes:
         latency_ms: Of a message of 4 KB.
         bytes_per_second: That each worker sends.
-        cores: Of a worker, kept busy by that.
+        cores: Of a worker, kept busy by that while it is under way.
     """
 
     latency_ms: float
@@ -91,7 +87,8 @@ def measure_cluster(
         known = world.from_main(lambda: _read(key))
         if known is not None and _still_true(known, world):
             return known
-    hosts = _hosts(told, world)
+    spare = _agreed_least(_spare_cores(world, seconds / 2), world) if world.device.type == "cpu" else 0.0
+    hosts = _hosts(told, world, spare)
     levels = _levels(world, [one.host for one in told], seconds) if world.size > 1 else {}
     found = ClusterSpec(name=name, hosts=hosts, **levels)
     world.from_main(lambda: _write(key, found))
@@ -121,8 +118,8 @@ def _own_place(world: World) -> _Place:
     return _Place(host_identity(), usable_memory(), cpu_name(), len(available_cores()))
 
 
-def _hosts(told: Sequence[_Place], world: World) -> tuple[Hosts, ...]:
-    """The hosts of the workers, those that are alike as one entry."""
+def _hosts(told: Sequence[_Place], world: World, spare: float) -> tuple[Hosts, ...]:
+    """The hosts of the workers, those that are alike as one entry; with spare cores for each worker."""
     kind: Literal["cpu", "cuda"] = "cuda" if world.device.type == "cuda" else "cpu"
     counts = Counter(one.host for one in told)
     found: Counter[Hosts] = Counter()
@@ -131,7 +128,8 @@ def _hosts(told: Sequence[_Place], world: World) -> tuple[Hosts, ...]:
         memory = first.memory // (devices if kind == "cpu" else 1)
         # Bytes of memory differ a little between hosts that are alike, and from one hour to the next.
         memory = memory >> 20 << 20
-        found[Hosts(devices=devices, kind=kind, name=first.name, memory=memory)] += 1
+        host_found = Hosts(devices=devices, kind=kind, name=first.name, memory=memory, communication_cores=spare)
+        found[host_found] += 1
     return tuple(host.model_copy(update={"count": count}) for host, count in found.items())
 
 
@@ -165,10 +163,12 @@ def _still_true(spec: ClusterSpec, world: World) -> bool:
     level = spec.between or spec.inside
     if level is None:
         return True
-    message = torch.zeros(_LEAST_BYTES // 4, device=world.device)
+    speed, factor = level.bandwidth * level.efficiency.all_reduce, 2 * (world.size - 1) / world.size
+    # Of a length at which the link counts and not its latency.
+    size = _MOST_BYTES if _MOST_BYTES / speed < 0.02 else _LEAST_BYTES
+    message = torch.zeros(size // 4, device=world.device)
     took = _agreed(statistics.median(_laps(world.lane_sums[0].all_reduce, message, 3)), world)
-    factor = 2 * (world.size - 1) / world.size
-    expected = factor * _LEAST_BYTES / (level.bandwidth * level.efficiency.all_reduce)
+    expected = factor * size / speed
     expected += 2 * log_rounds(world.size) * level.latency_ms / 1e3
     return 1 / DRIFT <= took / expected <= DRIFT
 
@@ -276,11 +276,11 @@ def _time(work: _Work | None, factor: float, world: World, seconds: float) -> Wa
     repeats = max(3, min(50, int(seconds / took)))
     world.barrier()
     alone = statistics.median(laps(size, repeats))
-    lost = _lost_computing(lambda: laps(size, repeats), world) / (repeats + 1)
+    used = _core_seconds(lambda: laps(size, repeats), world) / (repeats + 1)
     if work is None:
         return None
     moving = max(alone - latency, 0.1 * alone)
-    return Way(1e3 * latency, factor * size / moving, min(MOST_CORES, max(0.0, lost) / alone))
+    return Way(1e3 * latency, factor * size / moving, max(0.0, used) / alone)
 
 
 def _laps(work: _Work, message: Tensor, repeats: int) -> list[float]:
@@ -295,34 +295,71 @@ def _laps(work: _Work, message: Tensor, repeats: int) -> list[float]:
     return times[1:]
 
 
-def _lost_computing(work: Callable[[], object], world: World) -> float:
-    """Seconds of computing that workers lose while they do something else as well; a collective.
+def _core_seconds(work: Callable[[], object], world: World) -> float:
+    """What a worker's cores do for something while they compute as well, in seconds of a core; a collective.
 
-    All compute all the time, so whatever the work takes of their cores is missing.
+    The process's account, which holds what all threads of the backend do, less what the computing thread did: so other
+    programs on the machine do not count.
     """
     if world.device.type == "cuda":  # another processor computes
         world.barrier()
         work()
         return 0.0
-    one, other = torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)
-    out = torch.empty(_SIDE, _SIDE)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so that one thread's account holds all of the computing
+    try:
+        one, other = torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)
+        world.barrier()
+        thread = threading.Thread(target=work)
+        process, own = time.process_time(), time.thread_time()
+        thread.start()
+        while thread.is_alive():
+            torch.mm(one, other)
+        return (time.process_time() - process) - (time.thread_time() - own)
+    finally:
+        torch.set_num_threads(threads)
 
-    def compute() -> float:
-        return statistics.median(_laps(lambda _: torch.mm(one, other, out=out), out, 50))
 
-    world.barrier()
-    before = compute()
-    world.barrier()
-    thread = threading.Thread(target=work)
-    started, count = time.perf_counter(), 0
-    thread.start()
-    while thread.is_alive():
-        torch.mm(one, other, out=out)
-        count += 1
-    took = time.perf_counter() - started
-    world.barrier()
-    # Whoever else uses the machine slows products down before and after as well.
-    return took - count * statistics.mean((before, compute()))
+def _spare_cores(world: World, seconds: float) -> float:
+    """Cores that a worker has beside those that compute, while all workers compute; a collective.
+
+    That is what one thread more gets done, over what each of the others does. Less than a quarter is chance.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        gains = []
+        for _ in range(3):
+            rates = []
+            for count in (threads, threads + 1):
+                world.barrier()
+                rates.append(_products(count, seconds))
+            gains.append(threads * (rates[1] / max(1, rates[0]) - 1))
+    finally:
+        torch.set_num_threads(threads)
+    spare = statistics.median(gains)
+    return round(min(1.0, spare), 2) if spare >= 0.25 else 0.0
+
+
+def _products(threads: int, seconds: float) -> int:
+    """Matrix products that so many threads finish together."""
+    counts = [0] * threads
+    end = time.perf_counter() + seconds
+
+    def compute(place: int) -> None:
+        torch.set_num_threads(1)  # every thread of a process has a number of its own
+        one, other = torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)
+        out = torch.empty(_SIDE, _SIDE)
+        while time.perf_counter() < end:
+            torch.mm(one, other, out=out)
+            counts[place] += 1
+
+    workers = [threading.Thread(target=compute, args=(place,)) for place in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(counts)
 
 
 def _nothing(message: Tensor) -> None:
@@ -331,5 +368,14 @@ def _nothing(message: Tensor) -> None:
 
 def _agreed(value: float, world: World) -> float:
     """The largest of all workers' values, by which all decide the same."""
+    return max(_of_all(value, world))
+
+
+def _agreed_least(value: float, world: World) -> float:
+    """The least of all workers' values."""
+    return min(_of_all(value, world))
+
+
+def _of_all(value: float, world: World) -> list[float]:
     values: list[float] = world.gather(value)  # type: ignore[assignment]
-    return max(values)
+    return values

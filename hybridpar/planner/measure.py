@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -37,8 +38,9 @@ _T = TypeVar("_T")
 
 _WAYS = ("encode", "decode")
 
-#: A profile with more noise than this is measured again, and so often at most.
-NOISY, MOST_TRIES = 0.1, 3
+#: A profile with more noise than this is measured again, so often at most, and not after so many seconds: a machine that
+#: is busy for longer is not worth waiting for.
+NOISY, MOST_TRIES, MOST_SECONDS = 0.1, 3, 5.0
 
 #: Layers that normalise over the micro-batch.
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -220,7 +222,8 @@ def _times(
     known = load_profile(key, cache) if cache is not None else None
     if known is None:
         tries: list[UnitTimes] = []
-        while len(tries) < MOST_TRIES and steadied(tries).noise > NOISY:
+        end = time.perf_counter() + MOST_SECONDS
+        while not tries or (len(tries) < MOST_TRIES and steadied(tries).noise > NOISY and time.perf_counter() < end):
             tries.append(measure_units(units, (example,), passes=passes, threads=threads, progress=progress))
         known = steadied(tries)
         if cache is not None:

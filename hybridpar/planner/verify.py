@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ def _doubt(own: Sequence[float], other: Sequence[float]) -> float:
     differences = [one - two for one, two in zip(own, other, strict=True)]
     middle = statistics.median(differences)
     deviation = statistics.median(abs(one - middle) for one in differences)
-    return 2 * 1.2533 * 1.4826 * deviation / len(differences) ** 0.5
+    return 2 * 1.2533 * 1.4826 * deviation / math.sqrt(len(differences))
 
 
 def verdicts(result: Verified, names: Mapping[object, str]) -> list[tuple[str, float, float, float, str]]:

@@ -20,7 +20,7 @@ def measured(world: World, cache: str, fresh: bool) -> tuple[str, int]:
 
     os.environ["HYBRIDPAR_CACHE"] = cache
     try:
-        spec = measure_cluster(world, fresh=fresh, seconds=0.01)
+        spec = measure_cluster(world, fresh=fresh, seconds=0.002)
     finally:
         del os.environ["HYBRIDPAR_CACHE"]
     return spec.model_dump_json(), len(list(Path(cache).glob("links-*.json")))
@@ -40,7 +40,8 @@ def test_workers_measure_the_links_between_them_and_agree(tmp_path, shared_memor
     assert level.latency_ms > 0
     assert level.cores is not None
     assert max(level.efficiency.model_dump().values()) == 1.0
-    assert all(0 <= use <= 2 for use in level.cores.model_dump().values())
+    assert all(0 <= use < 16 for use in level.cores.model_dump().values())
+    assert level.cores.all_reduce > 0
 
 
 def test_what_was_measured_is_remembered_until_the_link_has_changed(tmp_path):
@@ -48,12 +49,12 @@ def test_what_was_measured_is_remembered_until_the_link_has_changed(tmp_path):
     assert first[1] == 1
     (path,) = tmp_path.glob("links-*.json")
 
-    # A link a thousand times as fast as this one ever was: somebody has moved the workers since.
+    # A link a thousand times as slow as this one: somebody has moved the workers since.
     spec = json.loads(path.read_text())
-    spec["inside"]["bandwidth"] *= 1000
+    spec["inside"]["bandwidth"] /= 1000
     path.write_text(json.dumps(spec))
     again = json.loads(run_ranks(measured, 2, str(tmp_path), False)[0][0])
-    assert again["inside"]["bandwidth"] < spec["inside"]["bandwidth"] / 100
+    assert again["inside"]["bandwidth"] > spec["inside"]["bandwidth"] * 10
 
     path.write_text("damaged")
     assert json.loads(run_ranks(measured, 2, str(tmp_path), False)[0][0])["inside"]["bandwidth"] > 0
@@ -67,9 +68,9 @@ def remembered_alone(world: World, cache: str) -> list[str]:
     os.environ["HYBRIDPAR_CACHE"] = cache
     before = links.DRIFT
     try:
-        one = measure_cluster(world, fresh=True, seconds=0.01)
+        one = measure_cluster(world, fresh=True, seconds=0.002)
         links.DRIFT = 1e9  # whatever the machine does meanwhile
-        other = measure_cluster(world, seconds=0.01)
+        other = measure_cluster(world, seconds=0.002)
     finally:
         links.DRIFT = before
         del os.environ["HYBRIDPAR_CACHE"]
