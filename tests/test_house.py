@@ -49,8 +49,12 @@ ROOMS: dict[str, set[str]] = {
     "probe": {"cluster", "errors", "process"},
     "pipeline": {"compress", "errors", "lanes", "process", "registry"},
     "planner": {
-        *("cluster", "compress", "errors", "models", "partition", "pipeline", "plan", "probe", "process"),
+        *("cluster", "compress", "errors", "lanes", "models", "partition", "pipeline", "plan", "probe", "process"),
         "tvm_kernels",
+    },
+    "plan_trials": {"config", "errors", "lanes", "pipeline", "plan", "trainer"},
+    "plan_job": {
+        *("config", "models", "partition", "pipeline", "plan", "plan_trials", "planner", "run"),
     },
     "optim": {"config", "errors"},
     "checkpoint": {"errors", "pipeline"},
@@ -81,8 +85,8 @@ ROOMS: dict[str, set[str]] = {
         ),
     },
     "cli": {
-        *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "planner", "run", "show"),
-        *("tune_command", "tvm_kernels"),
+        *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "plan_job", "planner", "run"),
+        *("show", "tune_command", "tvm_kernels"),
     },
     "__main__": {"cli"},
     "__init__": {"config", "errors", "partition", "plan", "trainer"},
