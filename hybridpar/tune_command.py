@@ -18,7 +18,6 @@ from pathlib import Path
 import torch
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hybridpar.cluster import default_workers
 from hybridpar.config import TrainConfig
@@ -26,6 +25,7 @@ from hybridpar.data import load_dataset
 from hybridpar.errors import KernelError, UsageError
 from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.models import build_model, seed_everything
+from hybridpar.partition.command import ProgressBar
 from hybridpar.process import available_cores, threads_per_worker
 from hybridpar.tvm_kernels.cuda_device import KNOWN, Gpu, gpu_at
 from hybridpar.tvm_kernels.cuda_tuner import compile_all, tune_cuda
@@ -76,11 +76,11 @@ def run_tune(
     norms = [key for key in work if isinstance(key, NormKey)]
     path = config.output or user_database()
     end = time.monotonic() + config.seconds
-    with _Bar() as bar:
+    with ProgressBar() as bar:
         report = SearchReport()
         if norms:
             share = SHARE * config.seconds if convolutions else config.seconds
-            options = {"again": config.again, "seed": config.seed, "on_progress": bar.show_norm}
+            options = {"again": config.again, "seed": config.seed, "on_progress": partial(_show_norm, bar)}
             report = measure(norms, path, min(share, LONGEST * len(norms)), **options)
         if report.stopped:
             report.left += len(convolutions)
@@ -94,7 +94,7 @@ def run_tune(
                     again=config.again,
                     seed=config.seed,
                     trials=config.trials,
-                    on_progress=bar.show,
+                    on_progress=partial(_show_search, bar),
                 )
             except KernelsUnavailable as error:
                 by, needed = "TVM", "apache-tvm of the version that hybridpar asks for"
@@ -250,38 +250,17 @@ def _show(config: TuneConfig, path: Path, only: set[KernelKey | NormKey] | None)
         console.print(f"picture written to {config.draw}")
 
 
-class _Bar:
-    """A progress bar with the best so far, on standard error."""
+def _show_norm(bar: ProgressBar, progress: NormProgress) -> None:
+    """Take in how far it is with norms."""
+    bar.announce(f"{progress.key.shape.text} {progress.key.direction}")
+    bar.advance(progress.done, progress.total)
 
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._progress = Progress(
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.description}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task("", total=None)
 
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def show_norm(self, progress: NormProgress) -> None:
-        """Take in how far it is with norms."""
-        text = f"{progress.key.shape.text} {progress.key.direction}"
-        self._progress.update(self._task, total=progress.total, completed=progress.done, description=text)
-
-    def show(self, progress: SearchProgress) -> None:
-        """Take in how far it is."""
-        text = f"{progress.key.shape.text} {progress.key.direction}"
-        if progress.best is not None:
-            best = progress.best
-            text += f"  best {best.ms:.3f} ms, torch {best.stock_ms:.3f} ms, {best.stock_ms / best.ms:.2f}x"
-        self._progress.update(self._task, total=progress.total, completed=progress.done, description=text)
+def _show_search(bar: ProgressBar, progress: SearchProgress) -> None:
+    """Take in how far it is with convolutions, and the best so far."""
+    text = f"{progress.key.shape.text} {progress.key.direction}"
+    if progress.best is not None:
+        best = progress.best
+        text += f"  best {best.ms:.3f} ms, torch {best.stock_ms:.3f} ms, {best.stock_ms / best.ms:.2f}x"
+    bar.announce(text)
+    bar.advance(progress.done, progress.total)

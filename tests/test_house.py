@@ -79,6 +79,7 @@ ROOMS: dict[str, set[str]] = {
             "kernel_build",
             "kernel_cache",
             "models",
+            "partition",
             "process",
             "trainer",
             "tvm_kernels",

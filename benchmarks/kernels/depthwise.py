@@ -17,8 +17,6 @@ measured again.
 from __future__ import annotations
 
 import csv
-import datetime
-import importlib.metadata
 import math
 import random
 import statistics
@@ -31,19 +29,17 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 import tyro
 from torch import Tensor
 
-from benchmarks.kernels.common import RESULTS, same_allocator
+from benchmarks.kernels.common import RESULTS, same_allocator, setting
 from benchmarks.rig.paired import Paired, paired
-from benchmarks.rig.rows import commit, device
 from hybridpar.kernel_builder import Builder
 from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.database import KernelKey, read_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.machine import Speed, measure_speed
-from hybridpar.tvm_kernels.measure import reference
+from hybridpar.tvm_kernels.measure import reference, stock_call
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
@@ -128,11 +124,6 @@ class Row:
     error: float
     rounds: int
     loaded: bool
-    commit: str
-    device: str
-    torch: str
-    tvm: str
-    date: str
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -160,9 +151,7 @@ def main(options: Options) -> int:
     keys = [key for _, key in left]
     if keys:
         # As long for each of them, whatever it takes: the table is of all.
-        search_all(
-            keys, options.records, options.seconds * len(keys), weigher=lambda counts, _: dict.fromkeys(counts, 1.0)
-        )
+        search_all(keys, options.records, options.seconds * len(keys), weigher=evenly)
     if options.tune_only:
         return 0
     with Builder() as builder:
@@ -228,11 +217,6 @@ def measure(name: str, key: KernelKey, choices: Choices, speed: Speed, options: 
         error=float(f"{error:.2g}"),
         rounds=result.rounds,
         loaded=result.loaded,
-        commit=commit(),
-        device=device(),
-        torch=torch.__version__,
-        tvm=importlib.metadata.version("apache-tvm"),
-        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
     )
 
 
@@ -260,7 +244,9 @@ def operations(key: KernelKey) -> tuple[Callable[[], object], dict[str, Callable
     weight = torch.randn((shape.channels, 1, *shape.kernel), generator=draw)
     sizes = (list(shape.stride), list(shape.padding), list(shape.dilation))
     stock: dict[str, Callable[[], object]] = {
-        name: _stock(shape, direction, *(tensor.contiguous(memory_format=kind) for tensor in (image, gradient)), weight)
+        name: stock_call(
+            shape, direction, *(tensor.contiguous(memory_format=kind) for tensor in (image, gradient)), weight
+        )
         for name, kind in (("channels_last", torch.channels_last), ("contiguous", torch.contiguous_format))
     }
     kind = torch.channels_last if key.layout is Layout.CHANNELS_LAST else torch.contiguous_format
@@ -284,15 +270,6 @@ def operations(key: KernelKey) -> tuple[Callable[[], object], dict[str, Callable
     right = reference(shape, direction, image, gradient, weight)
     error = float((own().double() - right).abs().max() / right.abs().max())
     return own, stock, error
-
-
-def _stock(shape: ConvShape, direction: Direction, x: Tensor, gradient: Tensor, weight: Tensor) -> Callable[[], object]:
-    if direction is Direction.FORWARD:
-        return lambda: F.conv2d(x, weight, None, shape.stride, shape.padding, shape.dilation, shape.channels)
-    wanted = [direction is one for one in (Direction.INPUT_GRADIENT, Direction.WEIGHT_GRADIENT)]
-    sizes = (shape.stride, shape.padding, shape.dilation)
-    backward = torch.ops.aten.convolution_backward.default
-    return lambda: backward(gradient, x, weight, None, *sizes, False, [0, 0], shape.channels, [*wanted, False])
 
 
 def report(rows: Sequence[Row]) -> None:
@@ -332,18 +309,24 @@ def read(file: Path) -> list[Row]:
     kinds = {"str": str, "int": int, "float": float, "bool": lambda text: text == "True"}
     columns = {column.name: kinds[str(column.type)] for column in fields(Row)}
     with file.open(newline="") as lines:
-        return [Row(**{name: columns[name](value) for name, value in row.items()}) for row in csv.DictReader(lines)]
+        found = list(csv.DictReader(lines))
+    return [Row(**{name: kind(row[name]) for name, kind in columns.items()}) for row in found]
 
 
 def append(file: Path, row: Row) -> None:
-    """Add a row."""
+    """Add a row, with what it was measured under; the columns are those that the table has."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    new = not file.exists()
+    measured = asdict(row)
+    cells = measured | setting() | measured
+    names = list(cells)
+    if file.exists():
+        with file.open(newline="") as lines:
+            names = next(csv.reader(lines))
     with file.open("a", newline="") as lines:
-        writer = csv.DictWriter(lines, [column.name for column in fields(Row)], lineterminator="\n")
-        if new:
+        writer = csv.DictWriter(lines, names, extrasaction="ignore", lineterminator="\n")
+        if not lines.tell():
             writer.writeheader()
-        writer.writerow(asdict(row))
+        writer.writerow(cells)
 
 
 if __name__ == "__main__":

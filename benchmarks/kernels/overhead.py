@@ -1,7 +1,8 @@
 """Why: a kernel that saves 50 us is no gain where calling it costs 60, or where the run must wait for it at its start.
 
 Calls: depthwise convolutions so small that nothing but the way to the kernel counts, once through the operation on its
-tuned kernel and once through torch, in the same rounds: forward alone without gradients, and forward with backward.
+tuned kernel and once through torch, in the same rounds: forward alone without gradients, and forward with backward;
+with kernels for all directions, for the gradients alone, and for none.
 
 Start: what a training run does more than without kernels when all of a model's machine code is in the cache: read the
 database, swap the layers, find the records, load the kernels. In new processes, which import torch and hybridpar's
@@ -13,14 +14,13 @@ trainer first, as any run does.
 
 from __future__ import annotations
 
-import csv
-import datetime
 import json
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -28,19 +28,26 @@ import tyro
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.kernels.common import RESULTS, same_allocator
+from benchmarks.kernels.common import RESULTS, same_allocator, setting, write_rows
 from benchmarks.rig.paired import paired
-from benchmarks.rig.rows import commit, device
 from hybridpar.tvm_kernels.choice import Choices, use_choices
-from hybridpar.tvm_kernels.database import KernelKey, read_database
+from hybridpar.tvm_kernels.database import Database, KernelKey, read_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 SMALL = (ConvShape.parse("1x16x4x4 k3x3 s1x1 p1x1 d1x1"), ConvShape.parse("1x32x7x7 k3x3 s2x2 p1x1 d1x1"))
+#: Directions that run on kernels, whichever were faster: what a call runs on decides its way.
+CHOSEN: dict[str, tuple[Direction, ...]] = {
+    "all directions on kernels": tuple(Direction),
+    "the gradients on kernels": (Direction.INPUT_GRADIENT, Direction.WEIGHT_GRADIENT),
+    "none on kernels": (),
+}
 #: Calls that are timed as one.
 CALLS = 200
+#: Parts of a start, by the numbers that `_START` prints.
+PARTS = {"start: open and swap": [0], "start: find layers": [1], "start: load": [2], "start": [0, 1, 2]}
 
 _START = """
 import json, sys, time
@@ -88,67 +95,51 @@ class Options:
     """Table of the rows."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One overhead; `least` and `most` are of the starts, or the 95 % interval of the difference of calls."""
-
-    what: str
-    setting: str
-    unit: str
-    value: float
-    least: float
-    most: float
-    stock: float
-    promised: float
-    runs: int
-    loaded: bool
-    commit: str
-    device: str
-    torch: str
-    date: str
-
-
-def main(options: Options) -> int:
+def main(options: Options) -> None:
     """Time calls, and the start where a model is named."""
-    same_allocator("benchmarks.kernels.overhead")
     torch.set_num_threads(1)
     rows = calls(options)
     if options.model is not None and options.records is not None:
         rows += start(options, options.model, options.records)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with options.output.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [column.name for column in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+    write_rows(options.output, rows)
     for row in rows:
-        spread = f"[{row.least:.3g}, {row.most:.3g}]"
-        print(f"{row.what}, {row.setting}: {row.value:.3g} {row.unit} {spread}, torch {row.stock:.3g}")
-    return 0
+        print("{what}, {setting}: {value} {unit} [{least}, {most}], torch {stock}".format(**row))
 
 
-def calls(options: Options) -> list[Row]:
+def calls(options: Options) -> list[dict[str, object]]:
     """Microseconds that a call of the operation takes more than torch's own."""
     records = Path("runs/kernels/overhead.jsonl")
     records.parent.mkdir(parents=True, exist_ok=True)
     keys = [KernelKey(d, shape, Layout.CHANNELS_LAST, 1, cpu_fingerprint()) for shape in SMALL for d in Direction]
     search_all(keys, records, 3.0 * len(keys))
-    choices = Choices(read_database(records))
-    use_choices(choices)
+    database = read_database(records)
     rows = []
-    for shape in SMALL:
+    for shape, (name, directions) in product(SMALL, CHOSEN.items()):
+        use_choices(Choices(winning(database, directions)))
         own, stock = (calls_of(shape, function) for function in (depthwise_conv2d, functional.conv2d))
-        tuned = sum(choices.decide(key).kernel is not None for key in keys if key.shape == shape)
-        for name in own:
-            found = paired({"own": own[name], "stock": stock[name]}, options.rounds, repeats=CALLS)
+        for what in own:
+            found = paired({"own": own[what], "stock": stock[what]}, options.rounds, repeats=CALLS)
             more = [1e3 * (a - b) for a, b in zip(found.milliseconds["own"], found.milliseconds["stock"], strict=True)]
-            ordered = sorted(more)
-            setting = f"{shape.text}, {tuned} of 3 directions on kernels"
-            low, high = ordered[len(ordered) // 40], ordered[-1 - len(ordered) // 40]
-            took = 1e3 * found.median_ms("stock")
-            rows.append(
-                _row(name, setting, "us", statistics.median(more), low, high, took, 20.0, found.rounds, found.loaded)
-            )
+            outside = len(more) // 40
+            spread = statistics.median(more), *sorted(more)[outside :: len(more) - 1 - 2 * outside]
+            best = 1e3 * (found.min_ms("own") - found.min_ms("stock"))
+            told = {"what": what, "setting": f"{shape.text}, {name}", "unit": "us"}
+            rows.append(told | numbers(spread, best, 1e3 * found.median_ms("stock"), 20.0))
+            rows[-1] |= {"runs": found.rounds, "loaded": found.loaded, **setting()}
     return rows
+
+
+def winning(database: Database, directions: Collection[Direction]) -> Database:
+    """The records of some directions, as if they had won by far: what is to be measured is the way to their kernels."""
+    chosen = [record for record in database.records if record.direction in directions and record.ms is not None]
+    return Database(database.name, [one.model_copy(update={"stock_ms": 1e3, "layout_ms": None}) for one in chosen])
+
+
+def numbers(spread: Sequence[float], best: float, stock: float, promised: float) -> dict[str, object]:
+    """Columns of a row: median, least and most, by the shortest times, what torch takes, and what was promised."""
+    names = ("value", "least", "most", "best", "stock")
+    cells: dict[str, object] = {name: f"{one:.4g}" for name, one in zip(names, (*spread, best, stock), strict=True)}
+    return cells | {"promised": promised}
 
 
 def calls_of(shape: ConvShape, function: Callable[..., Tensor]) -> dict[str, Callable[[], object]]:
@@ -170,7 +161,7 @@ def calls_of(shape: ConvShape, function: Callable[..., Tensor]) -> dict[str, Cal
     return {"a call": forward, "a call and its backward": both}
 
 
-def start(options: Options, model: str, records: Path) -> list[Row]:
+def start(options: Options, model: str, records: Path) -> list[dict[str, object]]:
     """Seconds that a start takes more with kernels."""
     told = json.dumps([model, str(records), options.batch, options.size, 1])
     found = []
@@ -178,49 +169,16 @@ def start(options: Options, model: str, records: Path) -> list[Row]:
         done = subprocess.run([sys.executable, "-c", _START, told], capture_output=True, text=True, check=True)
         found.append(json.loads(done.stdout.splitlines()[-1]))
     runs = found[1:]  # the first one may have built what was not in the cache
-    setting = f"{model}, batch {options.batch}, {options.size}x{options.size}: {runs[0][3]} of {runs[0][4]} on kernels"
+    where = f"{model}, batch {options.batch}, {options.size}x{options.size}: {runs[0][-2]} of {runs[0][-1]} on kernels"
     rows = []
-    for name, parts in (
-        ("start: open and swap", [0]),
-        ("start: find layers", [1]),
-        ("start: load", [2]),
-        ("start", [0, 1, 2]),
-    ):
+    for name, parts in PARTS.items():
         seconds = [sum(run[part] for part in parts) for run in runs]
-        spread = (statistics.median(seconds), min(seconds), max(seconds))
-        rows.append(_row(name, setting, "s", *spread, 0.0, 0.5, len(runs), False))
+        spread = statistics.median(seconds), min(seconds), max(seconds)
+        rows.append({"what": name, "setting": where, "unit": "s"} | numbers(spread, spread[1], 0.0, 0.5))
+        rows[-1] |= {"runs": len(runs), "loaded": False, **setting()}
     return rows
 
 
-def _row(
-    what: str,
-    setting: str,
-    unit: str,
-    value: float,
-    least: float,
-    most: float,
-    stock: float,
-    promised: float,
-    runs: int,
-    loaded: bool,
-) -> Row:
-    numbers = [float(f"{number:.4g}") for number in (value, least, most, stock)]
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    known = {"commit": commit(), "device": device(), "torch": torch.__version__, "date": date}
-    return Row(
-        what=what,
-        setting=setting,
-        unit=unit,
-        value=numbers[0],
-        least=numbers[1],
-        most=numbers[2],
-        stock=numbers[3],
-        promised=promised,
-        runs=runs,
-        loaded=loaded,
-        **known,
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description=__doc__)))
+    same_allocator("benchmarks.kernels.overhead")
+    main(tyro.cli(Options, description=__doc__))

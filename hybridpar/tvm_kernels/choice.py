@@ -1,7 +1,7 @@
 """Why: a tuned kernel is used only where a record says that it beats torch, on this device and with these threads.
 
 Everything else runs on torch, and one log line per convolution says why. What was decided is kept, so a call costs one
-look into a dictionary.
+look into a dictionary; other records, and another `HYBRIDPAR_KERNELS`, count from the next `use_choices` on.
 
 `HYBRIDPAR_KERNELS` says more: `off` leaves everything to torch; `strict` makes it an error where a convolution in
 float32 on the CPU has no record, or its kernel cannot be had. Where a record says that torch is faster, torch is used
@@ -59,7 +59,10 @@ class TunedKernel:
 
     def takes(self, *tensors: Tensor) -> bool:
         """Whether the addresses are aligned as they must be."""
-        return all(tensor.data_ptr() % self.align == 0 for tensor in tensors)
+        for tensor in tensors:  # noqa: SIM110 - a generator costs more than all the rest
+            if tensor.data_ptr() % self.align:
+                return False
+        return True
 
     def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> None:
         """Compute.
@@ -145,6 +148,8 @@ class Choices:
         self._lock = threading.Lock()
         #: Kernels by what a call knows of itself; only `find` writes it.
         self.found: dict[tuple[Any, ...], AnyKernel | None] = {}
+        #: What calls run on, by their form; only `call_plan.plan_of` writes it.
+        self.plans: dict[tuple[Any, ...], Any] = {}
         #: Whether norms run fused, by rows, channels, activation and threads; only `norm_choice` writes it.
         self.found_norms: dict[tuple[int, int, str, int], bool] = {}
 
@@ -182,7 +187,7 @@ class Choices:
             raise KernelError(
                 f"no kernel for {describe_key(key)}: {decision.why}",
                 "HYBRIDPAR_KERNELS is strict, so every depthwise convolution needs a record and its kernel.",
-                "Tune it with `hybridpar tune`, or set HYBRIDPAR_KERNELS=on.",
+                how_to_tune(key),
             )
         return decision
 
@@ -264,6 +269,17 @@ def apart(other: KernelKey | NormKey, key: KernelKey | NormKey) -> list[str]:
     differing = [] if other.layout == key.layout else [str(other.layout)]
     differing += [] if other.threads == key.threads else [f"{other.threads} thread(s)"]
     return differing + ([] if other.device == key.device else [other.device])
+
+
+def how_to_tune(key: KernelKey | NormKey) -> str:
+    """How to get a record, in words for an error."""
+    layout = "" if key.layout is Layout.CHANNELS_LAST else f" --layout {key.layout}"
+    return (
+        f"Write the line `{key.shape.text}` to a file, run `hybridpar tune --shapes FILE --threads {key.threads}"
+        f'{layout} -o k.jsonl`, and use k.jsonl; for a whole model `hybridpar tune MODEL --for "OPTIONS OF TRAIN" '
+        "-o k.jsonl`. "
+        "Batches of other sizes, also in an evaluation, need records of their own. Or set HYBRIDPAR_KERNELS=on."
+    )
 
 
 def _without_batch(shape: ConvShape) -> tuple[Any, ...]:

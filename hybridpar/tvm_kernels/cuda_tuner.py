@@ -31,7 +31,8 @@ from hybridpar.tvm_kernels.database import Database, KernelKey, KernelRecord, ap
 from hybridpar.tvm_kernels.device import installed_versions
 from hybridpar.tvm_kernels.search import Progress, SearchReport
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT, Tuned, TuningStopped
+from hybridpar.tvm_kernels.standings import Standings, Tuned, TuningStopped, key_of
+from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT
 
 _log = logging.getLogger(__name__)
 
@@ -236,10 +237,7 @@ def tune_cuda(
     return search.sorted()
 
 
-_Key = tuple[tuple[str, int], ...]
-
-
-class _Search:
+class _Search(Standings[CudaKernel]):
     """One search."""
 
     def __init__(
@@ -252,19 +250,9 @@ class _Search:
         on_progress: Callable[[Tuned, Tuned], None] | None,
     ) -> None:
         self.bench, self.gpu, self.index, self.builder, self.random = bench, gpu, index, builder, draw
-        self.on_progress = on_progress
         found = ranked(bench.shape, bench.direction, bench.layout, bench.dtype, gpu)
         self.space = [one.parameters for one in found]
-        self.predicted = {_key(one.parameters): one.seconds for one in found}
-        self.results: dict[_Key, Tuned] = {}
-        self.kernels: dict[_Key, CudaKernel] = {}
-        self.asked: set[_Key] = set()
-        self.drawn: set[_Key] = set()
-        self.failed = 0
-
-    def sorted(self) -> list[Tuned]:
-        """What was measured, finalists first, and of those the fastest."""
-        return sorted(self.results.values(), key=lambda one: (not one.final, one.ms))
+        super().__init__({key_of(one.parameters): one.seconds for one in found}, on_progress)
 
     def run(self, end: float, budget: float, known: Sequence[Mapping[str, int]], trials: int | None) -> None:
         """Measure until the time is up."""
@@ -273,7 +261,7 @@ class _Search:
         for one in self._proposals(known):
             if len(self.asked) >= allowed or (self.results and time.monotonic() > stop):
                 break
-            self.asked.add(_key(one))
+            self.asked.add(key_of(one))
             ahead.append((one, self.builder.submit(self._variant(one).request)))
             if len(ahead) > len(available_cores()):
                 self._take(*ahead.pop(0))
@@ -290,19 +278,19 @@ class _Search:
 
     def _proposals(self, known: Sequence[Mapping[str, int]]) -> Iterator[dict[str, int]]:
         """What to try, in order; what is best so far decides what comes next."""
-        fresh = {_key(one): one for one in self.space}
+        fresh = {key_of(one): one for one in self.space}
         drawn = self.random.sample(self.space, min(_DRAWN, len(self.space)))
-        self.drawn = {_key(one) for one in drawn}
+        self.drawn = {key_of(one) for one in drawn}
         wanted: list[Mapping[str, int]] = [*known[:_FINALISTS], *self.space[:_LIKED], *drawn]
         while len(self.asked) < len(self.space):
             for one in wanted:
-                if _key(one) in fresh and _key(one) not in self.asked:
-                    yield fresh[_key(one)]
-            best = sorted(self.results.values(), key=lambda one: one.ms)[:_FINALISTS]
-            near = [other for one in best for other in neighbours(one.parameters, self.space)]
-            near = [one for one in near if _key(one) not in self.asked]
-            near.sort(key=lambda one: self.predicted[_key(one)])
-            left = [one for one in self.space if _key(one) not in self.asked]
+                if key_of(one) in fresh and key_of(one) not in self.asked:
+                    yield fresh[key_of(one)]
+            best = [self.results[one].parameters for one in self.fastest(_FINALISTS)]
+            near = [other for one in best for other in neighbours(one, self.space)]
+            near = [one for one in near if key_of(one) not in self.asked]
+            near.sort(key=lambda one: self.predicted[key_of(one)])
+            left = [one for one in self.space if key_of(one) not in self.asked]
             wanted = [*(near[:4] or left[:1])]
 
     def _take(self, parameters: Mapping[str, int], future: Future[Built]) -> None:
@@ -311,10 +299,7 @@ class _Search:
             code = _code(future.result(), self.gpu.architecture)
             kernel = load_cubin(self._variant(parameters), code.code, self.index)
         except (KernelsUnavailable, RuntimeError, OSError) as error:
-            self.failed += 1
-            _log.info("%s %s %s: %s", self.bench.direction, self.bench.shape.text, parameters, error)
-            if self.failed >= 8 and not self.results:
-                raise KernelsUnavailable(str(error)) from None
+            self.lose(f"{self.bench.direction} {self.bench.shape.text} {parameters}", error)
             return
         error_found = self.bench.error(kernel)
         if not error_found <= most_error(self.bench.direction, self.bench.dtype):
@@ -325,25 +310,15 @@ class _Search:
         timing = self.bench.compare(kernel, _GLANCE)
         shape, item = self.bench.shape, 4 if self.bench.dtype == "float32" else 2
         floor = self.gpu.floor_ms(shape.multiply_adds, shape.least_bytes(self.bench.direction) * item // 4)
-        key = _key(parameters)
-        numbers = (timing.ms, timing.stock_ms, floor, error_found, timing.speedup, self.predicted[key])
+        key = key_of(parameters)
         self.kernels[key] = kernel
-        self._note(key, Tuned(dict(parameters), *numbers, drawn=key in self.drawn))
-
-    def _note(self, key: _Key, result: Tuned) -> None:
-        self.results[key] = result
-        if self.on_progress is not None:
-            self.on_progress(result, self.sorted()[0])
+        self.note(key, self.measured(parameters, timing, floor, error_found))
 
     def _finals(self, end: float) -> None:
         """Time the fastest once more, as long as there is time, in turn."""
-        best = sorted(self.results, key=lambda one: self.results[one].ms)[:_FINALISTS]
+        best = self.fastest(_FINALISTS)
         for place, key in enumerate(best):
             left = max(0.0, end - time.monotonic()) / (len(best) - place)
             timing = self.bench.compare(self.kernels[key], min(left, _LONGEST), least=9)
             again = replace(self.results[key], ms=timing.ms, stock_ms=timing.stock_ms, speedup=timing.speedup)
-            self._note(key, replace(again, final=True))
-
-
-def _key(parameters: Mapping[str, int]) -> _Key:
-    return tuple(sorted(parameters.items()))
+            self.note(key, replace(again, final=True))

@@ -13,6 +13,7 @@ import torch
 
 from hybridpar.kernel_build import Session
 from hybridpar.kernel_builder import Builder, Request
+from hybridpar.tvm_kernels.measure import torch_threads
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _PEAK = Path(__file__).with_name("schedules") / "cpu_peak.py"
@@ -134,14 +135,10 @@ def _copied(size: int) -> float:
 
 def _least(run: Callable[[], object], times: int) -> float:
     """Seconds of the fastest of some calls, on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with torch_threads(1):
         spent = []
         for _ in range(times):
             began = time.thread_time()
             run()
             spent.append(time.thread_time() - began)
-        return min(spent[1:])
-    finally:
-        torch.set_num_threads(threads)
+    return min(spent[1:])

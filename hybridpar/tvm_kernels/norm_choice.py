@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hybridpar.errors import KernelError
 from hybridpar.kernel_cache import wanted
 from hybridpar.tvm_kernels import norm_kernels
-from hybridpar.tvm_kernels.choice import Choices, active_choices, apart, is_strict
+from hybridpar.tvm_kernels.choice import Choices, active_choices, apart, how_to_tune, is_strict
 from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.norm_records import NormKey, NormRecord, NormShape, norm_versions
@@ -61,7 +61,7 @@ def decide_norm(database: Database, key: NormKey) -> NormDecision:
         raise KernelError(
             f"no kernel for {describe_norm(key)}: {decision.why}",
             "HYBRIDPAR_KERNELS is strict, so every norm that kernels can do needs a record, and kernels.",
-            "Tune it with `hybridpar tune`, or set HYBRIDPAR_KERNELS=on.",
+            how_to_tune(key),
         )
     return decision
 

@@ -18,10 +18,19 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from hybridpar.tvm_kernels.choice import AnyKernel, active_choices, any_kernel, cuda_kernel_for, kernel_for
+from hybridpar.tvm_kernels.call_plan import (
+    FORMATS,
+    CallPlan,
+    fits,
+    kernel_of,
+    layout_of,
+    out_sizes,
+    plan_of,
+    stock_gradients,
+    usable,
+)
+from hybridpar.tvm_kernels.choice import active_choices, any_kernel
 from hybridpar.tvm_kernels.shapes import Direction, Layout
-
-_FORMATS = {Layout.CHANNELS_LAST: torch.channels_last, Layout.CONTIGUOUS: torch.contiguous_format}
 
 #: The same on every call, so looked up once.
 _FORWARD, _INPUT, _WEIGHT = Direction.FORWARD, Direction.INPUT_GRADIENT, Direction.WEIGHT_GRADIENT
@@ -51,31 +60,35 @@ def depthwise_conv2d(
         (N, C, OH, OW) with the values, and in the memory format, of `conv2d(..., groups=C)`.
     """
     stride, padding, dilation = _pair(stride), _pair(padding), _pair(dilation)
-    if not torch.compiler.is_compiling() and type(x) is Tensor:
-        # What runs on torch in all directions is torch's own operation, with its one backward for both gradients.
-        # So it is under torch.func, for which torch.library's operations have no gradients.
-        if torch._C._are_functorch_transforms_active() or _is_stock(x, weight, stride, padding, dilation):
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        result: Tensor = torch.ops.hybridpar.depthwise_conv2d(x, weight, bias, stride, padding, dilation)
+        return result
+    choices = active_choices()
+    # Under torch.func it is torch's own: torch.library's operations have no gradients there.
+    if choices is None or torch._C._are_functorch_transforms_active():
+        return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[-3])
+    if not _is_plain():
+        if _is_stock(x, weight, stride, padding, dilation):
             return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[-3])
-        if _is_plain(x):
-            wanted = any(one is not None and one.requires_grad for one in (x, weight, bias))
-            if not (wanted and torch.is_grad_enabled()):
-                return _forward(x, weight, bias, stride, padding, dilation)
-            result: Tensor = _Convolution.apply(x, weight, bias, stride, padding, dilation)
-            return result
-    result = torch.ops.hybridpar.depthwise_conv2d(x, weight, bias, stride, padding, dilation)
-    return result
+        result = torch.ops.hybridpar.depthwise_conv2d(x, weight, bias, stride, padding, dilation)
+        return result
+    plan = plan_of(choices, x, weight, bias, stride, padding, dilation)
+    if plan is None:
+        return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[-3])
+    if plan.differentiable:
+        result = _Convolution.apply(x, weight, bias, plan)
+        return result
+    return plan.compute(x, weight, bias)
 
 
-def _is_plain(x: Tensor) -> bool:
+def _is_plain() -> bool:
     """Whether nobody watches a call: no tracer or cast that would have to see the operation itself."""
-    return not (
-        is_in_torch_dispatch_mode() or torch.is_autocast_enabled(x.device.type) or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-    )
+    return not (is_in_torch_dispatch_mode() or torch._C._is_any_autocast_enabled() or torch._C._get_tracing_state())
 
 
 def _is_stock(x: Tensor, weight: Tensor, *numbers: tuple[int, int]) -> bool:
     """Whether torch computes this and its gradients; under autocast it is another dtype."""
-    if active_choices() is None or weight.shape[1] != 1 or weight.shape[0] != x.shape[-3]:
+    if weight.shape[1] != 1 or weight.shape[0] != x.shape[-3]:
         return True
     layout = layout_of(x)
     if x.is_cuda:
@@ -87,6 +100,8 @@ def _is_stock(x: Tensor, weight: Tensor, *numbers: tuple[int, int]) -> bool:
 
 
 def _pair(value: int | Numbers) -> tuple[int, int]:
+    if type(value) is tuple and len(value) == 2:  # as layers have them
+        return value
     if isinstance(value, int):
         return value, value
     return (value[0], value[1]) if len(value) == 2 else (value[0], value[0])
@@ -95,49 +110,14 @@ def _pair(value: int | Numbers) -> tuple[int, int]:
 # ---------------------------------------------------------------------------------------------------- what is computed
 
 
-def layout_of(tensor: Tensor) -> Layout | None:
-    """How a dense tensor lies in memory; None where it is not dense, or could be either."""
-    if tensor.ndim != 4:
-        return None
-    last = tensor.is_contiguous(memory_format=torch.channels_last)
-    if tensor.is_contiguous():
-        return None if last else Layout.CONTIGUOUS
-    return Layout.CHANNELS_LAST if last else None
-
-
-def _usable(layout: Layout | None, image: Tensor, *others: Tensor) -> bool:
-    """Whether kernels can read tensors that belong to an image of a layout."""
-    dtype = image.dtype
-    if layout is None or not (dtype is torch.float32 if image.is_cpu else image.is_cuda):
-        return False
-    device = image.device
-    return all(other.dtype is dtype and other.device == device and other.is_contiguous() for other in others)
-
-
-def _kernel(direction: Direction, image: Tensor, *rest: Any) -> AnyKernel | None:
-    """The kernel of a call where the image is, or None for torch; the rest is as `kernel_for` takes it."""
-    if image.is_cpu:
-        return kernel_for(direction, *rest)
-    return cuda_kernel_for(image.device, image.dtype, direction, *rest)
-
-
-def _fits(weight: Tensor, channels: int, layout: Layout | None) -> bool:
-    """Whether weights are one filter per channel, and make torch's result lie in the layout of the image.
-
-    They are dense whatever their channel's stride says, which torch takes for the layout that is asked for.
-    """
-    plain = weight.ndim == 4 and weight.shape[0] == channels and weight.shape[1] == 1
-    return plain and (layout is Layout.CHANNELS_LAST or weight.stride(1) != 1)
-
-
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:
     layout = layout_of(x)
-    if _usable(layout, x, weight, *(() if bias is None else (bias,))) and _fits(weight, x.shape[1], layout):
+    if usable(layout, x, weight, *(() if bias is None else (bias,))) and fits(weight, x.shape[1], layout):
         assert layout is not None
-        kernel = _kernel(_FORWARD, x, x.shape, weight.shape[2:], stride, padding, dilation, layout)
+        kernel = kernel_of(_FORWARD, x, x.shape, weight.shape[2:], stride, padding, dilation, layout)
         if kernel is not None and kernel.takes(x, weight):
-            sizes = _out_sizes(x.shape, weight.shape, stride, padding, dilation)
-            out = torch.empty(sizes, dtype=x.dtype, device=x.device, memory_format=_FORMATS[layout])
+            sizes = out_sizes(x.shape, weight.shape[2:], stride, padding, dilation)
+            out = torch.empty(sizes, dtype=x.dtype, device=x.device, memory_format=FORMATS[layout])
             kernel(x, weight, bias, out)
             return out
     return stock_forward(x, weight, bias, stride, padding, dilation)
@@ -145,12 +125,12 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, paddin
 
 def _input_gradient(gradient: Tensor, weight: Tensor, size: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
     layout = layout_of(gradient)
-    if _usable(layout, gradient, weight) and _fits(weight, gradient.shape[1], layout):
+    if usable(layout, gradient, weight) and fits(weight, gradient.shape[1], layout):
         assert layout is not None
         sizes = (*gradient.shape[:2], *size)
-        kernel = _kernel(_INPUT, gradient, sizes, weight.shape[2:], stride, padding, dilation, layout)
+        kernel = kernel_of(_INPUT, gradient, sizes, weight.shape[2:], stride, padding, dilation, layout)
         if kernel is not None and kernel.takes(gradient, weight):
-            form, kind = _FORMATS[layout], gradient.dtype
+            form, kind = FORMATS[layout], gradient.dtype
             out = torch.empty(sizes, dtype=kind, device=gradient.device, memory_format=form)
             kernel(gradient, weight, None, out)
             return out
@@ -160,13 +140,13 @@ def _input_gradient(gradient: Tensor, weight: Tensor, size: Any, stride: Any, pa
 def _weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
     layout = layout_of(x)
     if (
-        _usable(layout, x)
+        usable(layout, x)
         and gradient.dtype is x.dtype
         and gradient.device == x.device
-        and gradient.is_contiguous(memory_format=_FORMATS[layout])  # type: ignore[index]
+        and gradient.is_contiguous(memory_format=FORMATS[layout])  # type: ignore[index]
     ):
         assert layout is not None
-        kernel = _kernel(_WEIGHT, x, x.shape, taps, stride, padding, dilation, layout)
+        kernel = kernel_of(_WEIGHT, x, x.shape, taps, stride, padding, dilation, layout)
         if kernel is not None and kernel.takes(x, gradient):
             out = torch.empty((x.shape[1], 1, *taps), dtype=x.dtype, device=x.device)
             kernel(x, gradient, None, out)
@@ -223,15 +203,6 @@ def _stock_backward(
     return result
 
 
-def _out_sizes(sizes: Numbers, weight: Numbers, stride: Numbers, padding: Numbers, dilation: Numbers) -> list[int]:
-    reach = [dilation[axis] * (weight[2 + axis] - 1) + 1 for axis in (0, 1)]
-    return [
-        sizes[0],
-        sizes[1],
-        *((sizes[2 + axis] + 2 * padding[axis] - reach[axis]) // stride[axis] + 1 for axis in (0, 1)),
-    ]
-
-
 # ---------------------------------------------------------------------------------------------------------- autograd
 
 
@@ -245,48 +216,50 @@ class _Convolution(torch.autograd.Function):
     """The operation without the dispatcher's calls back to Python, of which there would be one for each gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: CallPlan) -> Tensor:
         """See `depthwise_conv2d`."""
-        output = _forward(x, weight, bias, *numbers)
-        ctx.numbers, ctx.has_bias = numbers, bias is not None
+        ctx.plan = plan
         ctx.save_for_backward(x, weight)
-        return output
+        return plan.compute(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         """The gradients; where they are to be differentiated again, by operations."""
-        return _backward_of_forward(ctx, gradient)
+        wanted, plan = ctx.needs_input_grad, ctx.plan
+        if not _is_last(gradient):
+            ctx.numbers, ctx.has_bias = plan.numbers, wanted[2]
+            return (*_backward_of_forward(ctx, gradient)[:3], None)
+        x, weight = ctx.saved_tensors
+        to_bias = gradient.sum((0, 2, 3)) if wanted[2] else None
+        return (*plan.gradients(x, weight, gradient, wanted), to_bias, None)
 
 
-def _both_gradients(x: Tensor, weight: Tensor, gradient: Tensor, numbers: Any) -> tuple[Tensor, Tensor]:
-    """Both gradients at once, by torch's one call where neither has a kernel."""
-    layout = layout_of(x)
-    if layout is not None:
-        rest = (x.shape, weight.shape[2:], *numbers, layout)
-        if _kernel(_INPUT, x, *rest) is None and _kernel(_WEIGHT, x, *rest) is None:
-            found = torch.ops.aten.convolution_backward(
-                gradient, x, weight, None, *numbers, False, [0, 0], x.shape[1], [True, True, False]
-            )
-            return found[0], found[1]
+def _is_last(gradient: Tensor) -> bool:
+    """Whether nobody sees or differentiates what a backward pass computes."""
     return (
-        _input_gradient(gradient, weight, x.shape[2:], *numbers),
-        _weight_gradient(x, gradient, weight.shape[2:], *numbers),
+        type(gradient) is Tensor and not torch.is_grad_enabled() and _is_plain() and not torch.compiler.is_compiling()
     )
 
 
 def _backward_of_forward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     gradient = _like(gradient, x)
-    ops = torch.ops.hybridpar
+    ops, wanted = torch.ops.hybridpar, ctx.needs_input_grad
     to_x = to_weight = to_bias = None
-    plain = type(gradient) is Tensor and not torch.is_grad_enabled() and _is_plain(gradient)
-    if plain and not torch.compiler.is_compiling() and all(ctx.needs_input_grad[:2]):
-        to_x, to_weight = _both_gradients(x, weight, gradient, ctx.numbers)
-    elif ctx.needs_input_grad[0]:
-        to_x = ops.depthwise_conv2d_input_gradient(gradient, weight, x.shape[2:], *ctx.numbers)
-    if ctx.needs_input_grad[1] and to_weight is None:
-        to_weight = ops.depthwise_conv2d_weight_gradient(x, gradient, weight.shape[2:], *ctx.numbers)
-    if ctx.has_bias and ctx.needs_input_grad[2]:
+    choices = active_choices()
+    if _is_last(gradient) and all(wanted[:2]) and choices is not None:
+        numbers = [(one[0], one[1]) for one in ctx.numbers]
+        plan = plan_of(choices, x, weight, None, *numbers, wanted=(True, True, False))
+        if plan is None:
+            to_x, to_weight = stock_gradients(x, weight, gradient, numbers, wanted)
+        else:
+            to_x, to_weight = plan.gradients(x, weight, gradient, wanted)
+    else:
+        if wanted[0]:
+            to_x = ops.depthwise_conv2d_input_gradient(gradient, weight, x.shape[2:], *ctx.numbers)
+        if wanted[1]:
+            to_weight = ops.depthwise_conv2d_weight_gradient(x, gradient, weight.shape[2:], *ctx.numbers)
+    if ctx.has_bias and wanted[2]:
         to_bias = gradient.sum((0, 2, 3))
     return to_x, to_weight, to_bias, None, None, None
 
@@ -294,7 +267,7 @@ def _backward_of_forward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 def _like(gradient: Tensor, x: Tensor) -> Tensor:
     """The gradient in the layout of the input, in which everything is computed; it may come as any view."""
     layout = layout_of(x)
-    return gradient if layout is None else gradient.contiguous(memory_format=_FORMATS[layout])
+    return gradient if layout is None else gradient.contiguous(memory_format=FORMATS[layout])
 
 
 def _save_input_gradient(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

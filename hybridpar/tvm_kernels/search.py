@@ -30,7 +30,8 @@ from hybridpar.tvm_kernels.database import (
 from hybridpar.tvm_kernels.device import installed_versions
 from hybridpar.tvm_kernels.machine import measure_speed
 from hybridpar.tvm_kernels.stake import weigh
-from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT, Tuned, TuningStopped, tune
+from hybridpar.tvm_kernels.standings import Tuned, TuningStopped
+from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT, tune
 
 #: Candidates of a search that are kept: the fastest, and others to begin the next search with.
 KEPT = 3

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from hybridpar.kernel_build import Session
 from hybridpar.kernel_builder import Builder, Built
@@ -24,8 +24,9 @@ from hybridpar.tvm_kernels.candidates import candidates, neighbours
 from hybridpar.tvm_kernels.cost import Ranking, estimate, rank
 from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image
 from hybridpar.tvm_kernels.machine import Speed, measure_speed, this_machine
-from hybridpar.tvm_kernels.measure import MOST_ERROR, Bench, Timing, torch_threads
+from hybridpar.tvm_kernels.measure import MOST_ERROR, Bench, torch_threads
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.standings import Standings, Tuned, TuningStopped, key_of
 
 _log = logging.getLogger(__name__)
 
@@ -37,47 +38,6 @@ _LIKED, _DRAWN = 10, 3
 _FINAL, _FINALISTS, _LONGEST = 0.2, 3, 1.5
 #: Seconds to time a candidate for.
 _GLANCE = 0.12
-
-
-@dataclass(frozen=True)
-class Tuned:
-    """A candidate that was measured.
-
-    Attributes:
-        parameters: Of the schedule.
-        ms: Of one call, median of the pairs.
-        stock_ms: Of torch's, in its better layout, in the same pairs.
-        floor_ms: What neither arithmetic nor memory can beat.
-        error: Largest difference from float64, relative to the largest value.
-        speedup: Median of the ratios, pair by pair.
-        predicted: Cycles that the model said.
-        final: Whether it was timed again as a finalist.
-        drawn: Whether it was drawn at random, and not chosen.
-        layout_ms: Of torch's call in the layout of the kernel, where it is not its better one; of finalists only.
-    """
-
-    parameters: Mapping[str, int]
-    ms: float
-    stock_ms: float
-    floor_ms: float
-    error: float
-    speedup: float = 0.0
-    predicted: float = 0.0
-    final: bool = False
-    drawn: bool = False
-    layout_ms: float | None = None
-
-
-class TuningStopped(KeyboardInterrupt):
-    """The user stopped the search.
-
-    Args:
-        results: What was measured until then, best first.
-    """
-
-    def __init__(self, results: list[Tuned]) -> None:
-        super().__init__("stopped")
-        self.results = results
 
 
 def tune(
@@ -149,7 +109,7 @@ def _own(builder: Builder | None) -> Iterator[Builder]:
         yield own
 
 
-class _Search:
+class _Search(Standings[Kernel]):
     """One search."""
 
     speed: Speed
@@ -165,21 +125,16 @@ class _Search:
         on_progress: Callable[[Tuned, Tuned], None] | None,
     ) -> None:
         self.shape, self.direction, self.layout, self.threads = shape, direction, layout, threads
-        self.builder, self.on_progress = builder, on_progress
+        self.builder = builder
         machine = this_machine()
         space = list(candidates(shape, direction, layout, threads, machine))
         costs = [estimate(shape, direction, one, threads, machine, layout).cycles for one in space]
         order = sorted(range(len(space)), key=lambda index: costs[index])
         self.space = [space[index] for index in order]
-        self.predicted = {_key(space[index]): costs[index] for index in order}
+        super().__init__({key_of(space[index]): costs[index] for index in order}, on_progress)
         self.random = random.Random(seed)
         self.seed = seed
-        self.results: dict[tuple[tuple[str, int], ...], Tuned] = {}
-        self.kernels: dict[tuple[tuple[str, int], ...], Kernel] = {}
-        self.asked: set[tuple[tuple[str, int], ...]] = set()
-        self.drawn: set[tuple[tuple[str, int], ...]] = set()
         self.session = Session()
-        self.failed = 0
 
     def run(self, end: float, budget: float, known: Sequence[Mapping[str, int]], trials: int | None) -> None:
         """Measure until the time is up."""
@@ -192,7 +147,7 @@ class _Search:
                 # A few ahead of what is measured, so that compilers have work and the order can still be changed.
                 if len(self.asked) >= allowed:
                     break
-                self.asked.add(_key(one))
+                self.asked.add(key_of(one))
                 building[self.builder.submit(self._variant(one).request())] = one
                 if len(building) >= len(available_cores()) + 1:
                     self._take_next(building)
@@ -205,29 +160,25 @@ class _Search:
                 future.cancel()
         self._finals(end)
 
-    def sorted(self) -> list[Tuned]:
-        """What was measured, finalists first, and of those the fastest."""
-        return sorted(self.results.values(), key=lambda one: (not one.final, one.ms))
-
     def _proposals(self, known: Sequence[Mapping[str, int]]) -> Iterator[dict[str, int]]:
         """What to try, in order; what is best so far decides what comes next."""
-        fresh = {_key(one): one for one in self.space}
+        fresh = {key_of(one): one for one in self.space}
 
         def take(one: Mapping[str, int]) -> Iterator[dict[str, int]]:
-            if _key(one) in fresh and _key(one) not in self.asked:
-                yield fresh[_key(one)]
+            if key_of(one) in fresh and key_of(one) not in self.asked:
+                yield fresh[key_of(one)]
 
         # What was found for vectors of another width is not in the space, and no place to begin.
-        for one in [one for one in known if _key(one) in fresh][:_FINALISTS]:
+        for one in [one for one in known if key_of(one) in fresh][:_FINALISTS]:
             yield from take(one)
         drawn = self.random.sample(self.space, min(_DRAWN, len(self.space)))
-        self.drawn = {_key(one) for one in drawn}
+        self.drawn = {key_of(one) for one in drawn}
         for one in (*self._liked(), *drawn):
             yield from take(one)
         while len(self.asked) < len(self.space):
-            best = sorted(self.results.values(), key=lambda one: one.ms)[:_FINALISTS]
-            near = [other for one in best for other in neighbours(one.parameters, self.space)]
-            near.sort(key=lambda one: self.predicted[_key(one)])
+            best = [self.results[one].parameters for one in self.fastest(_FINALISTS)]
+            near = [other for one in best for other in neighbours(one, self.space)]
+            near.sort(key=lambda one: self.predicted[key_of(one)])
             before = len(self.asked)
             for one in near[:4]:  # then look again at what is best
                 yield from take(one)
@@ -236,7 +187,7 @@ class _Search:
                     break
                 yield from take(one)
             if len(self.asked) == before:
-                left = [one for one in self.space if _key(one) not in self.asked]
+                left = [one for one in self.space if key_of(one) not in self.asked]
                 yield from (left[0], *([self.random.choice(left[1:])] if len(left) > 1 else []))
 
     def _liked(self) -> list[dict[str, int]]:
@@ -258,48 +209,34 @@ class _Search:
             built = future.result()
             kernel = load_image(self._variant(parameters), built.names, built.image, self.session)
         except (KernelsUnavailable, RuntimeError) as error:
-            self.failed += 1
-            _log.info("%s %s %s: %s", self.direction, self.shape.text, parameters, error)
-            if self.failed >= 8 and not self.results:
-                raise KernelsUnavailable(str(error)) from None
+            self.lose(f"{self.direction} {self.shape.text} {parameters}", error)
             return
         error_found = self.bench.error(kernel)
         if error_found > MOST_ERROR[self.direction]:
             _log.warning("%s %s %s is wrong by %.1e", self.direction, self.shape.text, parameters, error_found)
             return
-        key = _key(parameters)
+        key = key_of(parameters)
         self.kernels[key] = kernel
-        self._note(key, self._tuned(parameters, self.bench.compare(kernel, _GLANCE), error_found))
-        for other in sorted(self.results, key=lambda one: self.results[one].ms)[_FINALISTS + 2 :]:
+        self.note(key, self.measured(parameters, self.bench.compare(kernel, _GLANCE), self._floor_ms, error_found))
+        for other in self.fastest(len(self.results))[_FINALISTS + 2 :]:
             self.kernels.pop(other, None)  # unloads it
 
-    def _tuned(self, parameters: Mapping[str, int], timing: Timing, error: float) -> Tuned:
-        floor = self.speed.floor_ms(self.shape.multiply_adds, self.shape.least_bytes(self.direction), self.threads)
-        key = _key(parameters)
-        own = (timing.ms, timing.stock_ms, floor, error, timing.speedup, self.predicted[key])
-        return Tuned(dict(parameters), *own, drawn=key in self.drawn)
-
-    def _note(self, key: tuple[tuple[str, int], ...], result: Tuned) -> None:
-        self.results[key] = result
-        if self.on_progress is not None:
-            self.on_progress(result, self.sorted()[0])
+    @property
+    def _floor_ms(self) -> float:
+        return self.speed.floor_ms(self.shape.multiply_adds, self.shape.least_bytes(self.direction), self.threads)
 
     def _finals(self, end: float) -> None:
         """Time the fastest once more, as long as there is time, in turn."""
-        best = [key for key in sorted(self.results, key=lambda one: self.results[one].ms) if key in self.kernels]
+        best = [key for key in self.fastest(len(self.results)) if key in self.kernels]
         for place, key in enumerate(best[:_FINALISTS]):
             left = max(0.0, end - time.monotonic()) / (min(len(best), _FINALISTS) - place)
             rivals = 1 if self.bench.stock_layout is self.layout else 2
             share = min(left / rivals, _LONGEST)
             timing = self.bench.compare(self.kernels[key], share, least=5)
             before = self.results[key]
-            again = replace(self._tuned(before.parameters, timing, before.error), final=True)
+            again = replace(self.measured(before.parameters, timing, self._floor_ms, before.error), final=True)
             if rivals > 1:
                 same = self.bench.compare(self.kernels[key], share, least=5, layout=self.layout)
                 # The ratio is of pairs, the times of the two comparisons are not.
                 again = replace(again, layout_ms=again.ms * same.speedup)
-            self._note(key, again)
-
-
-def _key(parameters: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple(sorted(parameters.items()))
+            self.note(key, again)

@@ -337,7 +337,7 @@ def test_the_function_is_torchs_own_where_no_direction_is_tuned(tuned_one):
     case = Case(SHAPES[0], Layout.CHANNELS_LAST)
     records = [record for record in all_records(SHAPES[0]) if record.direction is tuned_one]
     with tuned(records):
-        out = depthwise_conv2d(case.x.requires_grad_(), case.weight, None, *case.numbers)
+        out = depthwise_conv2d(case.x.requires_grad_(), case.weight.requires_grad_(), None, *case.numbers)
     assert out.grad_fn is not None
     assert (out.grad_fn.name() == "ConvolutionBackward0") == (tuned_one is None)
 

@@ -16,8 +16,8 @@ from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.search import KEPT, Progress, search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.stake import stock_ms, weigh
+from hybridpar.tvm_kernels.standings import Tuned, TuningStopped
 from hybridpar.tvm_kernels.table import as_json, draw_rows, rows_of, summary_lines, table_of
-from hybridpar.tvm_kernels.tuner import Tuned, TuningStopped
 from tests.tvm_kernels.standin import record_of
 
 SHAPES = [f"{batch}x8x9x9 k3x3 s1x1 p1x1 d1x1" for batch in (2, 4)]

@@ -23,7 +23,8 @@ from hybridpar.tvm_kernels.measure import Bench, Timing, reference, summarize_pa
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.space import reject
-from hybridpar.tvm_kernels.tuner import Tuned, TuningStopped, ranking, tune
+from hybridpar.tvm_kernels.standings import Tuned, TuningStopped
+from hybridpar.tvm_kernels.tuner import ranking, tune
 from tests.tvm_kernels.standin import record_of
 
 LAST = Layout.CHANNELS_LAST

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hybridpar.kernel_writer import Writer
-from hybridpar.tvm_kernels.schedules.geometry import ARGUMENTS, PREPARED, Span, axis, by_input, interior, spans
+from hybridpar.tvm_kernels.schedules.geometry import PREPARED, Span, axis, by_input, functions_of, interior, spans
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
 #: No pass that turns schedules into loops is needed.
@@ -34,10 +34,7 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
         parameters: lanes, tile_rows, tile_columns, strip, columns_outer, unroll and stream.
     """
     kernel = Gather(w, ConvShape.parse(shape), Direction(direction), **parameters)
-    return {
-        name: w.function(name, ARGUMENTS, (), body, helpers=False)
-        for name, body in (("prepare", kernel.prepare), ("rows", kernel.rows))
-    }
+    return functions_of(w, {"prepare": kernel.prepare, "rows": kernel.rows})
 
 
 class Gather:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridpar.kernel_writer import Writer
-from hybridpar.tvm_kernels.schedules.geometry import ARGUMENTS, axis, by_input
+from hybridpar.tvm_kernels.schedules.geometry import axis, by_input, functions_of, share
 from hybridpar.tvm_kernels.schedules.planes import Vector, empty, fill, room_of, shuffles
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
@@ -41,7 +41,7 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
         parameters: lanes, tile_rows, tile_vectors, strip and parts.
     """
     kernel = _Rows(w, ConvShape.parse(shape), Direction(direction), **parameters)
-    return {"planes": w.function("planes", ARGUMENTS, (), kernel.planes, helpers=False)}
+    return functions_of(w, {"planes": kernel.planes})
 
 
 class _Rows:
@@ -83,7 +83,7 @@ class _Rows:
             with t.serial(begin, end) as part:
                 self.own = w.keep(part * room.places)
                 empty(w, self.memory, self.own, room.places)
-                low, high = (w.keep(t.floordiv((part + one) * total, t.int64(self.parts))) for one in (0, 1))
+                low, high = share(w, part, total, self.parts)
                 with t.serial(low, high) as plane:
                     channel = w.keep(t.floormod(plane, t.int64(shape.channels)))
                     w.store(self.start, t.int64(0), t.float32(0))

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridpar.kernel_writer import Writer
-from hybridpar.tvm_kernels.schedules.geometry import ARGUMENTS, axis
+from hybridpar.tvm_kernels.schedules.geometry import axis, functions_of, share
 from hybridpar.tvm_kernels.schedules.planes import empty, fill, room_of, shuffles, whole_lines
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
@@ -39,10 +39,7 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
     """
     assert Direction(direction) is Direction.WEIGHT_GRADIENT
     kernel = _RowsWeight(w, ConvShape.parse(shape), **parameters)
-    return {
-        name: w.function(name, ARGUMENTS, (), body, helpers=False)
-        for name, body in (("planes", kernel.planes), ("merge", kernel.merge))
-    }
+    return functions_of(w, {"planes": kernel.planes, "merge": kernel.merge})
 
 
 class _RowsWeight:
@@ -79,16 +76,14 @@ class _RowsWeight:
             with t.serial(begin, end) as item:
                 part = w.keep(t.floordiv(item, t.int64(self.groups)))
                 group = w.keep(item - part * self.groups)
-                low, high = (w.keep(t.floordiv((group + one) * shape.channels, t.int64(self.groups))) for one in (0, 1))
+                low, high = share(w, group, shape.channels, self.groups)
                 sums = w.keep(part * self.sums)
                 each = self.taps * self.lanes
                 with t.serial(low * each, high * each) as index:
                     w.store(self.memory, sums + index, t.float32(0))
                 self.own = w.keep(self.first_room + item * self.room.places)
                 empty(w, self.memory, self.own, self.room.places)
-                from_image, to_image = (
-                    w.keep(t.floordiv((part + one) * shape.batch, t.int64(self.parts))) for one in (0, 1)
-                )
+                from_image, to_image = share(w, part, shape.batch, self.parts)
                 with t.serial(from_image, to_image) as image:
                     with t.serial(low, high) as channel:
                         self._plane(w.keep(image * shape.channels + channel), w.keep(sums + channel * each))

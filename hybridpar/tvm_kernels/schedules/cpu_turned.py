@@ -16,7 +16,7 @@ from typing import Any
 from hybridpar.kernel_writer import Writer
 from hybridpar.tvm_kernels.schedules.cpu_gather import Gather
 from hybridpar.tvm_kernels.schedules.cpu_weight import Weight
-from hybridpar.tvm_kernels.schedules.geometry import ARGUMENTS, Axis
+from hybridpar.tvm_kernels.schedules.geometry import Axis, functions_of, share
 from hybridpar.tvm_kernels.schedules.planes import reach, turned_room, whole_lines
 from hybridpar.tvm_kernels.schedules.turning import turn_in, turn_out, turns
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
@@ -35,14 +35,11 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
         parameters: lanes, tile_rows, tile_columns, strip, unroll and parts; of the weight gradient those of
             `cpu_weight`.
     """
-    bodies: dict[str, Any]
     if Direction(direction) is Direction.WEIGHT_GRADIENT:
         summed = _TurnedWeight(w, ConvShape.parse(shape), **parameters)
-        bodies = {"blocks": summed.blocks_of_parts, "merge": summed.merge}
-    else:
-        gathered = _TurnedGather(w, ConvShape.parse(shape), Direction(direction), **parameters)
-        bodies = {"prepare": gathered.prepare, "blocks": gathered.blocks}
-    return {name: w.function(name, ARGUMENTS, (), body, helpers=False) for name, body in bodies.items()}
+        return functions_of(w, {"blocks": summed.blocks_of_parts, "merge": summed.merge})
+    gathered = _TurnedGather(w, ConvShape.parse(shape), Direction(direction), **parameters)
+    return functions_of(w, {"prepare": gathered.prepare, "blocks": gathered.blocks})
 
 
 class _Strips:
@@ -98,7 +95,7 @@ class _TurnedGather(Gather):
         with t.attr(0, "pragma_import_llvm", w.tvm.ir.StringImm(turns(self.lanes))):
             with t.serial(begin, end) as part:
                 self.own = w.keep(self.first_room + part * self.room)
-                low, high = (w.keep(t.floordiv((part + one) * total, t.int64(self.parts))) for one in (0, 1))
+                low, high = share(w, part, total, self.parts)
                 with t.serial(low, high) as item:
                     image = w.keep(t.floordiv(item, t.int64(count)))
                     start = (item - image * count) * self.lanes

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridpar.kernel_writer import Writer
-from hybridpar.tvm_kernels.schedules.geometry import ARGUMENTS, Span, axis, by_input, spans
+from hybridpar.tvm_kernels.schedules.geometry import Span, axis, by_input, functions_of, share, spans
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
 #: No pass that turns schedules into loops is needed.
@@ -35,10 +35,7 @@ def define(w: Writer, shape: str, direction: str, parameters: dict[str, int]) ->
     """
     assert Direction(direction) is Direction.WEIGHT_GRADIENT
     kernel = Weight(w, ConvShape.parse(shape), **parameters)
-    return {
-        name: w.function(name, ARGUMENTS, (), body, helpers=False)
-        for name, body in (("rows", kernel.rows), ("merge", kernel.merge))
-    }
+    return functions_of(w, {"rows": kernel.rows, "merge": kernel.merge})
 
 
 class Weight:
@@ -82,11 +79,11 @@ class Weight:
             part = w.keep(t.floordiv(item, t.int64(self.groups)))
             group = w.keep(item - part * self.groups)
             own = w.keep(part * (self.taps * self.pitch))
-            low, high = (w.keep(t.floordiv((group + one) * self.blocks, t.int64(self.groups))) for one in (0, 1))
+            low, high = share(w, group, self.blocks, self.groups)
             with t.serial(t.int64(0), t.int64(self.taps)) as tap:
                 with t.serial(low, high) as block:
                     w.store(self.sums, self._at(own + tap * self.pitch + block * self.lanes), self._zero())
-            from_strip, to_strip = (w.keep(t.floordiv((part + one) * total, t.int64(self.parts))) for one in (0, 1))
+            from_strip, to_strip = share(w, part, total, self.parts)
             with t.serial(from_strip, to_strip) as index:
                 image = w.keep(t.floordiv(index, t.int64(strips)))
                 top = w.keep((index - image * strips) * self.strip)

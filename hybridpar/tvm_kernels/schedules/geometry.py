@@ -8,8 +8,11 @@ differs is where: in the forward direction at out·stride + tap·dilation − pa
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from hybridpar.kernel_writer import Writer
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
 #: What every function of a kernel takes: addresses, then a range.
@@ -137,3 +140,14 @@ def by_input(taps: tuple[Taps, ...]) -> tuple[tuple[int, tuple[tuple[int, int], 
         for tap, place in own:
             uses.setdefault(place, []).append((out, tap))
     return tuple((place, tuple(own)) for place, own in sorted(uses.items()))
+
+
+def functions_of(w: Writer, bodies: dict[str, Callable[..., None]]) -> dict[str, Any]:
+    """What `define` returns for a CPU: functions of `ARGUMENTS` by name."""
+    return {name: w.function(name, ARGUMENTS, (), body, helpers=False) for name, body in bodies.items()}
+
+
+def share(w: Writer, number: Any, total: Any, parts: int) -> tuple[Any, Any]:
+    """One of so many shares of a range that starts at 0, as equal as can be: from, to."""
+    low, high = (w.keep(w.t.floordiv((number + one) * total, w.t.int64(parts))) for one in (0, 1))
+    return low, high

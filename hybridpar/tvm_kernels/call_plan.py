@@ -1,0 +1,208 @@
+"""Why: a small convolution is over in microseconds, so what a call runs on is decided once for all calls of its form.
+
+The form of a call is everything but the values and addresses of its tensors: sizes, strides, dtypes, devices, threads
+and which gradients are wanted. A plan holds the kernels of all directions and the sizes of the results. Calls that run
+on torch in every direction have no plan: they are torch's own operation, with its one backward for both gradients.
+
+Plans live as long as the records in use, see `choice.Choices`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridpar.tvm_kernels.choice import AnyKernel, Choices, cuda_kernel_for, kernel_for
+from hybridpar.tvm_kernels.shapes import Direction, Layout
+
+FORMATS = {Layout.CHANNELS_LAST: torch.channels_last, Layout.CONTIGUOUS: torch.contiguous_format}
+
+#: Plans that are kept; images of ever other sizes must not fill the memory.
+_MOST_PLANS = 4096
+
+_NOTHING = (False, False, False)
+
+Pair = tuple[int, int]
+#: Whether the gradients of input, weights and bias are wanted.
+Wanted = Sequence[bool]
+
+
+def layout_of(tensor: Tensor) -> Layout | None:
+    """How a dense tensor lies in memory; None where it is not dense, or could be either."""
+    if tensor.ndim != 4:
+        return None
+    last = tensor.is_contiguous(memory_format=torch.channels_last)
+    if tensor.is_contiguous():
+        return None if last else Layout.CONTIGUOUS
+    return Layout.CHANNELS_LAST if last else None
+
+
+def usable(layout: Layout | None, image: Tensor, *others: Tensor) -> bool:
+    """Whether kernels can read tensors that belong to an image of a layout."""
+    dtype = image.dtype
+    if layout is None or not (dtype is torch.float32 if image.is_cpu else image.is_cuda):
+        return False
+    device = image.device
+    return all(other.dtype is dtype and other.device == device and other.is_contiguous() for other in others)
+
+
+def fits(weight: Tensor, channels: int, layout: Layout | None) -> bool:
+    """Whether weights are one filter per channel, and make torch's result lie in the layout of the image.
+
+    They are dense whatever their channel's stride says, which torch takes for the layout that is asked for.
+    """
+    plain = weight.ndim == 4 and weight.shape[0] == channels and weight.shape[1] == 1
+    return plain and (layout is Layout.CHANNELS_LAST or weight.stride(1) != 1)
+
+
+def kernel_of(direction: Direction, image: Tensor, *rest: Any) -> AnyKernel | None:
+    """The kernel of a call where the image is, or None for torch; the rest is as `kernel_for` takes it."""
+    if image.is_cpu:
+        return kernel_for(direction, *rest)
+    return cuda_kernel_for(image.device, image.dtype, direction, *rest)
+
+
+def out_sizes(sizes: Sequence[int], taps: Sequence[int], stride: Any, padding: Any, dilation: Any) -> tuple[int, ...]:
+    """N, C, H, W of the output."""
+    rows, columns = (
+        (sizes[2 + axis] + 2 * padding[axis] - dilation[axis] * (taps[axis] - 1) - 1) // stride[axis] + 1
+        for axis in (0, 1)
+    )
+    return sizes[0], sizes[1], rows, columns
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """What calls of one form run on. Kernels are None for torch, and where they are not wanted.
+
+    Attributes:
+        layout: Of input, output and their gradients.
+        numbers: Stride, padding and dilation.
+        sizes: Of the output.
+        strides: Of the output.
+        differentiable: Whether any gradient is wanted.
+        forward: Kernel of the output.
+        input_gradient: Kernel of the input's gradient.
+        weight_gradient: Kernel of the weights' gradient.
+    """
+
+    layout: Layout
+    numbers: tuple[Pair, Pair, Pair]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    differentiable: bool
+    forward: AnyKernel | None
+    input_gradient: AnyKernel | None
+    weight_gradient: AnyKernel | None
+
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The output."""
+        kernel = self.forward
+        if kernel is None or not kernel.takes(x, weight):
+            return F.conv2d(x, weight, bias, *self.numbers, self.sizes[1])
+        out = x.new_empty_strided(self.sizes, self.strides)
+        kernel(x, weight, bias, out)
+        return out
+
+    def gradients(
+        self, x: Tensor, weight: Tensor, gradient: Tensor, wanted: Wanted
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Those of input and weights that are wanted; what has no kernel by one call of torch."""
+        if gradient.stride() != self.strides:
+            gradient = gradient.contiguous(memory_format=FORMATS[self.layout])
+        to_x = to_weight = None
+        to_be_x, to_be_weight = wanted[0], wanted[1]
+        kernel = self.input_gradient
+        if to_be_x and kernel is not None and kernel.takes(gradient, weight):
+            to_x = torch.empty_like(x)
+            kernel(gradient, weight, None, to_x)
+            to_be_x = False
+        kernel = self.weight_gradient
+        if to_be_weight and kernel is not None and kernel.takes(x, gradient):
+            to_weight = weight.new_empty(weight.shape)
+            kernel(x, gradient, None, to_weight)
+            to_be_weight = False
+        if to_be_x or to_be_weight:
+            found = stock_gradients(x, weight, gradient, self.numbers, (to_be_x, to_be_weight))
+            to_x, to_weight = to_x if found[0] is None else found[0], to_weight if found[1] is None else found[1]
+        return to_x, to_weight
+
+
+def stock_gradients(
+    x: Tensor, weight: Tensor, gradient: Tensor, numbers: Sequence[Any], wanted: Wanted
+) -> tuple[Tensor | None, Tensor | None]:
+    """Those of input and weights that are wanted, by one call of torch."""
+    found = torch.ops.aten.convolution_backward(
+        gradient, x, weight, None, *numbers, False, [0, 0], x.shape[1], [*wanted[:2], False]
+    )
+    return found[0], found[1]
+
+
+def plan_of(
+    choices: Choices,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    wanted: Wanted | None = None,
+) -> CallPlan | None:
+    """The plan of a call; None where torch's own operation computes all of it.
+
+    Args:
+        choices: What decides.
+        x: (N, C, H, W).
+        weight: (C, 1, KH, KW).
+        bias: (C), or None.
+        stride: Vertical and horizontal, as the next ones.
+        padding: As torch has it.
+        dilation: As torch has it.
+        wanted: Gradients that will be; None for those that autograd would compute.
+
+    Raises:
+        KernelError: A kernel is missing, and HYBRIDPAR_KERNELS is `strict`.
+    """
+    if wanted is None:
+        wanted = _NOTHING
+        if torch.is_grad_enabled():
+            wanted = (x.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+    form = (
+        *(x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype, weight.device),
+        None if bias is None else (bias.stride(), bias.dtype, bias.device),
+        *(stride, padding, dilation, wanted, torch.get_num_threads()),
+    )
+    try:
+        return choices.plans[form]  # type: ignore[no-any-return]
+    except KeyError:
+        pass
+    plan = _made(x, weight, bias, (stride, padding, dilation), wanted)
+    if len(choices.plans) >= _MOST_PLANS:
+        choices.plans.clear()
+    choices.plans[form] = plan
+    return plan
+
+
+def _made(
+    x: Tensor, weight: Tensor, bias: Tensor | None, numbers: tuple[Pair, Pair, Pair], wanted: Wanted
+) -> CallPlan | None:
+    layout = layout_of(x)
+    if layout is None or not usable(layout, x, weight, *(() if bias is None else (bias,))):
+        return None
+    if not fits(weight, x.shape[1], layout):
+        return None
+    taps = weight.shape[2:]
+    kernels = [
+        kernel_of(direction, x, x.shape, taps, *numbers, layout) if needed else None
+        for direction, needed in zip(Direction, (True, *wanted), strict=False)
+    ]
+    if all(kernel is None for kernel in kernels):
+        return None
+    sizes = out_sizes(x.shape, taps, *numbers)
+    strides = torch.empty(sizes, device="meta", memory_format=FORMATS[layout]).stride()
+    return CallPlan(layout, numbers, sizes, strides, any(wanted), *kernels)
