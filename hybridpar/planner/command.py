@@ -80,7 +80,7 @@ def _inputs(request: PlanRequest, bar: ProgressBar) -> PlannerInputs:
         hosts = tuple(host.model_copy(update={"memory": cap}) for host in cluster.hosts)
         cluster = cluster.model_copy(update={"hosts": hosts})
     profile, rates = _profile(request, cluster, bar)
-    return PlannerInputs(
+    inputs = PlannerInputs(
         profile,
         cluster,
         request.batch_size,
@@ -88,6 +88,9 @@ def _inputs(request: PlanRequest, bar: ProgressBar) -> PlannerInputs:
         rates,
         optimizer_copies=request.optimizer_copies,
     )
+    from hybridpar.planner.calibrate import calibrated
+
+    return calibrated(inputs)
 
 
 def _recorded(request: PlanRequest) -> PlannerInputs:

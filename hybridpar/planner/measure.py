@@ -69,7 +69,7 @@ def profile_model(
     say = announce or (lambda line: None)
     variants: list[Variant] = []
     units: ModelUnits | None = None
-    tuned = ("stock", "tuned") if kernels and measure and _has_tuned_kernels(model) else ("stock",)
+    tuned = ("stock", "tuned") if kernels and measure and has_tuned_kernels(model) else ("stock",)
     co_run: dict[int, float] = {}
     try:
         for form, kernel in itertools.product(formats, tuned):
@@ -155,7 +155,8 @@ def measure_rates(
     return rates
 
 
-def _has_tuned_kernels(model: nn.Module) -> bool:
+def has_tuned_kernels(model: nn.Module) -> bool:
+    """Whether a model has layers for which there may be tuned kernels."""
     return any(map(is_depthwise, model.modules())) and len(default_database()) > 0
 
 
