@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -135,6 +135,11 @@ def _plan(command: PlanRequest, arguments: Sequence[str], program: Sequence[str]
         return _plan_with_workers(command, arguments, program)
     if command.wants_tuned_process:
         restart_with_environment(program)
+    if command.calibrate:
+        from hybridpar.planner.calibrate import run_calibrate
+
+        command.check()
+        return run_calibrate(command.calibrate)
     if command.searches:
         from hybridpar.planner.command import run_search
 
@@ -202,7 +207,7 @@ def _train(command: Train, arguments: Sequence[str], program: Sequence[str]) -> 
         from hybridpar.cluster import default_workers, has_gpu
 
         tune = command.tune_process and not has_gpu()
-        workers = command.workers or command.workers_wanted or default_workers()
+        workers = command.workers or command.workers_wanted or _workers_of_plan(command) or default_workers()
         if workers > 1:
             return launch_workers(arguments, workers, tune=tune)
         if tune:
@@ -210,7 +215,21 @@ def _train(command: Train, arguments: Sequence[str], program: Sequence[str]) -> 
     follow_launcher()
     from hybridpar.run import run_training
 
-    return run_training(command, command.model)
+    return run_training(command, command.model, named_options(arguments))
+
+
+def _workers_of_plan(command: Train) -> int | None:
+    """Workers that the plan's file was searched for; one that merely cuts a model leaves their number open."""
+    from hybridpar.plan import read_plan
+
+    plan = read_plan(command.plan_file) if command.plan_file is not None else None
+    return plan.workers if plan is not None and plan.inputs is not None else None
+
+
+def named_options(arguments: Sequence[str]) -> frozenset[str]:
+    """The options of a training run that a command line names, whatever value it gives them."""
+    words = {word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")}
+    return frozenset(field.name for field in fields(TrainConfig) if {field.name, f"no_{field.name}"} & words)
 
 
 def _fail(error: BaseException, debug: bool) -> int:

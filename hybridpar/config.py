@@ -126,8 +126,9 @@ class PipelineConfig:
     placement: Literal["linear", "loop", "v"] | None = None
     """Where stages go: one per lane, round and round, or up and down again; default: linear, and loop where there are
     more stages than workers."""
-    plan: Path | None = None
-    """Take the stages from this plan instead of measuring and cutting the model."""
+    plan: Literal["auto", "none"] | Path = "auto"
+    """`auto`: measure the machine and the model once, and search for the fastest way to train that the other options
+    leave open; `none`: nothing but what the other options say; or a plan's file, which is followed."""
     recompute: tuple[int, ...] = ()
     """Stages that keep only their inputs and compute their activations again in the backward pass."""
     cuda_graph: bool = False
@@ -138,7 +139,17 @@ class PipelineConfig:
     @property
     def is_staged(self) -> bool:
         """Whether the model is to be cut into stages."""
-        return self.stages > 1 or self.plan is not None
+        return self.stages > 1 or self.plan_file is not None
+
+    @property
+    def plan_file(self) -> Path | None:
+        """The plan to follow, where a file was named."""
+        return None if str(self.plan) in ("auto", "none") else Path(self.plan)
+
+    @property
+    def searches(self) -> bool:
+        """Whether the fastest plan is to be searched for."""
+        return str(self.plan) == "auto"
 
     @property
     def workers_wanted(self) -> int | None:

@@ -140,14 +140,23 @@ class Measured(_Section):
     versions: dict[str, str] = Field(default_factory=dict)
 
 
-class Predicted(_Section):
-    """What the simulator says the plan will cost, per step."""
+class StepFigures(_Section):
+    """What a step costs: times without waiting for data; bytes and memory of a worker, the most of any for memory."""
 
     step_ms: float | None = Field(None, ge=0)
     bubble: float | None = Field(None, ge=0, le=1)
     exposed_sync_ms: float | None = Field(None, ge=0)
     bytes_sent_per_step: int | None = Field(None, ge=0)
-    peak_saved_bytes: int | None = Field(None, ge=0)
+    peak_saved_bytes: int | None = Field(None, ge=0, description="kept for backward passes")
+    memory_bytes: int | None = Field(None, ge=0, description="of a device, for everything that training needs")
+
+
+class Predicted(StepFigures):
+    """What the simulator says the plan will cost, per step."""
+
+
+class Ran(StepFigures):
+    """What steps of a run that followed the plan cost, as it measured them."""
 
 
 class Plan(_Section):
@@ -162,6 +171,7 @@ class Plan(_Section):
     kernels: Kernels | None = None
     measured: Measured | None = None
     predicted: Predicted | None = None
+    ran: Ran | None = None
     inputs: dict[str, Any] | None = Field(None, description="what a search read, to repeat it; see hybridpar.planner")
 
     @model_validator(mode="after")
@@ -180,6 +190,13 @@ class Plan(_Section):
                 raise ValueError(f"unit {min(twice)!r} is in two stages")
             seen.update(stage.units)
         return self
+
+    @property
+    def workers(self) -> int | None:
+        """Workers that the plan is for; None where it does not say."""
+        if self.placement is None:
+            return None
+        return self.placement.replicas * (1 + max(place.worker for place in self.placement.stages))
 
     def to_json(self) -> str:
         """The plan as indented JSON with a fixed key order and absent sections left out."""

@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Literal
 
 import torch
@@ -18,7 +18,6 @@ import torch
 from hybridpar.checkpoint import prune_checkpoints
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches, load_dataset
-from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.launch import TUNED_VARIABLE, StopRequest, leave_verdict
 from hybridpar.models import build_model, parameter_count
 from hybridpar.observe import (
@@ -39,29 +38,32 @@ from hybridpar.pipeline.spans import StepSpans
 from hybridpar.pipeline.step import LateOutcome
 from hybridpar.pipeline.world import World
 from hybridpar.plan import ModelInfo, Plan
+from hybridpar.planned_run import before_joining, plan_run
 from hybridpar.process import describe as describe_process
+from hybridpar.run_figures import WorkerFigures, close_plan, measured_fields, predicted_fields
 from hybridpar.run_kernels import prepare_kernels
-from hybridpar.run_plan import plan_of_run
+from hybridpar.run_memory import MemoryMeter
+from hybridpar.run_plan import as_searched, plan_of_run
+from hybridpar.run_position import POSITION_OPTIONS, check_position
 from hybridpar.run_sync import sync_fields, tell_travelling
 from hybridpar.run_timeline import StageWatch, check_timeline
 from hybridpar.rundir import claim_place, find_place
 from hybridpar.save_rule import SaveRule
 from hybridpar.stage_engine import StageEngine
 from hybridpar.staging import shape_of
-from hybridpar.timings import RunningMean, StepClock, StepTimes, Timings, combine
+from hybridpar.timings import RunningMean, StepClock, StepTimes, Timings
 from hybridpar.trainer import StepResult, Trainer
 from hybridpar.worker import device_name, tune_worker
 from hybridpar.worker_share import micro_batch_samples
 
-#: Options that decide which samples a step sees; a resumed run must not change them.
-_POSITION_OPTIONS = ("data", "batch_size", "seed", "image_size", "synthetic_samples")
 
-#: What a checkpoint of a run holds besides the trainer's own state.
-_POSITION_KEYS = {"epoch", "epoch_step", "best_accuracy", "best_step", "options"}
-
-
-def run_training(config: TrainConfig, model_name: str) -> int:
+def run_training(config: TrainConfig, model_name: str, given: Collection[str] = ()) -> int:
     """Train on this worker until the run is finished or interrupted.
+
+    Args:
+        config: Options.
+        model_name: As on the command line.
+        given: Options that the user named, though they may have their default's value: no plan changes them.
 
     Returns:
         0, or 130 or 143 where a signal stopped the run and no launcher reports it.
@@ -71,11 +73,12 @@ def run_training(config: TrainConfig, model_name: str) -> int:
     """
     config.check()
     rule = SaveRule.parse(config.checkpoint_every)
+    config = before_joining(config, given)
     world = World.join(lanes=config.sum_groups, timeout=config.timeout, shared_memory=config.shares_memory)
     try:
         tune_worker(config, world)
         data = _load_data(config, world)
-        run = Run(config, model_name, world, data, rule)
+        run = Run(config, model_name, world, data, rule, given)
         with run.trainer:
             return run.execute()
     except BaseException as error:
@@ -88,11 +91,37 @@ def run_training(config: TrainConfig, model_name: str) -> int:
 class Run:
     """One worker's part of a run."""
 
-    def __init__(self, config: TrainConfig, model_name: str, world: World, data: ImageData, rule: SaveRule) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: TrainConfig,
+        model_name: str,
+        world: World,
+        data: ImageData,
+        rule: SaveRule,
+        given: Collection[str] = (),
+    ) -> None:
         self.model_name = model_name
         self.world = world
         self.rule = rule
+        asked = config
+        self.memory = MemoryMeter(world.device)
+        # The same seed on every worker; the broadcast would make the replicas equal anyhow, but a run on one worker
+        # must start from the same weights.
+        torch.manual_seed(config.seed)
+        model = build_model(model_name, data.classes, stem=config.stem)
+        self.place = world.from_main(lambda: find_place(config, model_name))
+        self.planned = plan_run(
+            model,
+            config,
+            world,
+            sample_shape=data.sample_shape,
+            steps=_steps_of(config, len(data.train)),
+            name=model_name,
+            given=given,
+            stored=self.place.directory / "plan.json" if self.place.continues else None,
+        )
+        self.config = config = self.planned.config
+        self.memory.restart()
         alone_on_gpus = world.device.type == "cuda" and world.size == 1
         world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
         # Rank = position * replicas + replica: the workers of one replica are given the same samples.
@@ -120,17 +149,13 @@ class Run:
         per_epoch = self.batches.steps_per_epoch
         self.total = config.steps if config.steps is not None else config.epochs * per_epoch
         self.epochs = math.ceil(self.total / per_epoch)
-        # The same seed on every worker; the broadcast would make the replicas equal anyhow, but a run on one worker
-        # must start from the same weights.
-        torch.manual_seed(config.seed)
-        model = build_model(model_name, data.classes, stem=config.stem)
-        self.place = world.from_main(lambda: find_place(config, model_name))
         self.trainer = Trainer(
             model,
             config=config,
             total_steps=self.total,
             steps_per_epoch=per_epoch,
             world=world,
+            plan=self.planned.stages,
             example=_example(data, config, replicas) if config.is_staged or config.chooses else None,
             name=model_name,
         )
@@ -141,9 +166,10 @@ class Run:
         self.best: tuple[float, int] | None = None
         self.resumed_from = self._resume()
         # Only now is it sure that the run can start; what stood in its directory before may go.
-        self.place = world.from_main(lambda: claim_place(self.place, config, model_name, {"torch": torch.__version__}))
+        self.place = world.from_main(lambda: claim_place(self.place, asked, model_name, {"torch": torch.__version__}))
         self.plan, self.info = self._describe(data)
-        self.watch = StageWatch(self.trainer, config, self.plan, self.total, self.place.directory / "plan.json")
+        plan_file = self.place.directory / "plan.json"
+        self.watch = StageWatch(self.trainer, config, self.plan, self.total, plan_file)
         self.timings = Timings()
         self.clock = StepClock()
         self._last_save = time.monotonic()
@@ -157,21 +183,7 @@ class Run:
         if self.place.checkpoint is None:
             return None
         extra = self.trainer.load(self.place.checkpoint)
-        if not extra.keys() >= _POSITION_KEYS:
-            raise CheckpointError(
-                f"the checkpoint {self.place.checkpoint} does not say where in the data it was made",
-                "Only a checkpoint of `hybridpar train` does; one that a script saved with Trainer.save does not.",
-                "Go on from it in the script, with Trainer.load.",
-            )
-        for option in _POSITION_OPTIONS:
-            saved, now = extra["options"].get(option), getattr(self.config, option)
-            if saved != now:
-                name = "--" + option.replace("_", "-")
-                raise UsageError(
-                    f"the checkpoint was made with {name} {saved}, this run has {now}",
-                    "A resumed run goes on at the same place in the same order of samples.",
-                    f"Resume with {name} {saved}; for another start, load the checkpoint's model.pt in a script.",
-                )
+        check_position(extra, self.config, self.place.checkpoint)
         # An epoch of another number of workers may be a step shorter, see `cut_epoch`.
         self.position = (extra["epoch"], min(extra["epoch_step"], self.batches.steps_per_epoch))
         self.best = (extra["best_accuracy"], extra["best_step"]) if extra["best_step"] is not None else None
@@ -180,6 +192,7 @@ class Run:
     def _describe(self, data: ImageData) -> tuple[Plan, RunInfo]:
         device = device_name(self.world.device)
         notes = [describe_process()] if os.environ.get(TUNED_VARIABLE) == "1" else []
+        notes += self.planned.lines
         if self.place.restarted:
             since = f"step {self.resumed_from}" if self.resumed_from else "the start"
             notes.append(f"a worker died; all workers were restarted and go on from {since}")
@@ -194,6 +207,8 @@ class Run:
         notes += tell_travelling(travelling, self.place.directory if self.world.is_main else None)
         self.choice = travelling.choice
         plan = plan_of_run(self.trainer, self.config, model, device, travelling)
+        if self.planned.searched and self.planned.plan is not None:
+            plan = as_searched(plan, self.planned.plan)
         if self.kernels is not None:
             notes += self.kernels.notes()
             plan = plan.model_copy(update={"kernels": self.kernels.section()})
@@ -350,7 +365,7 @@ class Run:
             "epoch_step": self.position[1],
             "best_accuracy": self.best[0] if self.best else None,
             "best_step": self.best[1] if self.best else None,
-            "options": {option: getattr(self.config, option) for option in _POSITION_OPTIONS},
+            "options": {option: getattr(self.config, option) for option in POSITION_OPTIONS},
         }
         with self.clock.away():
             self.trainer.save(self.place.checkpoints, extra)
@@ -367,8 +382,9 @@ class Run:
 
     def _finish(self, stopped: bool) -> None:
         engine = self.trainer.engine
-        peak = engine.pipeline.peak_saved_bytes if isinstance(engine, StageEngine) else 0
-        answers = self.world.gather((self.timings.share(self.watch.ahead), peak))
+        saved = engine.pipeline.peak_saved_bytes if isinstance(engine, StageEngine) else None
+        noted = WorkerFigures(self.timings.share(self.watch.ahead), saved, self.memory.peak_bytes())
+        answers = self.world.gather(noted)
         kernels = self.kernels.measured(self.world) if self.kernels is not None else None
         if not self.world.is_main:
             return
@@ -377,18 +393,12 @@ class Run:
         summary = summarize(
             self.info, table, seed=self.config.seed, ended=ended, resumed_from=self.resumed_from, versions=_versions()
         )
-        shares, peaks = zip(*answers, strict=True)
-        measured = combine(shares, self.replicas)
-        sent = measured.pop("bytes_sent", None)
-        if self.resumed_from is None:  # else the figures of all workers cover a part of the run only
-            summary |= measured | ({} if sent is None else {"bytes_sent_per_step": round(sent)})
-        else:
-            summary |= {key: measured[key] for key in ("bubble", "overlap") if key in measured}
-        if isinstance(engine, StageEngine):
-            summary["peak_saved_bytes"] = max(peaks)
+        # What all workers noted covers, of a run that was resumed, a part only.
+        summary |= measured_fields(answers, self.replicas, whole=self.resumed_from is None)
         summary["kernels"] = kernels
-        if self.watch.forecast is not None:
-            summary["predicted_step_ms"] = round(self.watch.forecast.simulation.step_ms, 3)
+        plan = self.watch.plan
+        summary |= predicted_fields(plan.predicted)
+        warnings = close_plan(plan, self.planned, summary, self.place.directory / "plan.json")
         if self.choice is not None and self.choice.predicted is not None:
             summary["predicted_sync_ms"] = round(self.choice.predicted.sync_ms, 3)
         files = [write_summary(self.place.directory, summary)]
@@ -398,8 +408,8 @@ class Run:
         if self.config.timeline is not None and self.watch.problem is None and self.config.timeline.exists():
             files.append(self.config.timeline)
         print_report(summary, files)
-        if self.watch.problem is not None:
-            print(f"warning: {self.watch.problem}")
+        for warning in [*warnings, *([self.watch.problem] if self.watch.problem is not None else [])]:
+            print(f"warning: {warning}")
         if stopped:
             print(f"stopped after step {self.trainer.steps_done}; the same command with --resume goes on from there")
 
@@ -407,6 +417,11 @@ class Run:
 def _spans(result: StepResult) -> StepSpans:
     """What this worker did in a step, where that is recorded."""
     return result.outcome.spans if isinstance(result.outcome, LateOutcome) else StepSpans(0.0, ())
+
+
+def _steps_of(config: TrainConfig, samples: int) -> int:
+    """Steps of a run, before it is known how each is divided; see `hybridpar.data.sampling.cut_epoch`."""
+    return config.steps if config.steps is not None else config.epochs * max(1, samples // config.batch_size)
 
 
 def _example(data: ImageData, config: TrainConfig, replicas: int) -> torch.Tensor:

@@ -110,6 +110,20 @@ def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device:
     )
 
 
+def as_searched(plan: Plan, searched: Plan) -> Plan:
+    """The plan of a run that follows one which was searched for: that one, as this run trains by it.
+
+    Args:
+        plan: What the run does.
+        searched: What it follows, with its prediction.
+    """
+    facts = plan.measured
+    measured = searched.measured
+    if measured is not None and facts is not None:
+        measured = measured.model_copy(update={"seed": facts.seed, "dtype": facts.dtype})
+    return searched.model_copy(update={"model": plan.model, "measured": measured, "ran": None})
+
+
 def with_forecast(plan: Plan, forecast: Forecast) -> Plan:
     """A plan with what was predicted for it, and the link that the prediction rests on."""
     update: dict[str, object] = {"predicted": forecast.section()}

@@ -79,7 +79,8 @@ class StageWatch:
         self._engine = trainer.engine if isinstance(trainer.engine, StageEngine) else None
         self._world = trainer.world
         self._config = config
-        self._plan = plan
+        #: The plan of the run, with its prediction as soon as there is one.
+        self.plan = plan
         self._plan_file = plan_file
         done = trainer.steps_done
         #: After this step is predicted; a step that can be compared is left, where there is more than one.
@@ -128,12 +129,16 @@ class StageWatch:
         last = max(self._recorded)
         recording = gather_spans(self._world, {step: spans for step, spans in chosen.items() if spans.spans})
         self.ahead = recording.ahead
-        self.forecast = forecast_step(engine, self._config, self._plan, list(recording.steps.values()))
+        self.forecast = forecast_step(engine, self._config, self.plan, list(recording.steps.values()))
         self._recorded = {step: spans for step, spans in self._recorded.items() if step == last}
-        if self.forecast is None or not self._world.is_main:
+        # What was predicted before the run began is what the run is held against.
+        if self.forecast is None or self.plan.predicted is not None:
+            return
+        self.plan = with_forecast(self.plan, self.forecast)
+        if not self._world.is_main:
             return
         try:
-            replace_file(self._plan_file, [with_forecast(self._plan, self.forecast).to_json().encode()])
+            replace_file(self._plan_file, [self.plan.to_json().encode()])
         except RunDirectoryError as error:
             self.problem = f"the prediction is not in the plan: {error.what}"
 
@@ -158,11 +163,11 @@ class StageWatch:
             say(f"timeline of {shown_steps} written to {path}; `hybridpar show {path}` prints it")
 
     def _facts(self, clocks: int) -> dict[str, object]:
-        pipeline = self._plan.pipeline
+        pipeline = self.plan.pipeline
         assert pipeline is not None
         facts: dict[str, object] = {
-            "model": self._plan.model.name,
-            "stages": len(self._plan.partition.stages),
+            "model": self.plan.model.name,
+            "stages": len(self.plan.partition.stages),
             "micro_batches": pipeline.micro_batches,
             "schedule": pipeline.schedule,
             "clocks": "one for all workers"

@@ -120,7 +120,9 @@ def shape_of(config: TrainConfig, workers: int) -> Shape:
         return (
             Shape(1, 1, workers, 1, "linear") if config.replicas in (None, workers) else divide_workers(config, workers)
         )
-    return divide_workers(config if config.plan is None else _follow(config, read_plan(config.plan)), workers)
+    return divide_workers(
+        config if config.plan_file is None else follow_stages(config, read_plan(config.plan_file)), workers
+    )
 
 
 def make_stage_plan(
@@ -140,19 +142,19 @@ def make_stage_plan(
         config: Options.
         world: All workers.
         name: What to call the model in the plan.
-        plan: The plan to follow, instead of what `config.plan` names.
+        plan: The plan to follow, instead of what `config.plan_file` names.
 
     Raises:
         UsageError: Stages, replicas and workers do not fit each other.
         PlanError: The plan cannot be read, is for another model, or differs between workers.
         PartitionError: The model cannot be cut into so many stages.
     """
-    given, scale = plan or _read_own_plan(config, world), 1.0
+    given, scale = plan or read_own_plan(config, world), 1.0
     if given is None:
         shape = divide_workers(config, world.size)
         given = _made_by_main(model, example, config, shape, world, name)
     else:
-        config_of_plan = _follow(config, given)
+        config_of_plan = follow_stages(config, given)
         shape = divide_workers(config_of_plan, world.size)
         scale = example.shape[0] / (given.partition.micro_batch or example.shape[0])
     stages = stages_from_plan(model, given, (example,))
@@ -195,14 +197,18 @@ def _any_loss(output: Any, target: Any) -> torch.Tensor:
     return torch.stack([leaf.float().square().mean() for _, leaf in tensor_leaves(output)]).sum()
 
 
-def _read_own_plan(config: TrainConfig, world: World) -> Plan | None:
-    """The plan that the options name; all workers must have read the same one."""
-    if config.plan is None:
+def read_own_plan(config: TrainConfig, world: World) -> Plan | None:
+    """The plan's file that the options name, if they do; a collective.
+
+    Raises:
+        PlanError: It cannot be read here or elsewhere, or not all workers have read the same one.
+    """
+    if config.plan_file is None:
         return None
     plan: Plan | None = None
     problem: HybridparError | None = None
     try:
-        plan = read_plan(config.plan)
+        plan = read_plan(config.plan_file)
     except HybridparError as error:
         problem = error
     mine = "unreadable" if plan is None else hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
@@ -212,7 +218,7 @@ def _read_own_plan(config: TrainConfig, world: World) -> Plan | None:
     if len(set(everyone)) > 1:
         table = "\n".join(f"  rank {rank}: {fingerprint}" for rank, fingerprint in enumerate(everyone))
         raise PlanError(
-            f"the workers have read different plans from {config.plan}:\n{table}",
+            f"the workers have read different plans from {config.plan_file}:\n{table}",
             "All workers follow one plan.",
             "Copy the same file to every host.",
         )
@@ -241,8 +247,12 @@ def _made_by_main(
     return parse_plan(json.loads(world.from_main(make)))
 
 
-def _follow(config: TrainConfig, plan: Plan) -> PipelineConfig:
-    """The options with what the plan says of stages; a contradiction is an error."""
+def follow_stages(config: TrainConfig, plan: Plan) -> PipelineConfig:
+    """The options with what a plan says of stages.
+
+    Raises:
+        UsageError: They contradict each other.
+    """
     count = len(plan.partition.stages)
     if config.stages not in (1, count):
         raise UsageError(

@@ -36,6 +36,7 @@ from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.pipeline.compression import codec_states
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan
+from hybridpar.planned_run import PlannedRun, before_joining, plan_loop
 from hybridpar.replica_engine import ReplicaEngine, autocast
 from hybridpar.stage_engine import StageEngine
 from hybridpar.staging import make_stage_plan, shape_of
@@ -74,7 +75,9 @@ class Trainer:
             what `config` says.
         loss: Called with the model's output and the target, returns the *mean* over the samples; default:
             cross-entropy with the configured label smoothing.
-        config: Options; those that concern data and run directory are not used here.
+        config: Options; those that concern data and run directory are not used here. With `plan="auto"` and both
+            `total_steps` and `example`, memory format, kernels and codec, and of a pipeline that is asked for cut,
+            placement and schedule, are searched for. The attribute `config` says what was found, and `planned` why.
         total_steps: Length of the learning-rate schedule; None keeps the rate constant.
         steps_per_epoch: For the warm-up, which is given in epochs.
         world: The workers; default: joined from the environment and left again by `close`.
@@ -111,25 +114,21 @@ class Trainer:
         example: Tensor | None = None,
         name: str | None = None,
     ) -> None:
-        self.config = config or TrainConfig()
+        self.config = before_joining(config or TrainConfig())
         self._owns_world = world is None
         self.world = world or World.join(
             lanes=self.config.sum_groups, timeout=self.config.timeout, shared_memory=self.config.shares_memory
         )
         self._owns_lanes = lanes is None
         self.lanes = lanes or Lanes(self.world.device)
-        self.model = model.to(self.world.device)
-        if self.config.uses_channels_last:
-            self.model.to(memory_format=torch.channels_last)
-        if self.config.uses_kernels:
-            chosen = self.config.kernels.strip()
-            optimize(self.model, None if chosen == "auto" else chosen)
-        self.fingerprint = model_fingerprint(self.model)
-        self._loss = loss or nn.CrossEntropyLoss(label_smoothing=self.config.label_smoothing)
         self.total_steps = total_steps
         self.steps_per_epoch = steps_per_epoch
-        self._peak_rate = self.config.lr
         try:
+            self.planned = PlannedRun(self.config)
+            if plan is None:
+                self.planned = plan_loop(model, self.config, self.world, example, total_steps, name)
+                self.config, plan = self.planned.config, self.planned.stages
+            self._prepare(model, loss)
             self.engine = self._open_engine(optimizer, plan, example, name)
         except BaseException as error:
             if self._owns_lanes:
@@ -139,6 +138,17 @@ class Trainer:
             raise
         self.steps_done = 0
         self._bad_steps = BadSteps(late=self.engine.late, name_parameter=self.engine.bad_parameter)
+
+    def _prepare(self, model: nn.Module, loss: LossFunction | None) -> None:
+        self.model = model.to(self.world.device)
+        if self.config.uses_channels_last:
+            self.model.to(memory_format=torch.channels_last)
+        if self.config.uses_kernels:
+            chosen = self.config.kernels.strip()
+            optimize(self.model, None if chosen == "auto" else chosen)
+        self.fingerprint = model_fingerprint(self.model)
+        self._loss = loss or nn.CrossEntropyLoss(label_smoothing=self.config.label_smoothing)
+        self._peak_rate = self.config.lr
 
     def _open_engine(
         self,

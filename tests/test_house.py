@@ -59,14 +59,14 @@ ROOMS: dict[str, set[str]] = {
     "optim": {"config", "errors"},
     "checkpoint": {"errors", "pipeline"},
     "trainer": {
-        *("checkpoint", "config", "errors", "lanes", "models", "optim", "partition", "pipeline", "plan", "process"),
-        "tvm_kernels",
+        *("checkpoint", "cluster", "compress", "config", "errors", "lanes", "models", "optim", "partition", "pipeline"),
+        *("plan", "planner", "process", "tvm_kernels"),
     },
     "rundir": {"checkpoint", "config", "errors", "observe"},
     "doctor": {"cluster", "errors", "probe", "process"},
     "run": {
         *("checkpoint", "cluster", "compress", "config", "data", "errors", "launch", "models", "observe", "pipeline"),
-        *("plan", "process", "rundir", "trainer", "tvm_kernels"),
+        *("plan", "planner", "process", "rundir", "trainer", "tvm_kernels"),
     },
     "show": {"errors", "observe", "partition", "pipeline", "plan"},
     "bench": {"compress", "config", "errors", "launch", "models", "optim", "pipeline", "process", "trainer"},
@@ -86,8 +86,8 @@ ROOMS: dict[str, set[str]] = {
         ),
     },
     "cli": {
-        *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "plan_job", "planner", "run"),
-        *("show", "tune_command", "tvm_kernels"),
+        *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "plan", "plan_job", "planner"),
+        *("run", "show", "tune_command", "tvm_kernels"),
     },
     "__main__": {"cli"},
     "__init__": {"config", "errors", "partition", "plan", "trainer"},
@@ -101,10 +101,12 @@ SHARED_ROOMS = {
     "cuda_driver": "kernel_cuda",
     **dict.fromkeys(("kernel_builder", "kernel_writer", "kernel_writer_cuda"), "kernel_build"),
     "checkup": "doctor",
-    **dict.fromkeys(("run_kernels", "run_plan", "run_sync", "run_timeline", "save_rule", "timings", "worker"), "run"),
     **dict.fromkeys(
-        ("evaluation", "replica_engine", "stage_engine", "staging", "step_result", "worker_share"), "trainer"
+        ("run_figures", "run_kernels", "run_memory", "run_plan", "run_position", "run_sync", "run_timeline"), "run"
     ),
+    **dict.fromkeys(("save_rule", "timings", "worker"), "run"),
+    **dict.fromkeys(("evaluation", "planned_run", "replica_engine", "run_inputs", "stage_engine"), "trainer"),
+    **dict.fromkeys(("staging", "step_result", "worker_share"), "trainer"),
 }
 
 #: What must answer without the seconds that torch takes.

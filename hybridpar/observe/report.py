@@ -5,7 +5,7 @@ Everything shown comes from the summary, so the screen and `summary.json` cannot
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,26 @@ from hybridpar.observe.text import format_accuracy, format_bytes, format_duratio
 
 #: Parts of a step: key of the summary and name on the screen.
 _PARTS = (("compute_ms", "compute"), ("exposed_sync_ms", "exposed sync"), ("data_ms", "waiting for data"))
+
+
+def _ms(value: float) -> str:
+    return f"{value:.2f} ms"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.0f}%"
+
+
+#: What is predicted: key of the summary, name on the screen, and how a value is told.
+_PREDICTED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("step_ms", "step", _ms),
+    ("compute_ms", "compute", _ms),
+    ("exposed_sync_ms", "exposed sync", _ms),
+    ("bubble", "bubble", _percent),
+    ("bytes_sent_per_step", "sent", format_bytes),
+    ("peak_saved_bytes", "kept", format_bytes),
+    ("memory_bytes", "memory", format_bytes),
+)
 
 _SYNC_PARTS = (("encode_ms", "encode"), ("wire_ms", "wire"), ("decode_ms", "decode"))
 
@@ -67,6 +87,7 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         for key, name in _PARTS:
             if summary[key] is not None:
                 rows.append(("", f"{summary[key]:9.2f} ms  {100 * summary[key] / step_ms:3.0f}%  {name}", ""))
+    rows += _prediction_rows(summary)
     rows += _pipeline_rows(summary)
     rows += _kernel_rows(summary)
     if summary["bytes_sent_per_step"] is not None:
@@ -110,10 +131,6 @@ def _pipeline_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if summary["stages"] == 1:
         return []
     rows = []
-    predicted, busy = summary["predicted_step_ms"], _busy_ms(summary)
-    if predicted is not None and busy:
-        beside = f"{predicted:9.2f} ms  measured {busy:.2f} ms, {100 * (busy / predicted - 1):+.0f}%, both without data"
-        rows.append(("predicted", beside, ""))
     replicas = f" x {summary['replicas']} replicas" if summary["replicas"] > 1 else ""
     parts = [
         f"{_count(summary['stages'], 'stage')}{replicas}",
@@ -130,6 +147,23 @@ def _pipeline_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         parts.append(f"{format_bytes(summary['peak_saved_bytes'])} kept for backward")
     if parts:
         rows.append(("", ", ".join(parts), ""))
+    return rows
+
+
+def _prediction_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What was predicted, beside what was measured of it."""
+    if summary["predicted_step_ms"] is None:
+        return []
+    measured = {**summary, "step_ms": _busy_ms(summary) or None}
+    rows: list[tuple[str, str, str]] = []
+    for key, name, told in _PREDICTED:
+        predicted, found = summary.get(f"predicted_{key}"), measured[key]
+        if predicted is None or (found is None and not predicted):
+            continue
+        text = f"{name:13} {told(predicted):>10}  measured {'-' if found is None else told(found):>10}"
+        if found is not None and predicted and key not in ("bubble",):
+            text += f"  {100 * (found / predicted - 1):+.0f}%"
+        rows.append(("" if rows else "predicted", text + ("  both without data" if key == "step_ms" else ""), ""))
     return rows
 
 

@@ -136,7 +136,7 @@ def measured_inputs(
         hosts = tuple(host.model_copy(update={"memory": cap}) for host in cluster.hosts)
         cluster = cluster.model_copy(update={"hosts": hosts})
     profile, rates = _profile(request, cluster, bar, crowd)
-    return PlannerInputs(
+    inputs = PlannerInputs(
         profile,
         cluster,
         request.batch_size,
@@ -144,6 +144,9 @@ def measured_inputs(
         rates,
         optimizer_copies=request.optimizer_copies,
     )
+    from hybridpar.planner.calibrate import calibrated
+
+    return calibrated(inputs)
 
 
 def _recorded(request: PlanRequest) -> PlannerInputs:

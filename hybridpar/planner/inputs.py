@@ -19,6 +19,7 @@ from hybridpar.compress.auto import FIDELITIES
 from hybridpar.compress.rates import CodecRate
 from hybridpar.errors import PlanError, UsageError, nearest
 from hybridpar.plan import Plan
+from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.profile import ModelProfile
 
 #: Raised only together with a reader for the version before.
@@ -45,6 +46,9 @@ class PlannerInputs:
         overhead_ms: What the host adds to every computation.
         most_stages: Stages of the longest pipeline that is tried.
         most_micro_batches: Micro-batches per step that are tried at most, where the model leaves their number open.
+        fixed: What is decided, and not searched for.
+        calibration: By what earlier runs corrected times of computing (`compute`) and speeds of links (`link`). These
+            factors are in the profile and the cluster already.
         version: Of this record.
     """
 
@@ -60,6 +64,8 @@ class PlannerInputs:
     overhead_ms: float = 0.0
     most_stages: int = 16
     most_micro_batches: int = 32
+    fixed: Fixed = field(default_factory=Fixed)
+    calibration: Mapping[str, float] = field(default_factory=dict)
     version: Literal[1] = INPUTS_VERSION
 
     def __post_init__(self) -> None:
@@ -151,25 +157,50 @@ def inputs_of_plan(plan: Plan, source: str = "the plan") -> PlannerInputs:
     return inputs_from_data(plan.inputs, source)
 
 
-def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
-    """Refuse a plan that was made for another machine than the one at hand.
+#: A link between hosts that is this many times as fast or as slow is another link; less may be a busy hour.
+OTHER_LINK = 2.0
 
-    A plan without recorded inputs was not chosen for a machine, and passes.
+#: What tells one machine from another; how fast it is, is told by measuring, which never gives the same twice.
+_IDENTITY = ("count", "devices", "kind", "name")
+
+
+def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
+    """Refuse a plan that was made for other machines than those at hand.
+
+    Compared are the hosts, their devices, and the speed of the link between hosts. A plan without recorded inputs was
+    not chosen for a machine, and passes.
 
     Args:
         plan: The plan.
         cluster: What is at hand.
 
     Raises:
-        PlanError: It was made for another one; the message says in what they differ, and how to plan again.
+        PlanError: It was made for others; the message says in what they differ, and how to plan again.
     """
     if plan.inputs is None:
         return
     made_for = inputs_of_plan(plan).cluster
-    if made_for.key != cluster.key:
+    if difference := _difference(made_for, cluster):
         raise PlanError(
-            f"the plan was made elsewhere: {made_for.difference(cluster)} "
-            f"(fingerprints {made_for.key} and {cluster.key})",
+            f"the plan was made elsewhere: {difference} (fingerprints {made_for.key} and {cluster.key})",
             "What is fastest on one machine need not be so on another.",
-            "Plan again for this one: `hybridpar plan MODEL --explain -o plan.json`.",
+            "Plan again for this one: `hybridpar plan MODEL --explain -o plan.json`, or train with --plan auto.",
         )
+
+
+def _difference(there: ClusterSpec, here: ClusterSpec) -> str:
+    """The first thing in which two clusters differ that makes them others; empty where nothing does."""
+    sides = zip(there.hosts, here.hosts, strict=False)
+    for number, (one, other) in enumerate(sides):
+        for key in _IDENTITY:
+            was, now = getattr(one, key), getattr(other, key)
+            if was != now and (key != "name" or (was and now)):  # a description need not name its devices
+                return f"hosts.{number}.{key} is {was} there and {now} here"
+    if len(there.hosts) != len(here.hosts):
+        return f"there are {len(there.hosts)} kinds of hosts there and {len(here.hosts)} here"
+    if there.between is not None and here.between is not None:
+        speeds = there.between.bandwidth, here.between.bandwidth
+        if max(speeds) > OTHER_LINK * min(speeds):
+            told = [f"{speed / 1e6:,.4g} MB/s" for speed in speeds]
+            return f"between.bandwidth is {told[0]} there and {told[1]} here"
+    return ""

@@ -38,8 +38,8 @@ _T = TypeVar("_T")
 
 _WAYS = ("encode", "decode")
 
-#: A profile with more noise than this is measured again, so often at most, and not after so many seconds: a machine that
-#: is busy for longer is not worth waiting for.
+#: A profile with more noise than this is measured again, so often at most, and not after so many seconds: a busy machine
+#: may stay busy.
 NOISY, MOST_TRIES, MOST_SECONDS = 0.1, 3, 5.0
 
 #: Layers that normalise over the micro-batch.
@@ -89,7 +89,7 @@ def profile_model(
     say = announce or (lambda line: None)
     variants: list[Variant] = []
     units: ModelUnits | None = None
-    tuned = ("stock", "tuned") if kernels and measure and _has_tuned_kernels(model) else ("stock",)
+    tuned = ("stock", "tuned") if kernels and measure and has_tuned_kernels(model) else ("stock",)
     co_run: dict[int, float] = {}
     rest: StepCosts | None = None
     try:
@@ -203,7 +203,8 @@ def _rate(text: str, shapes: Sequence[tuple[int, ...]], workers: int, device: to
     return {f"{count} {way}": took for count, both in tried.items() for way, took in zip(_WAYS, both, strict=True)}
 
 
-def _has_tuned_kernels(model: nn.Module) -> bool:
+def has_tuned_kernels(model: nn.Module) -> bool:
+    """Whether a model has layers for which there may be tuned kernels."""
     return any(map(is_depthwise, model.modules())) and len(default_database()) > 0
 
 

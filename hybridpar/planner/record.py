@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hybridpar.compress import format_codec
 from hybridpar.compress.policy import exact_rules
+from hybridpar.errors import PlanError
 from hybridpar.plan import (
     Kernels,
     Measured,
@@ -20,6 +21,7 @@ from hybridpar.plan import (
 from hybridpar.planner.codecs import Travel
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.search import Answer
+from hybridpar.planner.space import Candidate
 
 
 def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
@@ -74,8 +76,72 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
             exposed_sync_ms=round(outcome.exposed_sync_ms, 3),
             bytes_sent_per_step=round(outcome.bytes_sent),
             peak_saved_bytes=outcome.peak_saved_bytes,
+            memory_bytes=round(outcome.memory_bytes),
         ),
         inputs=inputs.to_data(),
+    )
+
+
+def candidate_of(plan: Plan, evaluator: Evaluator, source: str = "the plan") -> Candidate:
+    """The candidate that a plan says, so that it can be predicted again.
+
+    Args:
+        plan: The plan, of the space that the evaluator is for.
+        evaluator: What predicts.
+        source: What to call the plan in messages.
+
+    Raises:
+        PlanError: No candidate of the space is like it.
+    """
+    said = _said(plan)
+    for candidate in evaluator.space.candidates():
+        if _said_by(candidate, evaluator) == said:
+            return candidate
+    raise PlanError(
+        f"{source} is not one of the plans that its recorded inputs leave open",
+        "What is predicted is a candidate of the search that the plan records.",
+        "Plan again; a plan that was edited by hand cannot be compared with what was predicted.",
+    )
+
+
+def _said(plan: Plan) -> tuple[object, ...]:
+    """What tells a plan from the others of its space."""
+    placement, pipeline, measured, sync = plan.placement, plan.pipeline, plan.measured, plan.sync
+    places = placement.stages if placement is not None else ()
+    stages = len(plan.partition.stages)
+    return (
+        stages,
+        1 + max((place.worker for place in places), default=0),
+        placement.replicas if placement is not None else 1,
+        1 + max((place.lane for place in places), default=0),
+        placement.kind if placement is not None and stages > 1 else "linear",
+        pipeline.micro_batches if pipeline is not None else 1,
+        pipeline.schedule if pipeline is not None else "accumulate",
+        plan.partition.strategy,
+        measured.memory_format if measured is not None else "contiguous",
+        plan.kernels is not None,
+        sync.policy if sync is not None else (SyncRule(),),
+    )
+
+
+def _said_by(candidate: Candidate, evaluator: Evaluator) -> tuple[object, ...]:
+    shape, space = candidate.shape, evaluator.space
+    variant = space.inputs.profile.variants[candidate.variant]
+    layout = evaluator.layout(candidate)
+    homes = [layout.home(stage) for stage in range(shape.stages)]
+    lanes = [layout.lane_of[stage] - layout.worker_of.index(home) for stage, home in enumerate(homes)]
+    return (
+        shape.stages,
+        1 + max(homes),
+        shape.replicas,
+        1 + max(lanes),
+        shape.placement,
+        shape.micro_batches,
+        candidate.schedule,
+        candidate.cut.name,
+        variant.memory_format,
+        variant.kernels != "stock",
+        _rules(space.travels[candidate.travel]),
     )
 
 

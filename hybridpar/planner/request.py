@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
+import tyro
+
 from hybridpar.errors import UsageError
 from hybridpar.partition.request import PlanConfig
 
@@ -17,6 +19,8 @@ _DECIDED = ("stages", "batch", "devices", "co_run", "link", "placement", "in_fli
 class PlanRequest(PlanConfig):
     """Cut a model into balanced stages, or search for the fastest way to train it; write the plan."""
 
+    model: tyro.conf.Positional[str] = ""
+    """A torchvision classification model, or your own as package.module:factory. Not with --calibrate."""
     explain: bool = False
     """Search for the fastest plan on this machine or on --cluster: stages, replicas, lanes, micro-batches, schedule,
     cut, codecs, memory format, kernels. Say why the others lost, and what would help."""
@@ -28,6 +32,9 @@ class PlanRequest(PlanConfig):
     """Workers on this machine; default: all GPUs, else 2 on the CPU. Not with --cluster."""
     batch_size: int = 64
     """Samples per step over all workers together, for the search."""
+    calibrate: tuple[str, ...] = ()
+    """Fold what these run directories measured back into later predictions; `show` lists what is folded in, `clear`
+    removes it."""
     fidelity: Literal["exact", "close", "lossy"] = "exact"
     """What the search may change: exact: nothing in the result; close: also casts; lossy: also codecs, by time to the
     same loss."""
@@ -51,7 +58,7 @@ class PlanRequest(PlanConfig):
     @property
     def wants_tuned_process(self) -> bool:
         """As for a cut, but where everything was measured before."""
-        return super().wants_tuned_process and self.inputs is None
+        return super().wants_tuned_process and self.inputs is None and bool(self.model) and not self.calibrate
 
     def check(self) -> None:
         """Check what can be checked without the model.
@@ -60,6 +67,14 @@ class PlanRequest(PlanConfig):
             UsageError: A value is out of range, or two options contradict each other.
         """
         super().check()
+        if not self.model and not self.calibrate:
+            raise UsageError("no model was named", "A plan is of a model.", "Name one: `hybridpar plan resnet18`.")
+        if self.calibrate and (self.model or self.searches):
+            raise UsageError(
+                "--calibrate with a model or a search",
+                "Runs say themselves what they trained; nothing is planned.",
+                "Give run directories alone: `hybridpar plan --calibrate runs/...`.",
+            )
         defaults = {field.name: field.default for field in fields(self)}
         if not self.searches:
             for name in ("workers", "batch_size", "fidelity"):

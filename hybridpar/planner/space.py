@@ -108,7 +108,7 @@ class Candidate:
 
 
 class Space:
-    """All candidates of a search.
+    """All candidates of a search, as far as nothing of them is decided (`PlannerInputs.fixed`).
 
     Args:
         inputs: Of the search.
@@ -125,14 +125,16 @@ class Space:
     def __init__(self, inputs: PlannerInputs, workers: int | None = None, library: CutLibrary | None = None) -> None:
         self.inputs = inputs
         self.workers = inputs.workers if workers is None else workers
-        self.travels: tuple[Travel, ...] = travels(inputs)
+        self.travels: tuple[Travel, ...] = travels(inputs) if inputs.fixed.codecs is None else _fixed_travels(inputs)
         self.library = library or CutLibrary(inputs.profile)
 
     def candidates(self) -> Iterator[Candidate]:
         """All of them, in an order that does not change."""
-        variants = range(len(self.inputs.profile.variants))
+        fixed, last = self.inputs.fixed, len(self.travels) - 1
+        kinds = enumerate(self.inputs.profile.variants)
+        variants = [index for index, variant in kinds if fixed.allows_variant(variant)]
         for shape in self.shapes():
-            ways = range(len(self.travels)) if shape.replicas > 1 else range(1)
+            ways = range(last if fixed.codecs is not None else 0, last + 1) if shape.replicas > 1 else range(1)
             for cut in self.library.cuts(shape.stages):
                 for schedule in self._schedules(shape):
                     for travel in ways:
@@ -140,13 +142,22 @@ class Space:
                             yield Candidate(shape, cut, schedule, travel, variant)
 
     def baselines(self) -> dict[str, Candidate]:
-        """What a plan must beat: plain data parallelism over all workers, and one device."""
+        """What a plan must beat: plain data parallelism over all workers, and one device, where they are allowed."""
         whole = self.library.cuts(1)[0]
         named = {}
         for name, workers in (("data parallel", self.workers), ("one device", 1)):
             count = self.micro_batch_counts(workers)
-            named[name] = Candidate(Shape(1, workers, 1, 1, "linear", count[0]), whole, "accumulate")
+            candidate = Candidate(Shape(1, workers, 1, 1, "linear", count[0]), whole, "accumulate")
+            if self._allows(candidate):
+                named[name] = candidate
         return named
+
+    def _allows(self, candidate: Candidate) -> bool:
+        """Whether a plain candidate is what was decided."""
+        fixed = self.inputs.fixed
+        codec = fixed.codecs and candidate.shape.replicas > 1
+        variant = self.inputs.profile.variants[candidate.variant]
+        return not codec and fixed.allows_shape(candidate.shape) and fixed.allows_variant(variant)
 
     def shapes(self) -> Iterator[Shape]:
         """All shapes."""
@@ -157,11 +168,15 @@ class Space:
                 replicas = workers // positions
                 for count in self.micro_batch_counts(replicas):
                     for stages, lanes, placement in self._placements(positions, most):
-                        yield Shape(positions, replicas, stages, lanes, placement, count)
+                        shape = Shape(positions, replicas, stages, lanes, placement, count)
+                        if self.inputs.fixed.allows_shape(shape):
+                            yield shape
 
     def micro_batch_counts(self, replicas: int) -> list[int]:
         """Numbers of micro-batches to try; the first is the plain one."""
         inputs = self.inputs
+        if inputs.fixed.micro_batches is not None:
+            return [inputs.fixed.micro_batches]
         if inputs.profile.batch_norm:
             return [self.workers // replicas] if self.workers % replicas == 0 else []
         most = min(inputs.most_micro_batches, max(1, inputs.batch // replicas))
@@ -189,4 +204,16 @@ class Space:
         if shape.stages == 1:
             return ("accumulate",)
         few = shape.stages * shape.micro_batches <= MOST_GREEDY
-        return tuple(name for name in SCHEDULES_TRIED[shape.placement] if few or name != "greedy")
+        tried = (name for name in SCHEDULES_TRIED[shape.placement] if few or name != "greedy")
+        return tuple(name for name in tried if self.inputs.fixed.allows_schedule(shape, name))
+
+
+def _fixed_travels(inputs: PlannerInputs) -> tuple[Travel, ...]:
+    """What gradients travel as where that is decided: as they are where nobody exchanges them, else as decided."""
+    plain, decided = Travel("none", {}), dict(inputs.fixed.codecs or {})
+    if not decided:
+        return (plain,)
+    kinds, everything = sorted(set(decided.values())), len(inputs.profile.parameters)
+    alike = len(kinds) == 1 and len(decided) == everything
+    name = kinds[0] if alike else f"{', '.join(kinds)} for {len(decided)} of {everything} parameters"
+    return plain, Travel(name, decided, rank=1 if alike else 2)

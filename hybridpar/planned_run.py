@@ -1,0 +1,331 @@
+"""Why: a run is trained by a plan, and there is one place that says where that plan comes from.
+
+It is a file that the user names, the plan of the run that is resumed, or, by default, the answer of a search over all
+that the user's options leave open. Whichever it is, here it becomes options: what follows trains by them, and need not
+know that there was a plan. Options that somebody set win over a plan.
+
+Rank 0 searches and all workers follow its answer, so that noise cannot make two of them disagree.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from hybridpar.config import TrainConfig
+from hybridpar.errors import HybridparError, PlanError
+from hybridpar.models import model_fingerprint
+from hybridpar.pipeline.world import World
+from hybridpar.plan import Plan, Sync, parse_plan, read_plan
+from hybridpar.planner.explain import rows
+from hybridpar.planner.inputs import PlannerInputs, check_made_for
+from hybridpar.planner.links import measure_cluster
+from hybridpar.planner.record import plan_of
+from hybridpar.planner.search import Answer, find_plan
+from hybridpar.planner.space import Space
+from hybridpar.run_inputs import LEAST_STEPS, decided_options, fixed_by, measure_inputs, not_modelled
+from hybridpar.staging import follow_stages, read_own_plan, shape_of
+
+#: Runners-up that are shown.
+_SHOWN = 3
+
+#: Options that decide what samples and weights are, and nothing that a plan says.
+_NO_KNOBS = frozenset(field.name for field in fields(TrainConfig)) - {
+    *("replicas", "micro_batches", "schedule", "recompute", "placement", "bucket_mb", "compress"),
+    *("memory_format", "channels_last", "kernels", "stages"),
+}
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What a run is to do.
+
+    Attributes:
+        config: Options with what the plan says; `plan` is `none` in them.
+        plan: The plan; None where there is none.
+        lines: What to tell at the start.
+        links: What the measured links between workers are kept under; None where none were measured.
+    """
+
+    config: TrainConfig
+    plan: Plan | None = None
+    lines: tuple[str, ...] = ()
+    links: dict[str, object] | None = None
+
+    @property
+    def stages(self) -> Plan | None:
+        """The plan, where it has stages: without any a worker trains the model whole."""
+        return self.plan if self.plan is not None and len(self.plan.partition.stages) > 1 else None
+
+    @property
+    def searched(self) -> bool:
+        """Whether the plan records what it was searched in, so that it can be predicted again."""
+        return self.plan is not None and self.plan.inputs is not None
+
+
+def plan_run(
+    model: nn.Module,
+    config: TrainConfig,
+    world: World,
+    *,
+    sample_shape: Sequence[int] | None,
+    steps: int | None,
+    name: str,
+    given: Collection[str] = (),
+    stored: Path | None = None,
+    decided: Collection[str] | None = None,
+) -> PlannedRun:
+    """Find the plan of a run, and the options that follow from it; a collective.
+
+    Args:
+        model: The whole model, as built.
+        config: Options.
+        world: All workers.
+        sample_shape: Of one sample; None where that is not known, and nothing can be measured.
+        steps: Length of the run, about; None where that is not known.
+        name: What to call the model.
+        given: Options that were named, though they may have their default's value.
+        stored: The plan of the run that is resumed.
+        decided: All options that are not searched for, instead of those that were given or changed.
+
+    Raises:
+        PlanError: A plan cannot be read, or was made for another model or for other machines.
+        UsageError: Options contradict a plan.
+        SyncError: A worker died or did not answer in time.
+    """
+    decided = decided_options(config, given) if decided is None else decided
+    if config.plan_file is not None:
+        plan = read_own_plan(config, world)
+        assert plan is not None
+        return _follow_file(model, config, world, plan, decided, name)
+    plain = replace(config, plan="none")
+    if not config.searches:
+        return PlannedRun(plain)
+    if stored is not None:
+        kept = world.from_main(lambda: _stored_plan(stored))
+        return (
+            PlannedRun(plain) if kept is None else _follow_stored(plain, world, parse_plan(json.loads(kept)), decided)
+        )
+    if why := _not_worth(config, sample_shape, steps):
+        return PlannedRun(plain, lines=_unplanned(why) if "plan" in given else ())
+    if option := not_modelled(config):
+        return PlannedRun(plain, lines=_unplanned(f"no prediction knows {option}"))
+    assert sample_shape is not None
+    assert steps is not None
+    return _search(model, plain, world, sample_shape, steps, name, decided)
+
+
+def plan_loop(
+    model: nn.Module, config: TrainConfig, world: World, example: Tensor | None, steps: int | None, name: str | None
+) -> PlannedRun:
+    """The plan of somebody's own loop, who divides batches and knows the stages: neither changes. A collective.
+
+    Args:
+        model: The whole model, as built.
+        config: Options.
+        world: All workers.
+        example: Inputs of one micro-batch.
+        steps: Length of the run; None where that is not known.
+        name: What to call the model.
+
+    Raises:
+        HybridparError: As for `plan_run`.
+    """
+    asked, decided = config, decided_options(config)
+    if config.plan_file is None:
+        replicas = shape_of(config, world.size).replicas
+        samples = config.batch_size if example is None else example.shape[0] * replicas * config.micro_batches
+        asked = replace(config, replicas=replicas, batch_size=samples)
+        decided |= {"stages", "replicas", "micro_batches"}
+    found = plan_run(
+        model,
+        asked,
+        world,
+        sample_shape=None if example is None else tuple(example.shape[1:]),
+        steps=steps,
+        name=name or type(model).__name__,
+        decided=decided,
+    )
+    if found.plan is None:
+        return replace(found, config=replace(config, plan="none"))
+    return replace(found, config=replace(found.config, batch_size=config.batch_size))
+
+
+def before_joining(config: TrainConfig, given: Collection[str] = ()) -> TrainConfig:
+    """Options with what a plan's file says of the exchange of gradients: workers join by these, before they can plan.
+
+    Args:
+        config: Options.
+        given: Options that were named.
+
+    Raises:
+        PlanError: The file cannot be read.
+    """
+    if config.plan_file is None or (sync := read_plan(config.plan_file).sync) is None:
+        return config
+    said: dict[str, Any] = {"sync_lanes": sync.lanes, "batch_norm": sync.batch_norm, "compress": _policy_text(sync)}
+    decided = decided_options(config, given)
+    return replace(config, **{option: value for option, value in said.items() if option not in decided})
+
+
+def follow(config: TrainConfig, plan: Plan, decided: Collection[str], workers: int) -> TrainConfig:
+    """Options with what a plan says, wherever nobody decided otherwise.
+
+    Args:
+        config: Options.
+        plan: The plan.
+        decided: Options that win over it.
+        workers: Workers of the job.
+
+    Raises:
+        UsageError: The number of stages contradicts the plan.
+    """
+    said: dict[str, Any] = {}
+    stages = follow_stages(config, plan)
+    if plan.placement is not None and (plan.inputs is not None or plan.workers == workers):
+        said["replicas"] = plan.placement.replicas
+    if plan.pipeline is not None:
+        said["micro_batches"] = plan.pipeline.micro_batches
+        if stages.stages > 1:
+            said |= {"schedule": plan.pipeline.schedule, "recompute": plan.pipeline.recompute}
+    if plan.sync is not None:
+        said |= {"bucket_mb": plan.sync.bucket_bytes / 2**20, "compress": _policy_text(plan.sync)}
+    if plan.measured is not None and not {"memory_format", "channels_last", "kernels"} & set(decided):
+        said["memory_format"] = plan.measured.memory_format
+    if plan.kernels is not None and plan.kernels.database == "auto":
+        said["kernels"] = "auto"
+    wanted = {option: value for option, value in said.items() if option not in decided}
+    return replace(config, plan="none", stages=stages.stages, placement=stages.placement, **wanted)
+
+
+def _policy_text(sync: Sync) -> str:
+    """What gradients travel as, as `--compress` takes it."""
+    rules = sync.policy
+    if len(rules) == 1 and rules[0].pattern == "*":
+        return rules[0].codec
+    return "; ".join(f"{rule.pattern} -> {rule.codec}" for rule in rules)
+
+
+def _as_followed(config: TrainConfig, plan: Plan, decided: Collection[str], workers: int) -> Plan:
+    """The plan, without its prediction where somebody decided otherwise than it says."""
+    if follow(config, plan, decided, workers) == follow(config, plan, _NO_KNOBS & set(decided), workers):
+        return plan
+    return plan.model_copy(update={"inputs": None, "predicted": None})
+
+
+def _follow_file(
+    model: nn.Module, config: TrainConfig, world: World, plan: Plan, decided: Collection[str], name: str
+) -> PlannedRun:
+    plan.check_model(model_fingerprint(model), name)
+    links = None
+    if plan.inputs is not None:
+        measured = measure_cluster(world)
+        check_made_for(plan, measured.spec)
+        links = measured.key
+    followed = _as_followed(config, plan, decided, world.size)
+    lines = (f"plan     from {config.plan_file}{_expected(followed)}",)
+    return PlannedRun(follow(config, plan, decided, world.size), followed, lines, links)
+
+
+def _follow_stored(config: TrainConfig, world: World, plan: Plan, decided: Collection[str]) -> PlannedRun:
+    """Go on by the plan of the run; one that does not fit any more is left, and none is made in its place."""
+    if plan.workers != world.size:
+        why = f"the run's own plan is for {plan.workers} worker(s), and here are {world.size}"
+        return PlannedRun(config, lines=_unplanned(why))
+    if config.stages not in (1, len(plan.partition.stages)):
+        return PlannedRun(config, lines=_unplanned(f"--stages {config.stages} is not what the run's own plan says"))
+    followed = _as_followed(config, plan, decided, world.size)
+    line = f"plan     as the run began with, not searched for again{_expected(followed)}"
+    return PlannedRun(follow(config, plan, decided, world.size), followed, (line,))
+
+
+def _stored_plan(place: Path) -> str | None:
+    """A run's plan, where it was searched for; one that cannot be read is as none."""
+    try:
+        plan = read_plan(place)
+    except HybridparError:
+        return None
+    return plan.to_json() if plan.inputs is not None and plan.placement is not None else None
+
+
+def _not_worth(config: TrainConfig, sample_shape: Sequence[int] | None, steps: int | None) -> str:
+    if sample_shape is None:
+        return "there is no example of the inputs to measure with"
+    if steps is None:
+        return "nobody said how long the run is"
+    if steps < LEAST_STEPS:
+        return f"a run of {steps} steps is over before planning pays, which is from {LEAST_STEPS} on"
+    return ""
+
+
+def _search(
+    model: nn.Module,
+    config: TrainConfig,
+    world: World,
+    sample_shape: Sequence[int],
+    steps: int,
+    name: str,
+    decided: Collection[str],
+) -> PlannedRun:
+    begun = time.perf_counter()
+    fixed = fixed_by(config, decided, world.size, [name for name, _ in model.named_parameters()])
+    measured = measure_inputs(model, config, world, sample_shape, steps, fixed, name)
+    if measured.why:
+        return PlannedRun(config, lines=_unplanned(measured.why))
+    source = "profile from cache" if measured.cached else "profile measured now, and kept"
+
+    def decide() -> tuple[str | None, tuple[str, ...]]:
+        inputs = measured.inputs
+        assert inputs is not None
+        if next(Space(inputs).candidates(), None) is None:
+            return None, _unplanned("what was asked for is no part of what is searched")
+        try:
+            answer = find_plan(inputs)
+        except PlanError as error:
+            return None, _unplanned(error.what)
+        took = time.perf_counter() - begun
+        return plan_of(answer).to_json(), _told(answer, inputs, took, source)
+
+    text, lines = world.from_main(decide)
+    if text is None:
+        return PlannedRun(config, lines=lines)
+    plan = parse_plan(json.loads(text))
+    links = measured.links.key if measured.links is not None else None
+    return PlannedRun(follow(config, plan, decided, world.size), plan, lines, links)
+
+
+def _unplanned(why: str) -> tuple[str, ...]:
+    return (f"plan     none: {why}",)
+
+
+def _expected(plan: Plan) -> str:
+    predicted = plan.predicted.step_ms if plan.predicted is not None else None
+    return f", predicted {predicted:,.1f} ms a step" if predicted is not None else ""
+
+
+def _told(answer: Answer, inputs: PlannerInputs, seconds: float, source: str) -> tuple[str, ...]:
+    """Which plan was chosen and why, and why the next ones were not."""
+    table = rows(answer, _SHOWN)
+    chosen, others = table[0], [row for row in table[1:] if row.outcome is not None]
+    if len(answer.ties) > 1:
+        because = f"it is the simplest of {len(answer.ties)} within the noise of {100 * answer.noise:.1f} %"
+    elif others:
+        because = f"the next best, {others[0].name}, takes {others[0].verdict}"
+    else:
+        because = "nothing else is left to choose from"
+    lines = [
+        f"plan     planned in {seconds:.1f} s ({source}): {chosen.name}, {answer.chosen.step_ms:,.1f} ms a step, "
+        f"because {because}"
+    ]
+    begin = 0 if len(answer.ties) > 1 else 1
+    lines += [f"         not {row.name}: {row.verdict}" for row in others[begin : begin + _SHOWN]]
+    if inputs.calibration:
+        told = ", ".join(f"{name} x {value:.3f}" for name, value in sorted(inputs.calibration.items()))
+        lines.append(f"         with what earlier runs corrected: {told}; `hybridpar plan --calibrate show`")
+    return tuple(lines)

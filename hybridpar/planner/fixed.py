@@ -1,0 +1,60 @@
+"""Why: whoever sets an option has decided it, and the search decides the rest.
+
+`Fixed` is a part of what a search reads, so that a plan that was found so is found so again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from hybridpar.planner.profile import Variant
+    from hybridpar.planner.space import Shape
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What is decided; None leaves it to the search.
+
+    Attributes:
+        workers: Workers that are used, neither more nor fewer.
+        stages: Stages of the model.
+        replicas: Copies of the pipeline.
+        micro_batches: Per replica and step, also where layers normalise over a micro-batch.
+        schedule: Order of the passes, where there are several stages.
+        placement: How stages are dealt out to lanes, likewise.
+        memory_format: `contiguous` or `channels_last`.
+        kernels: `stock` or `tuned`.
+        codecs: What gradients travel as, by parameter; those that are not named travel as they are.
+    """
+
+    workers: int | None = None
+    stages: int | None = None
+    replicas: int | None = None
+    micro_batches: int | None = None
+    schedule: str | None = None
+    placement: Literal["linear", "loop", "v"] | None = None
+    memory_format: str | None = None
+    kernels: str | None = None
+    codecs: Mapping[str, str] | None = None
+
+    def allows_shape(self, shape: Shape) -> bool:
+        """Whether a shape is what was decided."""
+        wishes = (
+            (self.workers, shape.workers),
+            (self.stages, shape.stages),
+            (self.replicas, shape.replicas),
+            (self.micro_batches, shape.micro_batches),
+            (self.placement if shape.stages > 1 else None, shape.placement),
+        )
+        return all(wish is None or wish == found for wish, found in wishes)
+
+    def allows_schedule(self, shape: Shape, schedule: str) -> bool:
+        """Whether a schedule is; without stages there is only one."""
+        return shape.stages == 1 or self.schedule in (None, schedule)
+
+    def allows_variant(self, variant: Variant) -> bool:
+        """Whether a way to compute the model is."""
+        return self.memory_format in (None, variant.memory_format) and self.kernels in (None, variant.kernels)

@@ -1,0 +1,55 @@
+"""Why: memory is predicted, so it is measured: the most that training needed at any time, without what came before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_PEAK_RESET = Path("/proc/self/clear_refs")
+
+
+class MemoryMeter:
+    """Measures how much memory of a device a worker needs, from its making on.
+
+    On a GPU that is what torch has handed out at its peak. On a CPU it is by how much the process has grown at its
+    peak; systems that do not tell give None.
+
+    Args:
+        device: The worker's device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0 if device.type == "cuda" else _kilobytes("VmRSS")
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the peak so far, for instance that of measuring."""
+        self._resettable = True
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        try:
+            _PEAK_RESET.write_text("5")  # of all that this file resets, 5 is the peak of resident memory (proc(5))
+        except OSError:
+            self._resettable = False
+
+    def peak_bytes(self) -> int | None:
+        """The peak; None where the system does not tell it."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        peak = _kilobytes("VmHWM")
+        if peak is None or self._before is None or not self._resettable:
+            return None
+        return max(0, 1024 * (peak - self._before))
+
+
+def _kilobytes(name: str) -> int | None:
+    """A figure of this process from procfs."""
+    try:
+        lines = _STATUS.read_text(encoding="ascii", errors="replace").splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None

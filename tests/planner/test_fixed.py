@@ -1,0 +1,101 @@
+"""What somebody decided is not searched for: the space is that part of itself, and the answer the best of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridpar.planner.fixed import Fixed
+from hybridpar.planner.inputs import PlannerInputs, inputs_from_data
+from hybridpar.planner.profile import SizedTimes, Variant
+from hybridpar.planner.search import find_plan
+from hybridpar.planner.space import Candidate, Space
+from tests.planner.small import RATES, chain, cluster, inputs, random_inputs
+
+TIMES = (1.0, 2.0, 2.0, 1.0)
+VARIANTS = tuple(
+    Variant(form, kernels, (SizedTimes(4, TIMES, TIMES),))
+    for form in ("contiguous", "channels_last")
+    for kernels in ("stock", "tuned")
+)
+
+
+def all_of(asked: PlannerInputs) -> list[Candidate]:
+    return list(Space(asked).candidates())
+
+
+wishes = st.builds(
+    Fixed,
+    workers=st.sampled_from([None, 1, 2]),
+    stages=st.sampled_from([None, 1, 2]),
+    replicas=st.sampled_from([None, 1, 2]),
+    schedule=st.sampled_from([None, "gpipe"]),
+    placement=st.sampled_from([None, "linear", "loop"]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(random_inputs(), wishes)
+def test_the_space_is_the_part_that_was_left_open(asked: PlannerInputs, fixed: Fixed):
+    def wanted(one: Candidate) -> bool:
+        shape = one.shape
+        return (
+            fixed.workers in (None, shape.workers)
+            and fixed.stages in (None, shape.stages)
+            and fixed.replicas in (None, shape.replicas)
+            and (shape.stages == 1 or fixed.schedule in (None, one.schedule))
+            and (shape.stages == 1 or fixed.placement in (None, shape.placement))
+        )
+
+    left = all_of(replace(asked, fixed=fixed))
+    assert left == [one for one in all_of(asked) if wanted(one)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(random_inputs(), wishes)
+def test_the_answer_is_the_best_of_what_was_left_open(asked: PlannerInputs, fixed: Fixed):
+    part = replace(asked, fixed=fixed)
+    if not all_of(part):
+        return
+    fast, slow = find_plan(part), find_plan(part, prune=False)
+    assert fast.chosen == slow.chosen
+    assert {one.candidate for one in slow.ranked} == set(all_of(part))
+    assert inputs_from_data(json.loads(json.dumps(part.to_data()))) == part
+
+
+def test_a_number_of_micro_batches_that_was_decided_is_tried_though_layers_normalise_over_them():
+    net = chain([(1, 2), (2, 4)], [(8, 8), (8, 8)], batch_norm=True)
+    asked = inputs(net, fixed=Fixed(workers=2, micro_batches=3))
+    assert {one.shape.micro_batches for one in all_of(asked)} == {3}
+    assert {one.shape.micro_batches for one in all_of(replace(asked, fixed=Fixed(workers=2)))} == {1, 2}
+
+
+def test_memory_format_and_kernels_can_be_decided():
+    net = chain([(one, one) for one in TIMES], [(8, 8)] * 4, variants=VARIANTS)
+    for fixed, left in (
+        (Fixed(), {0, 1, 2, 3}),
+        (Fixed(memory_format="channels_last"), {2, 3}),
+        (Fixed(kernels="stock"), {0, 2}),
+        (Fixed(memory_format="contiguous", kernels="tuned"), {1}),
+    ):
+        assert {one.variant for one in all_of(inputs(net, fixed=fixed))} == left
+
+
+@pytest.mark.parametrize("fidelity", ["exact", "lossy"])
+def test_a_codec_that_was_decided_is_used_wherever_gradients_are_exchanged(fidelity):
+    everything = {f"u{unit}.weight": "fp16" for unit in range(4)}
+    asked = inputs(fidelity=fidelity, fixed=Fixed(workers=2, codecs=everything))
+    names = {(one.shape.replicas, Space(asked).travels[one.travel].name) for one in all_of(asked)}
+    assert names == {(1, "none"), (2, "fp16")}
+    none = inputs(fidelity=fidelity, fixed=Fixed(workers=2, codecs={}))
+    assert {one.travel for one in all_of(none)} == {0}
+    some = inputs(spec=cluster(2, 1e7), fixed=Fixed(workers=2, replicas=2, codecs={"u3.weight": "onebit:decay=0.9"}))
+    chosen = find_plan(some)
+    assert chosen.evaluator.space.travels[chosen.chosen.candidate.travel].name == (
+        "onebit:decay=0.9 for 1 of 4 parameters"
+    )
+    assert set(RATES) >= {"onebit:decay=0.9"}

@@ -1,0 +1,335 @@
+"""A run without options searches for its plan, follows it, keeps it, and is held against what it predicted."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from hybridpar import Trainer, planned_run, run_inputs
+from hybridpar.config import TrainConfig
+from hybridpar.errors import PlanError, UsageError
+from hybridpar.observe import read_metrics
+from hybridpar.pipeline.world import World
+from hybridpar.plan import Plan, Predicted, read_plan
+from hybridpar.planned_run import before_joining, follow
+from hybridpar.planner import store
+from hybridpar.planner.fixed import Fixed
+from hybridpar.run_inputs import decided_options, fixed_by, not_modelled
+from tests.ranks import run_ranks
+from tests.runs import check_run, saved_state, small_arguments, train, train_rank
+from tests.small_nets import plain
+
+#: What was predicted, by the keys of the summary.
+PREDICTED = ("step_ms", "compute_ms", "exposed_sync_ms", "bubble", "bytes_sent_per_step", "memory_bytes")
+
+
+@contextmanager
+def always_planned() -> Iterator[None]:
+    """Runs of tests are far too short to be worth a plan."""
+    with mock.patch.object(planned_run, "LEAST_STEPS", 1), mock.patch.object(run_inputs, "WORTH", 1e9):
+        yield
+
+
+@contextmanager
+def never_searched() -> Iterator[None]:
+    with mock.patch.object(planned_run, "find_plan", side_effect=AssertionError("searched")):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "cache"))
+
+
+def planned(run_dir: Path, model: str = "plain", **options) -> Plan:
+    with always_planned():
+        assert train(run_dir, model, **options) == 0
+    return read_plan(run_dir / "plan.json")
+
+
+# ------------------------------------------------------------------------------------------------- alone
+
+
+def test_a_run_is_planned_kept_and_held_against_its_prediction(tmp_path, capsys):
+    plan = planned(tmp_path / "run", steps=6)
+    shown = capsys.readouterr().out
+    assert "plan     planned in" in shown
+    assert "profile measured now, and kept" in shown
+    summary = check_run(tmp_path / "run", steps=6)
+    assert plan.inputs is not None
+    assert plan.predicted is not None
+    assert plan.ran is not None
+    for key in PREDICTED:
+        assert summary[f"predicted_{key}"] is not None, key
+    assert summary["predicted_step_ms"] == plan.predicted.step_ms
+    busy = summary["compute_ms"] + summary["exposed_sync_ms"]
+    assert plan.ran.step_ms == pytest.approx(busy, abs=1e-3)
+    assert plan.ran.memory_bytes == summary["memory_bytes"]
+    assert "predicted" in shown
+    assert f"measured {busy:>7.2f} ms" in shown
+    apart = abs(busy / plan.predicted.step_ms - 1) > 0.15
+    assert (summary["prediction_warning"] is not None) >= apart
+
+
+def test_the_next_run_measures_nothing(tmp_path, capsys):
+    first = planned(tmp_path / "one", steps=3)
+    with mock.patch.object(run_inputs, "profile_model", side_effect=AssertionError("measured")):
+        second = planned(tmp_path / "two", steps=3)
+    assert "profile from cache" in capsys.readouterr().out
+    assert first.inputs == second.inputs
+    assert first.predicted == second.predicted
+
+
+def test_another_batch_or_model_is_measured(tmp_path):
+    planned(tmp_path / "one", steps=3)
+    for number, (model, options) in enumerate([("plain", {"batch_size": 8}), ("wide", {}), ("plain", {"amp": "bf16"})]):
+        with mock.patch.object(run_inputs, "profile_model", wraps=run_inputs.profile_model) as measure:
+            planned(tmp_path / f"other-{number}", model, steps=3, **options)
+        assert measure.call_count == 1
+
+
+def test_a_short_run_is_not_planned_and_is_as_without_a_planner(tmp_path, capsys):
+    with never_searched():
+        train(tmp_path / "auto", steps=4)
+        train(tmp_path / "none", steps=4, plan="none")
+    auto, none = saved_state(tmp_path / "auto"), saved_state(tmp_path / "none")
+    assert all(torch.equal(value, none[name]) for name, value in auto.items())
+    summary = check_run(tmp_path / "auto", steps=4)
+    assert {summary[f"predicted_{key}"] for key in PREDICTED} == {None}
+    assert summary["prediction_warning"] is None
+    assert "plan  " not in capsys.readouterr().out
+
+
+def test_measuring_that_takes_longer_than_it_can_gain_is_left(tmp_path, capsys):
+    with mock.patch.object(planned_run, "LEAST_STEPS", 1), never_searched():
+        train(tmp_path / "run", steps=4)
+    assert "more than a fifth of 4 steps" in capsys.readouterr().out
+    assert read_plan(tmp_path / "run" / "plan.json").inputs is None
+
+
+def test_a_model_that_cannot_be_measured_is_trained_all_the_same(tmp_path, capsys):
+    with mock.patch.object(run_inputs, "profile_model", side_effect=RuntimeError("no such layer")):
+        planned(tmp_path / "run", steps=3)
+    assert "plan     none: RuntimeError: no such layer" in capsys.readouterr().out
+    check_run(tmp_path / "run", steps=3)
+
+
+def test_options_that_nothing_predicts_are_obeyed_and_not_planned(tmp_path, capsys):
+    with never_searched():
+        planned(tmp_path / "run", steps=3, stages=2, micro_batches=2, recompute=(0,))
+    assert "no prediction knows --recompute" in capsys.readouterr().out
+    assert not_modelled(TrainConfig(compile=True)) == "--compile"
+    assert not_modelled(TrainConfig()) == ""
+
+
+# ------------------------------------------------------------------------------------------------- what is decided
+
+
+def test_the_plan_keeps_what_somebody_decided(tmp_path):
+    plan = planned(tmp_path / "run", steps=3, stages=2, micro_batches=2, schedule="gpipe", memory_format="contiguous")
+    assert len(plan.partition.stages) == 2
+    assert plan.pipeline is not None
+    assert plan.pipeline.micro_batches == 2
+
+
+def test_every_option_that_was_set_is_fixed():
+    names = ["a.weight", "b.weight"]
+    config = TrainConfig(stages=2, replicas=1, micro_batches=4, schedule="gpipe", placement="loop", compress="fp16")
+    fixed = fixed_by(config, decided_options(config), 2, names)
+    assert fixed == Fixed(2, 2, 1, 4, "gpipe", "loop", None, None, dict.fromkeys(names, "fp16"))
+    assert fixed_by(TrainConfig(), decided_options(TrainConfig()), 2, names) == Fixed(workers=2)
+    given = {"stages", "micro_batches", "memory_format", "kernels", "compress"}
+    assert fixed_by(TrainConfig(), decided_options(TrainConfig(), given), 2, names) == Fixed(
+        workers=2, stages=1, micro_batches=1, kernels="stock", codecs={}
+    )
+    channels_last = TrainConfig(channels_last=True)
+    assert fixed_by(channels_last, decided_options(channels_last), 1, names).memory_format == "channels_last"
+    rules = TrainConfig(compress="a.* -> fp16")
+    assert fixed_by(rules, decided_options(rules), 2, names).codecs == {"a.weight": "fp16"}
+
+
+def whole_plan() -> Plan:
+    """A plan that says something of everything."""
+    return Plan.model_validate(
+        {
+            "version": 1,
+            "model": {"name": "plain", "fingerprint": "0" * 16, "parameters": 10},
+            "partition": {"stages": [{"units": ["a"]}, {"units": ["b"]}]},
+            "placement": {
+                "kind": "linear",
+                "replicas": 2,
+                "stages": [{"stage": 0, "worker": 0}, {"stage": 1, "worker": 1}],
+            },
+            "pipeline": {"schedule": "gpipe", "micro_batches": 4, "recompute": [0]},
+            "sync": {
+                "bucket_bytes": 1 << 20,
+                "policy": [{"pattern": "a.*", "codec": "fp16"}, {"pattern": "*", "codec": "none"}],
+            },
+            "kernels": {"database": "auto"},
+            "measured": {"memory_format": "channels_last"},
+        }
+    )
+
+
+def test_a_plan_says_everything_that_nobody_decided():
+    followed = follow(TrainConfig(plan=Path("p.json")), whole_plan(), frozenset(), 4)
+    assert followed == replace(
+        TrainConfig(),
+        plan="none",
+        stages=2,
+        replicas=2,
+        micro_batches=4,
+        schedule="gpipe",
+        placement="linear",
+        recompute=(0,),
+        compress="a.* -> fp16; * -> none",
+        bucket_mb=1.0,
+        memory_format="channels_last",
+        kernels="auto",
+    )
+    mine = {"micro_batches", "compress", "channels_last", "replicas"}
+    kept = follow(TrainConfig(micro_batches=8), whole_plan(), mine, 4)
+    assert (kept.micro_batches, kept.compress, kept.memory_format, kept.replicas) == (8, "none", "auto", None)
+    with pytest.raises(UsageError, match="--stages 3 with a plan of 2 stages"):
+        follow(TrainConfig(stages=3), whole_plan(), {"stages"}, 4)
+
+
+def test_workers_join_by_what_a_plans_file_says_of_the_exchange(tmp_path):
+    whole_plan().save(tmp_path / "plan.json")
+    asked = TrainConfig(plan=tmp_path / "plan.json")
+    assert not before_joining(asked).shares_memory
+    assert before_joining(asked, {"compress"}).shares_memory
+    assert before_joining(TrainConfig()) == TrainConfig()
+
+
+def test_the_command_line_knows_which_options_were_named():
+    from hybridpar.cli import named_options
+
+    line = ["train", "resnet18", "--stages", "1", "--compress=none", "--micro_batches", "2", "--no-guard"]
+    assert named_options(line) == {"stages", "compress", "micro_batches", "guard"}
+
+
+# ------------------------------------------------------------------------------------------------- files and resuming
+
+
+def test_a_plans_file_is_followed_and_predicts_again(tmp_path, capsys):
+    plan = planned(tmp_path / "one", steps=3, memory_format="channels_last")
+    with never_searched():
+        train(tmp_path / "two", steps=3, plan=tmp_path / "one" / "plan.json")
+    again = read_plan(tmp_path / "two" / "plan.json")
+    assert again.predicted == plan.predicted
+    assert again.inputs == plan.inputs
+    assert again.ran is not None
+    assert "plan     from" in capsys.readouterr().out
+    summary = check_run(tmp_path / "two")
+    assert plan.predicted is not None
+    assert summary["predicted_step_ms"] == plan.predicted.step_ms
+
+
+def test_what_somebody_decides_otherwise_was_not_predicted(tmp_path):
+    planned(tmp_path / "one", steps=3)
+    train(tmp_path / "two", steps=3, plan=tmp_path / "one" / "plan.json", micro_batches=2)
+    summary = check_run(tmp_path / "two")
+    assert (summary["micro_batches"], summary["predicted_step_ms"]) == (2, None)
+
+
+def test_a_plan_made_elsewhere_is_one_error(tmp_path):
+    plan = planned(tmp_path / "one", steps=3)
+    assert plan.inputs is not None
+    inputs = json.loads(json.dumps(plan.inputs))
+    inputs["cluster"]["hosts"][0]["name"] = "Another CPU"
+    plan.model_copy(update={"inputs": inputs}).save(tmp_path / "elsewhere.json")
+    with pytest.raises(PlanError) as caught:
+        train(tmp_path / "two", steps=3, plan=tmp_path / "elsewhere.json")
+    assert "hosts.0.name is Another CPU there and" in caught.value.what
+    assert "--plan auto" in caught.value.fix
+    with pytest.raises(PlanError, match="made for another model"):
+        train(tmp_path / "two", "wide", steps=3, plan=tmp_path / "one" / "plan.json")
+    assert not (tmp_path / "two").exists()
+
+
+def test_a_resumed_run_goes_on_by_its_plan(tmp_path, capsys):
+    plan = planned(tmp_path / "run", steps=4, epochs=2)
+    with never_searched(), always_planned():
+        train(tmp_path / "run", steps=8, epochs=2, resume=True)
+    assert "as the run began with, not searched for again" in capsys.readouterr().out
+    again = read_plan(tmp_path / "run" / "plan.json")
+    assert (again.inputs, again.predicted) == (plan.inputs, plan.predicted)
+    check_run(tmp_path / "run", steps=8)
+
+
+def test_a_run_that_began_without_a_plan_goes_on_without_one(tmp_path):
+    train(tmp_path / "run", steps=4, epochs=2, plan="none")
+    with never_searched(), always_planned():
+        train(tmp_path / "run", steps=8, epochs=2, resume=True)
+    assert read_plan(tmp_path / "run" / "plan.json").inputs is None
+
+
+# ------------------------------------------------------------------------------------------------- two workers
+
+
+def planned_rank(world: World, run_dir: Path, cache: str, options: dict) -> Plan:
+    os.environ["HYBRIDPAR_CACHE"] = cache
+    with always_planned():
+        train_rank(world, run_dir, "plain", None, options)
+    return read_plan(run_dir / "plan.json")
+
+
+def test_two_workers_follow_one_plan_and_its_bandwidth_is_held_against_the_run(tmp_path, capfd):
+    cache, slow = str(tmp_path / "cache"), tmp_path / "slow"
+    plans = run_ranks(planned_rank, 2, tmp_path / "run", cache, {"steps": 4})
+    assert plans[0] == plans[1]
+    summary = check_run(tmp_path / "run", steps=4)
+    assert summary["replicas"] * summary["stages"] >= 2
+    assert summary["predicted_bytes_sent_per_step"] > 0
+    ((key, level),) = store.entries("link")
+    # A link that is a million times too slow: what is measured cannot be what was predicted.
+    store.store("link", key, {**level, "bandwidth": 1e3})
+    run_ranks(planned_rank, 2, slow, cache, {"steps": 4, "replicas": 2})
+    warning = check_run(slow, steps=4)["prediction_warning"]
+    assert "so the link is faster than measured: planned with 0.001 MB/s" in warning
+    assert list(store.entries("link")) == [], "it is measured again by the next run"
+
+
+def test_two_workers_resume_by_the_plan_and_one_goes_on_without(tmp_path, capsys):
+    cache = str(tmp_path / "cache")
+    run_ranks(planned_rank, 2, tmp_path / "run", cache, {"steps": 4})
+    with never_searched(), always_planned():
+        train(tmp_path / "run", steps=8, resume=True)
+    assert "the run's own plan is for 2 worker(s), and here are 1" in capsys.readouterr().out
+    assert read_metrics(tmp_path / "run").steps["step"].tolist() == list(range(1, 9))
+
+
+# ------------------------------------------------------------------------------------------------- somebody's own loop
+
+
+def test_a_loop_of_ones_own_is_planned_within_what_it_decides(tmp_path):
+    images, labels = torch.randn(16, 3, 8, 8), torch.randint(10, (16,))
+    with always_planned(), Trainer(plain(), config=TrainConfig(), total_steps=200, example=images) as trainer:
+        assert trainer.planned.searched
+        assert (trainer.config.stages, trainer.config.micro_batches) == (1, 1)
+        assert trainer.config.batch_size == TrainConfig().batch_size
+        assert trainer.planned.plan is not None
+        assert isinstance(trainer.planned.plan.predicted, Predicted)
+        trainer.step((images, labels))
+    with never_searched(), Trainer(plain(), config=TrainConfig(), total_steps=20, example=images) as trainer:
+        assert trainer.planned.plan is None
+        assert trainer.config == replace(TrainConfig(), plan="none")
+
+
+def test_the_option_says_what_it_takes(capsys):
+    from hybridpar import cli
+
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    assert "{auto,none}|PATH" in capsys.readouterr().out.replace(" ", "")
+    assert cli.main([*small_arguments(Path("unused"), "--plan=nothing.json", "--workers=1"), "--no-tune-process"]) == 2
+    assert "cannot read the plan nothing.json" in capsys.readouterr().err
