@@ -42,6 +42,7 @@ from hybridpar.plan import ModelInfo, Plan
 from hybridpar.process import describe as describe_process
 from hybridpar.run_kernels import prepare_kernels
 from hybridpar.run_plan import plan_of_run
+from hybridpar.run_recipe import BatchSelector, recipe_fields
 from hybridpar.run_sync import sync_fields, tell_travelling
 from hybridpar.run_timeline import StageWatch, check_timeline
 from hybridpar.rundir import claim_place, find_place
@@ -97,17 +98,21 @@ class Run:
         world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
         # Rank = position * replicas + replica: the workers of one replica are given the same samples.
         replicas = self.replicas = shape_of(config, world.size).replicas
-        self.batches = TrainBatches(
-            data,
-            seed=config.seed,
-            batch_size=config.batch_size,
-            rank=world.rank % replicas,
-            workers=replicas,
-            micro_batches=config.micro_batches,
-            loader_workers=config.loader_workers,
-            device=world.device,
-            channels_last=config.uses_channels_last,
-        )
+
+        def batches_of(batch_size: int) -> TrainBatches:
+            return TrainBatches(
+                data,
+                seed=config.seed,
+                batch_size=batch_size,
+                rank=world.rank % replicas,
+                workers=replicas,
+                micro_batches=config.parts_per_step,
+                loader_workers=config.loader_workers,
+                device=world.device,
+                channels_last=config.uses_channels_last,
+            )
+
+        self.batches = batches_of(config.batch_size)
         self.test = TestBatches(
             data,
             batch_size=max(2, config.batch_size // world.size),
@@ -134,6 +139,8 @@ class Run:
             example=_example(data, config, replicas) if config.is_staged or config.chooses else None,
             name=model_name,
         )
+        select = config.select_batch > 0
+        self.selector = BatchSelector(self.trainer, config, batches_of, len(data.train)) if select else None
         self.kernels = prepare_kernels(model, config, world, data.sample_shape)
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + world.rank)
@@ -172,6 +179,9 @@ class Run:
                     "A resumed run goes on at the same place in the same order of samples.",
                     f"Resume with {name} {saved}; for another start, load the checkpoint's model.pt in a script.",
                 )
+        if self.selector is not None:
+            self.selector.restore(extra.get("batch_sizes"))
+            self.batches, self.total = self.selector.batches, self.selector.pace.total_steps()
         # An epoch of another number of workers may be a step shorter, see `cut_epoch`.
         self.position = (extra["epoch"], min(extra["epoch_step"], self.batches.steps_per_epoch))
         self.best = (extra["best_accuracy"], extra["best_step"]) if extra["best_step"] is not None else None
@@ -244,6 +254,10 @@ class Run:
         for epoch in range(self.position[0], self.epochs):
             started, losses = time.monotonic(), RunningMean()
             first = self.position[1] if epoch == self.position[0] else 0
+            if self.selector is not None and self.selector.is_due(epoch, first):
+                with self.clock.away():
+                    progress.message(self.selector.choose(epoch))
+                self.batches, self.total = self.selector.batches, self.selector.pace.total_steps()
             for result, data_ms in self._steps(epoch, first, stop):
                 # Without the guard a bad step reaches the weights.
                 self._sound = self.config.guard or math.isfinite(result.loss)
@@ -333,6 +347,7 @@ class Run:
             bytes_sent=result.outcome.bytes_sent,
             skipped=result.skipped,
             grad_norm=result.grad_norm,
+            staleness=result.staleness,
             **sync_fields(sync, exposed),
         )
         return record, spans
@@ -352,6 +367,8 @@ class Run:
             "best_step": self.best[1] if self.best else None,
             "options": {option: getattr(self.config, option) for option in _POSITION_OPTIONS},
         }
+        if self.selector is not None:
+            extra["batch_sizes"] = self.selector.state()
         with self.clock.away():
             self.trainer.save(self.place.checkpoints, extra)
         self._saved = self._progress_made()
@@ -387,6 +404,9 @@ class Run:
         if isinstance(engine, StageEngine):
             summary["peak_saved_bytes"] = max(peaks)
         summary["kernels"] = kernels
+        summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)
+        if self.selector is not None:  # steps of an epoch were not always the same number
+            summary["epochs"] = self.position[0]
         if self.watch.forecast is not None:
             summary["predicted_step_ms"] = round(self.watch.forecast.simulation.step_ms, 3)
         if self.choice is not None and self.choice.predicted is not None:
