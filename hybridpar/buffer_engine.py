@@ -26,6 +26,7 @@ from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.control import DecidedOutcome, StepOutcome
 from hybridpar.pipeline.delayed import DelayedReducer
+from hybridpar.pipeline.sync import refused_by_others
 from hybridpar.pipeline.sync_figures import SyncFigures, add_up
 from hybridpar.pipeline.world import World
 from hybridpar.recipes.adagrad_sgd import AdaGradSGD
@@ -160,12 +161,14 @@ class DoubleBufferEngine(ReplicaEngine):
         super().repace(0.5 * samples if self._halves else samples)
 
     def _count(self, samples: int) -> int:
-        """Samples of all workers in a step, where nobody was told; a collective."""
-        count = torch.tensor([float(samples)], dtype=torch.float64, device=self._world.device)
+        """Samples of all workers in a step, where nobody was told; a collective that meets those who refuse."""
+        count = torch.tensor([float(samples), 0.0], dtype=torch.float64, device=self._world.device)
         if self._world.control_sum is not None:
             with self._world.named_errors("exchanging sample counts"):
                 self._world.control_sum.all_reduce(count)
-        return round(float(count))
+        if refusing := round(float(count[1])):
+            raise refused_by_others(refusing)
+        return round(float(count[0]))
 
     @property
     def _age(self) -> float:

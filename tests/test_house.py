@@ -98,9 +98,8 @@ SHARED_ROOMS = {
     "cuda_driver": "kernel_cuda",
     **dict.fromkeys(("kernel_builder", "kernel_writer", "kernel_writer_cuda"), "kernel_build"),
     "checkup": "doctor",
-    **dict.fromkeys(
-        ("run_kernels", "run_plan", "run_recipe", "run_sync", "run_timeline", "save_rule", "timings", "worker"), "run"
-    ),
+    **dict.fromkeys(("run_kernels", "run_plan", "run_recipe", "run_sync", "run_timeline"), "run"),
+    **dict.fromkeys(("save_rule", "timings", "worker"), "run"),
     **dict.fromkeys(
         (
             *("buffer_engine", "evaluation", "local_engine", "replica_engine", "stage_engine", "staging"),
@@ -111,18 +110,7 @@ SHARED_ROOMS = {
 }
 
 #: What must answer without the seconds that torch takes.
-WITHOUT_TORCH = (
-    "errors",
-    "registry",
-    "config",
-    "recipe_config",
-    "process",
-    "plan",
-    "cli",
-    "launch",
-    "cluster",
-    "observe",
-)
+WITHOUT_TORCH = ("errors", "registry", "config", "process", "plan", "cli", "launch", "cluster", "observe")
 
 MOST_LINES = {"hybridpar": 450, "benchmarks": 400, "scripts": 300, "examples": 200, "docs": 300, "tests": 600}
 

@@ -167,13 +167,16 @@ class OwnerCoder(Coder):
         spec: The parameter.
         rule: What owners do.
         quantiser: How a stripe becomes bytes; None for full precision.
+        bits: Whether it is used; else it only says where stripes are cut.
     """
 
-    def __init__(self, spec: TensorSpec, rule: OwnerRule, quantiser: Quantiser | None) -> None:
+    def __init__(self, spec: TensorSpec, rule: OwnerRule, quantiser: Quantiser | None, bits: bool = True) -> None:
         super().__init__(spec)
         self._rule, self._quantiser = rule, quantiser
         self._plain = ShardedCoder(spec, PlainStripes(quantiser), process=self._apply)
-        self._coded = self._plain if quantiser is None else ShardedCoder(spec, quantiser, process=self._apply)
+        self._coded = self._plain
+        if quantiser is not None and bits:
+            self._coded = ShardedCoder(spec, quantiser, process=self._apply)
         self.residuals = self._coded.residuals
         own, every = self.residuals[OWNER], spec.count
         sizes = {"worker": every, "off": 0}

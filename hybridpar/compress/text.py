@@ -103,7 +103,8 @@ def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
     core: Any = codec
     while (inner := getattr(core, "inner", None)) is not None:
         core = inner
-    if not core.keeps_momentum:
+    # An optimizer may be made for what a codec hands over.
+    if not core.keeps_momentum or getattr(optimizer, "codec", None) == core.name:
         return
     kind, name = type(optimizer).__name__, format_codec(codec)
     for group in optimizer.param_groups:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from hybridpar.errors import HybridparError
-from hybridpar.lanes import Event
 from hybridpar.pipeline.buckets import Bucket, view_like
 from hybridpar.pipeline.control import LOSS, Pending
 from hybridpar.pipeline.reducer import Flight, GradientReducer
@@ -147,13 +146,15 @@ class DelayedReducer(GradientReducer):
         for bucket in self.buckets:
             self._send(bucket, flight, ready)
 
-    def _land(self) -> list[Event]:
-        """Wait on the host until nothing is on its way."""
-        events = [] if self._late is None else self._late.flight.landed
+    def land(self) -> None:
+        """Wait on the host until nothing is on its way; what arrived is applied in the next step all the same.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+        """
         with self._world.named_errors("reducing gradients"):
-            for event in events:
+            for event in () if self._late is None else self._late.flight.landed:
                 event.synchronize()
-        return events
 
     # ------------------------------------------------------------------ layout
 
@@ -162,7 +163,7 @@ class DelayedReducer(GradientReducer):
         if self.is_cut():
             return
         if self._late is not None:
-            self._land()
+            self.land()
             if self.compression is not None:
                 self.compression.forget()
             _log.warning("gradients of the last step are dropped: parameters were frozen or thawed since")
@@ -179,7 +180,7 @@ class DelayedReducer(GradientReducer):
         late = self._late
         if late is None:
             return super().state_dict()
-        self._land()
+        self.land()
         if self.compression is not None:
             self.compression.forget()
         state = super().state_dict()
@@ -194,7 +195,7 @@ class DelayedReducer(GradientReducer):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `GradientReducer`. Gradients that were on their way leave again; a collective."""
-        self._land()
+        self.land()
         if self._late is not None and self.compression is not None:
             self.compression.forget()
         self._late = None
@@ -213,7 +214,7 @@ class DelayedReducer(GradientReducer):
     def close(self) -> None:
         """See `GradientReducer`. What is on its way arrives first, or fails unnoticed: nobody needs it any more."""
         with contextlib.suppress(HybridparError, RuntimeError):
-            self._land()
+            self.land()
         self._late = None
         super().close()
 

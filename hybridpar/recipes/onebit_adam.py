@@ -39,6 +39,9 @@ class FrozenAdam(torch.optim.Optimizer):
         momentum_arrives: After these, `.grad` holds the momentum that workers share; else gradients, as before.
     """
 
+    #: Name of the codec whose momentum it takes; see `hybridpar.compress.check_optimizer`.
+    codec = "onebit_adam"
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -77,8 +77,8 @@ class OneBitSgd(Codec):
         """See `Codec`."""
         rule = OwnerRule(self.adagrad, self.momentum, self.memory, self.level, self.warm)
         signs = self._signs()
-        coded = self.bits and signs.fits(spec.shape)
-        return OwnerCoder(spec, rule, quantiser_of(signs, spec.shape) if coded else None)
+        quantiser = quantiser_of(signs, spec.shape) if signs.fits(spec.shape) else None
+        return OwnerCoder(spec, rule, quantiser, self.bits)
 
     def _signs(self) -> OneBit:
         return OneBit(self.group, self.least)
