@@ -1,7 +1,7 @@
 """Why: what each part of 1-bit SGD is worth was measured on speech; here it is measured again on what fits here.
 
-All workers live in one process and exchange by the very coders of a real run (`hybridpar.compress.together`), so a row is
-seconds and says the same every time. A small convolutional net on scikit-learn's digits; each method has the best of
+All workers live in one process and exchange by the very coders of a real run (`hybridpar.compress.together`), so a row
+is seconds and says the same every time. A small convolutional net on scikit-learn's digits; each method has the best of
 a few learning rates, chosen on a fold of its own, and is then judged on the test images over several seeds.
 
 The paper's figures are word error rates and training frame accuracies of 46 M parameters on 309 hours of speech, by
@@ -27,6 +27,7 @@ from hybridpar.recipes.adagrad_sgd import AdaGradSGD
 WORKERS, BATCH, EPOCHS = 4, 64, 10
 RATES = (0.02, 0.01, 0.005, 0.0025)
 _MOMENTUM = 0.9
+_PLAIN = OwnerRule("off", _MOMENTUM)
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Method:
 
     name: str
     codec: str | None = None
-    rule: OwnerRule = OwnerRule("off", _MOMENTUM)
+    rule: OwnerRule = _PLAIN
     delay: bool = False
     halves: bool = False
     paper: str = "not reported"
