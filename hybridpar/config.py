@@ -246,8 +246,9 @@ class TrainConfig(RecipeConfig, PipelineConfig, SyncConfig, OptimizerConfig, Dat
             if not holds:
                 raise UsageError(f"{option} is {value}", f"It must be {rule}.")
         if self.cuda_graph and self.compresses:
+            given = f"--compress {self.compress}" if self.recipe == "none" else f"--recipe {self.recipe}"
             raise UsageError(
-                f"--cuda-graph with --compress {self.compress}",
+                f"--cuda-graph with {given}",
                 "What a codec keeps is put back by the host where a step does not count.",
                 "Leave out one of them.",
             )

@@ -8,7 +8,6 @@ stop or to save is met at the next average. At an average the loss is that of al
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,11 +28,37 @@ from hybridpar.recipes.periodic import average_model, average_tensors, copy_of
 from hybridpar.replica_engine import ReplicaEngine, sync_options
 
 
-class LocalOutcome(StepOutcome):
-    """What a worker knows of a step that it took alone, or that ended with an average.
+class OwnOutcome(StepOutcome):
+    """What a worker knows of a step that it took alone.
 
     Args:
-        values: Loss, samples, stop, save, commit (1 or 0), squared norm of the gradient.
+        own: The outcome of the step here; on a GPU nobody has waited for it.
+        samples: Of all workers.
+        full: Bytes that an all-reduce of the gradients would have sent.
+    """
+
+    exposed_sync_ms = 0.0
+    bytes_sent = 0
+
+    def __init__(self, own: StepOutcome, samples: int, full: int) -> None:
+        self._own, self._samples, self._full = own, samples, full
+
+    @property
+    def sync(self) -> SyncFigures:
+        """See `StepOutcome`."""
+        return SyncFigures(self._full)
+
+    def _value(self, index: int) -> float:
+        if index == 1:
+            return self._samples
+        return 0.0 if index in (2, 3) else self._own._value(index)
+
+
+class MetOutcome(StepOutcome):
+    """What all workers know of a step that ended with an average.
+
+    Args:
+        values: Loss, samples, stop, save, commit (1 or 0), mean square of the workers' gradient norms.
         exposed_sync_ms: Time of the average.
         bytes_sent: Bytes of it.
         full: Bytes that an all-reduce of the gradients would have sent.
@@ -114,14 +139,17 @@ class LocalSgdEngine(ReplicaEngine):
         own = super().step(micro_batches, samples, samples, rate_factor=rate_factor, stop=False, save=False)
         self._wishes = [self._wishes[0] or stop, self._wishes[1] or save]
         self._steps += 1
-        everybody = global_samples or samples * self._team.size
-        values = [own.loss, float(everybody), 0.0, 0.0, float(own.committed), _squares(own)]
         if (self._steps - self._together) % self._every:
-            return LocalOutcome(values, 0.0, 0, self._full_bytes)
+            return OwnOutcome(own, global_samples or samples * self._team.size, self._full_bytes)
+        return self._meet(own, samples)
+
+    def _meet(self, own: StepOutcome, samples: int) -> MetOutcome:
+        """Average the parameters, and learn what all workers know of the step."""
+        squares = own._value(5)
         started = time.perf_counter()
         sent = average_tensors(self._trained, self._team, self._config.bucket_bytes)
         message = torch.tensor(
-            [own.loss * samples, samples, *self._wishes, values[4], values[5] if values[5] >= 0 else 0.0],
+            [own.loss * samples, samples, *self._wishes, own.committed, squares],
             dtype=torch.float64,
             device=self._team.device,
         )
@@ -131,9 +159,9 @@ class LocalSgdEngine(ReplicaEngine):
             sent += all_reduce_bytes(8 * message.numel(), self._team.size)
         total, counted, stops, saves, committed, squares = message.tolist()
         self._wishes = [False, False]
-        known = squares / self._team.size if values[5] >= 0 else -1.0
-        agreed = [total / counted, counted, stops, saves, float(committed == self._team.size), known]
-        return LocalOutcome(agreed, (time.perf_counter() - started) * 1e3, sent, self._full_bytes)
+        workers = self._team.size
+        agreed = [total / counted, counted, stops, saves, float(committed == workers), squares / workers]
+        return MetOutcome(agreed, (time.perf_counter() - started) * 1e3, sent, self._full_bytes)
 
     def refuse(self) -> None:
         """See `ReplicaEngine`. Who trains alone has nobody to tell; the others miss it when they meet."""
@@ -193,8 +221,3 @@ class LocalSgdEngine(ReplicaEngine):
             self.sync = GradientSync(
                 self.model, self._alone, self._lanes, sync_options(self._config), self._config.micro_batches
             )
-
-
-def _squares(outcome: StepOutcome) -> float:
-    norm = outcome.grad_norm
-    return -1.0 if norm is None else norm**2 if math.isfinite(norm) else math.inf

@@ -71,8 +71,9 @@ def warm_steps(config: RecipeConfig, total: int | None) -> int:
     Raises:
         UsageError: It depends on the length of the run, which is not known.
     """
+    least = 1 if config.recipe == "onebit-adam" else 0  # without a step there is no variance to go on with
     if config.warm_start_steps is not None:
-        return config.warm_start_steps
+        return max(least, config.warm_start_steps)
     part = WARM_PARTS.get(config.recipe)
     if part is None:
         return 0
@@ -82,7 +83,7 @@ def warm_steps(config: RecipeConfig, total: int | None) -> int:
             f"It spends {part:.0%} of the run in full precision, and how long the run is is not known.",
             "Give total_steps to the Trainer, or set warm_start_steps (--warm-start-steps).",
         )
-    return math.ceil(part * total)
+    return max(least, math.ceil(part * total))
 
 
 def refuse(one: str, other: str, why: str) -> UsageError:

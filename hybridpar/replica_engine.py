@@ -216,7 +216,8 @@ class ReplicaEngine:
         return self.sync.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, where it fits."""
+        """Restore what `state_dict` returned, where it fits; also what a run with late gradients saved."""
+        state = state.get("sync", state)
         if "order" in state or not state:
             self.sync.load_state_dict(dict(state))
 

@@ -35,7 +35,7 @@ def test_trials_leave_no_trace(tmp_path, monkeypatch):
     monkeypatch.setattr(run_recipe, "search_batch_size", search)
     train(tmp_path / "searched", "dropping", select_batch=1, **SEARCHING)
     train(tmp_path / "plain", "dropping", **SEARCHING)
-    assert tried == [(8, 16), (8, 16)]
+    assert tried == [(8, 16), (12, 16)]  # the rate has fallen before the second search
     assert_same_state(tmp_path / "searched", tmp_path / "plain")
 
 

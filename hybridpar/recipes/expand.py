@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from hybridpar.compress import ErrorFeedback, parse_codec
+from hybridpar.compress import Codec, ErrorFeedback, parse_codec
+from hybridpar.compress.codecs.onebit_adam import OneBitAdam
 from hybridpar.compress.codecs.onebit_sgd import OneBitSgd
 from hybridpar.compress.owner import OwnerRule
 from hybridpar.config import TrainConfig
@@ -47,7 +48,7 @@ def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> Tr
         compress=codec,
         momentum=0.0,
         # Not part of the owners' momentum, which would have added it up.
-        weight_decay=config.weight_decay / (1 - _rule(config, total_steps).momentum),
+        weight_decay=config.weight_decay / (1 - _rule(config).momentum),
         double_buffer=buffering,
         warm_start_steps=None,
     )
@@ -79,16 +80,23 @@ def make_optimizer(
     """
     groups = parameter_groups(module, expanded.weight_decay)
     if config.recipe == "onebit-adam":
-        warm = max(1, warm_steps(config, total_steps))
-        return FrozenAdam(groups, expanded.lr, freeze_steps=warm, momentum_arrives=replicas > 1)
+        codec = _core(codec_text(config, total_steps))
+        assert isinstance(codec, OneBitAdam)
+        betas = codec.beta, 0.999
+        return FrozenAdam(groups, expanded.lr, betas, freeze_steps=codec.warm, momentum_arrives=replicas > 1)
     if config.recipe == "onebit-sgd" and replicas == 1:
-        return AdaGradSGD(groups, expanded.lr, _rule(config, total_steps))
+        return AdaGradSGD(groups, expanded.lr, _rule(config))
     return build_optimizer(module, expanded)
 
 
-def _rule(config: TrainConfig, total_steps: int | None) -> OwnerRule:
-    """What owners of stripes do in the recipe `onebit-sgd`."""
-    codec = parse_codec(codec_text(config, total_steps))
-    core = codec.inner if isinstance(codec, ErrorFeedback) else codec
-    assert isinstance(core, OneBitSgd)
-    return OwnerRule(core.adagrad, core.momentum, core.memory, core.level)
+def _rule(config: TrainConfig) -> OwnerRule:
+    """What owners of stripes do in the recipe `onebit-sgd`, however long the run is."""
+    codec = _core(codec_text(config, 0))
+    assert isinstance(codec, OneBitSgd)
+    return OwnerRule(codec.adagrad, codec.momentum, codec.memory, codec.level)
+
+
+def _core(text: str) -> Codec:
+    """The codec that a text names, without error feedback around it."""
+    codec = parse_codec(text)
+    return codec.inner if isinstance(codec, ErrorFeedback) else codec
