@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hybridpar.errors import HybridparError
     from hybridpar.partition import partition_model
     from hybridpar.plan import Plan, read_plan
+    from hybridpar.recipes.onebit_adam import OnebitAdam
     from hybridpar.trainer import Evaluation, StepResult, Trainer
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Evaluation": "hybridpar.trainer",
     "HybridparError": "hybridpar.errors",
+    "OnebitAdam": "hybridpar.recipes.onebit_adam",
     "Plan": "hybridpar.plan",
     "StepResult": "hybridpar.trainer",
     "TrainConfig": "hybridpar.config",
@@ -31,6 +33,7 @@ _HOME = {
 __all__ = [
     "Evaluation",
     "HybridparError",
+    "OnebitAdam",
     "Plan",
     "StepResult",
     "TrainConfig",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from hybridpar.errors import UsageError
+from hybridpar.recipe_config import LATE, RecipeConfig, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +159,7 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(PipelineConfig, SyncConfig, OptimizerConfig, DataConfig):
+class TrainConfig(RecipeConfig, PipelineConfig, SyncConfig, OptimizerConfig, DataConfig):
     """Everything a training run can be told."""
 
     stem: Literal["imagenet", "cifar"] = "imagenet"
@@ -200,6 +201,16 @@ class TrainConfig(PipelineConfig, SyncConfig, OptimizerConfig, DataConfig):
     """Whether the C allocator, thread counts and CPU affinity of CPU workers are set for training."""
     debug: bool = False
     """Show tracebacks."""
+
+    @property
+    def compresses(self) -> bool:
+        """See `SyncConfig`; every recipe does."""
+        return self.recipe != "none" or super().compresses
+
+    @property
+    def parts_per_step(self) -> int:
+        """Micro-batches of a replica in a step; with `--double-buffer half` those of both halves."""
+        return self.micro_batches * (2 if self.double_buffer == "half" else 1)
 
     @property
     def uses_kernels(self) -> bool:
@@ -246,8 +257,9 @@ class TrainConfig(PipelineConfig, SyncConfig, OptimizerConfig, DataConfig):
             if not holds:
                 raise UsageError(f"{option} is {value}", f"It must be {rule}.")
         if self.cuda_graph and self.compresses:
+            given = f"--compress {self.compress}" if self.recipe == "none" else f"--recipe {self.recipe}"
             raise UsageError(
-                f"--cuda-graph with --compress {self.compress}",
+                f"--cuda-graph with {given}",
                 "What a codec keeps is put back by the host where a step does not count.",
                 "Leave out one of them.",
             )
@@ -265,3 +277,88 @@ class TrainConfig(PipelineConfig, SyncConfig, OptimizerConfig, DataConfig):
             )
         if self.nesterov and self.momentum == 0:
             raise UsageError("--nesterov with --momentum 0", "Nesterov's method needs momentum.", "Set --momentum 0.9.")
+        check_recipe(self)
+
+
+def check_recipe(config: TrainConfig) -> None:
+    """Check that a recipe, or a way to sync, and the other options agree.
+
+    Raises:
+        UsageError: Two of them contradict each other; it names both.
+    """
+    for option, value, least in (
+        ("--warm-start-steps", config.warm_start_steps, 0),
+        ("--select-batch", config.select_batch, 0),
+    ):
+        if value is not None and value < least:
+            raise UsageError(f"{option} is {value}", f"It must be at least {least}.")
+    if config.lr_per_sample is not None and not config.lr_per_sample > 0:
+        raise UsageError(f"--lr-per-sample is {config.lr_per_sample}", "It must be greater than 0.")
+    if config.lr_per_sample is not None and config.lr != TrainConfig.lr:
+        raise refuse(f"--lr-per-sample {config.lr_per_sample:g}", f"--lr {config.lr:g}", "They say the same.")
+    if config.recipe != "none":
+        _check_knobs(config, f"--recipe {config.recipe}")
+    if config.double_buffer in LATE:
+        _check_late(config, f"--double-buffer {config.double_buffer}")
+    if config.local_steps is not None:
+        _check_local(config, f"--sync {config.sync}")
+    elif config.sync.strip() != "allreduce":
+        raise UsageError(f"--sync {config.sync}", "There is allreduce, and local:H.", "Use allreduce, or local:8.")
+    elif config.warm_start_steps and config.recipe == "none":
+        why = "Only recipes, and --sync local:H, begin in another way than they go on."
+        raise UsageError(f"--warm-start-steps {config.warm_start_steps} alone", why, "Leave it out.")
+    if config.select_batch:
+        _check_select(config, f"--select-batch {config.select_batch}")
+
+
+def _check_knobs(config: TrainConfig, recipe: str) -> None:
+    if config.compress.strip() != "none" and not config.compress.startswith(config.recipe.replace("-", "_")):
+        raise refuse(recipe, f"--compress {config.compress}", "The recipe says what gradients travel as.")
+    if config.nesterov:
+        raise refuse(recipe, "--nesterov", "The recipe's momentum is the plain one.")
+    if config.recipe == "onebit-sgd" and config.optimizer != "sgd":
+        raise refuse(recipe, f"--optimizer {config.optimizer}", "The recipe is one of SGD.")
+    if config.recipe == "onebit-adam" and config.momentum != TrainConfig.momentum:
+        raise refuse(recipe, f"--momentum {config.momentum:g}", "Adam's moments have factors of their own.")
+    if config.local_steps is not None:
+        raise refuse(recipe, f"--sync {config.sync}", "The recipe exchanges gradients in every step.")
+
+
+def _check_late(config: TrainConfig, late: str) -> None:
+    for option, given, why in (
+        (f"--sync {config.sync}", config.local_steps is not None, "Only gradients of every step are applied late."),
+        (f"--stages {config.stages}", config.is_staged, "Stages hide gradients behind each other's passes already."),
+        ("--cuda-graph", config.cuda_graph, "A captured step ends with its own gradients."),
+    ):
+        if given:
+            raise refuse(late, option, why)
+    if config.double_buffer == "half" and (config.optimizer != "sgd" or config.recipe == "onebit-adam"):
+        other = "--recipe onebit-adam" if config.recipe == "onebit-adam" else f"--optimizer {config.optimizer}"
+        raise refuse(late, other, "Half a batch is half a step for SGD alone: Adam's steps do not grow with gradients.")
+
+
+def _check_local(config: TrainConfig, local: str) -> None:
+    for option, given, why in (
+        (f"--compress {config.compress}", config.compresses, "Parameters are averaged in full precision."),
+        (f"--stages {config.stages}", config.is_staged, "Each worker trains the whole model on its own."),
+        ("--cuda-graph", config.cuda_graph, "Some steps end with an average, and others do not."),
+        ("--batch-norm sync", config.batch_norm == "sync", "Workers do not meet in a forward pass."),
+    ):
+        if given:
+            raise refuse(local, option, why)
+
+
+def _check_select(config: TrainConfig, select: str) -> None:
+    for option, given, why in (
+        (f"--steps {config.steps}", config.steps is not None, "How many steps there are depends on what is selected."),
+        (f"--sync {config.sync}", config.local_steps is not None, "Trials end with the same weights on all workers."),
+        (f"--stages {config.stages}", config.is_staged, "A pipeline is planned for one size of micro-batches."),
+        ("--cuda-graph", config.cuda_graph, "A captured step has one size."),
+        (
+            f"--optimizer {config.optimizer}",
+            config.optimizer != "sgd" or config.recipe == "onebit-adam",
+            "Learning rates follow the batch size by the rule of SGD.",
+        ),
+    ):
+        if given:
+            raise refuse(select, option, why)

@@ -89,14 +89,14 @@ class Rates:
                 group["lr"] = peak * factor
 
 
-def rate_factor(step: int, total: int, steps_per_epoch: int, config: OptimizerConfig) -> float:
+def rate_factor(step: float, total: int, steps_per_epoch: int, config: OptimizerConfig) -> float:
     """Learning rate of a step as a fraction of the peak rate.
 
     A linear warm-up over `warmup_epochs` (at most half of the run), then half a cosine to zero, division by ten at
     each fraction in `step_epochs`, or a constant.
 
     Args:
-        step: Number of the step, from 0.
+        step: Number of the step, from 0; between two steps where batches have changed their size.
         total: Steps in the whole run.
         steps_per_epoch: Steps in an epoch.
         config: The schedule.

@@ -22,6 +22,7 @@ from hybridpar.pipeline.replicate import average_buffers
 from hybridpar.pipeline.sync import GradientSync, SyncOptions
 from hybridpar.pipeline.sync_policy import check_compression
 from hybridpar.pipeline.world import World
+from hybridpar.recipes.adagrad_sgd import AdaGradSGD
 
 
 class ReplicaEngine:
@@ -59,14 +60,18 @@ class ReplicaEngine:
         if config.cuda_graph:
             check_capturable(world.device, world, [optimizer], compiled=config.compile)
         self._rates = Rates(optimizer, world.device if config.cuda_graph else None)
+        self._momenta = [group.get("momentum", 0.0) for group in optimizer.param_groups]
+        #: Steps are taken that will be undone; nothing is to be concluded from them.
+        self.on_trial = False
 
         def time_backward() -> float:
             assert example is not None
             with self.autocast():
                 return measure_backward_ms(model, (example,))
 
+        parts = config.micro_batches if world.size > 1 else config.parts_per_step
         self.sync = GradientSync(
-            *(model, world, lanes, sync_options(config), config.micro_batches),
+            *(model, world, lanes, sync_options(config), parts),
             time_backward=None if example is None else time_backward,
         )
         try:  # once all workers know that they were given the same policy
@@ -123,6 +128,11 @@ class ReplicaEngine:
         self._commit(outcome)
         return outcome
 
+    @property
+    def staleness(self) -> float | None:
+        """Updates made since the weights that a step's gradient was computed on; None where that is always none."""
+        return None
+
     def refuse(self) -> None:
         """Tell the others that this worker cannot do the step that they begin."""
         if self._world.size > 1:
@@ -131,6 +141,16 @@ class ReplicaEngine:
     def set_rates(self, factor: float) -> None:
         """See `hybridpar.pipeline.cuda_graph.Captured`."""
         self._rates.set(factor)
+
+    def repace(self, samples: float) -> None:
+        """Say how many samples the coming steps have, as a multiple of those that momentum was given for."""
+        for group, momentum in zip(self.optimizer.param_groups, self._momenta, strict=True):
+            if momentum:
+                group["momentum"] = momentum**samples
+        if isinstance(self.optimizer, AdaGradSGD):
+            self.optimizer.momentum_power = samples
+        for codec in self.codecs:
+            codec.repace(samples)
 
     def settle(self) -> None:
         """See `hybridpar.pipeline.cuda_graph.Captured`."""
@@ -177,6 +197,10 @@ class ReplicaEngine:
         if self._config.batch_norm == "local":
             average_buffers(self.model, self._world)
 
+    def model_state(self) -> dict[str, Tensor]:
+        """The model as a checkpoint has it; a collective."""
+        return dict(self.model.state_dict())
+
     def optimizer_state(self) -> dict[str, Any]:
         """State of the optimizer by parameter name."""
         return optimizer_state(self.optimizer, self.model)
@@ -192,7 +216,8 @@ class ReplicaEngine:
         return self.sync.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, where it fits."""
+        """Restore what `state_dict` returned, where it fits; also what a run with late gradients saved."""
+        state = state.get("sync", state)
         if "order" in state or not state:
             self.sync.load_state_dict(dict(state))
 
@@ -230,6 +255,7 @@ def sync_options(config: TrainConfig) -> SyncOptions:
         fidelity=config.fidelity,
         seed=config.seed,
         hierarchy=config.hierarchy,
+        delayed=config.double_buffer in ("delay", "half"),
     )
 
 

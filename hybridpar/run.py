@@ -17,7 +17,7 @@ import torch
 
 from hybridpar.checkpoint import prune_checkpoints
 from hybridpar.config import TrainConfig
-from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches, load_dataset
+from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches
 from hybridpar.launch import TUNED_VARIABLE, StopRequest, leave_verdict
 from hybridpar.models import build_model, parameter_count
 from hybridpar.observe import (
@@ -40,11 +40,13 @@ from hybridpar.pipeline.world import World
 from hybridpar.plan import ModelInfo, Plan
 from hybridpar.planned_run import before_joining, plan_run
 from hybridpar.process import describe as describe_process
+from hybridpar.run_data import example_batch, load_data, steps_of
 from hybridpar.run_figures import WorkerFigures, close_plan, measured_fields, predicted_fields
 from hybridpar.run_kernels import prepare_kernels
 from hybridpar.run_memory import MemoryMeter
 from hybridpar.run_plan import as_searched, plan_of_run
 from hybridpar.run_position import POSITION_OPTIONS, check_position
+from hybridpar.run_recipe import BatchSelector, recipe_fields
 from hybridpar.run_sync import sync_fields, tell_travelling
 from hybridpar.run_timeline import StageWatch, check_timeline
 from hybridpar.rundir import claim_place, find_place
@@ -54,7 +56,6 @@ from hybridpar.staging import shape_of
 from hybridpar.timings import RunningMean, StepClock, StepTimes, Timings
 from hybridpar.trainer import StepResult, Trainer
 from hybridpar.worker import device_name, tune_worker
-from hybridpar.worker_share import micro_batch_samples
 
 
 def run_training(config: TrainConfig, model_name: str, given: Collection[str] = ()) -> int:
@@ -77,7 +78,7 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] = 
     world = World.join(lanes=config.sum_groups, timeout=config.timeout, shared_memory=config.shares_memory)
     try:
         tune_worker(config, world)
-        data = _load_data(config, world)
+        data = load_data(config, world)
         run = Run(config, model_name, world, data, rule, given)
         with run.trainer:
             return run.execute()
@@ -115,7 +116,7 @@ class Run:
             config,
             world,
             sample_shape=data.sample_shape,
-            steps=_steps_of(config, len(data.train)),
+            steps=steps_of(config, len(data.train)),
             name=model_name,
             given=given,
             stored=self.place.directory / "plan.json" if self.place.continues else None,
@@ -126,17 +127,21 @@ class Run:
         world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
         # Rank = position * replicas + replica: the workers of one replica are given the same samples.
         replicas = self.replicas = shape_of(config, world.size).replicas
-        self.batches = TrainBatches(
-            data,
-            seed=config.seed,
-            batch_size=config.batch_size,
-            rank=world.rank % replicas,
-            workers=replicas,
-            micro_batches=config.micro_batches,
-            loader_workers=config.loader_workers,
-            device=world.device,
-            channels_last=config.uses_channels_last,
-        )
+
+        def batches_of(batch_size: int) -> TrainBatches:
+            return TrainBatches(
+                data,
+                seed=config.seed,
+                batch_size=batch_size,
+                rank=world.rank % replicas,
+                workers=replicas,
+                micro_batches=config.parts_per_step,
+                loader_workers=config.loader_workers,
+                device=world.device,
+                channels_last=config.uses_channels_last,
+            )
+
+        self.batches = batches_of(config.batch_size)
         self.test = TestBatches(
             data,
             batch_size=max(2, config.batch_size // world.size),
@@ -156,9 +161,11 @@ class Run:
             steps_per_epoch=per_epoch,
             world=world,
             plan=self.planned.stages,
-            example=_example(data, config, replicas) if config.is_staged or config.chooses else None,
+            example=example_batch(data, config, replicas) if config.is_staged or config.chooses else None,
             name=model_name,
         )
+        select = config.select_batch > 0
+        self.selector = BatchSelector(self.trainer, config, batches_of, len(data.train)) if select else None
         self.kernels = prepare_kernels(model, config, world, data.sample_shape)
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + world.rank)
@@ -184,6 +191,9 @@ class Run:
             return None
         extra = self.trainer.load(self.place.checkpoint)
         check_position(extra, self.config, self.place.checkpoint)
+        if self.selector is not None:
+            self.selector.restore(extra.get("batch_sizes"))
+            self.batches, self.total = self.selector.batches, self.selector.pace.total_steps()
         # An epoch of another number of workers may be a step shorter, see `cut_epoch`.
         self.position = (extra["epoch"], min(extra["epoch_step"], self.batches.steps_per_epoch))
         self.best = (extra["best_accuracy"], extra["best_step"]) if extra["best_step"] is not None else None
@@ -259,6 +269,10 @@ class Run:
         for epoch in range(self.position[0], self.epochs):
             started, losses = time.monotonic(), RunningMean()
             first = self.position[1] if epoch == self.position[0] else 0
+            if self.selector is not None and self.selector.is_due(epoch, first):
+                with self.clock.away():
+                    progress.message(self.selector.choose(epoch))
+                self.batches, self.total = self.selector.batches, self.selector.pace.total_steps()
             for result, data_ms in self._steps(epoch, first, stop):
                 # Without the guard a bad step reaches the weights.
                 self._sound = self.config.guard or math.isfinite(result.loss)
@@ -348,6 +362,7 @@ class Run:
             bytes_sent=result.outcome.bytes_sent,
             skipped=result.skipped,
             grad_norm=result.grad_norm,
+            staleness=result.staleness,
             **sync_fields(sync, exposed),
         )
         return record, spans
@@ -367,6 +382,8 @@ class Run:
             "best_step": self.best[1] if self.best else None,
             "options": {option: getattr(self.config, option) for option in POSITION_OPTIONS},
         }
+        if self.selector is not None:
+            extra["batch_sizes"] = self.selector.state()
         with self.clock.away():
             self.trainer.save(self.place.checkpoints, extra)
         self._saved = self._progress_made()
@@ -396,6 +413,9 @@ class Run:
         # What all workers noted covers, of a run that was resumed, a part only.
         summary |= measured_fields(answers, self.replicas, whole=self.resumed_from is None)
         summary["kernels"] = kernels
+        summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)
+        if self.selector is not None:  # steps of an epoch were not always the same number
+            summary["epochs"] = self.position[0]
         plan = self.watch.plan
         summary |= predicted_fields(plan.predicted)
         warnings = close_plan(plan, self.planned, summary, self.place.directory / "plan.json")
@@ -417,26 +437,6 @@ class Run:
 def _spans(result: StepResult) -> StepSpans:
     """What this worker did in a step, where that is recorded."""
     return result.outcome.spans if isinstance(result.outcome, LateOutcome) else StepSpans(0.0, ())
-
-
-def _steps_of(config: TrainConfig, samples: int) -> int:
-    """Steps of a run, before it is known how each is divided; see `hybridpar.data.sampling.cut_epoch`."""
-    return config.steps if config.steps is not None else config.epochs * max(1, samples // config.batch_size)
-
-
-def _example(data: ImageData, config: TrainConfig, replicas: int) -> torch.Tensor:
-    """Something of the size of a micro-batch, for measuring the model."""
-    samples = micro_batch_samples(config, replicas)
-    return torch.randn(samples, *data.sample_shape, generator=torch.Generator().manual_seed(0))
-
-
-def _load_data(config: TrainConfig, world: World) -> ImageData:
-    """Load the data set; where it may be downloaded, rank 0 goes first."""
-    if not config.download or world.size == 1:
-        return load_dataset(config)
-    loaded: list[ImageData] = []
-    world.from_main(lambda: loaded.append(load_dataset(config)))
-    return loaded[0] if loaded else load_dataset(config)
 
 
 def _versions() -> dict[str, str]:

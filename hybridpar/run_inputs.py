@@ -145,6 +145,10 @@ def not_modelled(config: TrainConfig) -> str:
         "--cuda-graph": config.cuda_graph,
         "--batch-norm sync": config.batch_norm == "sync",
         "--schedule zero_bubble": config.schedule == "zero_bubble",
+        f"--recipe {config.recipe}": config.recipe != "none",
+        f"--sync {config.sync}": config.sync != "allreduce",
+        f"--double-buffer {config.double_buffer}": config.double_buffer not in (None, "off"),
+        f"--select-batch {config.select_batch}": bool(config.select_batch),
         f"--kernels {config.kernels}": config.kernels.strip() not in ("off", "auto"),
     }
     return next((option for option, set_ in reasons.items() if set_), "")

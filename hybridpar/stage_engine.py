@@ -211,6 +211,13 @@ class StageEngine:
                 average_buffers(stage.module, grid.replica_world)
         self.pipeline.collect()
 
+    #: Gradients are those of the weights that they are applied to.
+    staleness = None
+
+    def model_state(self) -> dict[str, Tensor]:
+        """The whole model as a checkpoint has it; `settle_buffers` makes it whole."""
+        return dict(self.model.state_dict())
+
     def optimizer_state(self) -> dict[str, Any]:
         """State of all stages' optimizers by parameter name, on rank 0; a collective."""
         self.pipeline.wait()

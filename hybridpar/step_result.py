@@ -23,12 +23,14 @@ class StepResult:
         outcome: What the workers agreed on.
         lr: Learning rate of the first parameter group.
         host_ms: Time for which the step kept the host.
+        staleness: Updates made since the weights that the step's gradient was computed on; None where there are none.
     """
 
     step: int
     outcome: StepOutcome
     lr: float
     host_ms: float
+    staleness: float | None = None
 
     @property
     def loss(self) -> float:

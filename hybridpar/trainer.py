@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from hybridpar.buffer_engine import DoubleBufferEngine
 from hybridpar.checkpoint import (
     CheckpointData,
     load_checkpoint,
@@ -25,18 +26,22 @@ from hybridpar.checkpoint import (
     restore_random_state,
     save_checkpoint,
 )
-from hybridpar.config import TrainConfig
+from hybridpar.config import TrainConfig, check_recipe
 from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.evaluation import Evaluation as Evaluation
 from hybridpar.evaluation import evaluate
 from hybridpar.lanes import Lanes
+from hybridpar.local_engine import LocalSgdEngine
 from hybridpar.models import model_fingerprint
-from hybridpar.optim import build_optimizer, rate_factor
+from hybridpar.optim import rate_factor
 from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.pipeline.compression import codec_states
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan
 from hybridpar.planned_run import PlannedRun, before_joining, plan_loop
+from hybridpar.recipe_config import LATE
+from hybridpar.recipes.expand import expand, make_optimizer
+from hybridpar.recipes.pace import Pace
 from hybridpar.replica_engine import ReplicaEngine, autocast
 from hybridpar.stage_engine import StageEngine
 from hybridpar.staging import make_stage_plan, shape_of
@@ -123,11 +128,17 @@ class Trainer:
         self.lanes = lanes or Lanes(self.world.device)
         self.total_steps = total_steps
         self.steps_per_epoch = steps_per_epoch
+        #: Says what the learning rate is, where batches change their size on the way.
+        self.pace: Pace | None = None
         try:
+            check_recipe(self.config)
             self.planned = PlannedRun(self.config)
             if plan is None:
                 self.planned = plan_loop(model, self.config, self.world, example, total_steps, name)
                 self.config, plan = self.planned.config, self.planned.stages
+            self._asked = self.config
+            self._replicas = 1 if self.config.recipe == "none" else shape_of(self.config, self.world.size).replicas
+            self.config = expand(self.config, total_steps=total_steps, replicas=self._replicas)
             self._prepare(model, loss)
             self.engine = self._open_engine(optimizer, plan, example, name)
         except BaseException as error:
@@ -158,7 +169,7 @@ class Trainer:
         name: str | None,
     ) -> ReplicaEngine | StageEngine:
         def make(module: nn.Module) -> torch.optim.Optimizer:
-            made = optimizer(module) if optimizer else build_optimizer(module, self.config)
+            made = optimizer(module) if optimizer else self._make_optimizer(module)
             self._peak_rate = float(made.param_groups[0]["lr"])
             return made
 
@@ -169,7 +180,12 @@ class Trainer:
             whole = make(self.model)
             self._require_own_parameters(whole)
             timed = self._place(example) if example is not None and self.config.chooses else None
-            return ReplicaEngine(self.model, whole, self._loss, self.config, self.world, self.lanes, timed)
+            given = self.model, whole, self._loss, self.config, self.world, self.lanes
+            if self.config.local_steps is not None:
+                return LocalSgdEngine(*given)
+            if self.config.double_buffer in LATE:
+                return DoubleBufferEngine(*given, timed)
+            return ReplicaEngine(*given, timed)
         if example is None:
             raise UsageError(
                 "a pipeline without an example of its inputs",
@@ -179,6 +195,9 @@ class Trainer:
         with autocast(self.config, self.world.device):
             stages = make_stage_plan(self.model, self._place(example), self.config, self.world, name=name, plan=plan)
             return StageEngine(self.model, stages, make, self._loss, self.config, self.world, self.lanes)
+
+    def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        return make_optimizer(module, self._asked, self.config, total_steps=self.total_steps, replicas=self._replicas)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -213,7 +232,7 @@ class Trainer:
         outcome = self.engine.step(placed, samples, global_samples, rate_factor=factor, stop=stop, save=save)
         self.steps_done += 1
         host_ms = (time.perf_counter() - started) * 1e3
-        result = StepResult(self.steps_done, outcome, self._peak_rate * factor, host_ms)
+        result = StepResult(self.steps_done, outcome, self._peak_rate * factor, host_ms, self.engine.staleness)
         self._bad_steps.watch(result)
         return result
 
@@ -223,7 +242,7 @@ class Trainer:
         if not isinstance(batch, (tuple, list)):
             return batch.micro_batches, batch.samples, batch.global_samples
         inputs, targets = batch
-        samples, parts = _sample_count(targets), self.config.micro_batches
+        samples, parts = _sample_count(targets), self.config.parts_per_step
         if samples < parts:
             with contextlib.suppress(SyncError):  # this worker's problem is the one to tell
                 self.engine.refuse()
@@ -240,6 +259,8 @@ class Trainer:
         return tensor.to(self.world.device, non_blocking=True)
 
     def _rate_factor(self) -> float:
+        if self.pace is not None:
+            return self.pace.factor(self.steps_done, self.config)
         if self.total_steps is None:
             return 1.0
         return rate_factor(self.steps_done, self.total_steps, self.steps_per_epoch, self.config)
@@ -325,7 +346,7 @@ class Trainer:
         self.engine.settle_buffers()
         training = {"optimizer": self.engine.optimizer_state(), "extra": dict(extra or {})}
         local = {"random": random_state(self.world.device), "sync": self.engine.state_dict()}
-        model = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
+        model = {name: tensor.detach().cpu() for name, tensor in self.engine.model_state().items()}
         data = CheckpointData(self.steps_done, self.fingerprint, model, training, local)
         return save_checkpoint(Path(directory), data, self.world)
 

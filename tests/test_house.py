@@ -33,6 +33,7 @@ ROOMS: dict[str, set[str]] = {
     "process": set(),
     "registry": {"errors"},
     "config": {"errors"},
+    "recipes": {"checkpoint", "compress", "config", "errors", "optim", "pipeline"},
     "models": {"errors"},
     "plan": {"errors"},
     "observe": {"errors", "pipeline"},
@@ -60,13 +61,13 @@ ROOMS: dict[str, set[str]] = {
     "checkpoint": {"errors", "pipeline"},
     "trainer": {
         *("checkpoint", "cluster", "compress", "config", "errors", "lanes", "models", "optim", "partition", "pipeline"),
-        *("plan", "planner", "process", "tvm_kernels"),
+        *("plan", "planner", "process", "recipes", "tvm_kernels"),
     },
     "rundir": {"checkpoint", "config", "errors", "observe"},
     "doctor": {"cluster", "errors", "probe", "process"},
     "run": {
         *("checkpoint", "cluster", "compress", "config", "data", "errors", "launch", "models", "observe", "pipeline"),
-        *("plan", "planner", "process", "rundir", "trainer", "tvm_kernels"),
+        *("plan", "planner", "process", "recipes", "rundir", "trainer", "tvm_kernels"),
     },
     "show": {"errors", "observe", "partition", "pipeline", "plan"},
     "bench": {"compress", "config", "errors", "launch", "models", "optim", "pipeline", "process", "trainer"},
@@ -90,23 +91,28 @@ ROOMS: dict[str, set[str]] = {
         *("run", "show", "tune_command", "tvm_kernels"),
     },
     "__main__": {"cli"},
-    "__init__": {"config", "errors", "partition", "plan", "trainer"},
+    "__init__": {"config", "errors", "partition", "plan", "recipes", "trainer"},
 }
 
 #: Modules that are one room, though they lie beside each other.
 SHARED_ROOMS = {
     **dict.fromkeys(("lane_base", "lane_check", "lane_cpu", "lane_cuda", "lane_ops"), "lanes"),
     "cluster_file": "cluster",
+    "recipe_config": "config",
     "probe_worker": "probe",
     "cuda_driver": "kernel_cuda",
     **dict.fromkeys(("kernel_builder", "kernel_writer", "kernel_writer_cuda"), "kernel_build"),
     "checkup": "doctor",
     **dict.fromkeys(
-        ("run_figures", "run_kernels", "run_memory", "run_plan", "run_position", "run_sync", "run_timeline"), "run"
+        (
+            *("run_data", "run_figures", "run_kernels", "run_memory", "run_plan", "run_position", "run_recipe"),
+            *("run_sync", "run_timeline"),
+        ),
+        "run",
     ),
     **dict.fromkeys(("save_rule", "timings", "worker"), "run"),
-    **dict.fromkeys(("evaluation", "planned_run", "replica_engine", "run_inputs", "stage_engine"), "trainer"),
-    **dict.fromkeys(("staging", "step_result", "worker_share"), "trainer"),
+    **dict.fromkeys(("buffer_engine", "evaluation", "local_engine", "planned_run", "replica_engine"), "trainer"),
+    **dict.fromkeys(("run_inputs", "stage_engine", "staging", "step_result", "worker_share"), "trainer"),
 }
 
 #: What must answer without the seconds that torch takes.

@@ -213,6 +213,9 @@ class Coder(ABC):
     def rescale(self, learning_rate: float) -> None:  # noqa: B027 - most keep nothing in these units
         """Say which learning rate the coming steps use, for what is kept in units of the gradient."""
 
+    def repace(self, samples: float) -> None:  # noqa: B027 - most remember nothing step by step
+        """Say how many samples coming steps have, as a multiple of what options that are per step were given for."""
+
     def commit(self) -> None:  # noqa: B027 - most have no state
         """The step counts."""
 
@@ -271,6 +274,11 @@ class Codec(ABC):
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a parameter of this shape should be compressed; others travel in full."""
         return math.prod(shape) > 0
+
+    @property
+    def keeps_momentum(self) -> bool:
+        """Whether it keeps momentum with the options that it has; `refuses_momentum` is about the codec as such."""
+        return self.refuses_momentum
 
     @abstractmethod
     def bind(self, spec: TensorSpec) -> Coder:

@@ -140,6 +140,10 @@ class FeedbackCoder(Coder):
         """See `Coder`. Without the option `rescale` it has no effect."""
         self._learning_rate = learning_rate
 
+    def repace(self, samples: float) -> None:
+        """See `Coder`."""
+        self._inner.repace(samples)
+
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
         """See `Coder`."""
         last = self._progress.learning_rate

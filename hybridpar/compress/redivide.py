@@ -61,7 +61,7 @@ def divide(codec: Codec, spec: TensorSpec, saved: Sequence[Mapping[str, Tensor]]
         for coder in new:
             coder.spread(key, torch.ones(coder.residuals[key], dtype=torch.float64), keepers)
         shares = totals[key].mul_(scale).div_(keepers.clamp_(min=1))
-        divided[key] = shares[_places(mine, key, size)].float()
+        divided[key] = shares[places(mine, key, size)].float()
     return divided
 
 
@@ -80,14 +80,23 @@ def _zeros(spec: TensorSpec) -> Tensor:
     return torch.zeros(spec.count, dtype=torch.float64)
 
 
-def _places(coder: Coder, key: str, size: int) -> Tensor:
-    """Where in the gradient each element of a residual lies."""
+def places(coder: Coder, key: str, size: int) -> Tensor:
+    """Where in the gradient each element of a residual lies.
+
+    Args:
+        coder: Whose residual it is.
+        key: Its key.
+        size: Its elements.
+
+    Returns:
+        1-D int64.
+    """
     numbers = _zeros(coder.spec)
     coder.spread(key, torch.arange(1, size + 1, dtype=torch.float64), numbers)
     (found,) = torch.nonzero(numbers, as_tuple=True)
-    places = torch.empty(size, dtype=torch.int64)
-    places[numbers[found].long() - 1] = found
-    return places
+    result = torch.empty(size, dtype=torch.int64)
+    result[numbers[found].long() - 1] = found
+    return result
 
 
 def put_together(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ What differs between codecs is a `Quantiser`: how a range of numbers becomes byt
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -83,12 +83,21 @@ class ShardedCoder(Coder):
         spec: The parameter.
         quantiser: How a stripe becomes bytes.
         requantise: Whether the owner encodes the sum; without that it goes to everybody in float32.
+        process: What the owner does to the sum before that, in place: a 1-D tensor in the order of the residual
+            `OWNER`. Not called for an empty stripe.
     """
 
-    def __init__(self, spec: TensorSpec, quantiser: Quantiser, requantise: bool = True) -> None:
+    def __init__(
+        self,
+        spec: TensorSpec,
+        quantiser: Quantiser,
+        requantise: bool = True,
+        process: Callable[[Tensor], None] | None = None,
+    ) -> None:
         super().__init__(spec)
         self._quantiser = quantiser
         self._requantise = requantise
+        self._process = process
         layout = quantiser.view(torch.empty(spec.count, device="meta"))
         self._row = layout[0].numel()
         self._stripes = cut_stripes(len(layout), quantiser.unit, spec.workers)
@@ -138,6 +147,8 @@ class ShardedCoder(Coder):
         total = self._quantiser.lay(self._total, self._own)
         for message in received:
             self._quantiser.add(message[:size], total, self._scratch)
+        if self._process is not None:
+            self._process(self._total)
         if self._requantise:
             self._quantiser.encode(total, self._residuals[OWNER], out[:size], self._scratch)
             out[size:].zero_()

@@ -26,7 +26,7 @@ from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.kernels import prepare
 from hybridpar.errors import UsageError, nearest
 
-_TWICE = "The codec accumulates momentum on each worker before it chooses what to send; twice would be too much."
+_TWICE = "The codec keeps the momentum itself; twice would be too much."
 _WORDS = {"on": True, "true": True, "off": False, "false": False}
 
 
@@ -100,7 +100,11 @@ def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
     Raises:
         UsageError: The codec keeps the momentum itself, and the optimizer has one, too.
     """
-    if not codec.refuses_momentum:
+    core: Any = codec
+    while (inner := getattr(core, "inner", None)) is not None:
+        core = inner
+    # An optimizer may be made for what a codec hands over.
+    if not core.keeps_momentum or getattr(optimizer, "codec", None) == core.name:
         return
     kind, name = type(optimizer).__name__, format_codec(codec)
     for group in optimizer.param_groups:

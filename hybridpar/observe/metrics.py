@@ -50,6 +50,7 @@ STEP_COLUMNS = (
     "sync_ms",
     "hidden_share",
     "residual_norm",
+    "staleness",
 )
 
 
@@ -118,6 +119,7 @@ class MetricsWriter:
                 "sync_ms": _known(record.sync_ms),
                 "hidden_share": _known(record.hidden_share),
                 "residual_norm": None if record.residual_norm is None else _finite(record.residual_norm),
+                "staleness": _known(record.staleness),
             }
         )
         self._events.add_step(record, rate)

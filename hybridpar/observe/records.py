@@ -54,6 +54,8 @@ class StepRecord:
     """Part of `sync_ms` that computation hid, 0 to 1."""
     residual_norm: float | None = None
     """Global L2 norm of what this worker has not sent yet; only in some steps."""
+    staleness: float | None = None
+    """Updates made since the weights that the gradient was computed on; None where that is always none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,11 @@ def summarize(
         "prediction_warning": None,
         "predicted_sync_ms": None,
         "kernels": None,
+        "recipe": "none",
+        "sync": "allreduce",
+        "double_buffer": "off",
+        "final_batch_size": info.batch_size,
+        "staleness": _mean(steps["staleness"]),
         "versions": _installed_versions() | dict(versions or {}),
     }
 
@@ -137,6 +142,12 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     path = Path(run_dir) / SUMMARY_FILE
     replace_file(path, [json.dumps(dict(summary), indent=2, allow_nan=False).encode() + b"\n"])
     return path
+
+
+def _mean(values: NDArray[np.float64]) -> float | None:
+    """The mean of those that were recorded."""
+    known = values[np.isfinite(values)]
+    return round(float(known.mean()), 4) if known.size else None
 
 
 def _steady(step: NDArray[np.float64], resumed_from: int | None) -> NDArray[np.bool_]:

@@ -83,7 +83,7 @@ class Bucket:
         self._views: list[Tensor] = []
         if len(slots) > 1:
             self._buffer = torch.zeros(self.numel, dtype=first.dtype, device=first.device)
-            self._views = [_view_like(self._buffer, slot) for slot in slots]
+            self._views = [view_like(self._buffer, slot) for slot in slots]
 
     def collect(self) -> Tensor:
         """Bring the gradients together; from then on each `.grad` is a view of the flat tensor.
@@ -138,7 +138,8 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _view_like(buffer: Tensor, slot: Slot) -> Tensor:
+def view_like(buffer: Tensor, slot: Slot) -> Tensor:
+    """A parameter's place in the flat tensor of its bucket, in the parameter's shape and memory format."""
     parameter = slot.parameter
     if is_dense(parameter):
         return buffer.as_strided(parameter.shape, parameter.stride(), slot.offset)

@@ -109,6 +109,7 @@ class Compression:
         self._saved: dict[str, Any] = {}
         self._exchanges: dict[int, Exchange | NodeExchange] = {}
         self._steps = 0
+        self._samples = 1.0
         self._undecided: tuple[Committed, list[str], SyncCosts | None] | None = None
 
     def cut(self, buckets: Sequence[Bucket]) -> None:
@@ -168,6 +169,11 @@ class Compression:
             costs.residuals += [one for one in squares if one is not None]
         self._steps += 1
 
+    def forget(self) -> None:
+        """All buckets were added in vain: what codecs keep is as it was before; for an exchange that is made again."""
+        for exchange in self._exchanges.values():
+            exchange.rollback()
+
     def settle_later(self, outcome: Committed, unused: Collection[str] = (), costs: SyncCosts | None = None) -> None:
         """As `settle`, for a step whose decision the host has not read.
 
@@ -186,6 +192,12 @@ class Compression:
         """Say which learning rate the coming steps use."""
         for coder in self._coders.values():
             coder.rescale(learning_rate)
+
+    def repace(self, samples: float) -> None:
+        """Say how many samples the coming steps have, as a multiple of what codecs' options were given for."""
+        self._samples = samples
+        for coder in self._coders.values():
+            coder.repace(samples)
 
     def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
         """For each parameter the codec that it travels as, and bytes of a step: as it is, and as that codec.
@@ -302,6 +314,7 @@ class Compression:
                 name, tuple(parameter.shape), party.rank, party.size, self._seed, parameter.device, average=False
             )
             self._coders[name] = coder = self.policy.bind(spec)
+            coder.repace(self._samples)
             if name in self._saved:
                 restore(coder, self._saved.pop(name))
         return self._coders[name]

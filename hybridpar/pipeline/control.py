@@ -23,7 +23,7 @@ from hybridpar.pipeline.sync_figures import SyncCosts, SyncFigures, add_up
 from hybridpar.pipeline.world import World
 
 # Layout of a forward report; BatchNorm sums follow.
-_LOSS, _SAMPLES, _STOP, _SAVE, _LAYOUT, _LAYOUT_SQUARED, HEAD = range(7)
+LOSS, _SAMPLES, _STOP, _SAVE, _LAYOUT, _LAYOUT_SQUARED, HEAD = range(7)
 # Layout of a step's outcome.
 _COMMIT, _SQUARES = 4, 5
 

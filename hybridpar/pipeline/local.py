@@ -40,6 +40,9 @@ class LocalGradients:
         for parameter in self._parameters:
             parameter.grad = None
 
+    def set_rate(self, rate: float) -> None:
+        """No codec is there to be told."""
+
     def release(self, report: Pending) -> None:
         """The next backward pass is the last of the step: nothing waits for it here."""
 

@@ -124,6 +124,11 @@ class GradientReducer:
         self.follow_trainable()
         self.start(self.new_flight())
 
+    def set_rate(self, rate: float) -> None:
+        """Say which learning rate the step uses, in any unit."""
+        if self.compression is not None:
+            self.compression.set_rate(rate)
+
     def new_flight(self) -> Flight:
         """What will be known about the gradients of the next step."""
         self._steps += 1

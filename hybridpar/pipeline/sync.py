@@ -37,6 +37,7 @@ from hybridpar.pipeline.control import (
     decide,
     forward_report,
 )
+from hybridpar.pipeline.delayed import DelayedReducer
 from hybridpar.pipeline.local import LocalGradients
 from hybridpar.pipeline.node_worlds import NodeWorlds
 from hybridpar.pipeline.reducer import GradientReducer, open_sync_lanes
@@ -64,6 +65,7 @@ class SyncOptions:
         seed: For what codecs draw at random.
         hierarchy: Where there are several nodes, and one of them has several workers, codecs are used between nodes
             alone.
+        delayed: Apply each gradient one step late, and let it travel meanwhile (`hybridpar.pipeline.delayed`).
     """
 
     bucket_bytes: int = 8 << 20
@@ -75,6 +77,7 @@ class SyncOptions:
     fidelity: str = "exact"
     seed: int = 0
     hierarchy: bool = True
+    delayed: bool = False
 
     @property
     def policy(self) -> Policy:
@@ -169,21 +172,8 @@ class GradientSync:
         # A part of a job cannot be divided further.
         if world.size == world.job_size > 1 and self.options.uses_nodes:
             self._nodes = NodeWorlds.open(world, [range(world.size)], len(world.lane_sums) - int(synced))
-        self.reducer: GradientReducer | LocalGradients = (
-            GradientReducer(
-                parameters,
-                world,
-                lanes,
-                self.options.bucket_bytes,
-                self._measure,
-                open_sync_lanes(world, lanes, spared=int(synced)),
-                self.options.codec,
-                self.options.seed,
-                self._nodes,
-            )
-            if world.size > 1
-            else LocalGradients(parameters, world.device, self._measure)
-        )
+        self._sync_lanes = open_sync_lanes(world, lanes, spared=int(synced)) if world.size > 1 else ()
+        self.reducer = self._open_reducer(parameters)
         replicate(model, world, agree=(self.options, micro_batches))
         pooled = self.options.pool_batch_norm and (world.size > 1 or micro_batches > 1)
         self.batch_norm = BatchNormPool(model, norms) if pooled else None
@@ -192,6 +182,26 @@ class GradientSync:
         self._step: _Step | None = None
         self._batch_norm_sums: Tensor | None = None
         self._unused: list[str] = []
+
+    def _open_reducer(self, parameters: dict[str, nn.Parameter]) -> GradientReducer | LocalGradients:
+        if self.world.size == 1:
+            return LocalGradients(parameters, self.world.device, self._measure)
+        options = self.options
+        kind = DelayedReducer if options.delayed else GradientReducer
+        return kind(
+            *(parameters, self.world, self._lanes, options.bucket_bytes, self._measure, self._sync_lanes),
+            *(options.codec, options.seed, self._nodes),
+        )
+
+    def delay(self) -> None:
+        """From the next step on apply gradients one step late; between steps, on all workers alike."""
+        if self.world.size == 1 or self.options.delayed:
+            return
+        state = self.reducer.state_dict()
+        self.reducer.close()
+        self.options = replace(self.options, delayed=True)
+        self.reducer = self._open_reducer(dict(self.model.named_parameters()))
+        self.reducer.load_state_dict(state)
 
     def begin(
         self,
@@ -215,8 +225,7 @@ class GradientSync:
             wishes: `stop` and `save` as a float64 tensor on the device, in place of what the host says.
         """
         self.reducer.open()
-        if self.reducer.compression is not None:
-            self.reducer.compression.set_rate(rate)
+        self.reducer.set_rate(rate)
         if self.batch_norm is not None:
             self.batch_norm.discard()
         if self._rollback is not None:

@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 
 _WAYS = ("encode", "decode")
 
-#: A profile with more noise than this is measured again, so often at most, and not after so many seconds: a busy machine
+#: A profile with more noise than this is measured again, so often at most, and not after so many seconds: what is busy
 #: may stay busy.
 NOISY, MOST_TRIES, MOST_SECONDS = 0.1, 3, 5.0
 

@@ -71,15 +71,19 @@ class OneBit(Codec):
 
     def bind(self, spec: TensorSpec) -> Coder:
         """See `Codec`."""
-        by_columns = self._by_columns(spec.shape)
-        quantiser = ColumnSigns(spec.shape) if by_columns else RowSigns(spec.shape)
-        return quantised_coder(spec, quantiser, self.meet)
+        return quantised_coder(spec, quantiser_of(self, spec.shape), self.meet)
 
-    def _by_columns(self, shape: Sequence[int]) -> bool:
+    def by_columns(self, shape: Sequence[int]) -> bool:
+        """Whether the groups of a parameter are its columns."""
         return self.group == "column" and len(shape) == 2
 
     def _length(self, shape: Sequence[int]) -> int:
-        return shape[0] if self._by_columns(shape) else math.prod(shape[1:])
+        return shape[0] if self.by_columns(shape) else math.prod(shape[1:])
+
+
+def quantiser_of(codec: OneBit, shape: Sequence[int]) -> Quantiser:
+    """How stripes of a parameter that the codec fits become bytes."""
+    return ColumnSigns(shape) if codec.by_columns(shape) else RowSigns(shape)
 
 
 class RowSigns(Quantiser):

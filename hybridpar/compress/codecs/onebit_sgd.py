@@ -1,0 +1,84 @@
+"""Why: 1-bit SGD is more than its bits: what owners of stripes do to the sums is what makes it lose nothing.
+
+Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training
+of Speech DNNs", Interspeech 2014. What `onebit` sends, with AdaGrad and momentum at the owner of each stripe and first
+steps in full precision; see `hybridpar.compress.owner`. What arrives is the step to take, so the optimizer is plain
+SGD, whose weight decay acts on the weights alone.
+
+Vectors and short groups travel in full precision, stripe by stripe like all others: the rule is the same for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridpar.compress.codec import CODECS, Codec, TensorSpec
+from hybridpar.compress.codecs.onebit import OneBit, quantiser_of
+from hybridpar.compress.owner import PLACEMENTS, OwnerCoder, OwnerRule
+from hybridpar.errors import UsageError, nearest
+
+
+@CODECS.register("onebit_sgd", "1-bit SGD whole: onebit with AdaGrad and momentum at the owners of stripes")
+@dataclass(frozen=True)
+class OneBitSgd(Codec):
+    """Signs and two levels per group both ways; between them, AdaGrad and momentum.
+
+    Attributes:
+        adagrad: `owner`: on the sum, before momentum, the paper's best; `worker`: on each worker's gradient before it
+            is quantised; `after`: on the smoothed sum; `off`.
+        momentum: Of the owners; the optimizer's own is 0. With 0 here it may have one.
+        memory: 1 adds squares up, as AdaGrad does; below 1 they are a moving average.
+        level: Keep the step of each stripe as large as it would be without AdaGrad.
+        warm: So many first steps travel in full precision.
+        bits: Whether anything is quantised; off leaves owners' rules alone, for the comparison.
+        group: As of `onebit`.
+        least: As of `onebit`.
+    """
+
+    adagrad: str = "owner"
+    momentum: float = 0.9
+    memory: float = 1.0
+    level: bool = True
+    warm: int = 0
+    bits: bool = True
+    group: str = "row"
+    least: int = 32
+    name = "onebit_sgd"
+    biased = True
+    stateful = True
+    feedback = True
+    kernels = True
+    refuses_momentum = True
+
+    def __post_init__(self) -> None:
+        if self.adagrad not in PLACEMENTS:
+            fix = nearest(self.adagrad, PLACEMENTS)
+            raise UsageError(f"adagrad={self.adagrad}", "It says where AdaGrad is.", fix)
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"momentum={self.momentum:g}", "It is at least 0 and below 1.", "Use 0.9.")
+        if not 0 < self.memory <= 1:
+            raise UsageError(f"memory={self.memory:g}", "It is above 0 and at most 1.", "Use 1, or 0.99.")
+        if self.warm < 0:
+            raise UsageError(f"warm={self.warm}", "It is a number of steps.", "Use 0 for none.")
+        self._signs()
+
+    @property
+    def keeps_momentum(self) -> bool:
+        """See `Codec`."""
+        return self.momentum > 0
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether there is anything."""
+        return math.prod(shape) > 0
+
+    def bind(self, spec: TensorSpec) -> OwnerCoder:
+        """See `Codec`."""
+        rule = OwnerRule(self.adagrad, self.momentum, self.memory, self.level, self.warm)
+        signs = self._signs()
+        quantiser = quantiser_of(signs, spec.shape) if signs.fits(spec.shape) else None
+        return OwnerCoder(spec, rule, quantiser, self.bits)
+
+    def _signs(self) -> OneBit:
+        return OneBit(self.group, self.least)

@@ -1,0 +1,302 @@
+"""Why: whoever owns a stripe of the sum can do more with it than add, and then nobody else has to.
+
+1-bit SGD (Seide et al., Interspeech 2014, section 3.3) divides gradients by their size over time (AdaGrad) and smooths
+them (momentum) where a stripe has been added up, before it is quantised again:
+
+    G = sum of the decoded stripes     h <- h + G^2     G <- G / sqrt(h)     m <- mu m + G     m is encoded and sent
+
+So each worker keeps 1/K of h and of m, and what is quantised the second time is more homogeneous. The paper also tried
+AdaGrad on each worker before the first quantisation, and after momentum; both are here, for the comparison.
+
+How AdaGrad is written is not printed there. As in CNTK, the result is divided by the mean of what the stripe's elements
+were multiplied with, so that the stripe's step is as large as without it and learning rates keep their meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridpar.compress.codec import Coder, Round, TensorSpec
+from hybridpar.compress.redivide import places
+from hybridpar.compress.residual import NO_RESIDUAL, Residual
+from hybridpar.compress.scratch import Scratch
+from hybridpar.compress.sharded import OWNER, Quantiser, ShardedCoder
+from hybridpar.errors import CheckpointError
+
+#: Where AdaGrad may be.
+PLACEMENTS = ("owner", "worker", "after", "off")
+
+#: What is added to the root of h, against division by zero.
+_EPSILON = 1e-8
+
+
+class Kept:
+    """A tensor of which a step makes a new one, which counts from `commit` on.
+
+    Args:
+        count: Elements.
+        device: Where it is.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.now, self.next = (torch.zeros(count, device=device) for _ in range(2))
+
+    def commit(self) -> None:
+        """What the step under way made is what is kept."""
+        self.now, self.next = self.next, self.now
+
+    def load(self, saved: Tensor, name: str) -> None:
+        """Take over what was saved.
+
+        Raises:
+            CheckpointError: It is of another size.
+        """
+        if saved.shape != self.now.shape:
+            raise CheckpointError(
+                f"what was kept of {name!r} has {saved.numel()} elements, and {self.now.numel()} are needed",
+                "They depend on the codec's options, the parameter's shape, the number of workers and the rank.",
+                "Resume with the options of the run that wrote the checkpoint.",
+            )
+        self.now.copy_(saved)
+
+
+def adagrad_(values: Tensor, squares: Kept, *, memory: float = 1.0, level: bool = True) -> Tensor:
+    """Divide values, in place, by the root of what their squares have added up to.
+
+    Duchi, Hazan, Singer 2011; in the form of CNTK's 1-bit SGD.
+
+    Args:
+        values: 1-D float32 G.
+        squares: h; its next half becomes h + G^2, or memory h + (1 - memory) G^2.
+        memory: Less than 1 for a moving average.
+        level: Divide by the mean of 1 / sqrt(h) over the elements that ever were other than 0.
+
+    Returns:
+        `values`.
+    """
+    torch.mul(squares.now, memory, out=squares.next)
+    squares.next.addcmul_(values, values, value=1.0 if memory == 1 else 1 - memory)
+    squares.next.clamp_(max=torch.finfo(torch.float32).max)  # NaN stays NaN
+    root = squares.next.sqrt().add_(_EPSILON)
+    values.div_(root)
+    if level:
+        touched = squares.next != 0
+        total = torch.where(touched, root.reciprocal_(), 0.0).sum()
+        count = touched.sum().clamp_(min=1)
+        # Without a single touched element all values are 0, and stay it.
+        values.div_(torch.where(touched.any(), total / count, 1.0))
+    return values
+
+
+class PlainStripes(Quantiser):
+    """Stripes in full precision, cut as those of another quantiser.
+
+    Args:
+        other: Whose stripes; None cuts anywhere.
+    """
+
+    def __init__(self, other: Quantiser | None = None) -> None:
+        self._other = other
+
+    def view(self, flat: Tensor) -> Tensor:
+        """See `Quantiser`."""
+        return flat if self._other is None else self._other.view(flat)
+
+    def lay(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
+        """See `Quantiser`."""
+        return flat.view(shape) if self._other is None else self._other.lay(flat, shape)
+
+    @property
+    def unit(self) -> int:
+        """See `Quantiser`."""
+        return 1 if self._other is None else self._other.unit
+
+    def size(self, shape: Sequence[int]) -> int:
+        """Four bytes per element."""
+        count = 4
+        for length in shape:
+            count *= length
+        return count
+
+    def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
+        """See `Quantiser`. Nothing is left out, so a residual that was empty stays it."""
+        self._laid(out, values.shape).copy_(values)
+        if residual.keeps:
+            residual.again(values, 0).zero_()
+
+    def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
+        """See `Quantiser`."""
+        torch.div(self._laid(message, out.shape), divisor, out=out)
+
+    def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
+        """See `Quantiser`."""
+        total.add_(self._laid(message, total.shape), alpha=1 / divisor)
+
+    def _laid(self, message: Tensor, shape: Sequence[int]) -> Tensor:
+        return self.lay(message.view(torch.float32), shape)
+
+
+@dataclass(frozen=True)
+class OwnerRule:
+    """What owners do to the sum of a stripe.
+
+    Attributes:
+        adagrad: Where AdaGrad is: one of `PLACEMENTS`.
+        momentum: mu; 0 for none.
+        memory: See `adagrad_`.
+        level: See `adagrad_`.
+        warm: So many first steps travel in full precision; AdaGrad and momentum are the same in them.
+    """
+
+    adagrad: str = "owner"
+    momentum: float = 0.9
+    memory: float = 1.0
+    level: bool = True
+    warm: int = 0
+
+
+class OwnerCoder(Coder):
+    """Exchanges one parameter stripe by stripe, and lets the owners apply a rule.
+
+    Args:
+        spec: The parameter.
+        rule: What owners do.
+        quantiser: How a stripe becomes bytes; None for full precision.
+        bits: Whether it is used; else it only says where stripes are cut.
+    """
+
+    def __init__(self, spec: TensorSpec, rule: OwnerRule, quantiser: Quantiser | None, bits: bool = True) -> None:
+        super().__init__(spec)
+        self._rule, self._quantiser = rule, quantiser
+        self._plain = ShardedCoder(spec, PlainStripes(quantiser), process=self._apply)
+        self._coded = self._plain
+        if quantiser is not None and bits:
+            self._coded = ShardedCoder(spec, quantiser, process=self._apply)
+        self.residuals = self._coded.residuals
+        own, every = self.residuals[OWNER], spec.count
+        sizes = {"worker": every, "off": 0}
+        self._squares = Kept(sizes.get(rule.adagrad, own), spec.device)
+        self._momentum = Kept(own if rule.momentum else 0, spec.device)
+        self._scaled = torch.empty(every if rule.adagrad == "worker" else 0, device=spec.device)
+        self._steps = 0
+        self._samples = 1.0
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of h and m on this worker: 1/K of what an optimizer would keep."""
+        return 4 * (self._squares.now.numel() + self._momentum.now.numel())
+
+    def use(self, scratch: Scratch) -> None:
+        """See `Coder`."""
+        self._plain.use(scratch)
+        self._coded.use(scratch)
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """One round, sharded."""
+        return self._current.rounds
+
+    @property
+    def lasting_rounds(self) -> tuple[Round, ...]:
+        """See `Coder`."""
+        return self._coded.rounds
+
+    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+        """See `Coder`."""
+        if self._rule.adagrad == "worker":
+            gradient = self._adagrad(self._scaled.copy_(gradient))
+        self._current.begin(gradient, residuals)
+
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        """See `Coder`."""
+        self._current.write(index, parts)
+
+    def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
+        """See `Coder`."""
+        self._current.merge(index, received, out)
+
+    def read(self, index: int, parts: Sequence[Tensor]) -> None:
+        """See `Coder`."""
+        self._current.read(index, parts)
+
+    def finish(self, out: Tensor) -> None:
+        """See `Coder`."""
+        self._current.finish(out)
+
+    def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
+        """See `Coder`."""
+        self._coded.spread(key, residual, out)
+
+    def repace(self, samples: float) -> None:
+        """See `Coder`. Momentum forgets as much per sample as before: mu becomes mu^samples."""
+        self._samples = samples
+
+    def commit(self) -> None:
+        """See `Coder`."""
+        self._squares.commit()
+        self._momentum.commit()
+        self._steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps counted, and this worker's h and m."""
+        return {
+            "steps": self._steps,
+            "squares": self._squares.now.clone(),
+            "momentum": self._momentum.now.clone(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Coder`."""
+        self._squares.load(state["squares"], self.spec.name)
+        self._momentum.load(state["momentum"], self.spec.name)
+        self._steps = int(state["steps"])
+
+    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """See `Coder`. Stripes are put together and cut anew; what each worker kept of the whole becomes the mean."""
+        if len(states) == self.spec.workers:
+            self.load_state_dict(states[self.spec.rank])
+            return
+        squares = [state["squares"] for state in states]
+        if self._rule.adagrad == "worker":
+            mine = torch.stack(squares).mean(0)
+        else:
+            mine = self._cut(squares, self._squares.now.numel())
+        momentum = self._cut([state["momentum"] for state in states], self._momentum.now.numel())
+        self.load_state_dict({"steps": states[0]["steps"], "squares": mine, "momentum": momentum})
+
+    def _cut(self, stripes: Sequence[Tensor], size: int) -> Tensor:
+        """This worker's stripe out of those of all workers of another number."""
+        if not size:
+            return torch.empty(0)
+        whole = torch.zeros(self.spec.count)
+        for rank, stripe in enumerate(stripes):
+            spec = replace(self.spec, rank=rank, workers=len(stripes), device=torch.device("cpu"))
+            ShardedCoder(spec, PlainStripes(self._quantiser)).spread(OWNER, stripe.cpu(), whole)
+        return whole[places(self._plain, OWNER, size)]
+
+    @property
+    def _current(self) -> ShardedCoder:
+        return self._plain if self._steps < self._rule.warm else self._coded
+
+    def _adagrad(self, values: Tensor) -> Tensor:
+        return adagrad_(values, self._squares, memory=self._rule.memory, level=self._rule.level)
+
+    def _apply(self, total: Tensor) -> None:
+        """The rule is about the gradient, which is the sum over the workers, or their mean."""
+        divisor = self.spec.divisor
+        if divisor != 1:
+            total.div_(divisor)
+        if self._rule.adagrad == "owner":
+            self._adagrad(total)
+        if self._rule.momentum:
+            mu = self._rule.momentum**self._samples
+            total.copy_(torch.add(total, self._momentum.now, alpha=mu, out=self._momentum.next))
+        if self._rule.adagrad == "after":
+            self._adagrad(total)
+        if divisor != 1:
+            total.mul_(divisor)

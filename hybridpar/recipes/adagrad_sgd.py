@@ -1,0 +1,83 @@
+"""Why: what owners of stripes do in 1-bit SGD is an update rule of its own, which one worker alone can follow, too.
+
+It is also the oracle: without quantisation, workers that share the rule by stripes do what this optimizer does to the
+whole gradient, but for the mean that AdaGrad's steps are levelled by, which is taken stripe by stripe there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+
+from hybridpar.compress.owner import Kept, OwnerRule, adagrad_
+
+
+class AdaGradSGD(torch.optim.Optimizer):
+    """SGD on gradients that AdaGrad has scaled, before momentum or after it; see `hybridpar.compress.owner`.
+
+    Args:
+        params: Parameters or groups of them.
+        lr: Learning rate.
+        rule: AdaGrad and momentum.
+        weight_decay: Of the weights, times the rate; not part of momentum.
+        momentum_power: mu is raised to it; for steps of another number of samples than mu was meant for.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        rule: OwnerRule,
+        weight_decay: float = 0.0,
+        momentum_power: float = 1.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self._rule = rule
+        self.momentum_power = momentum_power
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take a step; a parameter whose gradient is None stays as it is."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is None:
+                        continue
+                    update = self._smooth(parameter)
+                    if group["weight_decay"]:
+                        update = update.add_(parameter, alpha=group["weight_decay"])
+                    parameter.add_(update, alpha=-group["lr"])
+        return loss
+
+    def _smooth(self, parameter: torch.Tensor) -> torch.Tensor:
+        rule, state = self._rule, self.state[parameter]
+        assert parameter.grad is not None
+        values = parameter.grad.detach().clone(memory_format=torch.contiguous_format)
+        if rule.adagrad in ("owner", "worker"):
+            self._scale(values, parameter)
+        if rule.momentum:
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(parameter)
+            mu = rule.momentum**self.momentum_power
+            values.add_(state["momentum_buffer"], alpha=mu)
+            state["momentum_buffer"].copy_(values)
+        if rule.adagrad == "after":
+            self._scale(values, parameter)
+        return values
+
+    def _scale(self, values: torch.Tensor, parameter: torch.Tensor) -> None:
+        state = self.state[parameter]
+        squares = Kept(values.numel(), values.device)
+        if "squares" in state:
+            squares.now.copy_(state["squares"].reshape(-1))
+        adagrad_(values.view(-1), squares, memory=self._rule.memory, level=self._rule.level)
+        state["squares"] = squares.next.view(parameter.shape)

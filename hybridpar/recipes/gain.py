@@ -1,0 +1,151 @@
+"""Why: whether late gradients, or one more worker, make a training faster is arithmetic, done before it is tried.
+
+Both rules are those of Seide et al., Interspeech 2014: double buffering hides the exchange behind computing but pays
+what is fixed per update once more per half batch (section 3.2), and the number of workers is best where computing and
+exchange take equally long (section 2.2, equation 4).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hybridpar.errors import UsageError
+
+#: Part of computing that is the backward pass, behind which overlapped sync hides within a step.
+BACKWARD_SHARE = 2 / 3
+
+#: A form must be predicted to be faster by this factor before `auto` changes the result for it.
+LEAST_GAIN = 1.05
+
+
+@dataclass(frozen=True)
+class PredictedGain:
+    """Milliseconds of a step in each way to sync.
+
+    Attributes:
+        plain_ms: Computing, then the exchange.
+        overlapped_ms: The exchange as far as possible behind the backward pass, bucket by bucket.
+        delay_ms: The exchange behind the whole next step.
+        half_ms: The exchange of each half batch behind the computing of the other.
+    """
+
+    plain_ms: float
+    overlapped_ms: float
+    delay_ms: float
+    half_ms: float
+
+    @property
+    def over_plain(self) -> float:
+        """How many times faster the better form of double buffering is than no overlap at all."""
+        return self.plain_ms / min(self.delay_ms, self.half_ms)
+
+    @property
+    def gain(self) -> float:
+        """How many times faster `delay` is than overlapped sync, which is what would run instead."""
+        return self.overlapped_ms / self.delay_ms
+
+    @property
+    def pays(self) -> bool:
+        """Whether `auto` chooses `delay`."""
+        return self.gain >= LEAST_GAIN
+
+
+def predicted_gain(
+    compute_ms: float,
+    sync_ms: float,
+    *,
+    fixed_ms: float = 0.0,
+    exposed_ms: float | None = None,
+    backward_share: float = BACKWARD_SHARE,
+) -> PredictedGain:
+    """What double buffering is to gain.
+
+    Args:
+        compute_ms: Forward and backward pass of a step.
+        sync_ms: One exchange of all gradients; as long for half a batch as for a whole one.
+        fixed_ms: What every update costs whatever the batch: adding it to the model (T_upd of the paper).
+        exposed_ms: What overlapped sync was measured to leave to wait for; default: what the backward pass cannot hide.
+        backward_share: Part of `compute_ms` that is the backward pass.
+
+    Raises:
+        UsageError: A time is negative or not finite, or nothing is computed.
+    """
+    times = {"compute_ms": compute_ms, "sync_ms": sync_ms, "fixed_ms": fixed_ms, "exposed_ms": exposed_ms or 0.0}
+    for name, value in times.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise UsageError(f"{name} is {value}", "It is a time, at least 0 and finite.")
+    if compute_ms + fixed_ms == 0:
+        raise UsageError("a step that takes no time", "There is nothing to hide an exchange behind.")
+    exposed = max(0.0, sync_ms - backward_share * compute_ms) if exposed_ms is None else exposed_ms
+    return PredictedGain(
+        plain_ms=compute_ms + sync_ms + fixed_ms,
+        overlapped_ms=compute_ms + exposed + fixed_ms,
+        delay_ms=max(compute_ms, sync_ms) + fixed_ms,
+        half_ms=2 * (max(compute_ms / 2, sync_ms) + fixed_ms),
+    )
+
+
+@dataclass(frozen=True)
+class BestWorkers:
+    """How many workers are worth it.
+
+    Attributes:
+        count: K-hat, at least 1; infinite where communication is never what limits.
+        speedup: T(1) over the time of a minibatch with so many workers.
+    """
+
+    count: float
+    speedup: float
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the link is saturated at some number of workers."""
+        return math.isfinite(self.count)
+
+
+def best_workers(
+    samples: int,
+    sample_s: float,
+    *,
+    passes: float = 3,
+    pass_s: float,
+    float_s: float,
+    compression: float = 1.0,
+    update_s: float,
+    half: bool = True,
+) -> BestWorkers:
+    """The number of workers at which computing and exchange take equally long: equation 4 of the paper.
+
+        K-hat = (N/2 T_frm + C T_post) / (T_float / Z - T_upd)
+
+    Args:
+        samples: N, samples of a minibatch over all workers.
+        sample_s: T_frm, seconds of forward and backward pass per sample.
+        passes: C, element-wise passes over the model that owners of stripes share; 3 for momentum and AdaGrad.
+        pass_s: T_post, seconds of one of them on one worker.
+        float_s: T_float, seconds to exchange float32 gradients.
+        compression: Z, what they are divided by.
+        update_s: T_upd, seconds to add the update to the model, on every worker.
+        half: Whether half a minibatch hides the exchange; else a whole one.
+
+    Returns:
+        The number, not rounded. Where T_float / Z is at most T_upd the link can never be saturated, and the speed-up is
+        what what is fixed leaves (Amdahl).
+
+    Raises:
+        UsageError: A figure is negative or not finite, or N or Z is below 1.
+    """
+    figures = {"sample_s": sample_s, "passes": passes, "pass_s": pass_s, "float_s": float_s, "update_s": update_s}
+    for name, value in figures.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise UsageError(f"{name} is {value}", "It is at least 0 and finite.")
+    if samples < 1 or not compression >= 1:
+        raise UsageError(f"{samples} samples and a compression of {compression}", "Both are at least 1.")
+    shared = (samples / 2 if half else samples) * sample_s + passes * pass_s
+    alone, wire = shared + update_s, float_s / compression
+    if wire <= update_s:
+        return BestWorkers(math.inf, alone / update_s if update_s else math.inf)
+    count = max(1.0, shared / (wire - update_s))
+    busiest = alone if count == 1 else max(shared / count + update_s, wire)
+    return BestWorkers(count, alone / busiest)

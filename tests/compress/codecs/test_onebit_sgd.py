@@ -1,0 +1,178 @@
+"""Owners of stripes: their rule against an optimizer that has the whole gradient, and by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpar.compress import check_optimizer, parse_codec
+from hybridpar.compress.feedback import FeedbackCoder
+from hybridpar.compress.owner import Kept, OwnerCoder, OwnerRule, adagrad_
+from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.recipes.adagrad_sgd import AdaGradSGD
+from tests.compress.team import Team, equal
+
+SHAPES = {"matrix": (12, 40), "bias": (7,), "filters": (5, 3, 3, 3), "wide": (2, 50)}
+
+
+def coder_of(team: Team, name: str, rank: int) -> OwnerCoder:
+    coder = team.coders(name)[rank]
+    assert isinstance(coder, FeedbackCoder)
+    assert isinstance(coder._inner, OwnerCoder)
+    return coder._inner
+
+
+@pytest.mark.parametrize("adagrad", ["off", "owner", "after"])
+@pytest.mark.parametrize("memory", [1.0, 0.9])
+def test_without_bits_owners_do_what_an_optimizer_does_to_the_whole(adagrad, memory):
+    options = f"adagrad={adagrad},momentum=0.8,memory={memory},level=off,bits=off"
+    team = Team(f"onebit_sgd:{options}", SHAPES, 3)
+    whole = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    rule = OwnerRule(adagrad, 0.8, memory, level=False)
+    optimizer = AdaGradSGD(whole.values(), lr=1.0, rule=rule)
+    for step in range(4):
+        gradients = team.gradients(step)
+        outs = team.step(gradients)
+        before = [parameter.detach().clone() for parameter in whole.values()]
+        for index, parameter in enumerate(whole.values()):
+            parameter.grad = torch.stack([own[index] for own in gradients]).mean(0).view(parameter.shape)
+        optimizer.step()
+        for out, old, parameter in zip(outs, before, whole.values(), strict=True):
+            torch.testing.assert_close(out.view(parameter.shape), old - parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_without_bits_and_adagrad_it_is_torchs_momentum():
+    team = Team("onebit_sgd:adagrad=off,momentum=0.9,bits=off", SHAPES, 2)
+    whole = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES.values()]
+    optimizer = torch.optim.SGD(whole, lr=1.0, momentum=0.9)
+    total = [torch.zeros(math.prod(shape)) for shape in SHAPES.values()]
+    for step in range(4):
+        gradients = team.gradients(step)
+        for sum_, out in zip(total, team.step(gradients), strict=True):
+            sum_ += out
+        for index, parameter in enumerate(whole):
+            parameter.grad = torch.stack([own[index] for own in gradients]).mean(0).view(parameter.shape)
+        optimizer.step()
+    for sum_, parameter in zip(total, whole, strict=True):
+        torch.testing.assert_close(-sum_.view(parameter.shape), parameter.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_one_worker_quantises_its_own_gradient_twice():
+    bits = Team("onebit_sgd:adagrad=off,momentum=0", SHAPES, 1)
+    plain = Team("onebit:meet=shard", SHAPES, 1)
+    for step in range(3):
+        gradients = bits.gradients(step)
+        outs, expected = bits.step(gradients), plain.step(gradients)
+        for name, out, other in zip(SHAPES, outs, expected, strict=True):
+            torch.testing.assert_close(out, other, msg=name)
+
+
+def test_each_worker_keeps_its_stripe_of_the_state():
+    team = Team("onebit_sgd", SHAPES, 3)
+    team.step(team.gradients(0))
+    for name, shape in SHAPES.items():
+        kept = [coder_of(team, name, rank).kept_bytes for rank in range(3)]
+        assert sum(kept) == 2 * 4 * math.prod(shape)
+    assert sum(coder_of(team, "matrix", rank).kept_bytes for rank in range(3)) == 3 * 2 * 4 * 160
+
+
+def test_adagrad_by_hand():
+    squares = Kept(3, torch.device("cpu"))
+    first = adagrad_(torch.tensor([3.0, -4.0, 0.0]), squares, level=False)
+    torch.testing.assert_close(first, torch.tensor([1.0, -1.0, 0.0]))
+    squares.commit()
+    again = adagrad_(torch.tensor([4.0, 3.0, 0.0]), squares, level=False)  # h = 25 and 25
+    torch.testing.assert_close(again, torch.tensor([0.8, 0.6, 0.0]))
+    # The mean of what was multiplied with, 1/5 of both elements that ever moved, is divided out again.
+    levelled = adagrad_(torch.tensor([4.0, 3.0, 0.0]), squares)
+    torch.testing.assert_close(levelled, torch.tensor([4.0, 3.0, 0.0]))
+    assert not adagrad_(torch.zeros(3), Kept(3, torch.device("cpu"))).any()
+
+
+def test_where_adagrad_is_makes_a_difference():
+    outs = {}
+    for place in ("owner", "worker", "after", "off"):
+        team = Team(f"onebit_sgd:adagrad={place},bits=off", {"matrix": (8, 40)}, 2)
+        for step in range(3):
+            outs[place] = team.step(team.gradients(step))[0]
+    results = list(outs.values())
+    for index, out in enumerate(results):
+        assert out.isfinite().all()
+        assert not any(torch.allclose(out, other) for other in results[:index])
+
+
+def test_worker_scales_before_it_quantises():
+    team = Team("onebit_sgd:adagrad=worker,level=off,momentum=0,bits=off", {"matrix": (2, 40)}, 2)
+    gradients = team.gradients(0)
+    (out,) = team.step(gradients)
+    expected = sum((own[0] / own[0].abs() for own in gradients), start=torch.zeros(80)) / 2
+    torch.testing.assert_close(out, expected)
+
+
+def test_first_steps_are_in_full_precision_and_momentum_goes_on():
+    warm, plain = Team("onebit_sgd:warm=2", SHAPES, 3), Team("onebit_sgd:bits=off", SHAPES, 3)
+    for step in range(2):
+        for left, right in zip(warm.step(warm.gradients(step)), plain.step(plain.gradients(step)), strict=True):
+            assert torch.equal(left, right)
+    assert all(not warm.unsent(name).any() for name in SHAPES)
+    kept = coder_of(warm, "matrix", 0).state_dict()
+    assert equal(kept, coder_of(plain, "matrix", 0).state_dict())
+    sent = warm.exchanges[0].traffic.wire
+    assert sent < plain.exchanges[0].traffic.wire / 2
+    out = warm.step(warm.gradients(2))[0]
+    assert not torch.equal(out, plain.step(plain.gradients(2))[0])
+    assert len(out.view(12, 40).unique(dim=1).T) <= 12 * 2 + 40  # rows hold two values each
+    assert all(len(row.unique()) <= 2 for row in out.view(12, 40))
+
+
+@pytest.mark.parametrize("adagrad", ["owner", "worker"])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_state_goes_on_with_another_number_of_workers(adagrad, workers):
+    text = f"onebit_sgd:adagrad={adagrad},bits=off,level=off"
+    old = Team(text, SHAPES, 3)
+    mean = [torch.randn(math.prod(shape)) for shape in SHAPES.values()]
+    for _ in range(2):  # equal gradients on all workers, so that their number makes no difference
+        old.step([[one.clone() for one in mean] for _ in range(3)])
+    new = Team(text, SHAPES, workers)
+    for name in SHAPES:
+        states = [coder.state_dict() for coder in old.coders(name)]
+        for coder in new.coders(name):
+            coder.load_states(states)
+    left = old.step([[one.clone() for one in mean] for _ in range(3)])
+    right = new.step([[one.clone() for one in mean] for _ in range(workers)])
+    for mine, theirs in zip(left, right, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_momentum_per_sample():
+    team = Team("onebit_sgd:adagrad=off,bits=off,momentum=0.81", {"bias": (4,)}, 2)
+    for exchange in team.exchanges:
+        exchange.coders[0].repace(0.5)
+    ones = [[torch.ones(4)], [torch.ones(4)]]
+    team.step(ones)
+    torch.testing.assert_close(team.step(ones)[0], torch.full((4,), 1.9))
+
+
+def test_momentum_is_kept_once():
+    model = nn.Linear(4, 4)
+    with pytest.raises(UsageError, match=r"momentum=0\.9 in SGD"):
+        check_optimizer(parse_codec("onebit_sgd"), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    check_optimizer(parse_codec("onebit_sgd"), torch.optim.SGD(model.parameters(), lr=0.1))
+    check_optimizer(parse_codec("onebit_sgd:momentum=0"), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    check_optimizer(parse_codec("onebit"), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize("option", ["adagrad=ovner", "momentum=1", "memory=0", "memory=1.5", "warm=-1", "group=rows"])
+def test_bad_options(option):
+    with pytest.raises(UsageError, match=option.partition("=")[0]):
+        parse_codec(f"onebit_sgd:{option}")
+
+
+def test_state_of_another_shape_is_refused():
+    coder = coder_of(Team("onebit_sgd", {"matrix": (4, 40)}, 2), "matrix", 0)
+    other = coder_of(Team("onebit_sgd", {"matrix": (8, 40)}, 2), "matrix", 0)
+    with pytest.raises(CheckpointError, match="elements"):
+        coder.load_state_dict(other.state_dict())

@@ -1,0 +1,98 @@
+"""Late gradients against one process that applies them late, and what becomes of them in checkpoints and bad steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridpar.errors import UsageError
+from hybridpar.recipes import gain
+from tests.ranks import RankError, run_ranks
+from tests.recipes.training import close, config, delayed_oracle, same, train_rank
+
+STEPS = 5
+
+
+def run(options, steps=STEPS, size=2, **more):
+    return run_ranks(_train, size, options, steps, more, shared_memory=False)
+
+
+def _train(world, options, steps, more):
+    return train_rank(world, options, steps, **more)
+
+
+def test_a_step_applies_the_gradient_of_the_step_before():
+    ranks = run({"double_buffer": "delay"})
+    assert same(ranks[0]["weights"], ranks[1]["weights"])
+    close(ranks[0]["weights"], delayed_oracle(STEPS))
+    assert ranks[0]["staleness"] == [0.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_halves_are_late_by_half_a_batch():
+    ranks = run({"double_buffer": "half"})
+    assert same(ranks[0]["weights"], ranks[1]["weights"])
+    close(ranks[0]["weights"], delayed_oracle(STEPS, parts=2, momentum=0.9**0.5, decay=0.005))
+    assert ranks[0]["staleness"] == [0.5, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_the_loss_is_that_of_the_whole_batch():
+    plain, late, halves = (run({"double_buffer": form, "lr": 1e-9}, 2)[0] for form in ("off", "delay", "half"))
+    assert late["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert halves["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert plain["staleness"] == [None, None]
+
+
+def test_uneven_shares_and_micro_batches():
+    options = {"double_buffer": "delay", "micro_batches": 2}
+    close(run(options, cut=[8, 4])[1]["weights"], delayed_oracle(STEPS))
+
+
+@pytest.mark.parametrize("form", ["delay", "half"])
+@pytest.mark.parametrize("codec", ["none", "onebit_sgd"])
+def test_a_resumed_run_goes_on_bit_for_bit(form, codec, tmp_path):
+    options = {"double_buffer": form, "compress": codec, **({"momentum": 0.0} if codec != "none" else {})}
+    through = run(options, save=(str(tmp_path), 3))
+    assert same(through[0]["weights"], run(options)[0]["weights"]), "saving changed the training"
+    resumed = run(options, load=str(tmp_path / "step-3"))
+    for mine, theirs in zip(through, resumed, strict=True):
+        assert same(mine["weights"], theirs["weights"])
+        assert mine["losses"][3:] == theirs["losses"]
+
+
+def test_a_bad_step_costs_its_gradient_and_the_one_that_waited():
+    ranks = run({"double_buffer": "delay", "compress": "onebit"}, 7, norm=True, spoil=3)
+    for rank in ranks:
+        assert rank["skipped"] == [False] * 3 + [True, True] + [False] * 2
+        assert all(one.isfinite().all() for one in (*rank["weights"], *rank["buffers"]))
+    assert same(ranks[0]["weights"], ranks[1]["weights"])
+
+
+def test_one_worker_has_nothing_to_hide():
+    for form in ("delay", "half", "auto"):
+        alone = run({"double_buffer": form, "micro_batches": 1}, size=1)[0]
+        plain = run({"micro_batches": 2 if form == "half" else 1}, size=1)[0]
+        assert same(alone["weights"], plain["weights"])
+        assert set(alone["staleness"]) == {0.0}
+
+
+def _decided(world, least):
+    gain.LEAST_GAIN = least
+    try:
+        return train_rank(world, {"double_buffer": "auto", "compress": "onebit"}, 13)
+    finally:
+        gain.LEAST_GAIN = 1.05
+
+
+def test_auto_decides_by_what_is_predicted_and_all_alike():
+    for least, delayed in ((0.0, True), (1e9, False)):
+        for rank in run_ranks(_decided, 2, least, shared_memory=False):
+            assert rank["delayed"] is delayed
+            assert rank["staleness"] == [0.0] * 12 + [float(delayed)]
+
+
+def test_halves_need_sgd():
+    with pytest.raises(UsageError, match=r"--double-buffer half with --optimizer adamw"):
+        config(double_buffer="half", optimizer="adamw").check()
+    with pytest.raises(
+        RankError, match=r"cannot be divided into 2 micro-batches[\s\S]*cannot be divided into the micro-batches"
+    ):
+        run({"double_buffer": "half"}, cut=[11, 1])
