@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from hybridpar.config_server import ServerConfig
 from hybridpar.errors import UsageError
 
 
@@ -147,7 +148,7 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(PipelineConfig, SyncConfig, OptimizerConfig, DataConfig):
+class TrainConfig(PipelineConfig, ServerConfig, SyncConfig, OptimizerConfig, DataConfig):
     """Everything a training run can be told."""
 
     stem: Literal["imagenet", "cifar"] = "imagenet"
@@ -234,6 +235,9 @@ class TrainConfig(PipelineConfig, SyncConfig, OptimizerConfig, DataConfig):
         for option, value, holds, rule in rules:
             if not holds:
                 raise UsageError(f"{option} is {value}", f"It must be {rule}.")
+        self.check_sync()
+        if self.uses_servers:
+            self._check_with_servers()
         if self.cuda_graph and self.compresses:
             raise UsageError(
                 f"--cuda-graph with --compress {self.compress}",
@@ -254,3 +258,26 @@ class TrainConfig(PipelineConfig, SyncConfig, OptimizerConfig, DataConfig):
             )
         if self.nesterov and self.momentum == 0:
             raise UsageError("--nesterov with --momentum 0", "Nesterov's method needs momentum.", "Set --momentum 0.9.")
+
+    def _check_with_servers(self) -> None:
+        """Refuse what needs all gradients in one place, or all workers in one step.
+
+        Raises:
+            UsageError: Such an option is given.
+        """
+        whole = "With parameter servers every worker computes the whole model, at its own pace."
+        shards = "A shard sees its own stripe of the gradients only."
+        refused: list[tuple[str, bool, str]] = [
+            ("--stages or --plan", self.is_staged, whole),
+            ("--replicas", self.replicas is not None, whole),
+            ("--cuda-graph", self.cuda_graph, whole),
+            ("--timeline", self.timeline is not None, "A timeline is of workers that make one step together."),
+            ("--clip-norm", self.clip_norm is not None, shards),
+            ("--compress auto", self.chooses, "It measures all-reduces, which such a run does not use."),
+            ("--batch-norm sync", self.batch_norm == "sync", "Workers do not meet in the middle of a step."),
+        ]
+        for option, given, rule in refused:
+            if given:
+                raise UsageError(f"{option} with --sync {self.sync}", rule, "Leave out one of them.")
+        if self.workers is not None:
+            self.split_count(self.workers)

@@ -53,6 +53,7 @@ ROOMS: dict[str, set[str]] = {
         "tvm_kernels",
     },
     "optim": {"config", "errors"},
+    "server": {"checkpoint", "compress", "config", "errors", "launch", "optim", "pipeline", "process", "registry"},
     "checkpoint": {"errors", "pipeline"},
     "trainer": {
         *("checkpoint", "config", "errors", "lanes", "models", "optim", "partition", "pipeline", "plan", "process"),
@@ -62,7 +63,7 @@ ROOMS: dict[str, set[str]] = {
     "doctor": {"cluster", "errors", "probe", "process"},
     "run": {
         *("checkpoint", "cluster", "compress", "config", "data", "errors", "launch", "models", "observe", "pipeline"),
-        *("plan", "process", "rundir", "trainer", "tvm_kernels"),
+        *("plan", "process", "rundir", "server", "trainer", "tvm_kernels"),
     },
     "show": {"errors", "observe", "partition", "pipeline", "plan"},
     "bench": {"compress", "config", "errors", "launch", "models", "optim", "pipeline", "process", "trainer"},
@@ -92,6 +93,7 @@ ROOMS: dict[str, set[str]] = {
 SHARED_ROOMS = {
     **dict.fromkeys(("lane_base", "lane_check", "lane_cpu", "lane_cuda", "lane_ops"), "lanes"),
     "cluster_file": "cluster",
+    "config_server": "config",
     "probe_worker": "probe",
     "cuda_driver": "kernel_cuda",
     **dict.fromkeys(("kernel_builder", "kernel_writer", "kernel_writer_cuda"), "kernel_build"),

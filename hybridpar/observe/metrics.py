@@ -50,6 +50,10 @@ STEP_COLUMNS = (
     "sync_ms",
     "hidden_share",
     "residual_norm",
+    "staleness",
+    "most_stale",
+    "queued",
+    "bytes_pulled",
 )
 
 
@@ -118,6 +122,10 @@ class MetricsWriter:
                 "sync_ms": _known(record.sync_ms),
                 "hidden_share": _known(record.hidden_share),
                 "residual_norm": None if record.residual_norm is None else _finite(record.residual_norm),
+                "staleness": _known(record.staleness),
+                "most_stale": record.most_stale,
+                "queued": _known(record.queued),
+                "bytes_pulled": record.bytes_pulled,
             }
         )
         self._events.add_step(record, rate)

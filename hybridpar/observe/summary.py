@@ -66,7 +66,7 @@ def summarize(
     last = int(steps["step"][-1]) if len(steps["step"]) else resumed_from or 0
     steady = _steady(steps["step"], resumed_from)
     accuracies = [epoch.test_accuracy for epoch in table.epochs if epoch.test_accuracy is not None]
-    sent = _median(steps["bytes_sent"][steady])
+    sent, pulled = _median(steps["bytes_sent"][steady]), _median(steps["bytes_pulled"][steady])
     return {
         "model": info.model,
         "data": info.data,
@@ -98,6 +98,10 @@ def summarize(
         "replicas": info.replicas,
         "micro_batches": info.micro_batches,
         "schedule": info.schedule,
+        "sync": info.sync,
+        "servers": info.servers,
+        "bytes_pulled_per_step": None if pulled is None else round(pulled),
+        "queued": _median(steps["queued"][steady]),
         # What metrics.jsonl does not hold; for the run to fill in.
         "bubble": None,
         "overlap": None,
@@ -105,6 +109,7 @@ def summarize(
         "predicted_step_ms": None,
         "predicted_sync_ms": None,
         "kernels": None,
+        "staleness": None,
         "versions": _installed_versions() | dict(versions or {}),
     }
 

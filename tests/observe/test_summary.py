@@ -89,6 +89,11 @@ def test_a_whole_run_in_numbers(whole):
         "decode_ms": None,
         "sync_ms": None,
         "predicted_sync_ms": None,
+        "sync": "allreduce",
+        "servers": 0,
+        "bytes_pulled_per_step": None,
+        "queued": None,
+        "staleness": None,
     }
 
 
