@@ -42,6 +42,7 @@ from hybridpar.plan import ModelInfo, Plan
 from hybridpar.process import describe as describe_process
 from hybridpar.run_kernels import prepare_kernels
 from hybridpar.run_plan import plan_of_run
+from hybridpar.run_server import run_served
 from hybridpar.run_sync import sync_fields, tell_travelling
 from hybridpar.run_timeline import StageWatch, check_timeline
 from hybridpar.rundir import claim_place, find_place
@@ -70,6 +71,8 @@ def run_training(config: TrainConfig, model_name: str) -> int:
         HybridparError: Whatever ends the run before its time.
     """
     config.check()
+    if config.uses_servers:
+        return run_served(config, model_name)
     rule = SaveRule.parse(config.checkpoint_every)
     world = World.join(lanes=config.sum_groups, timeout=config.timeout, shared_memory=config.shares_memory)
     try:

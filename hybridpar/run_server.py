@@ -8,57 +8,37 @@ Its own place can be taken by another process: what it must know is in the run d
 from __future__ import annotations
 
 import contextlib
-import math
-import statistics
+import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hybridpar.checkpoint import load_checkpoint, prune_checkpoints
+from hybridpar.checkpoint import prune_checkpoints
 from hybridpar.compress import check_optimizer, read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches, load_dataset
-from hybridpar.errors import CheckpointError, SyncError, UsageError
+from hybridpar.errors import SyncError
 from hybridpar.evaluation import Evaluation, evaluate
 from hybridpar.launch import StopRequest, leave_verdict
-from hybridpar.models import build_model, model_fingerprint, parameter_count
-from hybridpar.observe import (
-    EpochRecord,
-    MetricsWriter,
-    Progress,
-    RunInfo,
-    StepRecord,
-    draw_loss,
-    draw_staleness,
-    open_progress,
-    print_report,
-    read_metrics,
-    summarize,
-    write_summary,
-)
-from hybridpar.observe.files import replace_file
-from hybridpar.optim import build_optimizer, load_optimizer_state, rate_factor
+from hybridpar.models import build_model
+from hybridpar.observe import EpochRecord, MetricsWriter, Progress, open_progress
+from hybridpar.optim import build_optimizer, rate_factor
 from hybridpar.pipeline.world import World, default_device
-from hybridpar.plan import ModelInfo, trivial_plan
-from hybridpar.run_server_state import ServedState, load_position, position_of
-from hybridpar.rundir import RunPlace, claim_place, find_place
+from hybridpar.run_server_report import ServedTimes, describe_run, report_run, step_record
+from hybridpar.run_server_state import ServedState, Standing
 from hybridpar.save_rule import SaveRule
 from hybridpar.server.learner import Exchanged, Learner
-from hybridpar.server.link import LinkOptions, Links, ShardLink
 from hybridpar.server.optimize import described_parameters
 from hybridpar.server.place import Place, find_own_place
 from hybridpar.server.present import exchange
 from hybridpar.server.process import OwnShard, serve_shard
-from hybridpar.server.encoding import PushEncoder
 from hybridpar.server.rules import Rules
-from hybridpar.server.staleness import StalenessHistogram
-from hybridpar.server.stripes import cut_model, piece_views, trained_parameters
-from hybridpar.worker import device_name, tune_worker
+from hybridpar.server.stripes import cut_model, trained_parameters
+from hybridpar.timings import RunningMean
+from hybridpar.worker import tune_worker
 
 
 def run_served(config: TrainConfig, model_name: str) -> int:
@@ -74,11 +54,12 @@ def run_served(config: TrainConfig, model_name: str) -> int:
         rule = SaveRule.parse(config.checkpoint_every)
         place = find_own_place(config, config.timeout)
         config.split_count(place.workers)
-        if not place.is_worker:
-            with _ignoring_signals():
-                serve_shard(config, place)
-            return 0
         with contextlib.ExitStack() as stack:
+            if not place.is_worker:
+                # Signals are for workers: until they have left, they need the servers to save.
+                stack.callback(StopRequest().release)
+                serve_shard(config, place)
+                return 0
             run = ServedRun(config, model_name, place, rule)
             if place.servers == 0:
                 stack.enter_context(OwnShard(config, place))
@@ -86,40 +67,6 @@ def run_served(config: TrainConfig, model_name: str) -> int:
     except BaseException as error:
         leave_verdict(error, debug=config.debug)  # before the peers notice that this process is gone
         raise
-
-
-@contextlib.contextmanager
-def _ignoring_signals() -> Iterator[None]:
-    """A server ends when the workers have ended; until then they need it to save."""
-    stop = StopRequest()
-    try:
-        yield
-    finally:
-        stop.release()
-
-
-@dataclass
-class _Times:
-    """One value per push of this worker."""
-
-    compute_ms: list[float] = field(default_factory=list)
-    exposed_ms: list[float] = field(default_factory=list)
-    data_ms: list[float] = field(default_factory=list)
-    pushed: list[float] = field(default_factory=list)
-    pulled: list[float] = field(default_factory=list)
-
-    def add(self, result: Exchanged, data_ms: float) -> None:
-        """Take in a push."""
-        self.compute_ms.append(result.compute_ms)
-        self.exposed_ms.append(result.exposed_ms)
-        self.data_ms.append(data_ms)
-        self.pushed.append(result.pushed)
-        self.pulled.append(result.pulled)
-
-    def medians(self) -> dict[str, float]:
-        """Without the first three, where there are others."""
-        known = {name: values[3:] or values for name, values in vars(self).items()}
-        return {name: statistics.median(values) for name, values in known.items() if values}
 
 
 class ServedRun:
@@ -134,13 +81,44 @@ class ServedRun:
 
     def __init__(self, config: TrainConfig, model_name: str, place: Place, rule: SaveRule) -> None:
         self.config, self.model_name, self.place, self.rule = config, model_name, place, rule
-        self.worker, self.workers = place.rank, place.workers
-        self.is_main = self.worker == 0
-        self.barrier = Rules.of(config, self.workers).barrier
+        self.is_main = place.rank == 0
+        self.rules = Rules.of(config, place.workers)
         self.device = default_device()
         tune_worker(config, World(device=self.device))
         data = self._load_data()
-        self.sample_shape = data.sample_shape
+        self._open_data(data)
+        torch.manual_seed(config.seed)
+        self.model = build_model(model_name, data.classes, stem=config.stem).to(self.device)
+        if config.uses_channels_last:
+            self.model.to(memory_format=torch.channels_last)
+        self.policy = read_policy(config.compress)
+        self.policy.check(list(trained_parameters(self.model)))
+        for entry in self.policy.rules:
+            check_optimizer(entry.codec, build_optimizer(self.model, config))
+        self.stripes = cut_model(described_parameters(self.model), place.shards)
+        self.loss = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+        # From here on the workers' generators (dropout) differ.
+        torch.manual_seed(config.seed * 1000 + 1 + place.rank)
+        self.times = ServedTimes()
+        self._writer: MetricsWriter | None = None
+        self._progress: Progress = Progress()
+        self._losses, self._epoch_began = RunningMean(), time.monotonic()
+        self._last_save, self._wish, self._sound = time.monotonic(), False, True
+        self._saved: object = None
+
+    def _load_data(self) -> ImageData:
+        """Load the data set; where it may be downloaded, worker 0 goes first."""
+        if not self.config.download or self.place.workers == 1:
+            return load_dataset(self.config)
+        if not self.is_main:
+            self.place.wait_for("data", 24 * 3600.0)
+            return load_dataset(self.config)
+        data = load_dataset(self.config)
+        self.place.store.set("data", "there")
+        return data
+
+    def _open_data(self, data: ImageData) -> None:
+        config, place = self.config, self.place
         common: dict[str, Any] = {
             "loader_workers": config.loader_workers,
             "device": self.device,
@@ -150,133 +128,209 @@ class ServedRun:
             data,
             seed=config.seed,
             batch_size=config.batch_size,
-            rank=self.worker,
-            workers=self.workers,
+            rank=place.rank,
+            workers=place.workers,
             micro_batches=config.micro_batches,
             **common,
         )
         # Where nobody waits, worker 0 tests alone while the others go on.
-        parts = (self.worker, self.workers) if self.barrier else (0, 1)
-        size = max(2, config.batch_size // self.workers)
-        self.test = TestBatches(data, batch_size=size, rank=parts[0], workers=parts[1], **common)
+        rank, workers = (place.rank, place.workers) if self.rules.barrier else (0, 1)
+        size = max(2, config.batch_size // place.workers)
+        self.test = TestBatches(data, batch_size=size, rank=rank, workers=workers, **common)
         self.per_epoch = self.batches.steps_per_epoch
         self.total = config.steps if config.steps is not None else config.epochs * self.per_epoch
-        torch.manual_seed(config.seed)
-        self.model = build_model(model_name, data.classes, stem=config.stem).to(self.device)
-        if config.uses_channels_last:
-            self.model.to(memory_format=torch.channels_last)
-        self.fingerprint = model_fingerprint(self.model)
-        self.policy = read_policy(config.compress)
-        self.policy.check(list(trained_parameters(self.model)))
-        for compression in self.policy.rules:
-            check_optimizer(compression.codec, build_optimizer(self.model, config))
-        self.stripes = cut_model(described_parameters(self.model), place.shards)
-        self.loss = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
-        torch.manual_seed(config.seed * 1000 + 1 + self.worker)
-        self.times = _Times()
-        self.own_steps = 0
-        self.step = 0
-        self.best: tuple[float, int] | None = None
-        self.resumed_from: int | None = None
-        self._saved: object = None
-        self._sound = True
-        self._wish = False
-        self._last_save = time.monotonic()
-        self._epoch_started, self._losses = time.monotonic(), list[tuple[float, int]]()
+        self.sample_shape = data.sample_shape
 
-    def _load_data(self) -> ImageData:
-        """Load the data set; where it may be downloaded, worker 0 goes first."""
-        if self.config.download and self.workers > 1:
-            if self.is_main:
-                data = load_dataset(self.config)
-                self.place.store.set("data", "there")
-                return data
-            self.place.wait_for("data", 3600.0)
-        return load_dataset(self.config)
+    # -------------------------------------------------------------------- loop
 
-    # ------------------------------------------------------------------- start
-
-    def _open_links(self) -> Links:
-        config = self.config
-        tensors = self._host_tensors()
-        coded = not self.policy.changes_nothing
-        links = []
-        for number, (address, token) in enumerate(self.place.find(config.timeout)):
-            stripe = self.stripes[number]
-            options = LinkOptions(
-                worker=self.worker,
-                shards=self.place.shards,
-                fingerprint=self.fingerprint,
-                policy=str(self.policy),
-                token=token,
-                timeout=config.timeout,
-                half=config.pull == "fp16",
-                returns=not self.barrier,
+    def execute(self) -> int:
+        """Train to the end, or until a signal."""
+        stop = StopRequest()
+        try:
+            self.state = ServedState(
+                *(self.config, self.model_name, self.model, self.stripes, self.place, self.policy),
+                self.rules.barrier,
+                self.per_epoch,
             )
-            encoder = PushEncoder(self.policy, stripe) if coded else None
-            links.append(ShardLink(number, address, stripe, piece_views(stripe, tensors), encoder, options))
-        return Links(links)
+            polite = False
+            try:
+                stopped = self._train(stop)
+                polite = True
+            finally:
+                self.state.links.close(polite=polite)
+        finally:
+            stop.release()
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
+        return 128 + stop.signal if stopped and stop.signal is not None and not launched else 0
 
-    def _host_tensors(self) -> dict[str, torch.Tensor]:
-        """Where weights arrive: in the parameters, or beside those of a GPU."""
-        parameters = trained_parameters(self.model)
-        if self.device.type == "cpu":
-            return {name: own.data for name, own in parameters.items()}
-        return {name: torch.empty_like(own.data, device="cpu").pin_memory() for name, own in parameters.items()}
-
-    def _begin(self, links: Links) -> Path:
-        """Come to the shards, bring them the weights if they have none, and find out where the run stands.
-
-        Returns:
-            The run directory.
-        """
-        run_place = find_place(self.config, self.model_name) if self.is_main else None
-        rows = 0
-        if run_place is not None and self.place.joins:
-            rows = _last_step(run_place.directory)
-        welcome = links.hello(sum(b.numel() for b in self.model.buffers() if b.is_floating_point()), rows if self.is_main else None)
-        if run_place is not None and not all(one["initialised"] for one in welcome):
-            run_place = self._bring_weights(links, run_place)
-        elif run_place is not None:
-            self.best = _best_of(run_place.directory)
-            self.resumed_from = rows or None
-        facts = links.links[0].unpack_rest()
-        self.state.take_over(links)
-        self.step = int(facts["step"]) if self.barrier or not self.place.joins else int(welcome[0]["step"])
-        self.own_steps = self.step
-        if facts["checkpoint"] is not None and not self.place.joins:
-            self.own_steps = load_position(Path(facts["checkpoint"]), self, links) or self.step
-        return Path(facts["directory"])
-
-    def _bring_weights(self, links: Links, place: RunPlace) -> RunPlace:
-        """Worker 0: the weights at the start, or those of the checkpoint that the run goes on from."""
-        optimizer: dict[str, Any] | None = None
-        progress: list[dict[str, Any]] = []
-        step = clock = 0
-        if place.checkpoint is not None:
-            data = load_checkpoint(place.checkpoint)
-            extra = position_of(self.config, data, place.checkpoint, self.fingerprint)
-            self.model.load_state_dict(data.model)
-            load_optimizer_state(build_optimizer(self.model, self.config), self.model, data.training["optimizer"])
-            optimizer = data.training["optimizer"]
-            step = clock = self.resumed_from = data.step
-            known = data.training.get("server", {})
-            progress = known.get("shards", [])
-            clock = max((int(one["clock"]) for one in progress), default=step)
-            self.best = (extra["best_accuracy"], extra["best_step"]) if extra["best_step"] is not None else None
-        place = claim_place(place, self.config, self.model_name, {"torch": torch.__version__})
-        facts = {
-            "directory": str(place.directory),
-            "checkpoint": None if place.checkpoint is None else str(place.checkpoint),
-            "step": step,
-        }
-        starts = self.state.starts(
-            limit=self.total * self.workers,
-            optimizer=optimizer,
-            progress=progress,
-            taken=step * self.workers,
-            clock=clock,
-            facts=facts,
+    def _train(self, stop: StopRequest) -> bool:
+        """All of the run; True when a signal ended it early."""
+        self.at: Standing = self.state.begin(self.total)
+        self._saved = self._progress_made() if self.at.resumed_from is not None else None
+        self.learner = Learner(
+            self.model,
+            self.loss,
+            self.state.links,
+            barrier=self.rules.barrier,
+            bf16=self.config.amp == "bf16",
+            guard=self.config.guard,
+            compiled=self.config.compile,
+            took=self.state.take_weights,
         )
-        links.initialise(starts)
-        return place
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.learner.close)
+            if self.is_main:
+                self.info = describe_run(self, self.at)
+                self._writer = stack.enter_context(MetricsWriter(self.at.directory, self.at.resumed_from))
+                self._progress = stack.enter_context(open_progress())
+                self._progress.start(self.info, self.at.resumed_from or 0)
+            stopped = self._steps(stop)
+        self._finish(stopped)
+        return stopped
+
+    def _steps(self, stop: StopRequest) -> bool:
+        """Push gradients until there are enough; True when a signal ended it early."""
+        if self.at.step >= self.total:
+            return False
+        for batch, data_ms in self._endless():
+            rate = rate_factor(min(self.at.step, self.total - 1), self.total, self.per_epoch, self.config)
+            seconds = self.rule.seconds
+            due = seconds is not None and self.is_main and time.monotonic() - self._last_save >= seconds
+            result = self.learner.step(
+                batch.micro_batches,
+                batch.samples,
+                batch.global_samples,
+                rate=rate,
+                stop=stop.wanted,
+                save=due or self._wish,
+            )
+            self._wish = False
+            self.at.own_steps += 1
+            before, self.at.step = self.at.step, result.step
+            self.times.add(result, data_ms)
+            self._record(result, data_ms)
+            if result.save:
+                self._save(f"save-{result.save}")
+            if result.stop:
+                self._save("stopped")
+                return True
+            self._end_of_step(before, result)
+            if result.done:
+                return False
+        raise AssertionError("batches never end")
+
+    def _endless(self) -> Iterator[tuple[Batch, float]]:
+        """This worker's share of all epochs to come, with the time that each batch was waited for."""
+        while True:
+            epoch, first = divmod(self.at.own_steps, self.per_epoch)
+            batches = iter(self.batches.epoch(epoch, first))
+            for _ in range(first, self.per_epoch):
+                asked = time.perf_counter()
+                batch = next(batches)
+                yield batch, (time.perf_counter() - asked) * 1e3
+
+    def _record(self, result: Exchanged, data_ms: float) -> None:
+        """Worker 0: write down what the steps since the last push did."""
+        for text in result.news:
+            self._progress.warn(text)
+        for row in result.rows:
+            self._sound = self.config.guard or row["skipped"] == 0
+            record = step_record(row, result, data_ms, self.per_epoch, self.config.lr)
+            self._losses.add(record.loss, record.samples)
+            self._progress.step(record)
+            if self._writer is not None:
+                self._writer.write_step(record)
+            if record.skipped:
+                self._progress.warn(f"step {record.step}: a gradient was not finite and did not count")
+
+    def _end_of_step(self, before: int, result: Exchanged) -> None:
+        """Test and save where an epoch, or the run, has ended between two answers."""
+        ended = result.step // self.per_epoch > before // self.per_epoch
+        if (ended or result.done) and (self.rules.barrier or self.is_main):
+            self._end_epoch(result)
+        if self.rules.barrier or result.done:
+            every = self.rule.steps
+            if every and result.step // every > before // every and not result.done:
+                self._save(f"step-{result.step}")
+            return
+        every = self.rule.steps
+        self._wish |= self.is_main and bool(every) and result.step // (every or 1) > before // (every or 1)
+
+    def _end_epoch(self, result: Exchanged) -> None:
+        evaluation = self._evaluate(result.step)
+        step = result.step
+        improved = self.at.best is None or evaluation.accuracy > self.at.best[0]
+        if improved:
+            self.at.best = (evaluation.accuracy, step)
+        seconds = time.monotonic() - self._epoch_began
+        # Where nobody waits an answer may come some steps after the end of the epoch that it tells of.
+        epoch = (step - 1 if result.done else step - self.per_epoch) // self.per_epoch
+        end = EpochRecord(epoch, step, evaluation.accuracy, evaluation.loss, self._losses.value, seconds)
+        self._losses, self._epoch_began = RunningMean(), time.monotonic()
+        self._progress.epoch(end)
+        if self._writer is not None:
+            self._writer.write_epoch(end)
+        wanted = self.rule.epoch or (self.rule != SaveRule() and (result.done or improved))
+        if self.rules.barrier and not result.done and wanted:
+            self._save(f"epoch-{step}")
+        elif not result.done:
+            self._wish |= wanted
+
+    def _evaluate(self, step: int) -> Evaluation:
+        """Accuracy and loss over the test set: with a barrier each worker tests its share, else worker 0 all of it."""
+        self.model.eval()
+        with self.learner.autocast():
+            own = Evaluation(0.0, 0.0, 0)
+            if len(self.test):
+                own = evaluate(self.learner.forward, self.loss, self.test, World(device=self.device))
+        if not self.rules.barrier:
+            return own
+        sums = [own.accuracy * own.samples, own.loss * own.samples, own.samples]
+        _, items = exchange(self.state.links.links[0], f"test-{step}/0", sums)
+        right, loss, samples = (sum(values) for values in zip(*items, strict=True))  # type: ignore[call-overload]
+        return Evaluation(right / samples, loss / samples, samples)
+
+    def _save(self, occasion: str) -> None:
+        """Write a checkpoint; all workers come here on the same occasion."""
+        self._last_save = time.monotonic()
+        states = None
+        if self.is_main and self._sound and self._saved != self._progress_made():
+            states, rows = self.state.snapshot()
+            self._write_late(rows)
+        try:
+            path, _ = self.state.save(occasion, self.at, states)
+        except SyncError as error:
+            if self.rules.barrier:
+                raise
+            self._progress.warn(f"no checkpoint: {error.what}")
+            return
+        if path is None:
+            if self.is_main and not self._sound:
+                self._progress.warn("no checkpoint: the loss is not finite, and the last good one must stand")
+            return
+        self._saved = self._progress_made()
+        if self.is_main:
+            best = self.at.best
+            prune_checkpoints(path.parent, self.config.keep, best[1] if best else None)
+            self._progress.message(f"checkpoint saved at {path.name.replace('-', ' ')}")
+
+    def _write_late(self, rows: list[dict[str, Any]]) -> None:
+        """Steps that ended since the last answer."""
+        nothing = Exchanged(0, 0.0, True, 0, False, False, 0, 0.0, 0.0, 0, 0, rows)
+        if rows:
+            self.at.step = int(rows[-1]["step"])
+            self._record(nothing, 0.0)
+
+    def _progress_made(self) -> tuple[object, ...]:
+        """What tells two checkpoints of a run apart."""
+        return self.at.step, self.at.best
+
+    # --------------------------------------------------------------------- end
+
+    def _finish(self, stopped: bool) -> None:
+        if not stopped and self.rule != SaveRule():
+            self._save("end")
+        _, shares = exchange(self.state.links.links[0], "finish/0", self.times.medians())
+        if self.is_main:
+            states, _ = self.state.snapshot()
+            report_run(self, self.at, states, shares, stopped)

@@ -67,6 +67,7 @@ class ServedState:
         place: What this process is.
         policy: What pushes travel as.
         barrier: Whether an update waits for all workers.
+        steps_per_epoch: Steps of an epoch.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class ServedState:
         place: Place,
         policy: Policy,
         barrier: bool,
+        steps_per_epoch: int,
     ) -> None:
+        self._steps_per_epoch = steps_per_epoch
         self._config, self._name, self._place = config, model_name, place
         self._stripes, self._barrier = stripes, barrier
         self.model = model
@@ -276,8 +279,8 @@ class ServedState:
         kind = {"sgd": "SGD", "adamw": "AdamW"}[self._config.optimizer]
         best = standing.best
         extra = {
-            "epoch": standing_epoch(step, self.steps_per_epoch)[0],
-            "epoch_step": standing_epoch(step, self.steps_per_epoch)[1],
+            "epoch": step // self._steps_per_epoch,
+            "epoch_step": step % self._steps_per_epoch,
             "best_accuracy": best[0] if best else None,
             "best_step": best[1] if best else None,
             "options": {option: getattr(self._config, option) for option in POSITION_OPTIONS},
@@ -288,14 +291,6 @@ class ServedState:
             "server": {"shards": progress},
         }
         return {name: tensor.detach() for name, tensor in model.state_dict().items()}, training
-
-    #: Set by the run, which knows the data.
-    steps_per_epoch = 1
-
-
-def standing_epoch(step: int, per_epoch: int) -> tuple[int, int]:
-    """Epoch, and steps done in it, after so many steps."""
-    return step // per_epoch, step % per_epoch
 
 
 def _last_step(directory: Path) -> int:

@@ -62,7 +62,8 @@ ROOMS: dict[str, set[str]] = {
     "rundir": {"checkpoint", "config", "errors", "observe"},
     "doctor": {"cluster", "errors", "probe", "process"},
     "run": {
-        *("checkpoint", "cluster", "compress", "config", "data", "errors", "launch", "models", "observe", "pipeline"),
+        *("checkpoint", "cluster", "compress", "config", "data", "errors", "launch", "models", "observe", "optim"),
+        *("pipeline",),
         *("plan", "process", "rundir", "server", "trainer", "tvm_kernels"),
     },
     "show": {"errors", "observe", "partition", "pipeline", "plan"},
@@ -82,7 +83,7 @@ ROOMS: dict[str, set[str]] = {
         ),
     },
     "cli": {
-        *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "planner", "run", "show"),
+        *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "planner", "run", "server", "show"),
         *("tune_command", "tvm_kernels"),
     },
     "__main__": {"cli"},
@@ -99,6 +100,7 @@ SHARED_ROOMS = {
     **dict.fromkeys(("kernel_builder", "kernel_writer", "kernel_writer_cuda"), "kernel_build"),
     "checkup": "doctor",
     **dict.fromkeys(("run_kernels", "run_plan", "run_sync", "run_timeline", "save_rule", "timings", "worker"), "run"),
+    **dict.fromkeys(("run_server", "run_server_report", "run_server_state"), "run"),
     **dict.fromkeys(
         ("evaluation", "replica_engine", "stage_engine", "staging", "step_result", "worker_share"), "trainer"
     ),

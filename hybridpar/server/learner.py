@@ -69,6 +69,7 @@ class Learner:
         bf16: Whether the forward pass runs in bfloat16 where autocast allows it.
         guard: Whether a gradient that is not finite does not count.
         compiled: Whether the model is run through torch.compile.
+        took: Called when weights have come, to put them where the model's parameters are.
     """
 
     def __init__(
@@ -81,9 +82,11 @@ class Learner:
         bf16: bool = False,
         guard: bool = True,
         compiled: bool = False,
+        took: Callable[[], object] = lambda: None,
     ) -> None:
         self.model = model
         self.links = links
+        self._took = took
         self._loss = loss
         self._barrier, self._bf16, self._guard = barrier, bf16, guard
         self._forward: Callable[..., Any] = torch.compile(model) if compiled else model
@@ -167,10 +170,10 @@ class Learner:
             [number for number, piece in enumerate(link.stripe.pieces) if piece.name in missing]
             for link in self.links.links
         ]
-        answers = self.links.finish_push(end, unused, flat_buffers(self.model))
+        answers = self.links.finish_push(end, unused, flat_buffers(self.model).cpu())
         first = answers[0]
-        statistics = self.links.links[0].statistics
-        put_buffers(self.model, statistics if statistics.numel() else before)
+        put_buffers(self.model, before)  # where shard 0 holds no statistics, or sent none
+        self._took()
         pushed, pulled = self._moved()
         return Exchanged(
             step=int(first["step"]),
@@ -198,7 +201,7 @@ class Learner:
                 parameter.grad = torch.zeros_like(parameter)
             elif not is_dense(parameter.grad) or parameter.grad.stride() != parameter.stride():
                 parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
-            flat = flat_view(parameter.grad)
+            flat = flat_view(parameter.grad).cpu()
         self._handed.add(name)
         for shard, number, where in self._places[name]:
             self.links.ready(shard, number, flat[where])

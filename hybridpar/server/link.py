@@ -247,12 +247,12 @@ class ShardLink:
         return meta
 
     def _stream(self, flight: PushFlight) -> None:
-        """Send the pieces as they get ready, from the last to the first."""
+        """Send the pieces as they get ready, in their order."""
         total = sum(flight.sizes)
         self._raw(memoryview(head_of(flight.meta | {"coded": self.encoder is not None}, total)))
         waiting: set[int] = set()
         ended = False
-        for number in reversed(range(len(flight.sizes))):
+        for number in range(len(flight.sizes)):
             while number not in waiting and not ended:
                 came = flight.ready.get()
                 if came is None:
@@ -304,7 +304,7 @@ class ShardLink:
             self._say_hello(joins=False)
             self._welcomed()
             flight.meta["clock"] = clock  # it was computed on the weights of before
-            messages = [bytes_of(self._message(flight, number)) for number in reversed(range(len(flight.sizes)))]
+            messages = [bytes_of(self._message(flight, number)) for number in range(len(flight.sizes))]
             self._send(flight.meta | {"coded": self.encoder is not None}, *messages)
             self._finish(flight)
             return self._answer()

@@ -92,12 +92,12 @@ class Simulation:
         codec: str = "none",
     ) -> None:
         stripes = cut_model([(name, shape, False) for name, shape in shapes.items()], shards)
-        self._ranges = _ranges(stripes)
+        self._places = _places(shapes, stripes)
         self._policy = Policy.of(parse_codec(codec))
         self._gradient = gradient
         self.shards = [
-            Shard(stripe, start[first:last], rules, optimizer)
-            for stripe, (first, last) in zip(stripes, self._ranges, strict=True)
+            Shard(stripe, start[places], rules, optimizer)
+            for stripe, places in zip(stripes, self._places, strict=True)
         ]
         self._learners: dict[int, _Learner] = {}
         #: Sum of all gradients that were pushed and heard of, as the learners computed them.
@@ -110,14 +110,21 @@ class Simulation:
     @property
     def weights(self) -> Tensor:
         """The parameters as the shards hold them, 1-D, new."""
-        return torch.cat([shard.values for shard in self.shards])
+        return self._spread([shard.values for shard in self.shards])
 
     def unsent(self) -> Tensor:
         """What all learners' codecs have left out, 1-D float64."""
         total = torch.zeros_like(self.computed)
         for learner in self._learners.values():
-            total += torch.cat([encoder.unsent() for encoder in learner.encoders])
+            total += self._spread([encoder.unsent() for encoder in learner.encoders])
         return total
+
+    def _spread(self, parts: Sequence[Tensor]) -> Tensor:
+        """What lies as in the shards, as it lies in the model."""
+        whole = torch.empty(sum(part.numel() for part in parts))
+        for part, places in zip(parts, self._places, strict=True):
+            whole[places] = part
+        return whole
 
     def ages(self) -> list[int]:
         """For each learner how many updates of the first shard its weights are old."""
@@ -200,8 +207,8 @@ class Simulation:
         gradient = self._gradient(number, learner.computed, learner.weights)
         learner.computed += 1
         messages = []
-        for encoder, (first, last) in zip(learner.encoders, self._ranges, strict=True):
-            own = gradient[first:last]
+        for encoder, places in zip(learner.encoders, self._places, strict=True):
+            own = gradient[places]
             parts = [encoder.encode(n, own[a:b]) for n, (a, b) in enumerate(encoder.stripe.ranges)]
             messages.append(torch.cat(parts))
         return messages, gradient
@@ -212,8 +219,7 @@ class Simulation:
         decoded = torch.empty(shard.stripe.count)
         if shard.expects(number, learner.sequence):
             decoder.decode(message, decoded, learner.encoders[k].warm)
-            first, last = self._ranges[k]
-            self.received[first:last] += decoded
+            self.received[self._places[k]] += decoded
         return shard.push(Push(number, learner.sequence, learner.clocks[k]), decoded)
 
     def _hear(self, answers: Sequence[tuple[int, Answer]]) -> list[int]:
@@ -227,8 +233,7 @@ class Simulation:
             learner.decoders[k].commit()
             learner.encoders[k].commit()
             learner.clocks[k] = answer.clock
-            first, last = self._ranges[k]
-            learner.weights[first:last] = self.shards[k].values
+            learner.weights[self._places[k]] = self.shards[k].values
             if not learner.waits:
                 free.append(answer.learner)
         return free
@@ -240,8 +245,13 @@ def round_robin(learners: int, pushes: int) -> Iterator[Arrival]:
         yield Arrival(number % learners)
 
 
-def _ranges(stripes: Sequence[Stripe]) -> list[tuple[int, int]]:
-    ends = [0]
-    for stripe in stripes:
-        ends.append(ends[-1] + stripe.count)
-    return list(zip(ends, ends[1:], strict=False))
+def _places(shapes: dict[str, tuple[int, ...]], stripes: Sequence[Stripe]) -> list[Tensor]:
+    """For each stripe, where its elements lie when all parameters lie one behind the other."""
+    begins, end = {}, 0
+    for name, shape in shapes.items():
+        begins[name] = end
+        end += torch.Size(shape).numel()
+    return [
+        torch.cat([torch.arange(piece.count) + begins[piece.name] + piece.start for piece in stripe.pieces])
+        for stripe in stripes
+    ]

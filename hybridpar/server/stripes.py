@@ -57,7 +57,7 @@ class Stripe:
     """What one shard holds: pieces, one behind the other.
 
     Attributes:
-        pieces: In the model's order.
+        pieces: In the reverse of the model's order, as backward passes make gradients.
     """
 
     pieces: tuple[Piece, ...]
@@ -140,7 +140,7 @@ def cut_model(parameters: Sequence[tuple[str, tuple[int, ...], bool]], shards: i
                 number += 1
         begin += size
     if all(stripes):
-        return [Stripe(tuple(pieces)) for pieces in stripes]
+        return [Stripe(tuple(reversed(pieces))) for pieces in stripes]
     return _by_parameters(parameters, sizes, shards)
 
 
@@ -157,7 +157,7 @@ def _by_parameters(
             number += 1
         stripes[number].append(Piece(name, 0, shape, decays, True))
         begin += size
-    return [Stripe(tuple(pieces)) for pieces in stripes]
+    return [Stripe(tuple(reversed(pieces))) for pieces in stripes]
 
 
 def _count(shape: Sequence[int]) -> int:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridpar.errors import SyncError, UsageError
-from hybridpar.server import Push, Rules, Shard, cut_model
+from hybridpar.server import Piece, Push, Rules, Shard, Stripe
 from hybridpar.server.ledger import Ledger
 from tests.server.problems import sgd, small_shard
 
@@ -89,7 +89,7 @@ def test_without_staleness_every_rule_is_plain_sgd(rules):
 
 
 def test_momentum_and_weight_decay_are_the_servers():
-    (stripe,) = cut_model([("a.weight", (2, 2), True), ("a.bias", (2,), False)], 1)
+    stripe = Stripe((Piece("a.weight", 0, (2, 2), True, True), Piece("a.bias", 0, (2,), False, True)))
     start = torch.arange(6.0)
     shard = Shard(stripe, start, Rules.synchronous(1), sgd(0.1, 0.9, 0.5, nesterov=True))
     shard.join(0)
@@ -117,7 +117,7 @@ def test_the_learning_rate_is_what_the_pushes_say():
 
 
 def test_a_parameter_that_nobody_used_is_left_alone_and_one_that_some_used_is_not():
-    (stripe,) = cut_model([("a", (2,), True), ("b", (2,), True)], 1)
+    stripe = Stripe((Piece("a", 0, (2,), True, True), Piece("b", 0, (2,), True, True)))
     shard = Shard(stripe, torch.ones(4), Rules.synchronous(2), sgd(0.1, 0.9, 0.5))
     shard.join(0), shard.join(1)
     zeros = torch.tensor([1.0, 1.0, 0.0, 0.0])
