@@ -208,6 +208,13 @@ def _train(command: Train, arguments: Sequence[str], program: Sequence[str]) -> 
 
         tune = command.tune_process and not has_gpu()
         workers = command.workers or command.workers_wanted or _workers_of_plan(command) or default_workers()
+        if command.uses_servers and workers + command.server_processes > 1:
+            from hybridpar.server.supervise import launch_with_servers
+
+            command.split_count(workers)
+            return launch_with_servers(
+                program, workers, command.server_processes, patient=command.waits_for_all, tune=tune
+            )
         if workers > 1:
             return launch_workers(arguments, workers, tune=tune)
         if tune:

@@ -12,6 +12,7 @@ from typing import Literal
 
 from hybridpar.errors import UsageError
 from hybridpar.recipe_config import LATE, RecipeConfig, refuse
+from hybridpar.server_config import ServerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +160,7 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(RecipeConfig, PipelineConfig, SyncConfig, OptimizerConfig, DataConfig):
+class TrainConfig(RecipeConfig, PipelineConfig, ServerConfig, SyncConfig, OptimizerConfig, DataConfig):
     """Everything a training run can be told."""
 
     stem: Literal["imagenet", "cifar"] = "imagenet"
@@ -256,6 +257,9 @@ class TrainConfig(RecipeConfig, PipelineConfig, SyncConfig, OptimizerConfig, Dat
         for option, value, holds, rule in rules:
             if not holds:
                 raise UsageError(f"{option} is {value}", f"It must be {rule}.")
+        self.check_sync()
+        if self.uses_servers:
+            self._check_with_servers()
         if self.cuda_graph and self.compresses:
             given = f"--compress {self.compress}" if self.recipe == "none" else f"--recipe {self.recipe}"
             raise UsageError(
@@ -278,6 +282,40 @@ class TrainConfig(RecipeConfig, PipelineConfig, SyncConfig, OptimizerConfig, Dat
         if self.nesterov and self.momentum == 0:
             raise UsageError("--nesterov with --momentum 0", "Nesterov's method needs momentum.", "Set --momentum 0.9.")
         check_recipe(self)
+
+    def _check_with_servers(self) -> None:
+        """Refuse what needs all gradients in one place, or all workers in one step.
+
+        Raises:
+            UsageError: Such an option is given.
+        """
+        whole = "With parameter servers every worker computes the whole model, at its own pace."
+        shards = "A shard sees its own stripe of the gradients only."
+        refused: list[tuple[str, bool, str]] = [
+            ("--stages or a plan", self.is_staged or self.plan_file is not None, whole),
+            (
+                f"--recipe {self.recipe}",
+                self.recipe != "none",
+                "Owners of stripes keep its state, and servers keep their own.",
+            ),
+            (
+                "--double-buffer",
+                self.double_buffer not in (None, "off"),
+                "Asynchronous servers apply gradients late already.",
+            ),
+            ("--select-batch", bool(self.select_batch), whole),
+            ("--replicas", self.replicas is not None, whole),
+            ("--cuda-graph", self.cuda_graph, whole),
+            ("--timeline", self.timeline is not None, "A timeline is of workers that make one step together."),
+            ("--clip-norm", self.clip_norm is not None, shards),
+            ("--compress auto", self.chooses, "It measures all-reduces, which such a run does not use."),
+            ("--batch-norm sync", self.batch_norm == "sync", "Workers do not meet in the middle of a step."),
+        ]
+        for option, given, rule in refused:
+            if given:
+                raise UsageError(f"{option} with --sync {self.sync}", rule, "Leave out one of them.")
+        if self.workers is not None:
+            self.split_count(self.workers)
 
 
 def check_recipe(config: TrainConfig) -> None:
@@ -302,8 +340,6 @@ def check_recipe(config: TrainConfig) -> None:
         _check_late(config, f"--double-buffer {config.double_buffer}")
     if config.local_steps is not None:
         _check_local(config, f"--sync {config.sync}")
-    elif config.sync.strip() != "allreduce":
-        raise UsageError(f"--sync {config.sync}", "There is allreduce, and local:H.", "Use allreduce, or local:8.")
     elif config.warm_start_steps and config.recipe == "none":
         why = "Only recipes, and --sync local:H, begin in another way than they go on."
         raise UsageError(f"--warm-start-steps {config.warm_start_steps} alone", why, "Leave it out.")

@@ -34,9 +34,6 @@ class RecipeConfig:
     """Apply gradients late, so that they travel while the next ones are computed: by a whole step (`delay`), by half a
     batch (`half`), or by a step where that is predicted to gain (`auto`). Default: off; auto with --recipe onebit-sgd.
     """
-    sync: str = "allreduce"
-    """How replicas are kept together: `allreduce`, gradients in every step; `local:H`, each on its own with the mean of
-    their parameters taken every H steps."""
     warm_start_steps: int | None = None
     """First steps that a recipe takes in full precision, and --sync local:H with all gradients exchanged. Default: a
     part of the run with a recipe, 8 % or 20 %; none with local:H."""
@@ -45,20 +42,6 @@ class RecipeConfig:
     select_batch: int = 0
     """Every so many epochs, train on a small part of the data at several batch sizes, and go on with the largest that
     learns as well; 0: never."""
-
-    @property
-    def local_steps(self) -> int | None:
-        """Steps between averages of `--sync local:H`; None otherwise.
-
-        Raises:
-            UsageError: H is not a number of steps.
-        """
-        kind, _, steps = self.sync.strip().partition(":")
-        if kind != "local":
-            return None
-        if not steps.isdigit() or int(steps) < 1:
-            raise UsageError(f"--sync {self.sync}", "It must be local:H with a number of steps H.", "Use local:8.")
-        return int(steps)
 
 
 def warm_steps(config: RecipeConfig, total: int | None) -> int:

@@ -47,6 +47,7 @@ from hybridpar.run_memory import MemoryMeter
 from hybridpar.run_plan import as_searched, plan_of_run
 from hybridpar.run_position import POSITION_OPTIONS, check_position
 from hybridpar.run_recipe import BatchSelector, recipe_fields
+from hybridpar.run_server import run_served
 from hybridpar.run_sync import sync_fields, tell_travelling
 from hybridpar.run_timeline import StageWatch, check_timeline
 from hybridpar.rundir import claim_place, find_place
@@ -73,6 +74,8 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] = 
         HybridparError: Whatever ends the run before its time.
     """
     config.check()
+    if config.uses_servers:
+        return run_served(config, model_name)
     rule = SaveRule.parse(config.checkpoint_every)
     config = before_joining(config, given)
     world = World.join(lanes=config.sum_groups, timeout=config.timeout, shared_memory=config.shares_memory)

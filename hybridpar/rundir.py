@@ -8,6 +8,7 @@
       metrics.jsonl  a line per step
       summary.json   the result
       loss.png       the loss as a picture
+      staleness.png  how old gradients were when they arrived, in a run with parameter servers
       checkpoints/   see hybridpar.checkpoint
 
 A new run gets a directory of its own; one that exists is continued with `--resume` or replaced with `--overwrite`,
@@ -32,7 +33,16 @@ from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.observe.files import replace_file, run_directory_error
 
 RUN_FILE = "run.json"
-_OWN_FILES = (RUN_FILE, "plan.json", "compress.csv", "policy.toml", "metrics.jsonl", "summary.json", "loss.png")
+_OWN_FILES = (
+    RUN_FILE,
+    "plan.json",
+    "compress.csv",
+    "policy.toml",
+    "metrics.jsonl",
+    "summary.json",
+    "loss.png",
+    "staleness.png",
+)
 _OWN_FOLDERS = ("checkpoints", "tensorboard")
 
 

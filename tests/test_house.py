@@ -58,6 +58,7 @@ ROOMS: dict[str, set[str]] = {
         *("config", "models", "partition", "pipeline", "plan", "plan_trials", "planner", "run"),
     },
     "optim": {"config", "errors"},
+    "server": {"checkpoint", "compress", "config", "errors", "launch", "optim", "pipeline", "process", "registry"},
     "checkpoint": {"errors", "pipeline"},
     "trainer": {
         *("checkpoint", "cluster", "compress", "config", "errors", "lanes", "models", "optim", "partition", "pipeline"),
@@ -66,8 +67,8 @@ ROOMS: dict[str, set[str]] = {
     "rundir": {"checkpoint", "config", "errors", "observe"},
     "doctor": {"cluster", "errors", "probe", "process"},
     "run": {
-        *("checkpoint", "cluster", "compress", "config", "data", "errors", "launch", "models", "observe", "pipeline"),
-        *("plan", "planner", "process", "recipes", "rundir", "trainer", "tvm_kernels"),
+        *("checkpoint", "cluster", "compress", "config", "data", "errors", "launch", "models", "observe", "optim"),
+        *("pipeline", "plan", "planner", "process", "recipes", "rundir", "server", "trainer", "tvm_kernels"),
     },
     "show": {"errors", "observe", "partition", "pipeline", "plan"},
     "bench": {"compress", "config", "errors", "launch", "models", "optim", "pipeline", "process", "trainer"},
@@ -88,7 +89,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "cli": {
         *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "plan", "plan_job", "planner"),
-        *("run", "show", "tune_command", "tvm_kernels"),
+        *("run", "server", "show", "tune_command", "tvm_kernels"),
     },
     "__main__": {"cli"},
     "__init__": {"config", "errors", "partition", "plan", "recipes", "trainer"},
@@ -98,11 +99,12 @@ ROOMS: dict[str, set[str]] = {
 SHARED_ROOMS = {
     **dict.fromkeys(("lane_base", "lane_check", "lane_cpu", "lane_cuda", "lane_ops"), "lanes"),
     "cluster_file": "cluster",
-    "recipe_config": "config",
+    **dict.fromkeys(("server_config", "recipe_config"), "config"),
     "probe_worker": "probe",
     "cuda_driver": "kernel_cuda",
     **dict.fromkeys(("kernel_builder", "kernel_writer", "kernel_writer_cuda"), "kernel_build"),
     "checkup": "doctor",
+    **dict.fromkeys(("run_server", "run_server_report", "run_server_state"), "run"),
     **dict.fromkeys(
         (
             *("run_data", "run_figures", "run_kernels", "run_memory", "run_plan", "run_position", "run_recipe"),

@@ -6,6 +6,7 @@ torch nor matplotlib.
 
 from hybridpar.observe.metrics import MetricsTable, MetricsWriter, read_metrics
 from hybridpar.observe.plots import draw_loss
+from hybridpar.observe.plots_staleness import draw_staleness
 from hybridpar.observe.progress import PlainProgress, Progress, open_progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.observe.report import print_report
@@ -25,6 +26,7 @@ __all__ = [
     "Timeline",
     "TimelineRow",
     "draw_loss",
+    "draw_staleness",
     "open_progress",
     "print_report",
     "print_timeline",

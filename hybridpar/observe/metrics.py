@@ -51,6 +51,9 @@ STEP_COLUMNS = (
     "hidden_share",
     "residual_norm",
     "staleness",
+    "most_stale",
+    "queued",
+    "bytes_pulled",
 )
 
 
@@ -120,6 +123,9 @@ class MetricsWriter:
                 "hidden_share": _known(record.hidden_share),
                 "residual_norm": None if record.residual_norm is None else _finite(record.residual_norm),
                 "staleness": _known(record.staleness),
+                "most_stale": record.most_stale,
+                "queued": _known(record.queued),
+                "bytes_pulled": record.bytes_pulled,
             }
         )
         self._events.add_step(record, rate)

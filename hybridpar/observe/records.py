@@ -55,7 +55,14 @@ class StepRecord:
     residual_norm: float | None = None
     """Global L2 norm of what this worker has not sent yet; only in some steps."""
     staleness: float | None = None
-    """Updates made since the weights that the gradient was computed on; None where that is always none."""
+    """Updates made since the weights that the step's gradients were computed on, their mean; None where that is always
+    none."""
+    most_stale: int | None = None
+    """Largest of them."""
+    queued: float | None = None
+    """Mean number of gradients that waited at shard 0 when one arrived, that one included."""
+    bytes_pulled: int | None = None
+    """Bytes of weights that one worker received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +119,7 @@ class RunInfo:
     """What gradients travel as: a codec, or the rules of a policy."""
     schedule: str = "accumulate"
     """Name of the pipeline schedule; `accumulate` without stages."""
+    sync: str = "allreduce"
+    """How gradients meet, as `--sync` has it."""
+    servers: int = 0
+    """Server processes."""

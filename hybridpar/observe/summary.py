@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
@@ -66,7 +67,7 @@ def summarize(
     last = int(steps["step"][-1]) if len(steps["step"]) else resumed_from or 0
     steady = _steady(steps["step"], resumed_from)
     accuracies = [epoch.test_accuracy for epoch in table.epochs if epoch.test_accuracy is not None]
-    sent = _median(steps["bytes_sent"][steady])
+    sent, pulled = _median(steps["bytes_sent"][steady]), _median(steps["bytes_pulled"][steady])
     return {
         "model": info.model,
         "data": info.data,
@@ -98,6 +99,10 @@ def summarize(
         "replicas": info.replicas,
         "micro_batches": info.micro_batches,
         "schedule": info.schedule,
+        "sync": info.sync,
+        "servers": info.servers,
+        "bytes_pulled_per_step": None if pulled is None else round(pulled),
+        "queued": _median(steps["queued"][steady]),
         # What metrics.jsonl does not hold; for the run to fill in.
         "bubble": None,
         "overlap": None,
@@ -114,10 +119,9 @@ def summarize(
         "predicted_sync_ms": None,
         "kernels": None,
         "recipe": "none",
-        "sync": "allreduce",
         "double_buffer": "off",
         "final_batch_size": info.batch_size,
-        "staleness": _mean(steps["staleness"]),
+        "staleness": _ages(steps["staleness"]),
         "versions": _installed_versions() | dict(versions or {}),
     }
 
@@ -144,10 +148,14 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     return path
 
 
-def _mean(values: NDArray[np.float64]) -> float | None:
-    """The mean of those that were recorded."""
+def _ages(values: NDArray[np.float64]) -> dict[str, Any] | None:
+    """How late the gradients of steps were, by the mean of each; None where they never are."""
     known = values[np.isfinite(values)]
-    return round(float(known.mean()), 4) if known.size else None
+    if not known.size:
+        return None
+    counts = Counter(round(float(value)) for value in known)
+    histogram = {str(age): counts[age] for age in sorted(counts)}
+    return {"mean": round(float(known.mean()), 4), "most": max(counts), "histogram": histogram}
 
 
 def _steady(step: NDArray[np.float64], resumed_from: int | None) -> NDArray[np.bool_]:

@@ -85,15 +85,18 @@ def test_a_whole_run_in_numbers(whole):
         "compression_ratio": None,
         "kernels": None,
         "recipe": "none",
-        "sync": "allreduce",
         "double_buffer": "off",
-        "staleness": None,
         "final_batch_size": 64,
         "encode_ms": None,
         "wire_ms": None,
         "decode_ms": None,
         "sync_ms": None,
         "predicted_sync_ms": None,
+        "sync": "allreduce",
+        "servers": 0,
+        "bytes_pulled_per_step": None,
+        "queued": None,
+        "staleness": None,
     }
 
 

@@ -1,0 +1,336 @@
+"""Why: with servers nobody waits for everybody, so the loop of a run is another one, though what it leaves is the same.
+
+Every worker computes gradients until the servers have taken in as many as the run is to have; a *step* is as many as
+there are workers, whoever they came from. Worker 0 tests, draws and writes, and learns from shard 0 what each step did.
+Its own place can be taken by another process: what it must know is in the run directory and at shard 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridpar.checkpoint import prune_checkpoints
+from hybridpar.compress import check_optimizer, read_policy
+from hybridpar.config import TrainConfig
+from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches, load_dataset
+from hybridpar.errors import SyncError
+from hybridpar.evaluation import Evaluation, evaluate
+from hybridpar.launch import StopRequest, leave_verdict
+from hybridpar.models import build_model
+from hybridpar.observe import EpochRecord, MetricsWriter, Progress, open_progress
+from hybridpar.optim import build_optimizer, rate_factor
+from hybridpar.pipeline.world import World, default_device
+from hybridpar.run_server_report import ServedTimes, describe_run, report_run, step_record
+from hybridpar.run_server_state import ServedState, Standing
+from hybridpar.save_rule import SaveRule
+from hybridpar.server.learner import Exchanged, Learner
+from hybridpar.server.optimize import described_parameters
+from hybridpar.server.place import Place, find_own_place
+from hybridpar.server.present import exchange
+from hybridpar.server.process import OwnShard, serve_shard
+from hybridpar.server.rules import Rules
+from hybridpar.server.stripes import cut_model, trained_parameters
+from hybridpar.timings import RunningMean
+from hybridpar.worker import tune_worker
+
+
+def run_served(config: TrainConfig, model_name: str) -> int:
+    """Train on this worker, or serve on this server, until the run is finished or interrupted.
+
+    Returns:
+        0, or 130 or 143 where a signal stopped the run and no launcher reports it.
+
+    Raises:
+        HybridparError: Whatever ends the run before its time.
+    """
+    try:
+        rule = SaveRule.parse(config.checkpoint_every)
+        place = find_own_place(config, config.timeout)
+        config.split_count(place.workers)
+        with contextlib.ExitStack() as stack:
+            if not place.is_worker:
+                # Signals are for workers: until they have left, they need the servers to save.
+                stack.callback(StopRequest().release)
+                serve_shard(config, place)
+                return 0
+            run = ServedRun(config, model_name, place, rule)
+            if place.servers == 0:
+                stack.enter_context(OwnShard(config, place))
+            return run.execute()
+    except BaseException as error:
+        leave_verdict(error, debug=config.debug)  # before the peers notice that this process is gone
+        raise
+
+
+class ServedRun:
+    """One worker's part of a run with servers.
+
+    Args:
+        config: Options.
+        model_name: What the user calls the model.
+        place: What this process is.
+        rule: When to save.
+    """
+
+    def __init__(self, config: TrainConfig, model_name: str, place: Place, rule: SaveRule) -> None:
+        self.config, self.model_name, self.place, self.rule = config, model_name, place, rule
+        self.is_main = place.rank == 0
+        self.rules = Rules.of(config, place.workers)
+        self.device = default_device()
+        tune_worker(config, World(device=self.device))
+        data = self._load_data()
+        self._open_data(data)
+        torch.manual_seed(config.seed)
+        self.model = build_model(model_name, data.classes, stem=config.stem).to(self.device)
+        if config.uses_channels_last:
+            self.model.to(memory_format=torch.channels_last)
+        self.policy = read_policy(config.compress)
+        self.policy.check(list(trained_parameters(self.model)))
+        for entry in self.policy.rules:
+            check_optimizer(entry.codec, build_optimizer(self.model, config))
+        self.stripes = cut_model(described_parameters(self.model), place.shards)
+        self.loss = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+        # From here on the workers' generators (dropout) differ.
+        torch.manual_seed(config.seed * 1000 + 1 + place.rank)
+        self.times = ServedTimes()
+        self._writer: MetricsWriter | None = None
+        self._progress: Progress = Progress()
+        self._losses, self._epoch_began = RunningMean(), time.monotonic()
+        self._last_save, self._wish, self._sound = time.monotonic(), False, True
+        self._saved: object = None
+
+    def _load_data(self) -> ImageData:
+        """Load the data set; where it may be downloaded, worker 0 goes first."""
+        if not self.config.download or self.place.workers == 1:
+            return load_dataset(self.config)
+        if not self.is_main:
+            self.place.wait_for("data", 24 * 3600.0)
+            return load_dataset(self.config)
+        data = load_dataset(self.config)
+        self.place.store.set("data", "there")
+        return data
+
+    def _open_data(self, data: ImageData) -> None:
+        config, place = self.config, self.place
+        common: dict[str, Any] = {
+            "loader_workers": config.loader_workers,
+            "device": self.device,
+            "channels_last": config.uses_channels_last,
+        }
+        self.batches = TrainBatches(
+            data,
+            seed=config.seed,
+            batch_size=config.batch_size,
+            rank=place.rank,
+            workers=place.workers,
+            micro_batches=config.micro_batches,
+            **common,
+        )
+        # Where nobody waits, worker 0 tests alone while the others go on.
+        rank, workers = (place.rank, place.workers) if self.rules.barrier else (0, 1)
+        size = max(2, config.batch_size // place.workers)
+        self.test = TestBatches(data, batch_size=size, rank=rank, workers=workers, **common)
+        self.per_epoch = self.batches.steps_per_epoch
+        self.total = config.steps if config.steps is not None else config.epochs * self.per_epoch
+        self.sample_shape = data.sample_shape
+
+    # -------------------------------------------------------------------- loop
+
+    def execute(self) -> int:
+        """Train to the end, or until a signal."""
+        stop = StopRequest()
+        try:
+            self.state = ServedState(
+                *(self.config, self.model_name, self.model, self.stripes, self.place, self.policy),
+                self.rules.barrier,
+                self.per_epoch,
+            )
+            polite = False
+            try:
+                stopped = self._train(stop)
+                polite = True
+            finally:
+                self.state.links.close(polite=polite)
+        finally:
+            stop.release()
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
+        return 128 + stop.signal if stopped and stop.signal is not None and not launched else 0
+
+    def _train(self, stop: StopRequest) -> bool:
+        """All of the run; True when a signal ended it early."""
+        self.at: Standing = self.state.begin(self.total)
+        self._saved = self._progress_made() if self.at.resumed_from is not None else None
+        self.learner = Learner(
+            self.model,
+            self.loss,
+            self.state.links,
+            barrier=self.rules.barrier,
+            bf16=self.config.amp == "bf16",
+            guard=self.config.guard,
+            compiled=self.config.compile,
+            took=self.state.take_weights,
+        )
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.learner.close)
+            if self.is_main:
+                self.info = describe_run(self, self.at)
+                self._writer = stack.enter_context(MetricsWriter(self.at.directory, self.at.resumed_from))
+                self._progress = stack.enter_context(open_progress())
+                self._progress.start(self.info, self.at.resumed_from or 0)
+            stopped = self._steps(stop)
+        self._finish(stopped)
+        return stopped
+
+    def _steps(self, stop: StopRequest) -> bool:
+        """Push gradients until there are enough; True when a signal ended it early."""
+        if self.at.step >= self.total:
+            return False
+        for batch, data_ms in self._endless():
+            rate = rate_factor(min(self.at.step, self.total - 1), self.total, self.per_epoch, self.config)
+            seconds = self.rule.seconds
+            due = seconds is not None and self.is_main and time.monotonic() - self._last_save >= seconds
+            result = self.learner.step(
+                batch.micro_batches,
+                batch.samples,
+                batch.global_samples,
+                rate=rate,
+                stop=stop.wanted,
+                save=due or self._wish,
+            )
+            self._wish = False
+            self.at.own_steps += 1
+            before, self.at.step = self.at.step, result.step
+            self.times.add(result, data_ms)
+            self._record(result, data_ms)
+            if result.save:
+                self._save(f"save-{result.save}")
+            if result.stop:
+                self._save("stopped")
+                return True
+            self._end_of_step(before, result)
+            if result.done:
+                return False
+        raise AssertionError("batches never end")
+
+    def _endless(self) -> Iterator[tuple[Batch, float]]:
+        """This worker's share of all epochs to come, with the time that each batch was waited for."""
+        while True:
+            epoch, first = divmod(self.at.own_steps, self.per_epoch)
+            batches = iter(self.batches.epoch(epoch, first))
+            for _ in range(first, self.per_epoch):
+                asked = time.perf_counter()
+                batch = next(batches)
+                yield batch, (time.perf_counter() - asked) * 1e3
+
+    def _record(self, result: Exchanged, data_ms: float) -> None:
+        """Worker 0: write down what the steps since the last push did."""
+        for text in result.news:
+            self._progress.warn(text)
+        for row in result.rows:
+            self._sound = self.config.guard or row["skipped"] == 0
+            record = step_record(row, result, data_ms, self.per_epoch, self.config.lr)
+            self._losses.add(record.loss, record.samples)
+            self._progress.step(record)
+            if self._writer is not None:
+                self._writer.write_step(record)
+            if record.skipped:
+                self._progress.warn(f"step {record.step}: a gradient was not finite and did not count")
+
+    def _end_of_step(self, before: int, result: Exchanged) -> None:
+        """Test and save where an epoch, or the run, has ended between two answers."""
+        ended = result.step // self.per_epoch > before // self.per_epoch
+        if (ended or result.done) and (self.rules.barrier or self.is_main):
+            self._end_epoch(result)
+        if self.rules.barrier or result.done:
+            every = self.rule.steps
+            if every and result.step // every > before // every and not result.done:
+                self._save(f"step-{result.step}")
+            return
+        every = self.rule.steps
+        self._wish |= self.is_main and bool(every) and result.step // (every or 1) > before // (every or 1)
+
+    def _end_epoch(self, result: Exchanged) -> None:
+        evaluation = self._evaluate(result.step)
+        step = result.step
+        improved = self.at.best is None or evaluation.accuracy > self.at.best[0]
+        if improved:
+            self.at.best = (evaluation.accuracy, step)
+        seconds = time.monotonic() - self._epoch_began
+        # Where nobody waits an answer may come some steps after the end of the epoch that it tells of.
+        epoch = (step - 1 if result.done else step - self.per_epoch) // self.per_epoch
+        end = EpochRecord(epoch, step, evaluation.accuracy, evaluation.loss, self._losses.value, seconds)
+        self._losses, self._epoch_began = RunningMean(), time.monotonic()
+        self._progress.epoch(end)
+        if self._writer is not None:
+            self._writer.write_epoch(end)
+        wanted = self.rule.epoch or (self.rule != SaveRule() and (result.done or improved))
+        if self.rules.barrier and not result.done and wanted:
+            self._save(f"epoch-{step}")
+        elif not result.done:
+            self._wish |= wanted
+
+    def _evaluate(self, step: int) -> Evaluation:
+        """Accuracy and loss over the test set: with a barrier each worker tests its share, else worker 0 all of it."""
+        self.model.eval()
+        with self.learner.autocast():
+            own = Evaluation(0.0, 0.0, 0)
+            if len(self.test):
+                own = evaluate(self.learner.forward, self.loss, self.test, World(device=self.device))
+        if not self.rules.barrier:
+            return own
+        sums = [own.accuracy * own.samples, own.loss * own.samples, own.samples]
+        _, items = exchange(self.state.links.links[0], f"test-{step}/0", sums)
+        right, loss, samples = (sum(values) for values in zip(*items, strict=True))  # type: ignore[call-overload]
+        return Evaluation(right / samples, loss / samples, samples)
+
+    def _save(self, occasion: str) -> None:
+        """Write a checkpoint; all workers come here on the same occasion."""
+        self._last_save = time.monotonic()
+        states = None
+        if self.is_main and self._sound and self._saved != self._progress_made():
+            states, rows = self.state.snapshot()
+            self._write_late(rows)
+        try:
+            path, _ = self.state.save(occasion, self.at, states)
+        except SyncError as error:
+            if self.rules.barrier:
+                raise
+            self._progress.warn(f"no checkpoint: {error.what}")
+            return
+        if path is None:
+            if self.is_main and not self._sound:
+                self._progress.warn("no checkpoint: the loss is not finite, and the last good one must stand")
+            return
+        self._saved = self._progress_made()
+        if self.is_main:
+            best = self.at.best
+            prune_checkpoints(path.parent, self.config.keep, best[1] if best else None)
+            self._progress.message(f"checkpoint saved at {path.name.replace('-', ' ')}")
+
+    def _write_late(self, rows: list[dict[str, Any]]) -> None:
+        """Steps that ended since the last answer."""
+        nothing = Exchanged(0, 0.0, True, 0, False, False, 0, 0.0, 0.0, 0, 0, rows)
+        if rows:
+            self.at.step = int(rows[-1]["step"])
+            self._record(nothing, 0.0)
+
+    def _progress_made(self) -> tuple[object, ...]:
+        """What tells two checkpoints of a run apart."""
+        return self.at.step, self.at.best
+
+    # --------------------------------------------------------------------- end
+
+    def _finish(self, stopped: bool) -> None:
+        if not stopped and self.rule != SaveRule():
+            self._save("end")
+        _, shares = exchange(self.state.links.links[0], "finish/0", self.times.medians())
+        if self.is_main:
+            states, _ = self.state.snapshot()
+            report_run(self, self.at, states, shares, stopped)

@@ -1,0 +1,178 @@
+"""Why: what a run with servers leaves behind has the same files and keys as that of any other run, and a few more."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybridpar.launch import TUNED_VARIABLE
+from hybridpar.models import parameter_count
+from hybridpar.observe import (
+    RunInfo,
+    StepRecord,
+    draw_loss,
+    draw_staleness,
+    print_report,
+    read_metrics,
+    summarize,
+    write_summary,
+)
+from hybridpar.observe.files import replace_file
+from hybridpar.plan import ModelInfo, Pipeline, trivial_plan
+from hybridpar.process import describe as describe_process
+from hybridpar.run_server_state import Standing
+from hybridpar.server.learner import Exchanged
+from hybridpar.server.staleness import StalenessHistogram
+from hybridpar.worker import device_name
+
+if TYPE_CHECKING:
+    from hybridpar.run_server import ServedRun
+
+
+@dataclass
+class ServedTimes:
+    """What the pushes of a worker took, one value for each."""
+
+    compute_ms: list[float] = field(default_factory=list)
+    exposed_sync_ms: list[float] = field(default_factory=list)
+    data_ms: list[float] = field(default_factory=list)
+    bytes_sent: list[float] = field(default_factory=list)
+    bytes_pulled: list[float] = field(default_factory=list)
+
+    def add(self, result: Exchanged, data_ms: float) -> None:
+        """Take in a push."""
+        self.compute_ms.append(result.compute_ms)
+        self.exposed_sync_ms.append(result.exposed_ms)
+        self.data_ms.append(data_ms)
+        self.bytes_sent.append(result.pushed)
+        self.bytes_pulled.append(result.pulled)
+
+    def medians(self, warmup: int = 3) -> dict[str, float]:
+        """Without the first ones, where there are others."""
+        known = {name: values[warmup:] or values for name, values in vars(self).items()}
+        return {name: float(statistics.median(values)) for name, values in known.items() if values}
+
+
+def step_record(row: dict[str, Any], result: Exchanged, data_ms: float, per_epoch: int, peak: float) -> StepRecord:
+    """A step as shard 0 saw it; the parts of its time are those of worker 0's own push.
+
+    Args:
+        row: What the shard says, see `hybridpar.server.ledger.StepRow`.
+        result: Worker 0's latest push.
+        data_ms: How long it waited for its data.
+        per_epoch: Steps of an epoch.
+        peak: The peak learning rate.
+    """
+    return StepRecord(
+        step=row["step"],
+        epoch=(row["step"] - 1) // per_epoch,
+        loss=row["loss"],
+        lr=row["rate"] * peak,
+        samples=row["samples"],
+        step_ms=row["seconds"] * 1e3,
+        compute_ms=result.compute_ms,
+        exposed_sync_ms=result.exposed_ms,
+        data_ms=data_ms,
+        bytes_sent=result.pushed,
+        skipped=row["skipped"] > 0,
+        grad_norm=None,
+        staleness=row["staleness"],
+        most_stale=row["most_stale"],
+        queued=row["queued"],
+        bytes_pulled=result.pulled,
+    )
+
+
+def describe_run(run: ServedRun, at: Standing) -> RunInfo:
+    """What is known before the first step; writes the plan."""
+    config, place = run.config, run.place
+    device = device_name(run.device)
+    notes = [describe_process()] if os.environ.get(TUNED_VARIABLE) == "1" else []
+    if place.servers:
+        where = f"{place.servers} server{'' if place.servers == 1 else 's'}"
+    else:
+        where = "the workers themselves, each of which masters a stripe"
+    notes.append(f"gradients meet at {where}: --sync {config.sync}")
+    parameters = parameter_count(run.model)
+    model = ModelInfo(
+        name=run.model_name, fingerprint=run.state.fingerprint, parameters=parameters, input=run.sample_shape
+    )
+    plan = trivial_plan(
+        model,
+        replicas=place.workers,
+        device=run.device.type,
+        pipeline=Pipeline(schedule="accumulate", micro_batches=config.micro_batches),
+    )
+    replace_file(at.directory / "plan.json", [plan.to_json().encode()])
+    return RunInfo(
+        model=run.model_name,
+        data=config.data,
+        workers=place.workers,
+        device=device,
+        epochs=-(-run.total // run.per_epoch),
+        steps_total=run.total,
+        steps_per_epoch=run.per_epoch,
+        parameters=parameters,
+        batch_size=config.batch_size,
+        run_dir=at.directory,
+        notes=tuple(notes),
+        replicas=place.workers,
+        micro_batches=config.micro_batches,
+        codec=str(run.policy),
+        sync=config.sync,
+        servers=place.servers,
+    )
+
+
+def report_run(
+    run: ServedRun, at: Standing, states: Sequence[dict[str, Any]], shares: Sequence[Any], stopped: bool
+) -> None:
+    """Write summary and pictures, and print what they say.
+
+    Args:
+        run: Worker 0's part.
+        at: Where it ended.
+        states: Of the shards.
+        shares: Each worker's medians.
+        stopped: Whether a signal ended it.
+    """
+    ended = "interrupted" if stopped else "finished"
+    versions = {"cuda": torch.version.cuda} if torch.cuda.is_available() and torch.version.cuda else {}
+    summary = summarize(
+        run.info,
+        read_metrics(at.directory),
+        seed=run.config.seed,
+        ended=ended,  # type: ignore[arg-type]
+        resumed_from=at.resumed_from,
+        versions=versions,
+    )
+    if at.resumed_from is None:
+        means = {
+            key: statistics.mean(known)
+            for key in ("compute_ms", "exposed_sync_ms", "data_ms", "bytes_sent", "bytes_pulled")
+            if (known := [share[key] for share in shares if key in share])
+        }
+        names = {"bytes_sent": "bytes_sent_per_step", "bytes_pulled": "bytes_pulled_per_step"}
+        for key, value in means.items():
+            summary[names.get(key, key)] = round(value) if key in names else round(value, 3)
+    ages = StalenessHistogram().join(StalenessHistogram.of_dict(state["histogram"]) for state in states)
+    mean = ages.mean
+    summary["staleness"] = {
+        "mean": None if mean is None else round(mean, 4),
+        "most": ages.most,
+        "histogram": ages.to_dict(),
+    }
+    files = [write_summary(at.directory, summary)]
+    rules = run.rules
+    expected = 0.0 if rules.barrier else (rules.learners - 1) / rules.collect
+    for picture in (draw_loss(at.directory, run.info), draw_staleness(at.directory, ages.counts, expected)):
+        if picture is not None:
+            files.append(picture)
+    print_report(summary, [*files, at.directory / "checkpoints"])
+    if stopped:
+        print(f"stopped after step {at.step}; the same command with --resume goes on from there")

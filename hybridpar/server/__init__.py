@@ -1,0 +1,33 @@
+"""Why: workers of unequal speed, or on links too slow for an all-reduce, can meet at parameter servers instead.
+
+The shards' rules (`Shard`, `Rules`) know nothing of processes, and `Simulation` plays any order of arrivals through
+them. `hybridpar train --sync ps|ps-async|softsync:N` runs the same shards on processes.
+"""
+
+from hybridpar.server.encoding import PushDecoder, PushEncoder
+from hybridpar.server.optimize import described_parameters, optimizer_of
+from hybridpar.server.rules import Rules
+from hybridpar.server.shard import Answer, Push, Shard
+from hybridpar.server.simulate import Arrival, Happening, Simulation, round_robin
+from hybridpar.server.staleness import SCALES, StalenessHistogram
+from hybridpar.server.stripes import Piece, Stripe, cut_model
+
+__all__ = [
+    "SCALES",
+    "Answer",
+    "Arrival",
+    "Happening",
+    "Piece",
+    "Push",
+    "PushDecoder",
+    "PushEncoder",
+    "Rules",
+    "Shard",
+    "Simulation",
+    "StalenessHistogram",
+    "Stripe",
+    "cut_model",
+    "described_parameters",
+    "optimizer_of",
+    "round_robin",
+]

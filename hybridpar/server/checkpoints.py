@@ -1,0 +1,125 @@
+"""Why: a checkpoint says nothing of shards: it holds a model and its optimizer by name, as that of any other run.
+
+So a run on servers can be resumed on other servers, on more or fewer of them, or on none, and the other way round. What
+belongs to shards alone (clocks, counts) lies beside it and is used where the shards are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.pipeline.buckets import flat_view
+from hybridpar.server.running import flat_buffers, running_buffers
+from hybridpar.server.stripes import Stripe, piece_views, trained_parameters
+
+#: What is kept of a shard beside the parameters and the optimizer.
+_PROGRESS = ("clock", "taken", "histogram")
+
+
+def shard_starts(
+    model: nn.Module,
+    stripes: Sequence[Stripe],
+    *,
+    limit: int,
+    optimizer: Mapping[str, Any] | None = None,
+    progress: Sequence[Mapping[str, Any]] = (),
+    taken: int = 0,
+    clock: int = 0,
+    facts: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """What each shard is to begin with.
+
+    Args:
+        model: The model with the weights to begin with.
+        stripes: What the shards hold.
+        limit: Pushes wanted in all.
+        optimizer: State as of `hybridpar.optim.optimizer_state`; None for none.
+        progress: What `merged_states` returned of as many shards; else `taken` and `clock` count.
+        taken: Pushes taken so far.
+        clock: Updates so far.
+        facts: What every worker is to be told.
+    """
+    parameters = {name: own.detach() for name, own in trained_parameters(model).items()}
+    saved = (optimizer or {}).get("state", {})
+    flat_state = {name: _flat_state(values, parameters[name]) for name, values in saved.items() if name in parameters}
+    starts = []
+    for number, stripe in enumerate(stripes):
+        own = dict(progress[number]) if len(progress) == len(stripes) else {"clock": clock, "histogram": {}}
+        starts.append(
+            {
+                "pieces": [asdict(piece) for piece in stripe.pieces],
+                "values": torch.cat([view.to("cpu", copy=True) for view in piece_views(stripe, parameters)]),
+                "optimizer": [
+                    _cut(flat_state.get(piece.name, {}), piece.start, piece.count) for piece in stripe.pieces
+                ],
+                "state": own | {"taken": taken},
+                "limit": limit,
+                "buffers": flat_buffers(model).cpu() if number == 0 else torch.empty(0),
+                "rest": {"tensors": untrained(model), "facts": dict(facts or {})} if number == 0 else {},
+            }
+        )
+    return starts
+
+
+def untrained(model: nn.Module) -> dict[str, Tensor]:
+    """What shards do not hold, by name: frozen parameters, and buffers that are no running statistics."""
+    held = set(trained_parameters(model)) | {
+        name for name, buffer in model.named_buffers() if any(buffer is own for own in running_buffers(model))
+    }
+    return {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items() if name not in held}
+
+
+def merged_states(
+    model: nn.Module, stripes: Sequence[Stripe], states: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    """Put the shards' states together.
+
+    Args:
+        model: The model; its parameters and running statistics are overwritten with the shards'.
+        stripes: What the shards hold.
+        states: Their states.
+
+    Returns:
+        The optimizer's state by parameter name, and what `shard_starts` wants as `progress`.
+    """
+    parameters = {name: own.data for name, own in trained_parameters(model).items()}
+    optimizer: dict[str, dict[str, Any]] = {name: {} for name in parameters}
+    progress = []
+    for stripe, state in zip(stripes, states, strict=True):
+        values, ranges = state["values"], stripe.ranges
+        views = piece_views(stripe, parameters)
+        for piece, view, own, (first, last) in zip(stripe.pieces, views, state["optimizer"], ranges, strict=True):
+            view.copy_(values[first:last])
+            for key, value in own.items():
+                if isinstance(value, Tensor) and value.shape == (piece.count,):
+                    like = parameters[piece.name]
+                    whole = optimizer[piece.name].setdefault(key, torch.zeros_like(like, device="cpu"))
+                    flat_view(whole)[piece.start : piece.start + piece.count] = value
+                else:
+                    optimizer[piece.name][key] = value
+        progress.append({key: state[key] for key in _PROGRESS})
+    return {name: own for name, own in optimizer.items() if own}, progress
+
+
+def _flat_state(state: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+    """A parameter's optimizer state with tensors in the parameter's memory order, 1-D."""
+    flat = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == like.shape and (value.ndim or key != "step"):
+            flat[key] = flat_view(torch.empty_like(like, device="cpu").copy_(value))
+        else:
+            flat[key] = value
+    return flat
+
+
+def _cut(state: Mapping[str, Any], start: int, count: int) -> dict[str, Any]:
+    whole = {}
+    for key, value in state.items():
+        cut = isinstance(value, Tensor) and value.ndim == 1
+        whole[key] = value[start : start + count].clone() if cut else value
+    return whole

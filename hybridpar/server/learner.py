@@ -1,0 +1,231 @@
+"""Why: between two exchanges with the servers a worker does what any worker does: forward, backward, and nothing else.
+
+The optimizer is the servers'. What a worker computes on are the weights that it was given last; what it sends is, with a
+barrier, its part of the gradient of the whole batch, so that the parts add up to what one process would have computed,
+and else the mean gradient of its own minibatch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.pipeline.buckets import flat_view, is_dense
+from hybridpar.server.link import Links
+from hybridpar.server.running import flat_buffers, put_buffers
+from hybridpar.server.stripes import trained_parameters
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What came of one push.
+
+    Attributes:
+        step: Steps that the servers have done, by shard 0.
+        loss: Mean loss of this worker's samples.
+        applied: Whether the gradient counts.
+        staleness: Of the gradient, at shard 0.
+        done: Whether the servers have taken in all that was wanted.
+        stop: Whether somebody wants all to stop.
+        save: Number of a checkpoint that all are to write now; 0 for none.
+        rows: For worker 0: what the steps since the last answer did.
+        news: For worker 0: what happened to other workers.
+        compute_ms: Time of forward and backward passes.
+        exposed_ms: Time from there to the weights.
+        pushed: Bytes that were sent, to all shards.
+        pulled: Bytes that came.
+    """
+
+    step: int
+    loss: float
+    applied: bool
+    staleness: int
+    done: bool
+    stop: bool
+    save: int
+    compute_ms: float
+    exposed_ms: float
+    pushed: int
+    pulled: int
+    rows: Sequence[dict[str, Any]] = field(default_factory=tuple)
+    news: Sequence[str] = field(default_factory=tuple)
+
+
+class Learner:
+    """Computes gradients of a model, and exchanges them for weights.
+
+    Args:
+        model: The model; its parameters and running statistics are overwritten by every answer.
+        loss: Mean loss of outputs and targets.
+        links: The ways to the shards.
+        barrier: Whether an update takes a part of one batch from every worker.
+        bf16: Whether the forward pass runs in bfloat16 where autocast allows it.
+        guard: Whether a gradient that is not finite does not count.
+        compiled: Whether the model is run through torch.compile.
+        took: Called when weights have come, to put them where the model's parameters are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Tensor], Tensor],
+        links: Links,
+        *,
+        barrier: bool,
+        bf16: bool = False,
+        guard: bool = True,
+        compiled: bool = False,
+        took: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.model = model
+        self.links = links
+        self._took = took
+        self._loss = loss
+        self._barrier, self._bf16, self._guard = barrier, bf16, guard
+        self._forward: Callable[..., Any] = torch.compile(model) if compiled else model
+        self._parameters = trained_parameters(model)
+        self._places: dict[str, list[tuple[int, int, slice]]] = {name: [] for name in self._parameters}
+        for shard, link in enumerate(links.links):
+            for number, piece in enumerate(link.stripe.pieces):
+                where = slice(piece.start, piece.start + piece.count)
+                self._places[piece.name].append((shard, number, where))
+        self._last = False
+        self._handed: set[str] = set()
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._hand_over(name))
+            for name, parameter in self._parameters.items()
+        ]
+        self._counts: tuple[int, int] = self._traffic()
+
+    def autocast(self) -> Any:
+        """The context in which the model runs."""
+        device = next(self.model.parameters()).device.type
+        return torch.autocast(device, dtype=torch.bfloat16) if self._bf16 else nullcontext()
+
+    def forward(self, inputs: Tensor) -> Any:
+        """Outputs of the model."""
+        return self._forward(inputs)
+
+    def step(
+        self,
+        micro_batches: Sequence[tuple[Tensor, Tensor]],
+        samples: int,
+        global_samples: int,
+        *,
+        rate: float = 1.0,
+        stop: bool = False,
+        save: bool = False,
+    ) -> Exchanged:
+        """Compute a gradient, push it, and take the weights that come for it.
+
+        Args:
+            micro_batches: Inputs and targets.
+            samples: Samples of this worker.
+            global_samples: Samples of all workers in this step.
+            rate: Learning rate as a fraction of its peak.
+            stop: Ask all workers to stop.
+            save: Ask all workers for a checkpoint.
+
+        Raises:
+            SyncError: A shard is gone, or an update waits for a worker that is.
+        """
+        started = time.perf_counter()
+        self.model.train()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._handed = set()
+        before = flat_buffers(self.model)
+        self.links.begin_push(rate)
+        whole = global_samples if self._barrier else samples
+        total = 0.0
+        for index, (inputs, targets) in enumerate(micro_batches):
+            self._last = index == len(micro_batches) - 1
+            with self.autocast():
+                loss = self._loss(self._forward(inputs), targets)
+            share = loss * (targets.shape[0] / whole)
+            share.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach()) * targets.shape[0] / samples
+        missing = {name for name, parameter in self._parameters.items() if parameter.grad is None}
+        for name in self._parameters:
+            if name not in self._handed:
+                self._hand_over(name)
+        sound = self._is_sound(missing) and math.isfinite(total)
+        computed = time.perf_counter()
+        end = {
+            "weight": 1.0 if self._barrier else None,
+            "samples": samples,
+            "loss": total if math.isfinite(total) else 0.0,
+            "sound": sound or not self._guard,
+            "stop": stop,
+            "save": save,
+        }
+        unused = [
+            [number for number, piece in enumerate(link.stripe.pieces) if piece.name in missing]
+            for link in self.links.links
+        ]
+        answers = self.links.finish_push(end, unused, flat_buffers(self.model).cpu())
+        first = answers[0]
+        put_buffers(self.model, before)  # where shard 0 holds no statistics, or sent none
+        self._took()
+        pushed, pulled = self._moved()
+        return Exchanged(
+            step=int(first["step"]),
+            loss=total,
+            applied=bool(first["applied"]),
+            staleness=int(first["staleness"]),
+            done=bool(first["done"]),
+            stop=bool(first["stop"]),
+            save=int(first["save"]),
+            compute_ms=(computed - started) * 1e3,
+            exposed_ms=(time.perf_counter() - computed) * 1e3,
+            pushed=pushed,
+            pulled=pulled,
+            rows=first.get("rows", ()),
+            news=first.get("news", ()),
+        )
+
+    def _hand_over(self, name: str) -> None:
+        """The gradient of a parameter is complete."""
+        if not self._last:
+            return
+        parameter = self._parameters[name]
+        with torch.no_grad():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif not is_dense(parameter.grad) or parameter.grad.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
+            flat = flat_view(parameter.grad).cpu()
+        self._handed.add(name)
+        for shard, number, where in self._places[name]:
+            self.links.ready(shard, number, flat[where])
+
+    def _is_sound(self, missing: set[str]) -> bool:
+        gradients = [
+            parameter.grad
+            for name, parameter in self._parameters.items()
+            if name not in missing and parameter.grad is not None
+        ]
+        if not self._guard or not gradients:
+            return True
+        norms = torch.stack(torch._foreach_norm(gradients, 2, torch.float64))
+        return bool(torch.isfinite(norms).all())
+
+    def _traffic(self) -> tuple[int, int]:
+        return sum(link.sent for link in self.links.links), sum(link.received for link in self.links.links)
+
+    def _moved(self) -> tuple[int, int]:
+        """Bytes sent and received since the last call."""
+        before, self._counts = self._counts, self._traffic()
+        return self._counts[0] - before[0], self._counts[1] - before[1]
+
+    def close(self) -> None:
+        """Remove all hooks. The model stays as it is."""
+        for hook in self._hooks:
+            hook.remove()

@@ -1,0 +1,124 @@
+"""Why: every process of a job must know what it is, worker or server, and where the shards are.
+
+Of the W + K processes of a job the first W are workers and the last K are servers; with K = 0 every worker serves a
+stripe beside its own work. They meet at the store of torch.distributed that the launcher hosts (ours, torchrun's, or
+that of process 0 under any other launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from hybridpar.errors import LaunchError, UsageError
+from hybridpar.server.link import wait_for_key
+from hybridpar.server_config import ServerConfig
+
+#: Set by our launcher for a process that takes the place of one that died.
+JOINS_VARIABLE = "HYBRIDPAR_JOINS"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a process is.
+
+    Attributes:
+        rank: Its number among all processes.
+        workers: Number of workers.
+        servers: Number of server processes.
+        store: Where the processes find each other; None for one worker with its own shard.
+        joins: Whether it takes the place of a worker that died.
+    """
+
+    rank: int
+    workers: int
+    servers: int
+    store: Any
+    joins: bool = False
+
+    @property
+    def shard(self) -> int | None:
+        """The shard that this process serves, if it does."""
+        if self.servers == 0:
+            return self.rank
+        return self.rank - self.workers if self.rank >= self.workers else None
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether it trains."""
+        return self.rank < self.workers
+
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+        return self.servers or self.workers
+
+    def publish(self, address: str, token: str) -> None:
+        """Tell where this process's shard listens, and what lets a worker in."""
+        self.store.set(f"shard/{self.shard}", f"{address} {token}")
+
+    def wait_for(self, key: str, timeout: float) -> None:
+        """Wait until another process has set a key.
+
+        Raises:
+            SyncError: Nobody does within the time-out.
+        """
+        wait_for_key(self.store, key, timeout)
+
+    def find(self, timeout: float) -> list[tuple[str, str]]:
+        """Address and token of every shard.
+
+        Raises:
+            SyncError: One did not appear within the time-out.
+        """
+        found = [wait_for_key(self.store, f"shard/{number}", timeout) for number in range(self.shards)]
+        return [(address, token) for address, _, token in (entry.partition(" ") for entry in found)]
+
+
+def find_own_place(config: ServerConfig, timeout: float) -> Place:
+    """What this process is, from the environment that a launcher made.
+
+    Raises:
+        UsageError: There are fewer processes than servers.
+        LaunchError: The launcher's store cannot be reached.
+    """
+    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    servers = config.server_processes
+    if size <= servers:
+        raise UsageError(
+            f"{size} process{'' if size == 1 else 'es'} and --servers {servers}",
+            "The last processes of a job are the servers; at least one more has to train.",
+            "Start more processes, or --servers 0, with which every worker serves a stripe.",
+        )
+    joins = os.environ.get(JOINS_VARIABLE) == "1"
+    if size == 1:
+        return Place(0, 1, 0, dist.HashStore())
+    try:
+        # Documented parts of torch.distributed, which declares no exports.
+        limit = datetime.timedelta(seconds=timeout)
+        store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise LaunchError(
+            f"process {rank} of {size} cannot reach the launcher: {error}",
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must describe a job whose processes reach each other.",
+            "Start with `hybridpar train --workers N`, or with torchrun.",
+        ) from error
+    attempt = os.environ.get("HYBRIDPAR_ATTEMPT", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    apart = dist.PrefixStore(f"servers-{attempt}", store)  # type: ignore[attr-defined]
+    return Place(rank, size - servers, servers, apart, joins)
+
+
+def own_host() -> str:
+    """The address of this host by which the others of the job reach it."""
+    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((master, 9))  # sends nothing; it only chooses the interface
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"

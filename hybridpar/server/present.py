@@ -1,0 +1,66 @@
+"""Why: what a checkpoint and the end of a run need of a world is a few facts exchanged, and servers can carry those.
+
+So code that was written for workers in a process group, such as the writing of checkpoints, runs unchanged for workers
+that have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hybridpar.errors import SyncError
+from hybridpar.pipeline.world import World
+from hybridpar.server.link import ShardLink
+from hybridpar.server.wire import unpack
+
+
+class PresentWorkers(World):
+    """The workers that take part in one occasion, and exchange facts over shard 0.
+
+    Args:
+        link: The way to shard 0.
+        occasion: Its name, equal on all of them and not used before.
+        worker: This worker.
+        workers: Who takes part.
+        device: This worker's device.
+        timeout: Seconds after which a silent worker is an error.
+    """
+
+    def __init__(
+        self, link: ShardLink, occasion: str, worker: int, workers: Sequence[int], device: torch.device, timeout: float
+    ) -> None:
+        super().__init__(workers.index(worker), len(workers), device, timeout, members=tuple(workers))
+        self._link, self._occasion, self._number = link, occasion, 0
+
+    def gather(self, item: object) -> list[object]:
+        """See `World`."""
+        self._number += 1
+        workers, items = exchange(self._link, f"{self._occasion}/{self._number}", item)
+        if tuple(workers) != self.members:
+            raise SyncError(
+                f"of workers {list(self.members)} only {workers} are left in the middle of {self._occasion!r}",
+                "What workers do together needs all who began it.",
+                "It is tried again the next time.",
+            )
+        return items
+
+
+def exchange(link: ShardLink, tag: str, item: object) -> tuple[list[int], list[object]]:
+    """Tell all workers something, and hear what they say under the same tag.
+
+    Args:
+        link: The way to shard 0.
+        tag: `occasion/number`.
+        item: Plain values and tensors.
+
+    Returns:
+        Who took part, and what each said, in the same order.
+
+    Raises:
+        SyncError: The shard is gone.
+    """
+    meta, payload = link.submit(link.ask, {"kind": "gather", "tag": tag}, [item]).result()
+    items = [item for part in torch.split(payload, meta["sizes"]) for item in unpack(part)]
+    return list(meta["workers"]), items

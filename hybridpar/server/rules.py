@@ -1,0 +1,77 @@
+"""Why: synchronous, asynchronous and soft-synchronous servers differ in two numbers: what an update waits for, and c.
+
+With lambda learners (S. Gupta, W. Zhang, F. Wang, "Model Accuracy and Runtime Tradeoff in Distributed Deep Learning",
+ICDM 2016; Zhang et al., IJCAI 2016):
+
+* synchronous: an update takes one gradient of each learner, and every learner waits for it;
+* n-softsync: an update takes any c = floor(lambda / n) gradients; nobody waits;
+* asynchronous: every gradient is an update, which is n-softsync with n = lambda.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hybridpar.errors import UsageError
+from hybridpar.server.staleness import SCALES, Scale, full_weight
+from hybridpar.server_config import SERVER_SYNC, ServerConfig
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a shard does with gradients.
+
+    Attributes:
+        learners: How many learners there are to be, lambda.
+        collect: Gradients of an update, c.
+        barrier: Whether these are one of each learner, and a learner gets its next weights only after the update.
+        expected: Mean staleness to be expected, n.
+        scale: Weight of a gradient by its staleness.
+        bound: Most pushes that a learner may be ahead of the slowest one; None for any.
+    """
+
+    learners: int
+    collect: int = 1
+    barrier: bool = False
+    expected: int = 1
+    scale: Scale = field(default=full_weight)
+    bound: int | None = None
+
+    @classmethod
+    def synchronous(cls, learners: int) -> Rules:
+        """One gradient of each learner; nothing is ever stale."""
+        return cls(learners, collect=learners, barrier=True)
+
+    @classmethod
+    def soft(cls, learners: int, split: int, scale: str = "inverse", bound: int | None = None) -> Rules:
+        """`split`-softsync.
+
+        Args:
+            learners: Number of learners.
+            split: n, from 1 to the number of learners.
+            scale: Name of one of `SCALES`.
+            bound: See the class.
+
+        Raises:
+            UsageError: n is out of range, or there is no such rule.
+        """
+        if not 1 <= split <= learners:
+            raise UsageError(f"softsync:{split} with {learners} learners", f"n is from 1 to {learners}.")
+        return cls(learners, learners // split, False, split, SCALES.get(scale), bound)
+
+    @classmethod
+    def asynchronous(cls, learners: int, scale: str = "inverse", bound: int | None = None) -> Rules:
+        """Every gradient is an update."""
+        return cls.soft(learners, learners, scale, bound)
+
+    @classmethod
+    def of(cls, config: ServerConfig, workers: int) -> Rules:
+        """What the options of a run ask for.
+
+        Raises:
+            UsageError: N of softsync:N is not between 1 and the number of workers.
+        """
+        split = config.split_count(workers)
+        if config.sync == SERVER_SYNC:
+            return cls.synchronous(workers)
+        return cls.soft(workers, split, config.staleness or "inverse", config.max_staleness)

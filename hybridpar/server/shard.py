@@ -1,0 +1,403 @@
+"""Why: everything that a parameter server decides is decided here, and nothing here knows of processes or networks.
+
+A shard holds a stripe of the model, the optimizer's state for it (momentum and weight decay are the server's business:
+with momentum at the learners a stale gradient would be followed several times), and a **clock** that counts updates.
+Shards do not wait for each other; each has its own clock. What comes in are calls, one at a time, what goes out are
+`Answer`s: who may now go on, with which weights. The transport is somebody else's (`hybridpar.server.serve`), or nobody's
+(`hybridpar.server.simulate`), so that any order of arrivals can be written down and played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.errors import SyncError, UsageError
+from hybridpar.optim import fill_momentum
+from hybridpar.server.ledger import Ledger
+from hybridpar.server.rules import Rules
+from hybridpar.server.staleness import StalenessHistogram
+from hybridpar.server.stripes import Stripe
+
+#: Makes the optimizer of a stripe, from groups of parameters with their weight decay (`decays`).
+OptimizerOf = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Push:
+    """What a learner says of a gradient.
+
+    Attributes:
+        learner: Who.
+        sequence: Number of this push of the learner, from 1; a repeated push has the number of the first one.
+        clock: Clock of the weights that the gradient was computed on.
+        weight: What it counts in the sum of an update, before staleness; None for 1 / c, a mean over c gradients.
+        rate: Learning rate, as a fraction of the peak rate.
+        samples: Samples that it is of.
+        loss: Their mean loss.
+        sound: Whether it is finite, on all shards. One that is not counts as a push and changes nothing; where an
+            update takes one of each learner, it does not happen.
+        unused: Numbers of the stripe's pieces for which there was no gradient.
+    """
+
+    learner: int
+    sequence: int
+    clock: int
+    weight: float | None = None
+    rate: float = 1.0
+    samples: int = 1
+    loss: float = 0.0
+    sound: bool = True
+    unused: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A learner may go on.
+
+    Attributes:
+        learner: Who.
+        sequence: Of the push that is answered.
+        clock: Clock of the weights that it gets.
+        staleness: Of its gradient.
+        applied: Whether its gradient counts, or will in the update that it waits for.
+        repeated: Whether the push had come before; it was not counted again.
+    """
+
+    learner: int
+    sequence: int
+    clock: int
+    staleness: int
+    applied: bool
+    repeated: bool = False
+
+
+@dataclass
+class _Learner:
+    """What a shard knows of a learner.
+
+    Attributes:
+        sequence: The last push that counted.
+        pushes: How many there were; one who joins late starts with as many as the slowest has.
+        last: The answer to that push.
+        waiting: Whether it has not been given that answer.
+    """
+
+    sequence: int = 0
+    pushes: int = 0
+    last: Answer | None = None
+    waiting: bool = False
+
+
+@dataclass
+class _Collection:
+    """Gradients that wait for the rest of an update."""
+
+    count: int = 0
+    rate: float = 0.0
+    used: set[int] = field(default_factory=set)
+
+
+class Shard:
+    """One stripe of the parameters, and what becomes of gradients for it.
+
+    Args:
+        stripe: What it holds.
+        values: The parameters at the start, 1-D float32 of the stripe's size; copied.
+        rules: What to do with gradients.
+        optimizer: Makes the optimizer; its learning rate is the peak rate.
+        limit: Pushes that are taken in all; later ones change nothing. None for any number.
+        ledger: Where steps are recorded; default: a new one.
+    """
+
+    def __init__(
+        self,
+        stripe: Stripe,
+        values: Tensor,
+        rules: Rules,
+        optimizer: OptimizerOf,
+        *,
+        limit: int | None = None,
+        ledger: Ledger | None = None,
+    ) -> None:
+        if values.shape != (stripe.count,):
+            raise UsageError(f"{tuple(values.shape)} values for a stripe of {stripe.count}")
+        self.stripe = stripe
+        self.rules = rules
+        self.values = values.detach().to(torch.float32, copy=True)
+        self.clock = 0
+        self.taken = 0
+        self.limit = limit
+        self.histogram = StalenessHistogram()
+        self.ledger = ledger or Ledger(rules.learners)
+        self._total = torch.zeros_like(self.values)
+        self._pieces = [nn.Parameter(self.values[first:last]) for first, last in stripe.ranges]
+        decaying = [piece.decays for piece in stripe.pieces]
+        groups = [
+            {
+                "params": [own for own, decays in zip(self._pieces, decaying, strict=True) if decays is kind],
+                "decays": kind,
+            }
+            for kind in (True, False)
+        ]
+        self.optimizer = optimizer([group for group in groups if group["params"]])
+        self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._learners: dict[int, _Learner] = {}
+        self._collected = _Collection()
+        self._arrived: dict[int, tuple[Push, Tensor]] = {}
+
+    # ---------------------------------------------------------------- learners
+
+    @property
+    def learners(self) -> list[int]:
+        """Who takes part now."""
+        return sorted(self._learners)
+
+    @property
+    def waiting(self) -> list[int]:
+        """Who has pushed and not been answered."""
+        return [number for number in self.learners if self._learners[number].waiting]
+
+    @property
+    def queued(self) -> int:
+        """Gradients that lie here and wait for others."""
+        return len(self._arrived) + self._collected.count
+
+    @property
+    def step(self) -> int:
+        """Steps done: pushes over learners."""
+        return self.taken // self.rules.learners
+
+    @property
+    def done(self) -> bool:
+        """Whether all pushes that were wanted have come."""
+        return self.limit is not None and self.taken >= self.limit
+
+    def sequence_of(self, learner: int) -> int:
+        """The last push of a learner that came; 0 for one that is not here."""
+        known = self._learners.get(learner)
+        return known.sequence if known is not None else 0
+
+    def join(self, learner: int, sequence: int = 0) -> None:
+        """A learner takes part from now on; one that comes again is known by what it pushed last.
+
+        Args:
+            learner: Its number.
+            sequence: Number of the last push that it knows to have been answered.
+        """
+        slowest = min((known.pushes for known in self._learners.values()), default=0)
+        self._learners[learner] = _Learner(sequence, slowest)
+
+    def leave(self, learner: int) -> list[Answer]:
+        """A learner takes part no more: it has finished, or died. What it pushed stays counted.
+
+        Returns:
+            Answers that waited for it alone.
+
+        Raises:
+            SyncError: An update takes a gradient of each learner, and others wait for one of this.
+        """
+        if self._learners.pop(learner, None) is None:
+            return []
+        if self.rules.barrier:
+            self._arrived.pop(learner, None)
+            if self._arrived:
+                raise SyncError(
+                    f"worker {learner} is gone, and {len(self._arrived)} others wait for its gradient",
+                    "A synchronous update takes a gradient of every worker.",
+                    "A launched job restarts from its last checkpoint; --sync ps-async goes on without the worker.",
+                )
+            return []
+        return self._release()
+
+    # ------------------------------------------------------------------ pushes
+
+    def expects(self, learner: int, sequence: int) -> bool:
+        """Whether a push has not come before."""
+        known = self._learners.get(learner)
+        return known is None or sequence > known.sequence
+
+    @torch.no_grad()
+    def push(self, push: Push, gradient: Tensor) -> list[Answer]:
+        """Take in a gradient.
+
+        Args:
+            push: What is known of it.
+            gradient: 1-D float32 of the stripe's size. With a barrier it must stay as it is until its learner is
+                answered, else until this call returns.
+
+        Returns:
+            Who may go on; in the order in which they are to be answered.
+
+        Raises:
+            SyncError: The learner is unknown, or says that its weights are newer than the shard's.
+        """
+        known = self._learners.get(push.learner)
+        if known is None:
+            raise SyncError(f"worker {push.learner} pushed a gradient and has not joined")
+        if push.sequence <= known.sequence:
+            return self._repeat(push, known)
+        staleness = self.clock - push.clock
+        if staleness < 0:
+            raise SyncError(
+                f"worker {push.learner} has weights of update {push.clock}, and this shard is at {self.clock}",
+                "Weights come from the shard, so they cannot be newer.",
+                "Resume all processes from one checkpoint.",
+            )
+        counts = push.sound and not self.done
+        known.sequence, known.waiting = push.sequence, True
+        known.pushes += 1
+        known.last = Answer(push.learner, push.sequence, self.clock, staleness, counts)
+        if not self.done:
+            self.taken += 1
+            self.histogram.add(staleness)
+            self.ledger.arrived(
+                staleness=staleness,
+                samples=push.samples,
+                loss=push.loss,
+                rate=push.rate,
+                queued=self.queued + 1,
+                counts=push.sound,
+            )
+            if self.rules.barrier:
+                self._arrived[push.learner] = (push, gradient)
+                return self._meet()
+        if counts:
+            self._collect(push, gradient, self.rules.scale(staleness, self.rules.expected))
+            if self._collected.count == self.rules.collect:
+                self._update()
+        return self._release()
+
+    def _repeat(self, push: Push, known: _Learner) -> list[Answer]:
+        """A push that has come before: answered again, with what the weights are now, unless it is still waiting."""
+        if known.waiting:
+            return []
+        last = known.last if known.last is not None and known.last.sequence == push.sequence else None
+        applied, staleness = (last.applied, last.staleness) if last is not None else (False, 0)
+        return [Answer(push.learner, push.sequence, self.clock, staleness, applied, repeated=True)]
+
+    def _collect(self, push: Push, gradient: Tensor, scale: float) -> None:
+        """Add a gradient to those of the next update."""
+        weight = scale * (1 / self.rules.collect if push.weight is None else push.weight)
+        if self._collected.count == 0:
+            torch.mul(gradient, weight, out=self._total) if weight != 1 else self._total.copy_(gradient)
+        else:
+            self._total.add_(gradient, alpha=weight)
+        self._collected.count += 1
+        self._collected.rate += push.rate
+        self._collected.used.update(set(range(len(self._pieces))) - push.unused)
+
+    def _meet(self) -> list[Answer]:
+        """With all gradients there, add them in the learners' order, so that the sum does not depend on the arrivals."""
+        if len(self._arrived) < self.rules.collect:
+            return []
+        arrived = [self._arrived[number] for number in sorted(self._arrived)]
+        self._arrived.clear()
+        sound = all(push.sound for push, _ in arrived)
+        for push, gradient in arrived if sound else ():
+            self._collect(push, gradient, 1.0)
+        if sound:
+            self._update()
+        answers = []
+        for push, _ in arrived:
+            known = self._learners[push.learner]
+            known.waiting = False
+            known.last = Answer(push.learner, push.sequence, self.clock, 0, sound)
+            answers.append(known.last)
+        return answers
+
+    def _update(self) -> None:
+        """One step of the optimizer along the collected gradients."""
+        collected, self._collected = self._collected, _Collection()
+        factor = collected.rate / collected.count
+        for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * factor
+        for number, (piece, (first, last)) in enumerate(zip(self._pieces, self.stripe.ranges, strict=True)):
+            piece.grad = self._total[first:last] if number in collected.used else None
+        fill_momentum(self.optimizer)  # for pieces that are used for the first time
+        self.optimizer.step()
+        self.clock += 1
+
+    def _release(self) -> list[Answer]:
+        """Answer everybody who is not too far ahead of the slowest."""
+        slowest = min((known.pushes for known in self._learners.values()), default=0)
+        answers = []
+        for number in self.waiting:
+            known = self._learners[number]
+            if self.rules.bound is not None and known.pushes - slowest > self.rules.bound:
+                continue
+            assert known.last is not None
+            known.waiting = False
+            answers.append(Answer(number, known.sequence, self.clock, known.last.staleness, known.last.applied))
+        return answers
+
+    # ------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a shard of the same stripe needs to go on as if nothing had happened; plain values, tensors.
+
+        Learners are not part of it, but for how far each has come: they join again.
+        """
+        state = self.optimizer.state
+        return {
+            "stripe": self.stripe.fingerprint,
+            "values": self.values.clone(),
+            "optimizer": [_copied(state.get(piece, {})) for piece in self._pieces],
+            "clock": self.clock,
+            "taken": self.taken,
+            "histogram": self.histogram.to_dict(),
+            "collected": {
+                "count": self._collected.count,
+                "rate": self._collected.rate,
+                "used": sorted(self._collected.used),
+                "total": self._total.clone() if self._collected.count else torch.empty(0),
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned.
+
+        Raises:
+            UsageError: It is of another stripe.
+        """
+        if state["stripe"] != self.stripe.fingerprint:
+            raise UsageError("the state is of a shard with another stripe", fix="Load it by the parameters' names.")
+        self.load_values(state["values"], state["optimizer"])
+        self.load_progress(state)
+        collected = state["collected"]
+        self._collected = _Collection(int(collected["count"]), float(collected["rate"]), set(collected["used"]))
+        if self._collected.count:
+            self._total.copy_(collected["total"])
+
+    def load_progress(self, state: Mapping[str, Any]) -> None:
+        """Restore the counts among what `state_dict` returned, be it of this stripe or of another."""
+        self.clock, self.taken = int(state["clock"]), int(state["taken"])
+        self.ledger.step = self.step
+        self.histogram = StalenessHistogram.of_dict(state["histogram"])
+
+    @torch.no_grad()
+    def load_values(self, values: Tensor, optimizer: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Overwrite the parameters and the optimizer's state.
+
+        Args:
+            values: As for the constructor.
+            optimizer: For each piece its state; empty for none.
+        """
+        self.values.copy_(values)
+        self.optimizer.state.clear()
+        for piece, own in zip(self._pieces, optimizer, strict=False):
+            if own:
+                self.optimizer.state[piece] = _copied(own)
+
+
+def unused_pieces(stripe: Stripe, missing: Collection[str]) -> frozenset[int]:
+    """Numbers of the pieces of some parameters."""
+    return frozenset(number for number, piece in enumerate(stripe.pieces) if piece.name in missing)
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}

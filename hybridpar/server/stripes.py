@@ -1,0 +1,177 @@
+"""Why: every process must cut the model's parameters into the same shards, and a shard must know no model.
+
+The parameters lie one behind the other in the model's order, shard k of K has the k-th of K nearly equal ranges
+(CaffeOnSpark's rule: [k size / K, (k + 1) size / K)), and a border within a parameter is moved to the nearest border of
+two of its rows, what belongs to an index of its first dimension. So a large layer does not decide how even shards are,
+and a codec still sees whole filters and whole output units.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.errors import UsageError
+from hybridpar.pipeline.buckets import flat_view, is_dense
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of a parameter.
+
+    Attributes:
+        name: The parameter's name.
+        start: First element of the parameter in memory order.
+        shape: Of the piece; the whole parameter's but for the first dimension.
+        decays: Whether weight decay applies.
+        whole: Whether it is all of the parameter.
+    """
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    decays: bool
+    whole: bool
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+    @property
+    def label(self) -> str:
+        """The parameter's name, with the range where the piece is not all of it."""
+        return self.name if self.whole else f"{self.name}[{self.start}:{self.start + self.count}]"
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """What one shard holds: pieces, one behind the other.
+
+    Attributes:
+        pieces: In the reverse of the model's order, as backward passes make gradients.
+    """
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return sum(piece.count for piece in self.pieces)
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each piece begins in the stripe, and where the last one ends."""
+        ends = [0]
+        for piece in self.pieces:
+            ends.append(ends[-1] + piece.count)
+        return ends
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Begin and end of each piece in the stripe."""
+        return list(pairwise(self.offsets))
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal for stripes of the same pieces."""
+        return hashlib.sha256(repr([astuple(piece) for piece in self.pieces]).encode()).hexdigest()[:16]
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that servers hold, by name: those that are trained.
+
+    Raises:
+        UsageError: One is of a type or in a layout that servers do not hold.
+    """
+    found = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, parameter in found.items():
+        if parameter.dtype != torch.float32 or not is_dense(parameter):
+            raise UsageError(
+                f"parameter {name!r} is {parameter.dtype} with strides {tuple(parameter.stride())}",
+                "Parameter servers hold dense float32 parameters.",
+                "Keep the model in float32, and use --amp bf16 to compute in fewer bits.",
+            )
+    return found
+
+
+def cut_model(parameters: Sequence[tuple[str, tuple[int, ...], bool]], shards: int) -> list[Stripe]:
+    """Cut parameters into stripes.
+
+    Args:
+        parameters: Name, shape, and whether weight decay applies, in the model's order.
+        shards: Number of stripes.
+
+    Raises:
+        UsageError: There are more shards than parameters.
+    """
+    if not 1 <= shards <= len(parameters):
+        raise UsageError(
+            f"{shards} shards for a model with {len(parameters)} trained parameter tensors",
+            "Every shard must have something to hold, so there are at most as many as parameters.",
+            f"Use --servers {max(1, len(parameters))} or fewer.",
+        )
+    sizes = [_count(shape) for _, shape, _ in parameters]
+    total = sum(sizes)
+    cuts = [total * number // shards for number in range(1, shards)]
+    stripes: list[list[Piece]] = [[] for _ in range(shards)]
+    begin, number = 0, 0
+    for (name, shape, decays), size in zip(parameters, sizes, strict=True):
+        row = size // shape[0] if shape and shape[0] else max(1, size)
+        done = 0
+        while done < size:
+            take = size - done
+            if number < shards - 1 and begin + size > cuts[number]:
+                wanted = round((cuts[number] - begin) / row) * row if shape else size
+                take = min(max(wanted, 0), size) - done
+            if take > 0:
+                piece_shape = (take // row, *shape[1:]) if shape else ()
+                stripes[number].append(Piece(name, done, piece_shape, decays, take == size))
+                done += take
+            if done < size or (number < shards - 1 and begin + done >= cuts[number]):
+                number += 1
+        begin += size
+    if all(stripes):
+        return [Stripe(tuple(reversed(pieces))) for pieces in stripes]
+    return _by_parameters(parameters, sizes, shards)
+
+
+def _by_parameters(
+    parameters: Sequence[tuple[str, tuple[int, ...], bool]], sizes: Sequence[int], shards: int
+) -> list[Stripe]:
+    """Whole parameters only, at least one for each shard: for models that are too small to be cut evenly."""
+    stripes: list[list[Piece]] = [[] for _ in range(shards)]
+    total, begin, number = sum(sizes), 0, 0
+    for index, ((name, shape, decays), size) in enumerate(zip(parameters, sizes, strict=True)):
+        left, open_shards = len(parameters) - index, shards - number - 1
+        full = begin >= total * (number + 1) // shards or left <= open_shards
+        if stripes[number] and open_shards and full:
+            number += 1
+        stripes[number].append(Piece(name, 0, shape, decays, True))
+        begin += size
+    return [Stripe(tuple(reversed(pieces))) for pieces in stripes]
+
+
+def _count(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def piece_views(stripe: Stripe, tensors: dict[str, Tensor]) -> list[Tensor]:
+    """Views of the pieces of a stripe in the tensors of a model, 1-D, in memory order.
+
+    Args:
+        stripe: The stripe.
+        tensors: Dense tensors by name, shaped as the parameters.
+    """
+    return [flat_view(tensors[piece.name])[piece.start : piece.start + piece.count] for piece in stripe.pieces]

@@ -1,0 +1,250 @@
+"""Why: a server's peers come and go, and gloo's groups do not: once a member is dead, a group is of no use to the others.
+
+So data travels over plain TCP sockets, one per worker and shard, and torch.distributed's store is only where they find
+each other. A socket tells a death at once, others are not touched by it, a newcomer is one more connection, and one
+thread can wait for whoever comes first, which a group's receive from a named peer cannot.
+
+A frame is a header (magic, length of the meta data, length of the payload), the meta data as JSON, and the payload. What
+a payload means follows from the kind that the meta data names. Objects travel as torch saves them and are read with
+`weights_only`, so that reading a frame runs no code.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_HEADER = struct.Struct("!4sIQ")
+_MAGIC = b"hyp1"
+#: More than any message of ours has; a stranger's bytes must not make us allocate what they happen to say.
+_MOST_META, _MOST_PAYLOAD = 1 << 26, 1 << 40
+
+
+class Garbled(Exception):
+    """What came is not one of our frames."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What came.
+
+    Attributes:
+        meta: Its `kind`, and what belongs to that.
+        payload: 1-D uint8.
+    """
+
+    meta: dict[str, Any]
+    payload: Tensor
+
+    @property
+    def kind(self) -> str:
+        """What it is."""
+        return str(self.meta["kind"])
+
+    def unpack(self) -> Any:
+        """The object that the payload is."""
+        return unpack(self.payload)
+
+
+def pack(item: Any) -> memoryview:
+    """An object of plain values and tensors as bytes."""
+    file = io.BytesIO()
+    torch.save(item, file)
+    return file.getbuffer()
+
+
+def unpack(payload: Tensor) -> Any:
+    """What `pack` was given."""
+    return torch.load(io.BytesIO(payload.numpy().tobytes()), weights_only=True)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """A contiguous tensor's memory; the tensor must outlive it."""
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+
+
+def head_of(meta: dict[str, Any], length: int) -> bytes:
+    """What stands before a payload of so many bytes."""
+    text = json.dumps(meta).encode()
+    return _HEADER.pack(_MAGIC, len(text), length) + text
+
+
+def frame_of(meta: dict[str, Any], *payload: memoryview) -> list[memoryview]:
+    """A whole frame, as pieces of memory to be sent one after the other."""
+    return [memoryview(head_of(meta, sum(len(part) for part in payload))), *(part for part in payload if len(part))]
+
+
+def tune(connection: socket.socket) -> None:
+    """Have small frames leave at once, and a host that vanished be noticed some day."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def read_exactly(connection: socket.socket, into: memoryview) -> None:
+    """Fill memory from a blocking socket.
+
+    Raises:
+        ConnectionError: The other end is gone.
+        TimeoutError: Nothing came within the socket's time-out.
+    """
+    while len(into):
+        count = connection.recv_into(into)
+        if not count:
+            raise ConnectionResetError("the connection was closed")
+        into = into[count:]
+
+
+def read_head(connection: socket.socket) -> tuple[dict[str, Any], int]:
+    """Meta data of the next frame, and the length of its payload, which is still to be read.
+
+    Raises:
+        ConnectionError: The other end is gone.
+        TimeoutError: Nothing came within the socket's time-out.
+        Garbled: It is no frame.
+    """
+    head = bytearray(_HEADER.size)
+    read_exactly(connection, memoryview(head))
+    meta_length, length = _check_head(bytes(head))
+    text = bytearray(meta_length)
+    read_exactly(connection, memoryview(text))
+    return _parse(bytes(text)), length
+
+
+def _check_head(head: bytes) -> tuple[int, int]:
+    magic, meta_length, length = _HEADER.unpack(head)
+    if magic != _MAGIC or meta_length > _MOST_META or length > _MOST_PAYLOAD:
+        raise Garbled("no frame of hybridpar")
+    return meta_length, length
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    try:
+        meta = json.loads(text)
+    except ValueError as error:
+        raise Garbled("meta data that is no JSON") from error
+    if not isinstance(meta, dict) or "kind" not in meta:
+        raise Garbled("meta data without a kind")
+    return meta
+
+
+class Connection:
+    """A server's end of a connection; never blocks.
+
+    Args:
+        connection: The socket.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        tune(connection)
+        self.socket = connection
+        #: Who is at the other end, once it has said so.
+        self.worker: int | None = None
+        #: When it was last told to wait, before it is let in.
+        self.told = 0.0
+        self.received = self.sent = 0
+        self._out: deque[memoryview] = deque()
+        self._room = torch.empty(0, dtype=torch.uint8)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._head = bytearray(_HEADER.size)
+        self._text: bytearray | None = None
+        self._meta: dict[str, Any] = {}
+        self._payload = torch.empty(0, dtype=torch.uint8)
+        self._into = memoryview(self._head)
+        self._state = "head"
+
+    @property
+    def sending(self) -> bool:
+        """Whether something is left to be sent."""
+        return bool(self._out)
+
+    def read(self) -> list[Frame]:
+        """All frames that are whole by now.
+
+        Raises:
+            ConnectionError: The other end is gone.
+            Garbled: It sends no frames.
+        """
+        frames: list[Frame] = []
+        while True:
+            try:
+                count = self.socket.recv_into(self._into)
+            except BlockingIOError:
+                return frames
+            if not count:
+                if frames:
+                    return frames  # the end is met again by the next call
+                raise ConnectionResetError("the connection was closed")
+            self.received += count
+            self._into = self._into[count:]
+            while not len(self._into):
+                if (frame := self._advance()) is not None:
+                    frames.append(frame)
+
+    def _advance(self) -> Frame | None:
+        """A part is whole: go on to the next one, or hand the frame over."""
+        if self._state == "head":
+            meta_length, self._length = _check_head(bytes(self._head))
+            self._text = bytearray(meta_length)
+            self._into, self._state = memoryview(self._text), "meta"
+            return None
+        if self._state == "meta":
+            assert self._text is not None
+            self._meta = _parse(bytes(self._text))
+            self._payload = self._take(self._length)
+            self._state = "payload"
+            if self._length:
+                self._into = bytes_of(self._payload)
+                return None
+        frame = Frame(self._meta, self._payload)
+        self._begin()
+        return frame
+
+    def _take(self, length: int) -> Tensor:
+        """Memory for a payload. A push goes where the one before lay: it has been answered, or it would not come."""
+        if self._meta["kind"] != "push":
+            return torch.empty(length, dtype=torch.uint8)
+        if self._room.numel() != length:
+            self._room = torch.empty(length, dtype=torch.uint8)
+        return self._room
+
+    def send(self, parts: Sequence[memoryview]) -> None:
+        """Queue memory, which must stay as it is until it is sent, and send what can be sent now.
+
+        Raises:
+            ConnectionError: The other end is gone.
+        """
+        self._out.extend(part for part in parts if len(part))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what can be sent now.
+
+        Raises:
+            ConnectionError: The other end is gone.
+        """
+        while self._out:
+            try:
+                count = self.socket.send(self._out[0])
+            except BlockingIOError:
+                return
+            self.sent += count
+            if count == len(self._out[0]):
+                self._out.popleft()
+            else:
+                self._out[0] = self._out[0][count:]
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()

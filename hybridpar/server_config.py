@@ -1,0 +1,117 @@
+"""Why: how a run with parameter servers is asked for, and what contradicts it, known before anything heavy is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hybridpar.errors import UsageError
+
+#: What `--sync` may be.
+ALL_REDUCE, LOCAL, SERVER_SYNC, SERVER_ASYNC, SOFT_SYNC = "allreduce", "local", "ps", "ps-async", "softsync"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How replicas are kept together: by each other, now and then, or by parameter servers."""
+
+    sync: str = ALL_REDUCE
+    """How replicas are kept together. `allreduce`: by the gradients of every step; `local:H`: each trains alone, and
+    every H steps the mean of their parameters is taken; `ps`: gradients meet at parameter servers, which wait for all workers; `ps-async`: they wait for
+    none; `softsync:N`: they wait for any W/N gradients of W workers."""
+    servers: int | None = None
+    """Processes that the parameters are divided among, beside the workers; default: 1. With 0 every worker masters a
+    stripe itself."""
+    staleness: Literal["none", "inverse", "mean"] | None = None
+    """How a gradient counts that was computed on weights of T updates ago: `none`: in full; `inverse` (default):
+    1/T; `mean`: 1/N, N being the mean staleness that `--sync` leads to. Not with `ps`, where no gradient is stale."""
+    max_staleness: int | None = None
+    """Most steps that a worker may be ahead of the slowest one before it has to wait; default: any. Not with `ps`."""
+    pull: Literal["fp32", "fp16"] = "fp32"
+    """What weights come back from parameter servers as."""
+
+    @property
+    def uses_servers(self) -> bool:
+        """Whether gradients meet at parameter servers, be they processes of their own or not."""
+        return self.sync != ALL_REDUCE and self.local_steps is None
+
+    @property
+    def local_steps(self) -> int | None:
+        """Steps between averages of `local:H`; None otherwise.
+
+        Raises:
+            UsageError: H is not a number of steps.
+        """
+        kind, _, steps = self.sync.partition(":")
+        if kind != LOCAL:
+            return None
+        if not steps.isdigit() or int(steps) < 1:
+            raise UsageError(f"--sync {self.sync}", "It must be local:H with a number of steps H.", "Use local:8.")
+        return int(steps)
+
+    @property
+    def waits_for_all(self) -> bool:
+        """Whether every update takes a gradient of each worker."""
+        return self.sync in (ALL_REDUCE, SERVER_SYNC) or self.local_steps is not None
+
+    @property
+    def server_processes(self) -> int:
+        """Processes beside the workers."""
+        return (1 if self.servers is None else self.servers) if self.uses_servers else 0
+
+    def split_count(self, workers: int) -> int:
+        """N of n-softsync, in which an update takes floor(workers / N) gradients; 1-softsync takes one of each.
+
+        Args:
+            workers: Number of workers.
+
+        Raises:
+            UsageError: N is not between 1 and the number of workers.
+        """
+        name, _, number = self.sync.partition(":")
+        if name != SOFT_SYNC:
+            return workers if name == SERVER_ASYNC else 1
+        if not number.isdigit() or not 1 <= int(number) <= workers:
+            raise UsageError(
+                f"--sync {self.sync} with {workers} worker{'' if workers == 1 else 's'}",
+                f"N of softsync:N is a whole number from 1 to the number of workers, here 1 to {workers}.",
+                "softsync:1 waits for as many gradients as there are workers, softsync:W for one.",
+            )
+        return int(number)
+
+    def shard_count(self, workers: int) -> int:
+        """Into how many shards the parameters are divided: one per server process, or one per worker."""
+        return self.server_processes or workers
+
+    def check_sync(self) -> None:
+        """Check these options against each other.
+
+        Raises:
+            UsageError: A value is out of range, or an option has no meaning in the mode.
+        """
+        name, colon, number = self.sync.partition(":")
+        softsync = name == SOFT_SYNC and bool(colon) and number.isdigit()
+        if not softsync and self.local_steps is None and self.sync not in (ALL_REDUCE, SERVER_SYNC, SERVER_ASYNC):
+            raise UsageError(
+                f"--sync is {self.sync!r}",
+                f"It must be {ALL_REDUCE}, {LOCAL}:H, {SERVER_SYNC}, {SERVER_ASYNC}, or {SOFT_SYNC}:N, with whole numbers "
+                "H and N.",
+            )
+        for option, value in (("--staleness", self.staleness), ("--max-staleness", self.max_staleness)):
+            if value is not None and self.waits_for_all:
+                raise UsageError(
+                    f"{option} {value} with --sync {self.sync}",
+                    "Every update waits for all workers, so no gradient is computed on old weights.",
+                    f"Leave it out, or use --sync {SERVER_ASYNC} or {SOFT_SYNC}:N.",
+                )
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise UsageError(f"--max-staleness is {self.max_staleness}", "It must be at least 0.")
+        if self.servers is not None and self.servers < 0:
+            raise UsageError(f"--servers is {self.servers}", "It must be at least 0.")
+        for option, given in (("--servers", self.servers is not None), ("--pull", self.pull != "fp32")):
+            if given and not self.uses_servers:
+                raise UsageError(
+                    f"{option} with --sync {self.sync}",
+                    "Only runs with parameter servers have it.",
+                    f"Add --sync {SERVER_SYNC}, {SERVER_ASYNC} or {SOFT_SYNC}:N, or leave it out.",
+                )

@@ -1,0 +1,189 @@
+"""Why: servers and workers on threads talk over real sockets, and a test has them all in its hand, within milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.compress import read_policy
+from hybridpar.config import OptimizerConfig
+from hybridpar.errors import HybridparError
+from hybridpar.models import model_fingerprint
+from hybridpar.server import PushEncoder, Rules, cut_model, described_parameters, optimizer_of
+from hybridpar.server.checkpoints import shard_starts
+from hybridpar.server.learner import Learner
+from hybridpar.server.link import LinkOptions, Links, ShardLink
+from hybridpar.server.running import flat_buffers, put_buffers
+from hybridpar.server.serve import ServerOptions, ShardServer
+from hybridpar.server.stripes import piece_views, trained_parameters
+
+TOKEN = "let me in"
+
+
+class Net(nn.Module):
+    """A little of everything; the part `spare` is used only where asked for."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, width, 3, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.spare = nn.Linear(10, 10)
+        self.head = nn.Linear(width * 36, 10)
+        self.uses_spare = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.relu(self.norm(self.conv(x))).flatten(1))
+        return self.spare(out) if self.uses_spare else out
+
+
+def images(seed: int, count: int = 4) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 1, 8, 8, generator=draw), torch.randint(10, (count,), generator=draw)
+
+
+@dataclass
+class Served:
+    """Shards on threads.
+
+    Attributes:
+        servers: By number.
+        problems: What each ended with, if not well.
+    """
+
+    servers: list[ShardServer]
+    problems: dict[int, HybridparError] = field(default_factory=dict)
+    enough: threading.Event = field(default_factory=threading.Event)
+    threads: list[threading.Thread] = field(default_factory=list)
+
+    def start(self) -> None:
+        for number, server in enumerate(self.servers):
+            thread = threading.Thread(target=self._run, args=(number, server), daemon=True)
+            thread.start()
+            self.threads.append(thread)
+
+    def _run(self, number: int, server: ShardServer) -> None:
+        try:
+            server.run(self.enough.is_set)
+        except HybridparError as error:
+            self.problems[number] = error
+
+    def kill(self, number: int) -> None:
+        """As the system would: all sockets of a shard are closed."""
+        for key in list(self.servers[number]._selector.get_map().values()):
+            with contextlib.suppress(OSError):
+                key.fileobj.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def serving(
+    rules: Rules,
+    shards: int = 1,
+    *,
+    codec: str = "none",
+    half: bool = False,
+    timeout: float = 20.0,
+    optimizer: OptimizerConfig | None = None,
+) -> Iterator[Served]:
+    made = optimizer_of(optimizer or OptimizerConfig(lr=0.1, momentum=0.9, weight_decay=0.01))
+    policy = read_policy(codec)
+    options = [ServerOptions(n, shards, rules, made, policy, half, TOKEN, timeout) for n in range(shards)]
+    served = Served([ShardServer(one) for one in options])
+    served.start()
+    try:
+        yield served
+    finally:
+        served.enough.set()
+        for thread in served.threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in served.threads)
+
+
+class Worker:
+    """One worker with a model of its own."""
+
+    def __init__(
+        self,
+        served: Served,
+        number: int,
+        model: nn.Module,
+        rules: Rules,
+        *,
+        codec: str = "none",
+        half: bool = False,
+        timeout: float = 20.0,
+        limit: int = 10**6,
+        returns: bool | None = None,
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        self.number, self.model, self.rules = number, model, rules
+        shards = len(served.servers)
+        self.stripes = cut_model(described_parameters(model), shards)
+        policy = read_policy(codec)
+        tensors = {name: own.data for name, own in trained_parameters(model).items()}
+        comes_again = not rules.barrier if returns is None else returns
+        self.links = Links(
+            [
+                ShardLink(
+                    k,
+                    server.address,
+                    self.stripes[k],
+                    piece_views(self.stripes[k], tensors),
+                    None if policy.changes_nothing else PushEncoder(policy, self.stripes[k]),
+                    LinkOptions(
+                        number, shards, model_fingerprint(model), str(policy), TOKEN, timeout, half, comes_again
+                    ),
+                )
+                for k, server in enumerate(served.servers)
+            ]
+        )
+        self._limit, self._facts = limit, facts or {}
+        self.learner: Learner | None = None
+
+    def begin(self) -> list[dict[str, Any]]:
+        welcome = self.links.hello(flat_buffers(self.model).numel(), 0 if self.number == 0 else None)
+        if self.number == 0 and not all(one["initialised"] for one in welcome):
+            welcome = self.links.initialise(
+                shard_starts(self.model, self.stripes, limit=self._limit, facts=self._facts)
+            )
+        statistics = self.links.links[0].statistics
+        if statistics.numel():
+            put_buffers(self.model, statistics)
+
+        def take() -> None:
+            if self.links.links[0].statistics.numel():
+                put_buffers(self.model, self.links.links[0].statistics)
+
+        self.learner = Learner(self.model, nn.CrossEntropyLoss(), self.links, barrier=self.rules.barrier, took=take)
+        return welcome
+
+    def step(self, seed: int, workers: int = 1, **more: Any) -> Any:
+        assert self.learner is not None
+        batch = images(seed)
+        return self.learner.step([batch], 4, 4 * workers, **more)
+
+    def close(self, *, polite: bool = True) -> None:
+        if self.learner is not None:
+            self.learner.close()
+        self.links.close(polite=polite)
+
+
+def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Call all at the same time; results in order."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+def copies(count: int, **options: Any) -> list[nn.Module]:
+    """Equal models."""
+    torch.manual_seed(0)
+    model = Net(**options)
+    return [copy.deepcopy(model) for _ in range(count)]

@@ -1,0 +1,341 @@
+"""Why: what holds for shards that are called must hold for shards behind sockets, where things break half-way."""
+
+from __future__ import annotations
+
+import copy
+import socket
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpar.config import OptimizerConfig
+from hybridpar.errors import SyncError, UsageError
+from hybridpar.optim import build_optimizer
+from hybridpar.server import Rules
+from hybridpar.server.present import PresentWorkers, exchange
+from tests.server.serving import Worker, copies, images, serving, together
+
+OPTIMIZER = OptimizerConfig(lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def same(left: nn.Module, right: nn.Module) -> bool:
+    pairs = zip(left.parameters(), right.parameters(), strict=True)
+    return all(torch.equal(one, other) for one, other in pairs)
+
+
+def train(served, rules, workers, steps, **options):
+    """Workers that train side by side; returns them, with their models as the servers have them."""
+    team = [Worker(served, n, model, rules, **options) for n, model in enumerate(copies(workers))]
+    together([worker.begin for worker in team])
+
+    def run(worker):
+        return [worker.step(10 * number + worker.number, workers) for number in range(steps)]
+
+    results = together([lambda worker=worker: run(worker) for worker in team])
+    return team, results
+
+
+def oracle(workers, steps):
+    """One process: micro-batches are the workers' shares, and each is normalised by itself."""
+    (model,) = copies(1)
+    optimizer = build_optimizer(model, OPTIMIZER)
+    for number in range(steps):
+        statistics = []
+        optimizer.zero_grad()
+        before = copy.deepcopy(model.norm.state_dict())
+        for worker in range(workers):
+            model.norm.load_state_dict(before)
+            inputs, targets = images(10 * number + worker)
+            (nn.functional.cross_entropy(model(inputs), targets) * (1 / workers)).backward()
+            statistics.append(copy.deepcopy(model.norm.running_mean))
+        optimizer.step()
+        model.norm.running_mean.copy_(sum(statistics) / workers)
+    return model
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards):
+    rules = Rules.synchronous(3)
+    with serving(rules, shards) as served:
+        team, results = train(served, rules, 3, 4)
+        expected = oracle(3, 4)
+        for worker in team:
+            assert same(worker.model, expected)
+            torch.testing.assert_close(worker.model.norm.running_mean, expected.norm.running_mean)
+            assert all(one.staleness == 0 and one.applied for one in results[worker.number])
+        assert [row["step"] for one in results[0] for row in one.rows] == [1, 2, 3, 4]
+        together([worker.close for worker in team])
+    assert not served.problems
+
+
+def test_shares_of_a_batch_may_be_uneven():
+    rules = Rules.synchronous(2)
+    with serving(rules) as served:
+        team = [Worker(served, n, model, rules) for n, model in enumerate(copies(2))]
+        together([worker.begin for worker in team])
+        whole = [model for model in copies(1)][0]
+        whole.eval(), [worker.model.norm.eval() for worker in team]
+        optimizer = build_optimizer(whole, OPTIMIZER)
+        inputs, targets = images(5, 7)
+        shares = [(inputs[:5], targets[:5]), (inputs[5:], targets[5:])]
+        for worker in team:
+            worker.model.train = lambda mode=True: None  # BatchNorm must not depend on the share here
+            worker.model.eval()
+        together([lambda w=w: w.learner.step([shares[w.number]], len(shares[w.number][1]), 7) for w in team])
+        nn.functional.cross_entropy(whole(inputs), targets).backward()
+        optimizer.step()
+        for own, expected in zip(team[0].model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-6)
+        together([worker.close for worker in team])
+
+
+@pytest.mark.parametrize("codec", ["onebit:least=1", "powersgd:rank=1,gain=0", "topk:rate=0.3,least=1"])
+def test_compressed_pushes_train_alike_on_all_workers(codec):
+    rules = Rules.synchronous(2)
+    with serving(rules, 2, codec=codec) as served:
+        team, results = train(served, rules, 2, 5, codec=codec)
+        assert same(team[0].model, team[1].model)
+        assert results[0][-1].pushed < results[0][-1].pulled
+        kept = [link.encoder.unsent().norm() for worker in team for link in worker.links.links]
+        assert all(float(norm) > 0 for norm in kept)
+        together([worker.close for worker in team])
+
+
+def test_weights_may_come_as_float16():
+    rules = Rules.asynchronous(1)
+    with serving(rules, half=True) as served:
+        (worker,), _ = train(served, rules, 1, 3, half=True)
+        held = served.servers[0].shard.values
+        mine = torch.cat([view for view in worker.links.links[0]._views])
+        assert torch.equal(mine, held.half().float())
+        assert not torch.equal(mine, held)
+        worker.close()
+
+
+def test_without_a_barrier_everybody_goes_at_their_own_pace():
+    rules = Rules.asynchronous(3, "inverse")
+    with serving(rules, 2) as served:
+        team, results = train(served, rules, 3, 6)
+        assert [server.shard.clock for server in served.servers] == [18, 18]
+        ages = served.servers[0].shard.histogram
+        assert ages.total == 18
+        on_the_way = sum(18 - worker.links.links[0].clock for worker in team)
+        assert ages.sum + on_the_way == 18 * 2
+        together([worker.close for worker in team])
+
+
+def test_a_gradient_that_is_not_finite_on_one_worker_counts_on_none():
+    rules = Rules.synchronous(2)
+    with serving(rules, codec="onebit:least=1") as served:
+        team, _ = train(served, rules, 2, 2, codec="onebit:least=1")
+        before = copy.deepcopy(team[0].model)
+        kept = team[0].links.links[0].encoder.unsent()
+        bad, targets = images(1)
+        results = together(
+            [
+                lambda: team[0].learner.step([images(0)], 4, 8),
+                lambda: team[1].learner.step([(bad * torch.nan, targets)], 4, 8),
+            ]
+        )
+        assert not any(one.applied for one in results)
+        assert same(team[0].model, before)
+        assert torch.equal(team[0].model.norm.running_mean, before.norm.running_mean)
+        assert torch.equal(team[0].links.links[0].encoder.unsent(), kept)
+        together([worker.close for worker in team])
+
+
+def test_a_worker_that_dies_is_dropped_and_one_that_joins_begins_with_the_weights_of_now():
+    rules = Rules.asynchronous(2)
+    with serving(rules) as served:
+        team, _ = train(served, rules, 2, 2)
+        team[1].close(polite=False)
+        after = [team[0].step(100 + number) for number in range(3)]
+        assert any("worker 1 is gone" in text for one in after for text in one.news)
+        (model,) = copies(1, width=6)
+        late = Worker(served, 1, model, rules)
+        (welcome,) = late.begin()
+        assert welcome["clock"] == served.servers[0].shard.clock == 7
+        assert same(late.model, team[0].model)
+        late.step(50)
+        assert any("worker 1 has joined" in text for text in team[0].step(51).news)
+        late.close(), team[0].close()
+
+
+def test_a_push_whose_connection_breaks_is_repeated_and_counts_once():
+    """The proxy swallows answers or breaks pushes half-way; the worker comes again with the same number."""
+    rules = Rules.asynchronous(1)
+    with serving(rules, codec="onebit:least=1") as served:
+        (worker,), _ = train(served, rules, 1, 2, codec="onebit:least=1")
+        link = worker.links.links[0]
+        shard = served.servers[0].shard
+
+        # Before the end of the push has arrived.
+        finish, broken = link._finish, []
+
+        def break_first(flight):
+            if not broken:
+                broken.append(True)
+                link._socket.shutdown(socket.SHUT_RDWR)
+            finish(flight)
+
+        link._finish = break_first
+        first = worker.step(20)
+        assert first.applied
+        assert (shard.clock, shard.taken) == (3, 3)
+
+        # After it was taken in, but before the answer was heard.
+        answer, deaf = link._answer, []
+
+        def hear_second():
+            if not deaf:
+                deaf.append(True)
+                while shard.clock == 3:
+                    pass
+                raise ConnectionResetError("the answer was lost")
+            return answer()
+
+        link._answer = hear_second
+        second = worker.step(21)
+        assert second.applied
+        assert (shard.clock, shard.taken, shard.histogram.total) == (4, 4, 4)
+        assert torch.equal(torch.cat(list(link._views)), shard.values)
+        worker.step(22)
+        assert shard.clock == 5
+        worker.close()
+
+
+def test_a_shard_that_dies_is_named_to_every_worker():
+    rules = Rules.asynchronous(2)
+    with serving(rules, 2, timeout=3) as served:
+        team, _ = train(served, rules, 2, 1, timeout=3)
+        server = served.servers[1]
+        served.kill(1)
+        server._listener.close()
+        for worker in team:
+            with pytest.raises(SyncError, match="shard 1 of 2 at .* is gone.*worker"):
+                for number in range(20):
+                    worker.step(number)
+            worker.close(polite=False)
+
+
+def test_a_shard_that_is_silent_is_an_error_within_the_time_out():
+    rules = Rules.synchronous(1)
+    listener = socket.create_server(("127.0.0.1", 0))
+    with serving(rules) as served:
+        served.servers[0].host, served.servers[0].port = listener.getsockname()
+        (model,) = copies(1)
+        worker = Worker(served, 0, model, rules, timeout=0.3)
+        with pytest.raises(SyncError, match=r"shard 0 of 1 at .* did not answer within 0.3 s"):
+            worker.begin()
+        worker.close(polite=False)
+    listener.close()
+
+
+def test_a_barrier_names_the_worker_that_does_not_push():
+    rules = Rules.synchronous(2)
+    with serving(rules, timeout=0.5) as served:
+        team, _ = train(served, rules, 2, 1, timeout=5)
+        with pytest.raises(SyncError, match=r"worker 1 did not push a gradient within 0.5 s"):
+            team[0].step(3, 2)
+        for worker in team:
+            worker.close(polite=False)
+    assert "worker 1 did not push" in served.problems[0].what
+
+
+def test_a_barrier_cannot_go_on_without_a_worker_and_says_so_to_the_others():
+    rules = Rules.synchronous(2)
+    with serving(rules) as served:
+        team, _ = train(served, rules, 2, 1)
+        waiting = threading.Timer(0.2, lambda: team[1].close(polite=False))
+        waiting.start()
+        with pytest.raises(SyncError, match="worker 1 is gone"):
+            team[0].step(3, 2)
+        waiting.join()
+        team[0].close(polite=False)
+
+
+def test_who_waits_is_told_so_and_does_not_give_up():
+    rules = Rules.synchronous(2)
+    with serving(rules, timeout=1.5) as served:
+        team, _ = train(served, rules, 2, 1, timeout=0.8)
+        late = threading.Timer(1.1, lambda: team[1].step(13, 2))  # longer than the workers' own time-out
+        late.start()
+        assert team[0].step(3, 2).applied
+        late.join()
+        together([worker.close for worker in team])
+
+
+def test_workers_with_different_models_are_told_apart_at_the_first_message():
+    rules = Rules.asynchronous(2)
+    with serving(rules) as served:
+        (model,), (other,) = copies(1), copies(1, width=7)
+        first = Worker(served, 0, model, rules)
+        first.begin()
+        second = Worker(served, 1, other, rules)
+        with pytest.raises(UsageError, match="worker 1 and worker 0 differ in the model"):
+            second.begin()
+        second.close(polite=False)
+        (third_model,) = copies(1)
+        third = Worker(served, 1, third_model, rules, codec="onebit")
+        with pytest.raises(UsageError, match="differ in --compress"):
+            third.begin()
+        third.close(polite=False), first.close()
+
+
+def test_strangers_are_not_let_in_and_hurt_nobody():
+    rules = Rules.asynchronous(1)
+    with serving(rules) as served:
+        (worker,), _ = train(served, rules, 1, 1)
+        for rubbish in (b"GET / HTTP/1.1\r\n\r\n" * 3, b"hyp1" + bytes(20)):
+            stranger = socket.create_connection(("127.0.0.1", served.servers[0].port))
+            stranger.sendall(rubbish)
+            stranger.settimeout(5)
+            assert stranger.recv(10) == b""
+            stranger.close()
+        assert worker.step(3).applied
+        worker.close()
+
+
+def test_a_layer_that_nobody_uses_is_left_alone():
+    rules = Rules.synchronous(2)
+    with serving(rules, 2) as served:
+        team, _ = train(served, rules, 2, 2)
+        (start,) = copies(1)
+        assert torch.equal(team[0].model.spare.weight, start.spare.weight)
+        team[1].model.uses_spare = True
+        together([lambda w=w: w.step(40 + w.number, 2) for w in team])
+        assert not torch.equal(team[0].model.spare.weight, start.spare.weight)
+        assert same(team[0].model, team[1].model)
+        together([worker.close for worker in team])
+
+
+def test_stop_save_and_the_end_reach_everybody_in_the_same_step():
+    rules = Rules.synchronous(2)
+    with serving(rules) as served:
+        team = [Worker(served, n, model, rules, limit=6) for n, model in enumerate(copies(2))]
+        together([worker.begin for worker in team])
+        first = together([lambda w=w: w.step(w.number, 2, save=w.number == 0) for w in team])
+        assert [one.save for one in first] == [1, 1]
+        second = together([lambda w=w: w.step(w.number, 2, stop=w.number == 1) for w in team])
+        assert [(one.save, one.stop, one.done) for one in second] == [(0, True, False)] * 2
+        third = together([lambda w=w: w.step(w.number, 2) for w in team])
+        assert [one.done for one in third] == [True, True]
+        together([worker.close for worker in team])
+
+
+def test_workers_exchange_facts_over_shard_0():
+    rules = Rules.asynchronous(3)
+    with serving(rules, 2) as served:
+        team, _ = train(served, rules, 3, 1)
+        firsts = [worker.links.links[0] for worker in team]
+        found = together([lambda n=n: exchange(firsts[n], "a/0", {"n": n}) for n in range(3)])
+        assert found == [([0, 1, 2], [{"n": 0}, {"n": 1}, {"n": 2}])] * 3
+        team[1].close(polite=False)
+        found = together([lambda n=n: exchange(firsts[n], "b/0", n) for n in (0, 2)])
+        assert found == [([0, 2], [0, 2])] * 2
+        worlds = [PresentWorkers(firsts[n], "c", n, [0, 2], torch.device("cpu"), 5) for n in (0, 2)]
+        assert [world.is_main for world in worlds] == [True, False]
+        assert together([lambda w=w: w.gather(w.rank) for w in worlds]) == [[0, 1]] * 2
+        team[0].close(), team[2].close()

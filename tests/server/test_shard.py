@@ -1,0 +1,289 @@
+"""Why: what a server does to weights, clocks and waiting learners is pinned here call by call."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridpar.errors import SyncError, UsageError
+from hybridpar.server import Piece, Push, Rules, Shard, Stripe
+from hybridpar.server.ledger import Ledger
+from tests.server.problems import sgd, small_shard
+
+ONES = torch.ones(4)
+
+
+def push(shard, learner, sequence, clock, gradient=ONES, **more):
+    return shard.push(Push(learner, sequence, clock, **more), gradient)
+
+
+def test_a_synchronous_update_waits_for_all_and_takes_their_mean():
+    shard = small_shard(Rules.synchronous(3))
+    assert push(shard, 2, 1, 0, 3 * ONES) == []
+    assert push(shard, 0, 1, 0, 1 * ONES) == []
+    assert (shard.clock, shard.waiting, shard.queued) == (0, [0, 2], 2)
+    answers = push(shard, 1, 1, 0, 2 * ONES)
+    assert [(one.learner, one.clock, one.staleness, one.applied) for one in answers] == [
+        (0, 1, 0, True),
+        (1, 1, 0, True),
+        (2, 1, 0, True),
+    ]
+    assert torch.allclose(shard.values, -0.1 * 2 * ONES)
+    assert shard.step == 1
+
+
+def test_the_sum_does_not_depend_on_the_order_of_arrival():
+    gradients = [torch.randn(4, generator=torch.Generator().manual_seed(seed)) * 10**seed for seed in range(3)]
+    results = []
+    for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0)):
+        shard = small_shard(Rules.synchronous(3))
+        for learner in order:
+            push(shard, learner, 1, 0, gradients[learner])
+        results.append(shard.values)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_every_gradient_is_an_update_without_a_barrier():
+    shard = small_shard(Rules.asynchronous(2, "none"))
+    (first,) = push(shard, 0, 1, 0)
+    (second,) = push(shard, 1, 1, 0)
+    assert [(one.clock, one.staleness) for one in (first, second)] == [(1, 0), (2, 1)]
+    assert torch.allclose(shard.values, -0.2 * ONES)
+
+
+def test_soft_synchrony_answers_at_once_and_updates_with_c_gradients_of_anybody():
+    shard = small_shard(Rules.soft(4, 2, "none"))
+    assert [one.clock for one in push(shard, 0, 1, 0)] == [0]
+    assert [one.clock for one in push(shard, 0, 2, 0)] == [1]
+    assert torch.allclose(shard.values, -0.1 * ONES)
+    assert shard.clock == 1
+
+
+@pytest.mark.parametrize(("scale", "weight"), [("none", 1.0), ("inverse", 1 / 3), ("mean", 1 / 4)])
+def test_staleness_scales_the_gradient(scale, weight):
+    shard = small_shard(Rules.asynchronous(4, scale))
+    for sequence in (1, 2, 3):
+        push(shard, 0, sequence, shard.clock, 0 * ONES)
+    (answer,) = push(shard, 1, 1, 0)
+    assert answer.staleness == 3
+    assert torch.allclose(shard.values, -0.1 * weight * ONES)
+
+
+@pytest.mark.parametrize("rules", [Rules.asynchronous(1), Rules.soft(1, 1, "mean"), Rules.synchronous(1)])
+def test_without_staleness_every_rule_is_plain_sgd(rules):
+    shard = small_shard(rules, lr=0.05, momentum=0.9)
+    weights = torch.zeros(4, requires_grad=True)
+    plain = torch.optim.SGD([weights], lr=0.05, momentum=0.9, fused=True)
+    draw = torch.Generator().manual_seed(3)
+    for sequence in range(1, 8):
+        gradient = torch.randn(4, generator=draw)
+        push(shard, 0, sequence, shard.clock, gradient)
+        weights.grad = gradient
+        plain.step()
+        assert torch.equal(shard.values, weights.detach())
+
+
+def test_momentum_and_weight_decay_are_the_servers():
+    stripe = Stripe((Piece("a.weight", 0, (2, 2), True, True), Piece("a.bias", 0, (2,), False, True)))
+    start = torch.arange(6.0)
+    shard = Shard(stripe, start, Rules.synchronous(1), sgd(0.1, 0.9, 0.5, nesterov=True))
+    shard.join(0)
+    weight, bias = torch.nn.Parameter(start[:4].clone()), torch.nn.Parameter(start[4:].clone())
+    plain = torch.optim.SGD(
+        [{"params": [weight], "weight_decay": 0.5}, {"params": [bias], "weight_decay": 0.0}],
+        lr=0.1,
+        momentum=0.9,
+        nesterov=True,
+    )
+    for sequence in (1, 2, 3):
+        gradient = torch.randn(6, generator=torch.Generator().manual_seed(sequence))
+        push(shard, 0, sequence, shard.clock, gradient)
+        weight.grad, bias.grad = gradient[:4].clone(), gradient[4:].clone()
+        plain.step()
+        # The fused and the plain kernel round differently.
+        torch.testing.assert_close(shard.values, torch.cat([weight, bias]).detach())
+
+
+def test_the_learning_rate_is_what_the_pushes_say():
+    shard = small_shard(Rules.soft(2, 1, "none"))
+    push(shard, 0, 1, 0, rate=0.5)
+    push(shard, 1, 1, 0, rate=0.1)
+    assert torch.allclose(shard.values, -0.1 * 0.3 * ONES)
+
+
+def test_a_parameter_that_nobody_used_is_left_alone_and_one_that_some_used_is_not():
+    stripe = Stripe((Piece("a", 0, (2,), True, True), Piece("b", 0, (2,), True, True)))
+    shard = Shard(stripe, torch.ones(4), Rules.synchronous(2), sgd(0.1, 0.9, 0.5))
+    shard.join(0), shard.join(1)
+    zeros = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    push(shard, 0, 1, 0, zeros, unused=frozenset({1}))
+    push(shard, 1, 1, 0, zeros, unused=frozenset({1}))
+    assert torch.equal(shard.values[2:], torch.ones(2))  # not even weight decay
+    push(shard, 0, 2, 1, zeros, unused=frozenset({1}))
+    push(shard, 1, 2, 1, zeros)
+    assert bool((shard.values[2:] < 1).all())
+
+
+def test_a_push_that_comes_twice_counts_once_and_is_answered_twice():
+    shard = small_shard(Rules.asynchronous(2))
+    push(shard, 0, 1, 0)
+    before = shard.values.clone()
+    (again,) = push(shard, 0, 1, 0)
+    assert (again.repeated, again.applied, again.clock) == (True, True, 1)
+    assert torch.equal(shard.values, before)
+    assert (shard.clock, shard.taken, shard.histogram.total) == (1, 1, 1)
+
+
+def test_a_push_that_comes_twice_into_a_barrier_counts_once():
+    shard = small_shard(Rules.synchronous(2))
+    assert push(shard, 0, 1, 0) == push(shard, 0, 1, 0) == []
+    answers = push(shard, 1, 1, 0)
+    assert [one.learner for one in answers] == [0, 1]
+    assert torch.allclose(shard.values, -0.1 * ONES)
+
+
+def test_a_lost_push_leaves_a_gap_and_nothing_else():
+    shard = small_shard(Rules.asynchronous(2))
+    push(shard, 0, 1, 0)
+    assert [one.applied for one in push(shard, 0, 3, 1)] == [True]
+    assert shard.clock == 2
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    alone = small_shard(Rules.asynchronous(2))
+    (answer,) = push(alone, 0, 1, 0, torch.full((4,), torch.nan), sound=False)
+    assert (answer.applied, alone.clock, alone.taken) == (False, 0, 1)
+    assert torch.equal(alone.values, torch.zeros(4))
+    together = small_shard(Rules.synchronous(2))
+    push(together, 0, 1, 0)
+    answers = push(together, 1, 1, 0, torch.full((4,), torch.nan), sound=False)
+    assert [one.applied for one in answers] == [False, False]  # as everywhere: all workers, or none
+    assert torch.equal(together.values, torch.zeros(4))
+    assert (together.clock, together.step) == (0, 1)
+
+
+def test_a_learner_that_is_too_far_ahead_waits_for_the_slowest():
+    shard = small_shard(Rules.asynchronous(3, bound=2))
+    for sequence in (1, 2):
+        assert [one.learner for one in push(shard, 0, sequence, shard.clock)] == [0]
+    assert push(shard, 0, 3, shard.clock) == []
+    assert [one.learner for one in push(shard, 1, 1, 0)] == [1]
+    assert shard.waiting == [0]
+    assert [one.learner for one in push(shard, 2, 1, 0)] == [0, 2]
+    assert shard.clock == 5
+
+
+def test_who_waits_for_a_learner_that_dies_goes_on():
+    shard = small_shard(Rules.asynchronous(2, bound=0))
+    assert push(shard, 0, 1, 0) == []
+    assert [one.learner for one in shard.leave(1)] == [0]
+    assert [one.learner for one in push(shard, 0, 2, 1)] == [0]
+
+
+def test_who_joins_late_does_not_hold_up_the_others():
+    shard = small_shard(Rules.asynchronous(2, bound=1))
+    shard.leave(1)
+    for sequence in range(1, 6):
+        push(shard, 0, sequence, shard.clock)
+    shard.join(1)
+    assert [one.learner for one in push(shard, 0, 6, shard.clock)] == [0]
+    assert push(shard, 0, 7, shard.clock) == []
+
+
+def test_a_barrier_cannot_do_without_a_learner():
+    shard = small_shard(Rules.synchronous(2))
+    push(shard, 0, 1, 0)
+    with pytest.raises(SyncError, match="worker 1 is gone"):
+        shard.leave(1)
+
+
+def test_pushes_past_the_limit_change_nothing():
+    shard = small_shard(Rules.asynchronous(2), limit=2)
+    push(shard, 0, 1, 0), push(shard, 1, 1, 0)
+    before = shard.values.clone()
+    (answer,) = push(shard, 0, 2, 1)
+    assert (answer.applied, shard.done, shard.taken) == (False, True, 2)
+    assert torch.equal(shard.values, before)
+
+
+def test_weights_from_the_future_and_strangers_are_refused():
+    shard = small_shard(Rules.asynchronous(1))
+    with pytest.raises(SyncError, match="weights of update 5"):
+        push(shard, 0, 1, 5)
+    with pytest.raises(SyncError, match="has not joined"):
+        push(shard, 7, 1, 0)
+    with pytest.raises(UsageError, match="from 1 to 4"):
+        Rules.soft(4, 5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(learners=st.integers(1, 9), split=st.integers(1, 9), order=st.lists(st.integers(0, 8), min_size=1, max_size=150))
+def test_the_mean_staleness_is_lambda_minus_1_over_c_in_every_order(learners, split, order):
+    """Every update ages the weights of all learners but the one whose push made it, whoever pushes when."""
+    split = min(split, learners)
+    shard = small_shard(Rules.soft(learners, split), count=1)
+    clocks, sequences = [0] * learners, [0] * learners
+    for number in order:
+        learner = number % learners
+        sequences[learner] += 1
+        (answer,) = push(shard, learner, sequences[learner], clocks[learner], torch.zeros(1))
+        clocks[learner] = answer.clock
+    on_the_way = sum(shard.clock - clock for clock in clocks)
+    assert shard.histogram.sum + on_the_way == shard.clock * (learners - 1)
+
+
+@pytest.mark.parametrize(
+    ("learners", "collect", "mean", "most"),
+    [(30, 30, 29 / 30, 1), (30, 2, 14.5, 15), (30, 1, 29.0, 29), (8, 8, 7 / 8, 1), (8, 2, 3.5, 4), (8, 1, 7.0, 7)],
+)
+def test_staleness_of_equally_fast_learners(learners, collect, mean, most):
+    shard = small_shard(Rules.soft(learners, learners // collect), count=1)
+    clocks = [0] * learners
+    for number in range(learners * 40):
+        learner = number % learners
+        (answer,) = push(shard, learner, number // learners + 1, clocks[learner], torch.zeros(1))
+        clocks[learner] = answer.clock
+        if number == learners - 1:
+            shard.histogram.counts.clear()  # all learners began with fresh weights
+    assert shard.histogram.mean == pytest.approx(mean)
+    assert shard.histogram.most == most
+
+
+def test_the_state_goes_on_as_if_nothing_had_happened():
+    rules = Rules.soft(3, 1, "inverse")
+
+    def steps(shard, first, last):
+        for number in range(first, last):
+            gradient = torch.randn(4, generator=torch.Generator().manual_seed(number))
+            push(shard, number % 3, number // 3 + 1, max(0, shard.clock - number % 2), gradient)
+
+    whole, half = (small_shard(rules, momentum=0.9) for _ in range(2))
+    steps(whole, 0, 17)
+    steps(half, 0, 8)  # in the middle of an update
+    file = io.BytesIO()
+    torch.save(half.state_dict(), file)
+    again = small_shard(rules, momentum=0.9)
+    again.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    for learner in range(3):
+        again.join(learner, (7 - learner) // 3 + 1)
+    steps(again, 8, 17)
+    assert torch.equal(again.values, whole.values)
+    assert (again.clock, again.taken, again.histogram.counts) == (whole.clock, whole.taken, whole.histogram.counts)
+
+
+def test_the_ledger_adds_pushes_up_to_steps():
+    times = iter([0.0, 2.0, 5.0])
+    ledger = Ledger(2, clock=lambda: next(times))
+    common = {"samples": 8, "rate": 1.0}
+    assert ledger.arrived(staleness=0, loss=1.0, queued=1, counts=True, **common) is None
+    row = ledger.arrived(staleness=3, loss=2.0, queued=2, counts=True, **common)
+    assert (row.step, row.loss, row.samples, row.seconds) == (1, 1.5, 16, 2.0)
+    assert (row.staleness, row.most_stale, row.queued) == (1.5, 3, 1.5)
+    ledger.arrived(staleness=0, loss=4.0, queued=1, counts=True, **common)
+    ledger.arrived(staleness=0, loss=float("nan"), queued=1, counts=False, **common)
+    assert [(row["step"], row["loss"], row["skipped"]) for row in ledger.rows_after(1)] == [(2, 4.0, 1)]
