@@ -296,12 +296,12 @@ class TrainConfig(RecipeConfig, PipelineConfig, ServerConfig, SyncConfig, Optimi
             (
                 f"--recipe {self.recipe}",
                 self.recipe != "none",
-                "Owners of stripes keep its state, and servers keep their own.",
+                "Its state is the workers', and servers keep their own.",
             ),
             (
                 "--double-buffer",
                 self.double_buffer not in (None, "off"),
-                "Asynchronous servers apply gradients late already.",
+                "Servers that do not wait are late already.",
             ),
             ("--select-batch", bool(self.select_batch), whole),
             ("--replicas", self.replicas is not None, whole),

@@ -1,4 +1,4 @@
-"""Why: how a run with parameter servers is asked for, and what contradicts it, known before anything heavy is imported."""
+"""Why: how replicas are to be kept together, and what contradicts it, is known before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ ALL_REDUCE, LOCAL, SERVER_SYNC, SERVER_ASYNC, SOFT_SYNC = "allreduce", "local", 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How replicas are kept together: by each other, now and then, or by parameter servers."""
+    """How replicas are kept together. `allreduce`: by the gradients of every step; `local:H`: each trains alone, and the
+    mean of their parameters is taken every H steps; `ps`: gradients meet at parameter servers, which wait for all
+    workers; `ps-async`: they wait for none; `softsync:N`: they wait for any W/N gradients of W workers."""
 
-    sync: str = ALL_REDUCE
-    """How replicas are kept together. `allreduce`: by the gradients of every step; `local:H`: each trains alone, and
-    every H steps the mean of their parameters is taken; `ps`: gradients meet at parameter servers, which wait for all workers; `ps-async`: they wait for
-    none; `softsync:N`: they wait for any W/N gradients of W workers."""
     servers: int | None = None
     """Processes that the parameters are divided among, beside the workers; default: 1. With 0 every worker masters a
     stripe itself."""
@@ -94,8 +92,8 @@ class ServerConfig:
         if not softsync and self.local_steps is None and self.sync not in (ALL_REDUCE, SERVER_SYNC, SERVER_ASYNC):
             raise UsageError(
                 f"--sync is {self.sync!r}",
-                f"It must be {ALL_REDUCE}, {LOCAL}:H, {SERVER_SYNC}, {SERVER_ASYNC}, or {SOFT_SYNC}:N, with whole numbers "
-                "H and N.",
+                f"It must be {ALL_REDUCE}, {LOCAL}:H, {SERVER_SYNC}, {SERVER_ASYNC}, or {SOFT_SYNC}:N, where H and N "
+                "are whole numbers.",
             )
         for option, value in (("--staleness", self.staleness), ("--max-staleness", self.max_staleness)):
             if value is not None and self.waits_for_all:
