@@ -20,7 +20,7 @@ from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.measure import measure_rates, profile_model
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import find_plan
-from hybridpar.planner.step_costs import measure_crowd
+from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
 from hybridpar.planner.steps import planned_codecs
 
 CLASSES = 10
@@ -117,7 +117,8 @@ def planner_inputs(setting: Setting, world: World, cluster: ClusterSpec, fidelit
             crowd=crowd,
         )
         rates = measure_rates(planned_codecs("lossy"), profile.parameters, world.size, world.device)
-        return PlannerInputs(profile, cluster, setting.batch, fidelity, rates)
+        overhead = measure_hand_over(world.device)
+        return PlannerInputs(profile, cluster, setting.batch, fidelity, rates, overhead_ms=overhead)
 
     return world.from_main(measure)
 

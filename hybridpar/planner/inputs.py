@@ -24,6 +24,9 @@ from hybridpar.planner.profile import ModelProfile
 #: Raised only together with a reader for the version before.
 INPUTS_VERSION: Literal[1] = 1
 
+#: A machine whose memory or links have changed by more than this factor is another one.
+CHANGED = 1.5
+
 Fidelity = Literal["exact", "close", "lossy"]
 
 
@@ -42,7 +45,7 @@ class PlannerInputs:
         memory_margin: What a device must have over what is counted: allocators keep more than is in use.
         bucket_bytes: Size at which a bucket of gradients is full.
         sync_lanes: Buckets that a worker exchanges beside each other.
-        overhead_ms: What the host adds to every computation.
+        overhead_ms: What the host adds to every computation of a stage that lies on a lane.
         most_stages: Stages of the longest pipeline that is tried.
         most_micro_batches: Micro-batches per step that are tried at most, where the model leaves their number open.
         version: Of this record.
@@ -154,7 +157,8 @@ def inputs_of_plan(plan: Plan, source: str = "the plan") -> PlannerInputs:
 def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
     """Refuse a plan that was made for another machine than the one at hand.
 
-    A plan without recorded inputs was not chosen for a machine, and passes.
+    A plan without recorded inputs was not chosen for a machine, and passes. So does one for this machine as it was
+    measured another time, unless its memory or a link has changed by more than `CHANGED`.
 
     Args:
         plan: The plan.
@@ -166,10 +170,9 @@ def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
     if plan.inputs is None:
         return
     made_for = inputs_of_plan(plan).cluster
-    if made_for.key != cluster.key:
+    if difference := made_for.difference(cluster, tolerance=CHANGED):
         raise PlanError(
-            f"the plan was made elsewhere: {made_for.difference(cluster)} "
-            f"(fingerprints {made_for.key} and {cluster.key})",
+            f"the plan was made elsewhere: {difference} (fingerprints {made_for.key} and {cluster.key})",
             "What is fastest on one machine need not be so on another.",
             "Plan again for this one: `hybridpar plan MODEL --explain -o plan.json`.",
         )
