@@ -66,7 +66,8 @@ class _CifarVgg(nn.Module):
         self.classifier = nn.Linear(512, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.classifier(self.features(images).flatten(1))
+        scores: torch.Tensor = self.classifier(self.features(images).flatten(1))
+        return scores
 
 
 def vgg11_cifar(num_classes: int = CLASSES) -> nn.Module:
@@ -172,9 +173,9 @@ def drawn_plans(inputs: PlannerInputs, count: int) -> tuple[list[Drawn], dict[st
     names = [*chosen.values(), *(name for name, one in outcomes.items() if one in ranked[:5])]
     names += [describe(one.candidate, answer) for one in answer.baselines.values() if one is not None]
     whole = [one for one in ranked if one.candidate.shape.replicas == inputs.workers and not one.candidate.variant]
-    for travel in range(len(travels)):
-        if travels[travel].rank < 2:
-            names += [describe(one.candidate, answer) for one in whole if one.candidate.travel == travel][:1]
+    for number, way in enumerate(travels):
+        if way.rank < 2:
+            names += [describe(one.candidate, answer) for one in whole if one.candidate.travel == number][:1]
     names += [describe(one.candidate, answer) for one in ranked if one.candidate.shape.stages > 1][:1]
     names = list(dict.fromkeys(names))
     rest = [name for name in reversed(outcomes) if name not in names]

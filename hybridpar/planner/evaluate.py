@@ -295,6 +295,7 @@ class Evaluator:
                         times.wire_ms,
                         times.latency_ms,
                         None if times.core_ms is None else times.core_ms / self._lane_cores,
+                        times.link_part,
                     )
                 )
             made.append(tuple(row))
