@@ -193,12 +193,31 @@ class ClusterSpec(_Part):
             return None
         return self.model_copy(update={"hosts": (*self.hosts[:-1], more)})
 
-    def difference(self, other: ClusterSpec) -> str:
-        """The first thing in which another cluster differs: `hosts.0.devices is 4 there and 2 here`; else nothing."""
+    def difference(self, other: ClusterSpec, *, tolerance: float = 1.0) -> str:
+        """The first thing in which another cluster differs: `hosts.0.devices is 4 there and 2 here`; else nothing.
+
+        Args:
+            other: The other one.
+            tolerance: Factor by which what is measured may differ: a link is not the same to the last byte tomorrow.
+                Memory and bandwidths between hosts count then; latencies, efficiencies and cores are a part of what
+                these reach, and inside of a host all depends on how busy it is.
+        """
         there, here = _flat(self.model_dump(mode="json")), _flat(other.model_dump(mode="json"))
         for name in sorted(there.keys() | here.keys()):
-            if name != "name" and there.get(name) != here.get(name):
-                return f"{name} is {there.get(name)} there and {here.get(name)} here"
+            one, two = there.get(name), here.get(name)
+            if name == "name" or one == two:
+                continue
+            if tolerance > 1 and name.endswith(".name") and None in (one, two):
+                continue  # a description need not name its devices
+            if tolerance > 1 and _is_measured(name):
+                if name.startswith("inside") or not name.endswith(("bandwidth", "memory")):
+                    continue
+                if isinstance(one, (int, float)) and isinstance(two, (int, float)):
+                    if max(one, two) <= tolerance * min(one, two):
+                        continue
+                elif name.startswith("hosts"):
+                    continue  # one of them does not say
+            return f"{name} is {one} there and {two} here"
         return ""
 
     def to_toml(self) -> str:
@@ -292,6 +311,11 @@ def spec_of_measured(cluster: Cluster, workers: int, backend: str) -> ClusterSpe
         rounds = 2 * math.ceil(math.log2(link.world_size))
         level = LinkLevel(bandwidth=link.bytes_per_second, latency_ms=link.latency_ms / rounds)
     return ClusterSpec(name="this machine", hosts=(hosts,), inside=level)
+
+
+def _is_measured(name: str) -> bool:
+    """Whether a value, by its place, is one that differs between two measurements of the same machine."""
+    return not name.endswith((".count", ".devices", ".kind", ".name", ".throughput"))
 
 
 def _keys(place: tuple[int | str, ...]) -> list[str]:

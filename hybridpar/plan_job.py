@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from hybridpar.planner.inputs import PlannerInputs
     from hybridpar.planner.search import Answer
 
+#: Seconds for which workers wait for the one that measures the model and searches.
+PATIENCE = 3600.0
+
 #: Steps of each finalist, in turns, where there is time for them.
 ROUNDS = 15
 
@@ -41,7 +44,7 @@ def run_plan_job(request: PlanRequest) -> int:
         HybridparError: The request cannot be met; on all workers.
     """
     prepare(request)
-    world = World.join(lanes=2)
+    world = World.join(lanes=2, timeout=PATIENCE)
     try:
         base = TrainConfig(batch_size=request.batch_size)
         tune_worker(base, world)

@@ -16,8 +16,8 @@ class ServerConfig:
     """How replicas are kept together: by each other, now and then, or by parameter servers."""
 
     sync: str = ALL_REDUCE
-    """How replicas are kept together. `allreduce`: by the gradients of every step; `local:H`: each trains alone, and the
-    mean of their parameters is taken every H steps; `ps`: gradients meet at parameter servers, which wait for all
+    """How replicas are kept together. `allreduce`: by the gradients of every step; `local:H`: each trains alone, the
+    mean of their parameters being taken every H steps; `ps`: gradients meet at parameter servers, which wait for all
     workers; `ps-async`: they wait for none; `softsync:N`: they wait for any W/N gradients of W workers."""
     servers: int | None = None
     """Processes that the parameters are divided among, beside the workers; default: 1. With 0 every worker masters a

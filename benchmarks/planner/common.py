@@ -20,7 +20,7 @@ from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.measure import measure_rates, profile_model
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import find_plan
-from hybridpar.planner.step_costs import measure_crowd
+from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
 from hybridpar.planner.steps import planned_codecs
 
 CLASSES = 10
@@ -66,7 +66,8 @@ class _CifarVgg(nn.Module):
         self.classifier = nn.Linear(512, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.classifier(self.features(images).flatten(1))
+        scores: torch.Tensor = self.classifier(self.features(images).flatten(1))
+        return scores
 
 
 def vgg11_cifar(num_classes: int = CLASSES) -> nn.Module:
@@ -117,7 +118,8 @@ def planner_inputs(setting: Setting, world: World, cluster: ClusterSpec, fidelit
             crowd=crowd,
         )
         rates = measure_rates(planned_codecs("lossy"), profile.parameters, world.size, world.device)
-        return PlannerInputs(profile, cluster, setting.batch, fidelity, rates)
+        overhead = measure_hand_over(world.device)
+        return PlannerInputs(profile, cluster, setting.batch, fidelity, rates, overhead_ms=overhead)
 
     return world.from_main(measure)
 
@@ -171,9 +173,9 @@ def drawn_plans(inputs: PlannerInputs, count: int) -> tuple[list[Drawn], dict[st
     names = [*chosen.values(), *(name for name, one in outcomes.items() if one in ranked[:5])]
     names += [describe(one.candidate, answer) for one in answer.baselines.values() if one is not None]
     whole = [one for one in ranked if one.candidate.shape.replicas == inputs.workers and not one.candidate.variant]
-    for travel in range(len(travels)):
-        if travels[travel].rank < 2:
-            names += [describe(one.candidate, answer) for one in whole if one.candidate.travel == travel][:1]
+    for number, way in enumerate(travels):
+        if way.rank < 2:
+            names += [describe(one.candidate, answer) for one in whole if one.candidate.travel == number][:1]
     names += [describe(one.candidate, answer) for one in ranked if one.candidate.shape.stages > 1][:1]
     names = list(dict.fromkeys(names))
     rest = [name for name in reversed(outcomes) if name not in names]

@@ -124,7 +124,7 @@ def measured_inputs(
         request: What was asked for.
         cluster: The machine.
         bar: Tells what is being done.
-        crowd: How much workers of a host slow each other down.
+        crowd: How much workers of a host slow each other down, where a worker of a job asks; None elsewhere.
 
     Raises:
         HybridparError: The model cannot be traced, or does not run.
@@ -143,10 +143,20 @@ def measured_inputs(
         request.fidelity,
         rates,
         optimizer_copies=request.optimizer_copies,
+        overhead_ms=_overhead_ms(profile) if request.measure else 0.0,
     )
     from hybridpar.planner.calibrate import calibrated
 
     return calibrated(inputs)
+
+
+def _overhead_ms(profile: ModelProfile) -> float:
+    """What the host adds to every computation of a stage; that of a GPU's streams is a part of their times."""
+    import torch
+
+    from hybridpar.planner.step_costs import measure_hand_over
+
+    return measure_hand_over(torch.device("cpu")) if profile.threads is not None else 0.0
 
 
 def _recorded(request: PlanRequest) -> PlannerInputs:
@@ -193,7 +203,10 @@ def _profile(
     shape = parse_shape(request.input)
     workers = min(cluster.workers, request.batch_size)
     here = cluster.hosts[0].devices if request.cluster is None else 1
-    threads = request.threads or threads_per_worker(here, available_cores())
+    # A worker of a job has been given its threads; else they are those that one of so many would be given.
+    threads = request.threads or (
+        torch.get_num_threads() if crowd is not None else threads_per_worker(here, available_cores())
+    )
     try:
         examples = [torch.randn(samples, *shape, device=device) for samples in _sizes(request.batch_size, workers)]
         model = model.to(device)

@@ -136,7 +136,7 @@ class Evaluator:
                 for time, part in zip(figures.backward_ms, self._parts_of_model(figures), strict=True)
             ),
             step_ms=self._update_ms(shape, figures),
-            overhead_ms=inputs.overhead_ms,
+            overhead_ms=inputs.overhead_ms if shape.stages > 1 else 0.0,
             saved_bytes=figures.saved_bytes,
             link=link,
             links=own,
@@ -295,6 +295,7 @@ class Evaluator:
                         times.wire_ms,
                         times.latency_ms,
                         None if times.core_ms is None else times.core_ms / self._lane_cores,
+                        times.link_part,
                     )
                 )
             made.append(tuple(row))

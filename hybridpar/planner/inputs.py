@@ -43,7 +43,7 @@ class PlannerInputs:
         memory_margin: What a device must have over what is counted: allocators keep more than is in use.
         bucket_bytes: Size at which a bucket of gradients is full.
         sync_lanes: Buckets that a worker exchanges beside each other.
-        overhead_ms: What the host adds to every computation.
+        overhead_ms: What the host adds to every computation of a stage that lies on a lane.
         most_stages: Stages of the longest pipeline that is tried.
         most_micro_batches: Micro-batches per step that are tried at most, where the model leaves their number open.
         fixed: What is decided, and not searched for.
@@ -157,11 +157,9 @@ def inputs_of_plan(plan: Plan, source: str = "the plan") -> PlannerInputs:
     return inputs_from_data(plan.inputs, source)
 
 
-#: A link between hosts that is this many times as fast or as slow is another link; less may be a busy hour.
-OTHER_LINK = 2.0
-
-#: What tells one machine from another; how fast it is, is told by measuring, which never gives the same twice.
-_IDENTITY = ("count", "devices", "kind", "name")
+#: A machine whose memory, or whose link between hosts, has changed by more than this factor is another one; less may be
+#: a busy hour.
+CHANGED = 2.0
 
 
 def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
@@ -180,27 +178,9 @@ def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
     if plan.inputs is None:
         return
     made_for = inputs_of_plan(plan).cluster
-    if difference := _difference(made_for, cluster):
+    if difference := made_for.difference(cluster, tolerance=CHANGED):
         raise PlanError(
             f"the plan was made elsewhere: {difference} (fingerprints {made_for.key} and {cluster.key})",
             "What is fastest on one machine need not be so on another.",
             "Plan again for this one: `hybridpar plan MODEL --explain -o plan.json`, or train with --plan auto.",
         )
-
-
-def _difference(there: ClusterSpec, here: ClusterSpec) -> str:
-    """The first thing in which two clusters differ that makes them others; empty where nothing does."""
-    sides = zip(there.hosts, here.hosts, strict=False)
-    for number, (one, other) in enumerate(sides):
-        for key in _IDENTITY:
-            was, now = getattr(one, key), getattr(other, key)
-            if was != now and (key != "name" or (was and now)):  # a description need not name its devices
-                return f"hosts.{number}.{key} is {was} there and {now} here"
-    if len(there.hosts) != len(here.hosts):
-        return f"there are {len(there.hosts)} kinds of hosts there and {len(here.hosts)} here"
-    if there.between is not None and here.between is not None:
-        speeds = there.between.bandwidth, here.between.bandwidth
-        if max(speeds) > OTHER_LINK * min(speeds):
-            told = [f"{speed / 1e6:,.4g} MB/s" for speed in speeds]
-            return f"between.bandwidth is {told[0]} there and {told[1]} here"
-    return ""

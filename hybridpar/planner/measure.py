@@ -38,8 +38,8 @@ _T = TypeVar("_T")
 
 _WAYS = ("encode", "decode")
 
-#: A profile with more noise than this is measured again, so often at most, and not after so many seconds: what is busy
-#: may stay busy.
+#: A profile with more noise than this is measured again, so often at most, and not after so many seconds: a machine
+#: that is busy for longer is not worth waiting for.
 NOISY, MOST_TRIES, MOST_SECONDS = 0.1, 3, 5.0
 
 #: Layers that normalise over the micro-batch.

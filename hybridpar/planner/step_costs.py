@@ -7,8 +7,10 @@ part. How much workers of one host slow each other down is measured by having th
 from __future__ import annotations
 
 import statistics
+import time
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,13 +78,15 @@ def measure_step_costs(
         try:
             for _ in range(steps + 2):
                 sync.begin(len(example))  # frees the gradients of the step before
-                passed = _passes(sync, model, example, clock)
+                between = _passes(sync, model, example, clock)
                 began = clock.mark()
                 outcome = sync.finish()
                 if outcome.committed:
                     optimizer.step()
                 sync.end(outcome)
-                update.append(passed + clock.between(began, clock.mark()))
+                ended = clock.mark()
+                clock.wait()
+                update.append(clock.between(*between) + clock.between(began, ended))
         finally:
             sync.close()
         order = [(name, one) for name, one in reversed(list(model.named_parameters())) if one.requires_grad]
@@ -93,22 +97,52 @@ def measure_step_costs(
             began = clock.mark()
             for bucket in buckets:
                 bucket.collect()
-            collect.append(clock.between(began, clock.mark()))
+            ended = clock.mark()
+            clock.wait()
+            collect.append(clock.between(began, ended))
             for (_, parameter), gradient in zip(order, gradients, strict=True):
                 parameter.grad = gradient
     return StepCosts(statistics.median(update[2:]), statistics.median(collect[2:]))
 
 
-def _passes(sync: GradientSync, model: nn.Module, example: Tensor, clock: Clock) -> float:
-    """Forward and backward pass; what the sync does between them, in milliseconds."""
+def _passes(sync: GradientSync, model: nn.Module, example: Tensor, clock: Clock) -> tuple[Any, Any]:
+    """Forward and backward pass; marks of the clock around what the sync does between them."""
     sync.micro_batch(len(example), last=True)
     leaves = [leaf for _, leaf in tensor_leaves(model(example)) if leaf.requires_grad]
     loss = torch.stack([leaf.float().square().mean() for leaf in leaves]).sum()
     began = clock.mark()
     scaled = sync.forward_done(loss)
-    took = clock.between(began, clock.mark())
+    ended = clock.mark()
     scaled.backward()  # type: ignore[no-untyped-call]
-    return took
+    return began, ended
+
+
+def measure_hand_over(device: torch.device, turns: int = 100) -> float:
+    """Milliseconds that handing a piece of work from one lane to another takes, as stages do with every micro-batch.
+
+    Half of a turn there and back, with an event between each two, on the host's clock.
+
+    Args:
+        device: Of the lanes.
+        turns: How many; the median of five parts of them counts.
+    """
+    times, each = [], max(1, turns // 5)
+    with Lanes(device) as lanes:
+        one, other = lanes.open("one"), lanes.open("other")
+        for _ in range(6):
+            began = time.perf_counter()
+            for _ in range(each):
+                one.submit(_no_work)
+                other.wait(one.record())
+                other.submit(_no_work)
+                one.wait(other.record())
+            one.synchronize()
+            times.append(1e3 * (time.perf_counter() - began) / (2 * each))
+    return statistics.median(times[1:])
+
+
+def _no_work() -> None:
+    """Work that does nothing."""
 
 
 def measure_crowd(model: nn.Module, example: Tensor, world: World, *, steps: int = STEPS) -> dict[int, float]:

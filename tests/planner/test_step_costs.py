@@ -16,7 +16,7 @@ from hybridpar.planner.measure import steadied
 from hybridpar.planner.profile import MOST_NOISE
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.space import Space
-from hybridpar.planner.step_costs import measure_crowd, measure_step_costs, optimizer_like
+from hybridpar.planner.step_costs import measure_crowd, measure_hand_over, measure_step_costs, optimizer_like
 from tests.planner.small import chain, cluster, inputs
 from tests.ranks import run_ranks
 
@@ -37,6 +37,18 @@ def test_the_rest_of_a_step_is_timed_and_the_model_is_left_alone(copies, kind):
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert type(model[1]) is nn.BatchNorm2d
+
+
+def test_handing_over_takes_time_that_stages_pay_and_a_whole_model_does_not():
+    assert 0 < measure_hand_over(torch.device("cpu"), 40) < 1000
+    asked = inputs(spec=cluster(2, kind="cuda"), most_micro_batches=2)
+    slow = Evaluator(Space(replace(asked, overhead_ms=1.0)))
+    for candidate in slow.space.candidates():
+        plain = Evaluator(Space(asked)).outcome(candidate).step_ms
+        if candidate.shape.stages == 1:
+            assert slow.outcome(candidate).step_ms == plain
+        elif candidate.schedule != "greedy":
+            assert slow.outcome(candidate).step_ms > plain
 
 
 def crowd(world: World) -> dict[int, float]:
