@@ -74,7 +74,7 @@ def test_a_run_is_planned_kept_and_held_against_its_prediction(tmp_path, capsys)
     assert plan.ran.step_ms == pytest.approx(busy, abs=1e-3)
     assert plan.ran.memory_bytes == summary["memory_bytes"]
     assert "predicted" in shown
-    assert f"measured {busy:>7.2f} ms" in shown
+    assert f"measured {f'{busy:.2f} ms':>9}" in shown
     apart = abs(busy / plan.predicted.step_ms - 1) > 0.15
     assert (summary["prediction_warning"] is not None) >= apart
 
