@@ -13,11 +13,12 @@ PYTEST_ARGS ?=
 TEST_JOBS ?= 2
 DATA_ROOT ?= data
 SYNC_ARGS ?=
+PLANNER_ARGS ?=
 THESIS_ARGS ?=
 BENCHMARKS := $(wildcard benchmarks/*/main.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench bench-sync bench-thesis gpu-check images clean partition-sweep hang-hunt
+.PHONY: help venv demo test lint bench bench-planner bench-sync bench-thesis gpu-check images clean partition-sweep hang-hunt
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do \
@@ -51,6 +52,9 @@ bench: $(READY) ## Repeat the committed benchmarks; as root, for links of a give
 
 bench-sync: $(READY) ## Compressed gradients against their peers, as root; SYNC_ARGS="--peers DIR"
 	$(BIN)/python -m benchmarks.sync.main $(SYNC_ARGS)
+
+bench-planner: $(READY) ## The planner's predictions and choices against clocks, as root; PLANNER_ARGS="--table search"
+	$(BIN)/python -m benchmarks.planner.main $(PLANNER_ARGS)
 
 bench-thesis: $(READY) ## ResNets on CIFAR and Caltech-101 against all peers; DATA_ROOT=DIR, GPUs, hours
 	$(BIN)/python -m benchmarks.thesis --data-root '$(DATA_ROOT)' $(THESIS_ARGS)

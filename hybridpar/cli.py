@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None, *, program: Sequence[str] | Non
 
             return run_doctor(command.fresh, command.json)
         if isinstance(command, PlanRequest):
-            return _plan(command, program)
+            return _plan(command, arguments, program)
         if isinstance(command, TuneConfig):
             return _tune(command, program)
         if isinstance(command, Show):
@@ -127,9 +127,12 @@ def with_nested_options(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
-def _plan(command: PlanRequest, program: Sequence[str]) -> int:
-    from hybridpar.launch import restart_with_environment
+def _plan(command: PlanRequest, arguments: Sequence[str], program: Sequence[str]) -> int:
+    from hybridpar.cluster import default_workers
+    from hybridpar.launch import in_job, restart_with_environment
 
+    if command.is_here and (in_job() or command.verify or (command.workers or default_workers()) > 1):
+        return _plan_with_workers(command, arguments, program)
     if command.wants_tuned_process:
         restart_with_environment(program)
     if command.calibrate:
@@ -143,6 +146,24 @@ def _plan(command: PlanRequest, program: Sequence[str]) -> int:
         return run_search(command)
     command.check()
     return run_plan(command)
+
+
+def _plan_with_workers(command: PlanRequest, arguments: Sequence[str], program: Sequence[str]) -> int:
+    """Plan in the workers of this machine, which are started where nobody else has started them."""
+    from hybridpar.cluster import default_workers, has_gpu
+    from hybridpar.launch import follow_launcher, in_job, launch_workers, restart_with_environment
+
+    command.check()
+    if not in_job():
+        workers = command.workers or default_workers()
+        if workers > 1:
+            return launch_workers(arguments, workers, tune=command.tune_process and not has_gpu(), restarts=0)
+        if command.wants_tuned_process:
+            restart_with_environment(program)
+    follow_launcher()
+    from hybridpar.plan_job import run_plan_job
+
+    return run_plan_job(command)
 
 
 def _tune(command: TuneConfig, program: Sequence[str]) -> int:

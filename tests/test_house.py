@@ -49,8 +49,12 @@ ROOMS: dict[str, set[str]] = {
     "probe": {"cluster", "errors", "process"},
     "pipeline": {"compress", "errors", "lanes", "process", "registry"},
     "planner": {
-        *("cluster", "compress", "errors", "models", "partition", "pipeline", "plan", "probe", "process"),
+        *("cluster", "compress", "errors", "lanes", "models", "partition", "pipeline", "plan", "probe", "process"),
         "tvm_kernels",
+    },
+    "plan_trials": {"config", "errors", "lanes", "pipeline", "plan", "trainer"},
+    "plan_job": {
+        *("config", "models", "partition", "pipeline", "plan", "plan_trials", "planner", "run"),
     },
     "optim": {"config", "errors"},
     "checkpoint": {"errors", "pipeline"},
@@ -81,7 +85,7 @@ ROOMS: dict[str, set[str]] = {
         ),
     },
     "cli": {
-        *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "plan", "planner", "run"),
+        *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "plan", "plan_job", "planner", "run"),
         *("show", "tune_command", "tvm_kernels"),
     },
     "__main__": {"cli"},

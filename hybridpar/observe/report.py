@@ -158,10 +158,10 @@ def _prediction_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows: list[tuple[str, str, str]] = []
     for key, name, told in _PREDICTED:
         predicted, found = summary.get(f"predicted_{key}"), measured[key]
-        if predicted is None or (found is None and not predicted):
+        if predicted is None or found is None:
             continue
-        apart = f"{100 * (found / predicted - 1):+.0f}%" if found is not None and predicted and key != "bubble" else ""
-        beside = f"{told(predicted):>9}  measured {'-' if found is None else told(found):>9}  {apart:>5}  {name}"
+        apart = f"{100 * (found / predicted - 1):+.0f}%" if predicted and key != "bubble" else ""
+        beside = f"{told(predicted):>9}  measured {told(found):>9}  {apart:>5}  {name}"
         rows.append(("" if rows else "predicted", beside, ""))
     return rows
 

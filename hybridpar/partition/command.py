@@ -115,9 +115,13 @@ def _on_device(config: PlanConfig, model: torch.nn.Module) -> tuple[torch.nn.Mod
 
 
 class ProgressBar:
-    """A progress bar that names the step it is in, on standard error: what is printed is the table alone."""
+    """A progress bar that names the step it is in, on standard error: what is printed is the table alone.
 
-    def __init__(self) -> None:
+    Args:
+        quiet: Show nothing, as on all workers of a job but one.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -129,7 +133,7 @@ class ProgressBar:
             TimeRemainingColumn(),
             console=console,
             transient=True,
-            disable=not console.is_terminal,
+            disable=quiet or not console.is_terminal,
         )
         self._task = self._progress.add_task("", total=None)
 
@@ -138,6 +142,10 @@ class ProgressBar:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take it away. Safe to call twice."""
         self._progress.stop()
 
     def announce(self, line: str) -> None:

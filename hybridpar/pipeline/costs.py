@@ -48,6 +48,7 @@ class BucketCost:
         wire_ms: Time that its messages take on the link, without latency; None where they are one all-reduce of
             `bytes` over `sync_link`.
         latency_ms: Latency of its collectives; None for that of `sync_link`.
+        core_ms: Core time that its messages take beside encoding and decoding; None where `sync_cpu` says it.
     """
 
     bytes: int
@@ -56,6 +57,7 @@ class BucketCost:
     decode_ms: float = 0.0
     wire_ms: float | None = None
     latency_ms: float | None = None
+    core_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,8 @@ class Costs:
         link: The network of every worker. All that a worker sends at one time shares its speed, and so does all that
             it receives.
         links: Connections of ordered pairs of workers that are a wire of their own.
-        cores: Processor cores of a worker; computing takes one, and moving bytes as much as the next three say. None
-            where what runs beside each other shares no cores.
+        cores: Processor cores of a worker; computing takes one, and moving bytes as much as the next three say. What
+            wants less than an equal part of them gets it whole. None where nothing shares cores.
         send_cpu: Core time of a sender, in seconds per byte.
         receive_cpu: Core time of a receiver, in seconds per byte.
         sync_cpu: Core time of an all-reduce, in seconds per byte of the bucket.
@@ -147,6 +149,10 @@ class Costs:
             halves = self.input_ms if kind is Kind.BACKWARD_INPUT else self.weight_ms
             time = self.backward_ms[stage] / 2 if halves is None else halves[stage]
         return time + self.overhead_ms
+
+    def sync_core_ms(self, bucket: BucketCost) -> float:
+        """Core time that the messages of a bucket take."""
+        return 1e3 * bucket.bytes * self.sync_cpu if bucket.core_ms is None else bucket.core_ms
 
     @property
     def sync_factor(self) -> float:

@@ -19,7 +19,7 @@ class _Worker:
     """The resources of a worker, and how much of them computing and communicating use."""
 
     def __init__(self, lanes: int, costs: Costs) -> None:
-        self.cores = None if costs.cores is None else Resource(costs.cores)
+        self.cores = None if costs.cores is None else Resource(costs.cores, fair=True)
         self.out, self.into = Resource(1), Resource(1)
         self.compute = self.core_time(1.0)
         self.communicate: _Uses = ()
@@ -104,7 +104,7 @@ class Machine:
         size = self.sync_bytes(action)
         wire = costs.sync_link.wire_ms(size) if bucket.wire_ms is None else bucket.wire_ms
         latency = costs.sync_link.latency_ms if bucket.latency_ms is None else bucket.latency_ms
-        cpu = 1e3 * bucket.bytes * costs.sync_cpu
+        cpu = costs.sync_core_ms(bucket)
         time = max(wire, cpu)
         bytes_phase = Phase(0.0)
         if time > 0:

@@ -2,13 +2,14 @@
 
 An event loop over jobs whose speed changes while they run. A job is a row of phases; a phase says how long it takes
 when nothing disturbs it, and which part of which resources it uses meanwhile. Where more is used than there is,
-all users of the resource slow down in the same proportion (processor sharing), and a job runs as fast as the most
-crowded of its resources lets it.
+all users of the resource slow down in the same proportion (processor sharing), or, of one that is *fair*, only those
+that want more than an equal part; and a job runs as fast as the most crowded of its resources lets it.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,24 +23,55 @@ class Resource:
 
     Args:
         capacity: The amount, in the unit that phases use.
+        fair: Who wants little gets it whole, and the others divide the rest evenly (max-min fairness), as an operating
+            system shares its cores: a thread that moves bytes now and then is not slowed by one that always computes.
+            Else all users slow down in the same proportion, as those of a wire do.
     """
 
-    __slots__ = ("capacity", "jobs", "load", "share")
+    __slots__ = ("_fair", "capacity", "jobs", "load", "share")
 
-    def __init__(self, capacity: float) -> None:
+    def __init__(self, capacity: float, fair: bool = False) -> None:
         self.capacity = capacity
         self.load = 0.0
-        #: What a user gets of its full speed.
-        self.share = 1.0
-        self.jobs: dict[Job, None] = {}  # a set in order of arrival, so that runs repeat exactly
+        #: What a user gets of its full speed; of a fair resource the amount that nobody gets more of.
+        self.share = math.inf if fair else 1.0
+        self._fair = fair
+        self.jobs: dict[Job, float] = {}  # with what each uses, in order of arrival, so that runs repeat exactly
 
-    def add(self, amount: float) -> bool:
-        """Change the load; true if the share of the users changed with it."""
+    def add(self, job: Job, amount: float) -> bool:
+        """A job comes; true if the share of the users changed with it."""
+        self.jobs[job] = amount
         self.load += amount
+        return self._divide()
+
+    def remove(self, job: Job) -> bool:
+        """A job goes; true if the share of the users changed with it."""
+        self.load -= self.jobs.pop(job)
+        return self._divide()
+
+    def speed(self, amount: float) -> float:
+        """What a user of so much gets of its full speed."""
+        return min(1.0, self.share / amount) if self._fair else self.share
+
+    def _divide(self) -> bool:
         before = self.share
         crowded = self.load > self.capacity * (1 + _TOLERANCE)
-        self.share = self.capacity / self.load if crowded else 1.0
+        if self._fair:
+            self.share = self._level() if crowded else math.inf
+        else:
+            self.share = self.capacity / self.load if crowded else 1.0
         return self.share != before
+
+    def _level(self) -> float:
+        """The amount that nobody gets more of: where all of the capacity is given out."""
+        left, level = self.capacity, 0.0
+        amounts = sorted(self.jobs.values())
+        for place, amount in enumerate(amounts):
+            level = left / (len(amounts) - place)
+            if amount >= level:
+                break
+            left -= amount
+        return level
 
 
 class Phase(NamedTuple):
@@ -115,16 +147,13 @@ class EventLoop:
             return
         job.left, job.since, job.rate = phase.ms, self.now, 0.0
         for resource, amount in phase.uses:
-            changed = resource.add(amount)
-            if changed:
+            if resource.add(job, amount):
                 self._adjust(resource)
-            resource.jobs[job] = None
         self._set_rate(job)
 
     def _leave(self, job: Job) -> None:
-        for resource, amount in job.phases[job.number].uses:
-            del resource.jobs[job]
-            if resource.add(-amount):
+        for resource, _ in job.phases[job.number].uses:
+            if resource.remove(job):
                 self._adjust(resource)
 
     def _adjust(self, resource: Resource) -> None:
@@ -133,9 +162,8 @@ class EventLoop:
 
     def _set_rate(self, job: Job) -> None:
         rate = 1.0
-        for resource, _ in job.phases[job.number].uses:
-            if resource.share < rate:
-                rate = resource.share
+        for resource, amount in job.phases[job.number].uses:
+            rate = min(rate, resource.speed(amount))
         if rate == job.rate:
             return
         job.left = max(0.0, job.left - (self.now - job.since) * job.rate)

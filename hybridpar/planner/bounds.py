@@ -108,5 +108,5 @@ def _cores(layout: Layout, costs: Costs, count: int, forward: list[float], backw
         needed[home] += count * (forward[stage] + backward[stage]) + costs.compute_ms(stage, Kind.STEP)
         if costs.replicas > 1 and stage < len(costs.buckets):
             for one in costs.buckets[stage]:
-                needed[home] += one.encode_ms + one.decode_ms + 1e3 * one.bytes * costs.sync_cpu
+                needed[home] += one.encode_ms + one.decode_ms + costs.sync_core_ms(one)
     return max(needed) / costs.cores

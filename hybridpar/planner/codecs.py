@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridpar.compress import Codec, Policy, parse_codec
+from hybridpar.compress import Codec, Policy, format_codec, parse_codec
 from hybridpar.compress.auto import PLAIN, Layers, choose, kinds_of
 from hybridpar.compress.rates import CodecRate, LinkCost, lasting_rounds
 from hybridpar.pipeline.buckets import cut_buckets
@@ -50,6 +50,7 @@ class BucketTimes:
         wire_ms: On the link, without latency.
         latency_ms: Of its collectives.
         decode_ms: Reading messages.
+        core_ms: Core time that moving messages takes; None where nobody measured that.
     """
 
     bytes: float
@@ -57,6 +58,7 @@ class BucketTimes:
     wire_ms: float
     latency_ms: float
     decode_ms: float
+    core_ms: float | None = None
 
 
 def travels(inputs: PlannerInputs) -> tuple[Travel, ...]:
@@ -71,8 +73,10 @@ def travels(inputs: PlannerInputs) -> tuple[Travel, ...]:
     for text in known:
         found.append(Travel(text, dict.fromkeys(names, text), steps_factor([text]), 1))
     codecs = {text: parse_codec(text) for text in known}
+    # A policy leaves out what is at its default.
+    spelled = {format_codec(codec): text for text, codec in codecs.items()}
     for policy in _policies(inputs, codecs):
-        texts = {name: text for name in names if (text := policy.text_of(name)) != "none"}
+        texts = {name: spelled[text] for name in names if (text := policy.text_of(name)) != "none"}
         if texts and all(texts != dict(one.codecs) for one in found):
             kinds = sorted(set(texts.values()))
             label = f"{', '.join(kinds)} for {len(texts)} of {len(names)} parameters"
@@ -127,6 +131,7 @@ class BucketPrices:
         sent, wire = factor * size, size * self._plain.ms_per_byte
         latency = self._plain.latency_ms if plain else 0.0
         encode = decode = 0.0
+        core = wire * (self._network.core_use(PLAIN[0]) or 0.0)
         collectives = set()
         share = self._group.each if self._group.two_levels else 1  # leaders take turns
         for one in bucket:
@@ -139,7 +144,10 @@ class BucketPrices:
             writing, reading = self._rates[text].times(one.count)
             encode += writing / (share * self._throughput)
             decode += reading / (share * self._throughput)
-            wire += sum(entry.bytes * costs[kind].ms_per_byte for entry, kind in zip(rounds, kinds, strict=True))
+            for entry, kind in zip(rounds, kinds, strict=True):
+                moving = entry.bytes * costs[kind].ms_per_byte
+                wire += moving
+                core += moving * (self._network.core_use(kind[0], codec=True) or 0.0)
             sent += sum(entry.sent(self._peers) for entry in rounds) / share
             collectives |= {(index, kind, costs[kind].latency_ms) for index, kind in enumerate(kinds)}
             if self._group.two_levels:
@@ -149,7 +157,8 @@ class BucketPrices:
         latency += sum(ms for _, _, ms in collectives)
         if collectives and self._group.two_levels:
             latency += self._network.inside_cost().latency_ms
-        return BucketTimes(sent if workers > 1 else 0.0, encode, wire, latency, decode)
+        known = self._network.core_use(PLAIN[0]) is not None
+        return BucketTimes(sent if workers > 1 else 0.0, encode, wire, latency, decode, core if known else None)
 
     def _compresses(self, one: Parameter, travel: Travel) -> bool:
         text = travel.codecs.get(one.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from hybridpar.planner.profile import ModelProfile
     from hybridpar.planner.scaling import KHat, Point
     from hybridpar.planner.search import Answer
+    from hybridpar.planner.verify import Verified
 
 #: Points of a scaling curve of a cluster that is at hand or small; larger ones are drawn only where asked for.
 _CURVE_WORKERS = 16
@@ -31,55 +33,109 @@ def run_search(request: PlanRequest) -> int:
     Raises:
         HybridparError: The request cannot be met; the message says why and what to do.
     """
+    prepare(request)
+    with ProgressBar() as bar:
+        inputs = _inputs(request, bar)
+        bar.announce("searching")
+        report(request, inputs, search(inputs, bar), bar)
+    return 0
+
+
+def prepare(request: PlanRequest) -> None:
+    """Check what can be checked before anything is measured.
+
+    Raises:
+        UsageError: A value is out of range, or two options contradict each other.
+    """
     request.check()
     if request.draw is not None:
         from hybridpar.partition.draw import require_matplotlib
 
         require_matplotlib()
-    with ProgressBar() as bar:
-        inputs = _inputs(request, bar)
-        from hybridpar.planner.explain import what_ifs
-        from hybridpar.planner.record import plan_of
-        from hybridpar.planner.scaling import k_hat, scaling_curve
-        from hybridpar.planner.search import find_plan
 
-        bar.announce("searching")
-        answer = find_plan(inputs, progress=bar.advance)
-        written = []
-        if request.output is not None:
-            plan_of(answer).save(request.output)
-            written.append(f"plan written to {request.output}")
-        bar.announce("asking what else would help")
-        asked = what_ifs(inputs, answer)
-        equation, points = k_hat(inputs), []
-        if request.draw is not None or inputs.workers <= _CURVE_WORKERS or request.explain:
-            bar.announce("numbers of workers")
-            points = scaling_curve(inputs, bar.advance)
-        if request.draw is not None:
-            from hybridpar.planner.draw import draw_curve
 
-            draw_curve(points, equation, f"{inputs.profile.info.name}, batch {inputs.batch}", request.draw)
-            written.append(f"picture written to {request.draw}")
-    _print(inputs, answer, [one.told() for one in asked], points, equation, written)
-    return 0
+def search(inputs: PlannerInputs, bar: ProgressBar) -> Answer:
+    """Search, with a progress bar.
+
+    Raises:
+        PlanError: No plan fits into the memory.
+    """
+    from hybridpar.planner.search import find_plan
+
+    bar.announce("searching")
+    return find_plan(inputs, progress=bar.advance)
+
+
+def report(
+    request: PlanRequest, inputs: PlannerInputs, answer: Answer, bar: ProgressBar, verified: Verified | None = None
+) -> None:
+    """Write what was asked for, and print why.
+
+    Args:
+        request: What was asked for.
+        inputs: What the search read.
+        answer: What it found.
+        bar: Tells what is being done; it ends before anything is printed.
+        verified: What the finalists took, where they were run; the plan that is written is then its choice.
+
+    Raises:
+        HybridparError: A file or standard output cannot be written.
+    """
+    from hybridpar.planner.explain import what_ifs
+    from hybridpar.planner.record import plan_of
+    from hybridpar.planner.scaling import k_hat, scaling_curve
+
+    written = []
+    if request.output is not None:
+        plan_of(answer, None if verified is None else verified.chosen).save(request.output)
+        written.append(f"plan written to {request.output}")
+    bar.announce("asking what else would help")
+    asked = what_ifs(inputs, answer)
+    equation, points = k_hat(inputs), []
+    if request.draw is not None or inputs.workers <= _CURVE_WORKERS or request.explain:
+        bar.announce("numbers of workers")
+        points = scaling_curve(inputs, bar.advance)
+    if request.draw is not None:
+        from hybridpar.planner.draw import draw_curve
+
+        draw_curve(points, equation, f"{inputs.profile.info.name}, batch {inputs.batch}", request.draw)
+        written.append(f"picture written to {request.draw}")
+    bar.close()
+    _print(inputs, answer, [one.told() for one in asked], points, equation, written, verified)
 
 
 def _inputs(request: PlanRequest, bar: ProgressBar) -> PlannerInputs:
     """What the search reads: recorded, or measured now."""
-    from hybridpar.planner.inputs import PlannerInputs
-
     if request.inputs is not None:
         recorded = _recorded(request)
         if request.cluster is not None:
             recorded = recorded.on(read_cluster_file(request.cluster))
         return replace(recorded, fidelity=request.fidelity) if request.fidelity != "exact" else recorded
     described = read_cluster_file(request.cluster) if request.cluster is not None else None
-    cluster = described or _measured_cluster(request, bar)
+    return measured_inputs(request, described or _measured_cluster(request, bar), bar)
+
+
+def measured_inputs(
+    request: PlanRequest, cluster: ClusterSpec, bar: ProgressBar, crowd: Mapping[int, float] | None = None
+) -> PlannerInputs:
+    """What the search reads, with the model measured now.
+
+    Args:
+        request: What was asked for.
+        cluster: The machine.
+        bar: Tells what is being done.
+        crowd: How much workers of a host slow each other down, where a worker of a job asks; None elsewhere.
+
+    Raises:
+        HybridparError: The model cannot be traced, or does not run.
+    """
+    from hybridpar.planner.inputs import PlannerInputs
+
     if request.memory is not None:
         cap = parse_bytes(request.memory)
         hosts = tuple(host.model_copy(update={"memory": cap}) for host in cluster.hosts)
         cluster = cluster.model_copy(update={"hosts": hosts})
-    profile, rates = _profile(request, cluster, bar)
+    profile, rates = _profile(request, cluster, bar, crowd)
     inputs = PlannerInputs(
         profile,
         cluster,
@@ -87,10 +143,20 @@ def _inputs(request: PlanRequest, bar: ProgressBar) -> PlannerInputs:
         request.fidelity,
         rates,
         optimizer_copies=request.optimizer_copies,
+        overhead_ms=_overhead_ms(profile) if request.measure else 0.0,
     )
     from hybridpar.planner.calibrate import calibrated
 
     return calibrated(inputs)
+
+
+def _overhead_ms(profile: ModelProfile) -> float:
+    """What the host adds to every computation of a stage; that of a GPU's streams is a part of their times."""
+    import torch
+
+    from hybridpar.planner.step_costs import measure_hand_over
+
+    return measure_hand_over(torch.device("cpu")) if profile.threads is not None else 0.0
 
 
 def _recorded(request: PlanRequest) -> PlannerInputs:
@@ -109,7 +175,7 @@ def _recorded(request: PlanRequest) -> PlannerInputs:
 
 
 def _measured_cluster(request: PlanRequest, bar: ProgressBar) -> ClusterSpec:
-    """This machine."""
+    """This machine, as one process can measure it."""
     from hybridpar.cluster import default_backend, default_workers
     from hybridpar.probe import probe_cluster
 
@@ -120,7 +186,7 @@ def _measured_cluster(request: PlanRequest, bar: ProgressBar) -> ClusterSpec:
 
 
 def _profile(
-    request: PlanRequest, cluster: ClusterSpec, bar: ProgressBar
+    request: PlanRequest, cluster: ClusterSpec, bar: ProgressBar, crowd: Mapping[int, float] | None
 ) -> tuple[ModelProfile, dict[str, dict[int, tuple[float, float]]]]:
     import torch
 
@@ -137,7 +203,10 @@ def _profile(
     shape = parse_shape(request.input)
     workers = min(cluster.workers, request.batch_size)
     here = cluster.hosts[0].devices if request.cluster is None else 1
-    threads = request.threads or threads_per_worker(here, available_cores())
+    # A worker of a job has been given its threads; else they are those that one of so many would be given.
+    threads = request.threads or (
+        torch.get_num_threads() if crowd is not None else threads_per_worker(here, available_cores())
+    )
     try:
         examples = [torch.randn(samples, *shape, device=device) for samples in _sizes(request.batch_size, workers)]
         model = model.to(device)
@@ -158,6 +227,8 @@ def _profile(
         formats=formats if request.measure else formats[:1],
         kernels=device.type == "cpu",
         lanes=(2,) if on_gpu or threads > 1 else (),
+        optimizer_copies=request.optimizer_copies,
+        crowd=crowd,
         cache=cache_directory() if request.cache else None,
         progress=bar.advance,
         announce=bar.announce,
@@ -169,7 +240,8 @@ def _profile(
         torch.set_num_threads(threads)
         try:
             # Those of a looser fidelity too: what it would gain is said.
-            rates = measure_rates(planned_codecs("lossy"), profile.parameters, workers, device)
+            kept = cache_directory() if request.cache else None
+            rates = measure_rates(planned_codecs("lossy"), profile.parameters, workers, device, cache=kept)
         finally:
             torch.set_num_threads(before)
     return profile, rates
@@ -182,7 +254,13 @@ def _sizes(batch: int, workers: int) -> list[int]:
 
 
 def _print(
-    inputs: PlannerInputs, answer: Answer, asked: list[str], points: list[Point], equation: KHat, written: list[str]
+    inputs: PlannerInputs,
+    answer: Answer,
+    asked: list[str],
+    points: list[Point],
+    equation: KHat,
+    written: list[str],
+    verified: Verified | None,
 ) -> None:
     """Print the report.
 
@@ -196,6 +274,8 @@ def _print(
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         _print_table(inputs, answer, console)
+        if verified is not None:
+            _print_verified(answer, verified, console)
         sections = [
             ("what would help", asked),
             ("numbers of workers, same batch", curve_lines(points, equation) if points else []),
@@ -239,4 +319,23 @@ def _print_table(inputs: PlannerInputs, answer: Answer, console: Console) -> Non
         figures = [row.parts.step, *(getattr(row.parts, name) for name in PARTS)]
         memory = f"{row.outcome.memory_bytes / 1e9:,.2f}"
         table.add_row(row.name, *(f"{value:,.1f}" for value in figures), memory, row.verdict)
+    console.print(table)
+
+
+def _print_verified(answer: Answer, verified: Verified, console: Console) -> None:
+    """What the finalists were predicted to take, and took."""
+    from rich.table import Table
+
+    from hybridpar.planner.explain import describe
+    from hybridpar.planner.verify import verdicts
+
+    table = Table(box=None, pad_edge=False, title="run here, in turns", title_justify="left")
+    table.add_column("plan", overflow="fold")
+    for title in ("predicted ms", "measured ms", "error"):
+        table.add_column(title, justify="right")
+    table.add_column("verdict", overflow="fold")
+    names: dict[object, str] = {one.candidate: describe(one.candidate, answer) for one in verified.outcomes}
+    for name, predicted, measured, error, verdict in verdicts(verified, names):
+        table.add_row(name, f"{predicted:,.1f}", f"{measured:,.1f}", f"{100 * error:+.1f} %", verdict)
+    console.print()
     console.print(table)

@@ -97,7 +97,7 @@ def cuts_of(profile: ModelProfile, stages: int) -> tuple[Cut, ...]:
     graph = profile.timed(0, profile.samples)
     found: dict[tuple[int, ...], Cut] = {}
     for speed in LINKS:
-        problem = Problem(stages, link=Link(speed), noise=profile.noise)
+        problem = Problem(stages, link=Link(speed), noise=profile.resolution)
         try:
             balance = balance_graph(graph, problem, certify=False)
         except PartitionError:

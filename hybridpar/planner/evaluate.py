@@ -7,12 +7,14 @@ the links of a grid, the prices of buckets, a schedule) is made once.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
-from hybridpar.pipeline.actions import Layout, Schedule
+from hybridpar.cluster_file import Hosts
+from hybridpar.pipeline.actions import Kind, Layout, Schedule
 from hybridpar.pipeline.costs import BucketCost, Costs, Link
 from hybridpar.pipeline.program import lower
 from hybridpar.pipeline.schedules import ScheduleRequest, make
@@ -86,6 +88,8 @@ class Evaluator:
         #: For every number of workers the least memory, and the least memory bandwidth, of the devices that they use.
         self._least_memory = _running_least(host.memory for _, host in self._workers)
         self._least_bandwidth = _running_least(host.memory_bandwidth for _, host in self._workers)
+        #: Cores that a lane computes with; what uses one core takes so much less of a lane.
+        self._lane_cores = space.inputs.profile.threads or 1
         self._figures = space.library.figures
         self._layout = cache(self._make_layout)
         self._transfers = cache(self._make_transfers)
@@ -93,6 +97,8 @@ class Evaluator:
         self._prices = cache(self._make_prices)
         self._buckets = cache(self._make_buckets)
         self._schedule = cache(self._make_schedule)
+        self._peaks = cache(self._make_peaks)
+        self._throughput = cache(self._make_throughput)
 
     def samples(self, shape: Shape) -> int:
         """Samples of the largest micro-batch."""
@@ -119,20 +125,24 @@ class Evaluator:
         layout = self.layout(candidate)
         pairs = frozenset((layout.home(edge.source), layout.home(edge.target)) for edge in layout.edges)
         link, own = self._transfers(shape.positions, shape.replicas, pairs)
-        core = worst.bytes_per_core_second
-        per_byte = 1 / core if core is not None else 0.0
+        per_byte, sending, receiving = self._core_seconds(worst)
+        # Copying gradients into buckets is done by the lane that computes them.
+        collect = inputs.profile.collect_ms / shape.micro_batches if shape.replicas > 1 and exchange else 0.0
         buckets = self._buckets(candidate.cut, candidate.variant, shape, candidate.travel) if exchange else ()
         return Costs(
             forward_ms=tuple(time / throughput for time in figures.forward_ms),
-            backward_ms=tuple(time / throughput for time in figures.backward_ms),
+            backward_ms=tuple(
+                (time + collect * part) / throughput
+                for time, part in zip(figures.backward_ms, self._parts_of_model(figures), strict=True)
+            ),
             step_ms=self._update_ms(shape, figures),
-            overhead_ms=inputs.overhead_ms,
+            overhead_ms=inputs.overhead_ms if shape.stages > 1 else 0.0,
             saved_bytes=figures.saved_bytes,
             link=link,
             links=own,
-            cores=shape.lanes + worst.communication_cores,
-            send_cpu=_SEND_PART * per_byte,
-            receive_cpu=_SEND_PART * per_byte,
+            cores=shape.lanes + worst.communication_cores / self._lane_cores,
+            send_cpu=sending,
+            receive_cpu=receiving,
             # Per byte of a bucket; what a worker moves is that times the factor of the ring.
             sync_cpu=per_byte * 2 * (shape.replicas - 1) / shape.replicas,
             co_run=max(1.0, inputs.profile.co_run.get(shape.lanes, 1.0)),
@@ -193,20 +203,28 @@ class Evaluator:
     def memory(self, candidate: Candidate, saved: tuple[int, ...]) -> float:
         """The most bytes that a device needs, with the margin.
 
-        Every worker holds all parameters, and gradients, optimizer state and, with a codec, residuals of its own
-        stages; to that come the activations that wait.
+        Every worker holds all parameters, and gradients, optimizer state and, where they are exchanged, the buckets
+        that gradients are copied into and with a codec residuals, of its own stages; to that come the activations that
+        wait.
 
         Args:
             candidate: The candidate.
             saved: For every worker the most that waits for backward passes at one time.
         """
         inputs, layout = self._inputs, self.layout(candidate)
-        copies = 1 + inputs.optimizer_copies + (1 if candidate.travel else 0)
+        # A backward pass makes new gradients while the buckets of the step before are still there.
+        copies = 1 + inputs.optimizer_copies + (candidate.shape.replicas > 1) + (candidate.travel > 0)
         own = [0] * layout.workers
         for stage, parameters in enumerate(self.figures(candidate).parameters):
             own[layout.home(stage)] += 4 * sum(one.count for one in parameters)
         whole = inputs.profile.parameter_bytes
         return inputs.memory_margin * max(whole + copies * mine + held for mine, held in zip(own, saved, strict=True))
+
+    def least_memory(self, candidate: Candidate) -> float:
+        """What a candidate needs at least, without simulating it; see `_make_peaks`."""
+        return self.memory(
+            candidate, self._peaks(candidate.schedule, candidate.shape, candidate.cut, candidate.variant)
+        )
 
     def limit(self, candidate: Candidate) -> float:
         """The least memory of the devices that a candidate uses."""
@@ -214,11 +232,31 @@ class Evaluator:
 
     # ---------------------------------------------------------------- made once
 
-    def _throughput(self, shape: Shape) -> float:
-        """Of the slowest device that is used: the others wait for it."""
-        return self._workers[shape.workers - 1][1].throughput
+    def _make_throughput(self, shape: Shape) -> float:
+        """Of the slowest device that is used: the others wait for it. Workers of one host may slow each other down."""
+        used = self._workers[: shape.workers]
+        beside = max(Counter(host for host, _ in used).values())
+        return used[-1][1].throughput / self._inputs.profile.crowding(beside)
+
+    def _core_seconds(self, host: Hosts) -> tuple[float, float, float]:
+        """What a byte takes of a core: in an exchange, sending it, receiving it."""
+        core = host.bytes_per_core_second
+        per_byte = 1 / core if core is not None else 0.0
+        level = self._inputs.cluster.between or self._inputs.cluster.inside
+        if level is None or level.cores is None:
+            return per_byte, _SEND_PART * per_byte, _SEND_PART * per_byte
+        second = level.bandwidth * level.efficiency.send * self._lane_cores
+        return per_byte, level.cores.send / second, level.cores.receive / second
+
+    def _parts_of_model(self, figures: StageFigures) -> list[float]:
+        """For every stage its part of the model's parameters."""
+        counts = [sum(one.count for one in own) for own in figures.parameters]
+        return [count / max(1, sum(counts)) for count in counts]
 
     def _update_ms(self, shape: Shape, figures: StageFigures) -> tuple[float, ...]:
+        known = self._inputs.profile.update_ms
+        if known is not None:
+            return tuple(part * known / self._throughput(shape) for part in self._parts_of_model(figures))
         speed = self._least_bandwidth[shape.workers - 1]
         # Parameter, gradient and every tensor of the state are read; parameter and state are written.
         passes = 3 + 2 * self._inputs.optimizer_copies
@@ -258,6 +296,7 @@ class Evaluator:
                         times.decode_ms,
                         times.wire_ms,
                         times.latency_ms,
+                        None if times.core_ms is None else times.core_ms / self._lane_cores,
                     )
                 )
             made.append(tuple(row))
@@ -275,6 +314,31 @@ class Evaluator:
             bytes_per_second=cut.link_speed,
         )
         return make(name, request)
+
+    def _make_peaks(self, name: str, shape: Shape, cut: Cut, variant: int) -> tuple[int, ...]:
+        """For every worker what its activations take at least, whatever the times of its actions are.
+
+        A lane runs its passes one after the other, so their order alone says what it holds at most; of several lanes
+        on a worker the fullest counts. Two cases have no order to ask: `greedy`, whose order is found by simulating,
+        and stages that take no time, whose passes may begin and end together. Every schedule keeps one micro-batch of
+        each stage, at different times.
+        """
+        figures = self._figures(cut, variant, self.samples(shape))
+        layout, sizes = self._layout(shape, cut, variant), figures.saved_bytes
+        peaks = [0] * layout.workers
+        for stage, size in enumerate(sizes):
+            peaks[layout.home(stage)] = max(peaks[layout.home(stage)], size)
+        if name == "greedy" or min(*figures.forward_ms, *figures.backward_ms, 1.0) <= 0:
+            return tuple(peaks)
+        for lane, row in enumerate(self._schedule(name, shape, cut, variant).rows):
+            held, home = 0, layout.worker_of[lane]
+            for action in row:
+                if action.kind is Kind.FORWARD:
+                    held += sizes[action.stage]
+                    peaks[home] = max(peaks[home], held)
+                elif action.kind is not Kind.BACKWARD_INPUT:
+                    held -= sizes[action.stage]
+        return tuple(peaks)
 
 
 def _running_least(values: Iterable[float | None]) -> list[float]:

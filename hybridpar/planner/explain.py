@@ -174,8 +174,8 @@ def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
     lines = [f"{answer.simulated:,} plans simulated, {ruled_out:,} ruled out by a lower bound or by memory"]
     if inputs.profile.noise > NOISY:
         lines.append(
-            f"the profile's noise is {100 * inputs.profile.noise:.0f} %, and plans so far apart count as equal: "
-            "measure again when nothing else runs, with --passes 9"
+            f"the profile's noise is {100 * inputs.profile.noise:.0f} %, so its times are doubtful, though plans only "
+            f"{100 * answer.noise:.0f} % apart count as equal: measure again when nothing else runs, with --passes 9"
         )
     if inputs.cluster.workers > inputs.workers:
         lines.append(f"a batch of {inputs.batch} feeds {inputs.workers} of {inputs.cluster.workers} workers")

@@ -25,6 +25,9 @@ from hybridpar.planner.profile import ModelProfile
 #: Raised only together with a reader for the version before.
 INPUTS_VERSION: Literal[1] = 1
 
+#: A machine whose memory or links have changed by more than this factor is another one.
+CHANGED = 1.5
+
 Fidelity = Literal["exact", "close", "lossy"]
 
 
@@ -43,7 +46,7 @@ class PlannerInputs:
         memory_margin: What a device must have over what is counted: allocators keep more than is in use.
         bucket_bytes: Size at which a bucket of gradients is full.
         sync_lanes: Buckets that a worker exchanges beside each other.
-        overhead_ms: What the host adds to every computation.
+        overhead_ms: What the host adds to every computation of a stage that lies on a lane.
         most_stages: Stages of the longest pipeline that is tried.
         most_micro_batches: Micro-batches per step that are tried at most, where the model leaves their number open.
         fixed: What is decided, and not searched for.
@@ -157,50 +160,25 @@ def inputs_of_plan(plan: Plan, source: str = "the plan") -> PlannerInputs:
     return inputs_from_data(plan.inputs, source)
 
 
-#: A link between hosts that is this many times as fast or as slow is another link; less may be a busy hour.
-OTHER_LINK = 2.0
-
-#: What tells one machine from another; how fast it is, is told by measuring, which never gives the same twice.
-_IDENTITY = ("count", "devices", "kind", "name")
-
-
 def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
-    """Refuse a plan that was made for other machines than those at hand.
+    """Refuse a plan that was made for another machine than the one at hand.
 
-    Compared are the hosts, their devices, and the speed of the link between hosts. A plan without recorded inputs was
-    not chosen for a machine, and passes.
+    A plan without recorded inputs was not chosen for a machine, and passes. So does one for this machine as it was
+    measured another time, unless its memory or a link has changed by more than `CHANGED`.
 
     Args:
         plan: The plan.
         cluster: What is at hand.
 
     Raises:
-        PlanError: It was made for others; the message says in what they differ, and how to plan again.
+        PlanError: It was made for another one; the message says in what they differ, and how to plan again.
     """
     if plan.inputs is None:
         return
     made_for = inputs_of_plan(plan).cluster
-    if difference := _difference(made_for, cluster):
+    if difference := made_for.difference(cluster, tolerance=CHANGED):
         raise PlanError(
             f"the plan was made elsewhere: {difference} (fingerprints {made_for.key} and {cluster.key})",
             "What is fastest on one machine need not be so on another.",
             "Plan again for this one: `hybridpar plan MODEL --explain -o plan.json`, or train with --plan auto.",
         )
-
-
-def _difference(there: ClusterSpec, here: ClusterSpec) -> str:
-    """The first thing in which two clusters differ that makes them others; empty where nothing does."""
-    sides = zip(there.hosts, here.hosts, strict=False)
-    for number, (one, other) in enumerate(sides):
-        for key in _IDENTITY:
-            was, now = getattr(one, key), getattr(other, key)
-            if was != now and (key != "name" or (was and now)):  # a description need not name its devices
-                return f"hosts.{number}.{key} is {was} there and {now} here"
-    if len(there.hosts) != len(here.hosts):
-        return f"there are {len(there.hosts)} kinds of hosts there and {len(here.hosts)} here"
-    if there.between is not None and here.between is not None:
-        speeds = there.between.bandwidth, here.between.bandwidth
-        if max(speeds) > OTHER_LINK * min(speeds):
-            told = [f"{speed / 1e6:,.4g} MB/s" for speed in speeds]
-            return f"between.bandwidth is {told[0]} there and {told[1]} here"
-    return ""

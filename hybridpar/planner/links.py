@@ -1,208 +1,381 @@
-"""Why: the links of a run are those between its own workers, so they measure them, over the groups that will be used.
+"""Why: what a link carries, and what that takes of the cores, is measured between the very workers that will use it.
 
-A worker that shares memory with its peers adds there and nowhere else; one that does not uses collectives of the
-backend, which reach different parts of the link's speed. Both are told as a `ClusterSpec`, the planner's one kind of
-cluster. The answer is kept for a day, for these hosts since they were started.
+Every way in which gradients and activations really travel is timed over the job's own groups and channels: shared
+memory where workers share a host, else the backend. Each is timed alone, and then done again while all workers compute:
+on a CPU the threads that move bytes take cores away from those that compute, and how much, their account tells.
 """
 
 from __future__ import annotations
 
-import math
+import contextlib
+import hashlib
+import json
+import os
 import statistics
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
-from hybridpar.cluster import cluster_path, host_fingerprint
-from hybridpar.cluster_file import ClusterSpec, Efficiency, Hosts, LinkLevel
-from hybridpar.compress import Meeting, TorchGroup
-from hybridpar.compress.rates import LinkCost, measure_link, meet_over
-from hybridpar.partition.profile_cache import device_name
-from hybridpar.pipeline.collective import BackendSum
+from hybridpar.cluster import cache_directory, cpu_name
+from hybridpar.cluster_file import ClusterSpec, CoreUse, Efficiency, Hosts, LinkLevel
+from hybridpar.compress import TorchGroup
+from hybridpar.pipeline.grid import Grid
+from hybridpar.pipeline.transport import MessagePart
 from hybridpar.pipeline.world import World
-from hybridpar.planner.store import forget, load, store
+from hybridpar.planner.network import log_rounds
 from hybridpar.process import available_cores, host_identity, usable_memory
 
-#: Links are measured again when they were measured longer ago than this, in seconds: others use them too.
-STALE = 24 * 3600.0
+#: A link is measured again where it has become so many times faster or slower.
+DRIFT = 1.5
 
-#: What is kept.
-KIND = "link"
+#: Seconds that one way of using a link is timed for, alone and again beside computing.
+LINK_SECONDS = 0.25
+_SMALL_BYTES, _LEAST_BYTES, _MOST_BYTES = 4 << 10, 1 << 20, 8 << 20
+#: Elements on a side of the matrices that stand for computing; their product takes about a millisecond.
+_SIDE = 384
 
-#: A large message takes about this long, so that slow links are measured in a moment and fast ones with large messages.
-_LARGE_MS = 40.0
-_SIZES = (512 << 10, 8 << 20)
-_REPEATS = 5
-#: A link that is too fast to be timed, in bytes per second.
-_FASTEST = 1e12
-
-_STRIPES = (Meeting.SHARD, torch.uint8)
-_GATHERS = (Meeting.GATHER, torch.uint8)
+_Work = Callable[[Tensor], object]
 
 
 @dataclass(frozen=True)
-class WorkerFacts:
-    """What a worker says of the place where it runs.
+class Way:
+    """One way of using a link, as all workers found it.
 
     Attributes:
-        host: Equal for workers that share memory.
-        machine: Equal for measurements of the same machine, devices and versions.
-        kind: `cpu` or `cuda`.
-        name: Of its device.
-        memory: Bytes of its device, or of its host's main memory.
-        cores: Numbers of the cores that it may use.
-        threads: Intra-op threads.
+        latency_ms: Of a message of 4 KB.
+        bytes_per_second: That each worker sends.
+        cores: Of a worker, kept busy by that while it is under way.
     """
 
-    host: str
-    machine: str
-    kind: Literal["cpu", "cuda"]
-    name: str
-    memory: int
-    cores: tuple[int, ...]
-    threads: int
-
-    @classmethod
-    def of(cls, device: torch.device) -> WorkerFacts:
-        """Of this worker."""
-        on_gpu = device.type == "cuda"
-        memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else usable_memory()
-        return cls(
-            host_identity(),
-            cluster_path(host_fingerprint()).stem,
-            "cuda" if on_gpu else "cpu",
-            device_name(device),
-            memory,
-            tuple(available_cores()),
-            torch.get_num_threads(),
-        )
+    latency_ms: float
+    bytes_per_second: float
+    cores: float
 
 
-@dataclass(frozen=True)
-class WorkerLinks:
-    """The cluster that the workers of a run are.
+def measure_cluster(
+    world: World, *, fresh: bool = False, seconds: float = LINK_SECONDS, name: str = "this job"
+) -> ClusterSpec:
+    """The hosts and links of a job, measured now or remembered; a collective, all workers get the same answer.
 
-    Attributes:
-        spec: The cluster.
-        facts: Of every worker, by rank.
-        key: All that its links depend on.
-        cached: Whether they had been measured before.
-    """
-
-    spec: ClusterSpec
-    facts: tuple[WorkerFacts, ...]
-    key: dict[str, object]
-    cached: bool
-
-
-def measure_cluster(world: World, *, cached: bool = True) -> WorkerLinks:
-    """The cluster that the workers of a job form, with the links between them; a collective.
+    What is remembered holds for these hosts, with so many workers each, and for as long as the link still carries about
+    what it did, which a few messages tell; else all is measured again.
 
     Args:
-        world: The workers.
-        cached: Whether an earlier measurement of the same workers will do.
+        world: All workers of the job. Nothing else is under way on it.
+        fresh: Measure whatever is remembered.
+        seconds: Time for each way of using a link. A slow link takes longer: 1 MiB is sent some times.
+        name: What to call the cluster.
 
     Raises:
         SyncError: A worker died or did not answer in time.
     """
-    facts = tuple(one for one in world.gather(WorkerFacts.of(world.device)) if isinstance(one, WorkerFacts))
-    key: dict[str, object] = {"transport": world.transport, "workers": [_data(one) for one in facts]}
-    known = world.from_main(lambda: load(KIND, key, STALE)) if cached else None
-    if known is not None:
-        level = LinkLevel.model_validate(known)
-        return WorkerLinks(_spec(facts, level, world.transport), facts, key, True)
-    found = _measure(world) if world.size > 1 else None
-    if world.is_main and found is not None:
-        store(KIND, key, found.model_dump(mode="json"))
-    return WorkerLinks(_spec(facts, found, world.transport), facts, key, found is None)
+    told: list[_Place] = world.gather(_own_place(world))  # type: ignore[assignment]
+    key = {
+        "places": [[one.host, one.cores] for one in told],
+        "shared": world.transport,
+        "device": told[0].name,
+        "torch": str(torch.__version__),
+    }
+    if not fresh:
+        known = world.from_main(lambda: _read(key))
+        if known is not None and _still_true(known, world):
+            return known
+    spare = _agreed_least(_spare_cores(world, seconds / 2), world) if world.device.type == "cpu" else 0.0
+    hosts = _hosts(told, world, spare)
+    levels = _levels(world, [one.host for one in told], seconds) if world.size > 1 else {}
+    found = ClusterSpec(name=name, hosts=hosts, **levels)
+    world.from_main(lambda: _write(key, found))
+    return found
 
 
-def forget_links(key: dict[str, object]) -> bool:
-    """Have links measured again the next time; whether any were kept."""
-    return forget(KIND, key)
+class _Place(NamedTuple):
+    """Where a worker is.
+
+    Attributes:
+        host: Its host.
+        memory: That it may use; on a CPU together with the others there.
+        name: Of its device.
+        cores: That it may use.
+    """
+
+    host: str
+    memory: int
+    name: str
+    cores: int
 
 
-def _data(facts: WorkerFacts) -> dict[str, object]:
-    data = asdict(facts)
-    return {**data, "cores": len(data["cores"])}  # which ones they are is no property of a link
+def _own_place(world: World) -> _Place:
+    if world.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(world.device)
+        return _Place(host_identity(), properties.total_memory, properties.name, len(available_cores()))
+    return _Place(host_identity(), usable_memory(), cpu_name(), len(available_cores()))
 
 
-def _measure(world: World) -> LinkLevel:
-    """The slowest link that any worker sees, as one level."""
-    group = world.lane_sums[0]
+def _hosts(told: Sequence[_Place], world: World, spare: float) -> tuple[Hosts, ...]:
+    """The hosts of the workers, those that are alike as one entry; with spare cores for each worker."""
+    kind: Literal["cpu", "cuda"] = "cuda" if world.device.type == "cuda" else "cpu"
+    counts = Counter(one.host for one in told)
+    found: Counter[Hosts] = Counter()
+    for host, devices in counts.items():
+        first = next(one for one in told if one.host == host)
+        memory = first.memory // (devices if kind == "cpu" else 1)
+        # Bytes of memory differ a little between hosts that are alike, and from one hour to the next.
+        memory = memory >> 20 << 20
+        host_found = Hosts(devices=devices, kind=kind, name=first.name, memory=memory, communication_cores=spare)
+        found[host_found] += 1
+    return tuple(host.model_copy(update={"count": count}) for host, count in found.items())
 
-    def total_ms(size: int) -> float:
-        message = torch.zeros(size // 4, device=world.device)
-        times = []
-        for _ in range(_REPEATS + 1):
-            started = time.perf_counter()
-            group.all_reduce(message)
-            if world.device.type == "cuda":
-                torch.cuda.synchronize(world.device)
-            times.append(1e3 * (time.perf_counter() - started))
-        return max(float(str(one)) for one in world.gather(statistics.median(times[1:])))
 
-    with world.named_errors("measuring the links between workers"):
-        small = total_ms(4 << 10)
-        first = max(total_ms(_SIZES[0]) - small, 1e-3)
-        size = int(min(_SIZES[1], max(_SIZES[0], _SIZES[0] * _LARGE_MS / first)))
-        large = max(total_ms(size) - small, 1e-3) if size > _SIZES[0] else first
-        others: dict[tuple[Meeting, torch.dtype], LinkCost] = {}
-        if isinstance(group, BackendSum):
-            others = measure_link([_STRIPES, _GATHERS], meet_over(TorchGroup(group.group)), world.device)
-    part = (world.size - 1) / world.size
-    # What each way of meeting makes of the link, in bytes that a worker sends per second.
-    adding = 1e3 * 2 * part * size / large
-    stripes = _rate(2 * part, others.get(_STRIPES)) or adding
-    gathers = _rate(world.size - 1, others.get(_GATHERS)) or adding
-    best = min(_FASTEST, max(adding, stripes, gathers))
-    rounds = 2 * math.ceil(math.log2(world.size))
+def _path(key: Mapping[str, object]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    return cache_directory() / f"links-{digest}.json"
+
+
+def _read(key: Mapping[str, object]) -> ClusterSpec | None:
+    """What was measured between these workers before; None where that cannot be read."""
+    try:
+        return ClusterSpec.model_validate_json(_path(key).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _write(key: Mapping[str, object], spec: ClusterSpec) -> None:
+    path = _path(key)
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        aside.write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        aside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+
+
+def _still_true(spec: ClusterSpec, world: World) -> bool:
+    """Whether sums still take about as long as they did; a collective."""
+    level = spec.between or spec.inside
+    if level is None:
+        return True
+    speed, factor = level.bandwidth * level.efficiency.all_reduce, 2 * (world.size - 1) / world.size
+    # Of a length at which the link counts and not its latency.
+    size = _MOST_BYTES if _MOST_BYTES / speed < 0.02 else _LEAST_BYTES
+    message = torch.zeros(size // 4, device=world.device)
+    took = _agreed(statistics.median(_laps(world.lane_sums[0].all_reduce, message, 3)), world)
+    expected = factor * size / speed
+    expected += 2 * log_rounds(world.size) * level.latency_ms / 1e3
+    return 1 / DRIFT <= took / expected <= DRIFT
+
+
+def _levels(world: World, hosts: Sequence[str], seconds: float) -> dict[str, LinkLevel]:
+    """The links inside of hosts and between them, as far as there are any."""
+    places = list(dict.fromkeys(hosts))
+    inside = [[rank for rank, host in enumerate(hosts) if host == place] for place in places]
+    leaders = [ranks[0] for ranks in inside]
+    found: dict[str, LinkLevel] = {}
+    most = max(map(len, inside))
+    if most > 1:
+        # Of hosts with several workers the first one's links count; all are measured at a time.
+        pair = next((ranks[0], ranks[1]) for ranks in inside if len(ranks) > 1)
+        found["inside"] = _level(world, inside, pair, seconds)
+    if len(places) > 1:
+        rest = [[rank] for rank in range(world.size) if rank not in leaders]
+        found["between"] = _level(world, [leaders, *rest], (leaders[0], leaders[1]), seconds)
+    return found
+
+
+def _level(world: World, parties: Sequence[Sequence[int]], pair: tuple[int, int], seconds: float) -> LinkLevel:
+    """The links of parties of workers that do the same at a time; what the slowest found counts."""
+    party = world.split(parties, lanes=1)
+    grid = Grid(world, world.size, [pair, pair[::-1]], lanes=1)
+    try:
+        mine = {name: _time(work, factor, world, seconds) for name, (work, factor) in _ways(party, grid, pair).items()}
+    finally:
+        grid.close()
+        party.close()
+    answers: list[dict[str, Way | None]] = world.gather(mine)  # type: ignore[assignment]
+    known = {name: _slowest([way for one in answers if (way := one[name]) is not None]) for name in mine}
+    most = max(way.bytes_per_second for way in known.values())
+    uses = {name: way.cores for name, way in known.items()}
     return LinkLevel(
-        bandwidth=best,
-        latency_ms=small / rounds,
-        efficiency=Efficiency(
-            all_reduce=_share(adding, best),
-            all_to_all=_share(stripes, best),
-            all_gather=_share(gathers, best),
-            send=_share(adding, best),
-        ),
+        bandwidth=most,
+        # What was timed is there and back again for two, and a tree for more.
+        latency_ms=known["all_reduce"].latency_ms / (2 * log_rounds(max(map(len, parties)))),
+        efficiency=Efficiency(**{name: min(1.0, way.bytes_per_second / most) for name, way in known.items()}),
+        cores=CoreUse(**uses, receive=uses["send"]),
     )
 
 
-def _rate(factor: float, cost: LinkCost | None) -> float | None:
-    return 1e3 * factor / cost.ms_per_byte if cost is not None and cost.ms_per_byte > 0 else None
+def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_Work | None, float]]:
+    """What this worker does with a message in every way of using a link, and the bytes that it sends for each of it.
+
+    None where it has no part in that. Codecs do not only add, so their messages travel over a group, also where sums go
+    through shared memory. A message is sent there and back again, and counts for both.
+    """
+    size, rank = party.size, grid.world.rank
+    group = TorchGroup(party.control) if size > 1 else None
+
+    def all_to_all(message: Tensor) -> None:
+        assert group is not None
+        each = message.numel() // size
+        group.all_to_all(torch.empty_like(message), message, [each] * size, [each] * size)
+
+    def all_gather(message: Tensor) -> None:
+        assert group is not None
+        piece = message[: message.numel() // size]
+        group.all_gather(message.new_empty(piece.numel() * size), piece)
+
+    def send(message: Tensor) -> None:
+        part, first = [MessagePart(tuple(message.shape))], rank == pair[0]
+        for sends in (first, not first):
+            if sends:
+                grid.senders[pair[first]].send([message], part)
+            else:
+                grid.receivers[pair[first]].receive(part)
+
+    ways: dict[str, tuple[_Work | None, float]] = {"send": (send if rank in pair else None, 2.0)}
+    share, alone = (size - 1) / size, size == 1
+    ways["all_reduce"] = (None if alone else party.lane_sums[0].all_reduce, 2 * share)
+    ways["all_to_all"] = (None if alone else all_to_all, share)
+    ways["all_gather"] = (None if alone else all_gather, share)
+    return ways
 
 
-def _share(rate: float, best: float) -> float:
-    return min(1.0, max(1e-3, rate / best))
-
-
-def _spec(facts: Sequence[WorkerFacts], level: LinkLevel | None, transport: str) -> ClusterSpec:
-    """Hosts in the order of their workers, all of whose devices are as fast as the one that is profiled."""
-    by_host = Counter(one.host for one in facts)
-    users = Counter((one.host, core) for one in facts for core in one.cores)
-    hosts: dict[Hosts, int] = {}  # hosts that are alike, and how many they are
-    for host, devices in by_host.items():
-        own = [one for one in facts if one.host == host]
-        on_cpu = own[0].kind == "cpu"
-        cores = min(sum(1 / users[host, core] for core in one.cores) - one.threads for one in own)
-        found = Hosts(
-            devices=devices,
-            kind=own[0].kind,
-            name=own[0].name,
-            memory=min(one.memory for one in own) // (devices if on_cpu else 1),
-            communication_cores=max(0.0, cores) if on_cpu else 0.0,
-            core_bandwidth=level.bandwidth if level is not None and on_cpu else None,
-        )
-        hosts[found] = hosts.get(found, 0) + 1
-    several = len(by_host) > 1
-    return ClusterSpec(
-        name=f"the workers of this run, over {transport}" if len(facts) > 1 else "one worker",
-        hosts=tuple(host.model_copy(update={"count": count}) for host, count in hosts.items()),
-        inside=level if max(by_host.values()) > 1 else None,
-        between=level if several else None,
+def _slowest(ways: Sequence[Way]) -> Way:
+    return Way(
+        max(way.latency_ms for way in ways),
+        min(way.bytes_per_second for way in ways),
+        statistics.mean(way.cores for way in ways),
     )
+
+
+def _time(work: _Work | None, factor: float, world: World, seconds: float) -> Way | None:
+    """Time one way of using a link, alone and beside computing; a collective.
+
+    Args:
+        work: Does it with a message, on the workers that take part.
+        factor: Bytes that a worker sends for each byte of the message.
+        world: All workers.
+        seconds: For how long.
+    """
+
+    def laps(size: int, repeats: int) -> list[float]:
+        return _laps(work or _nothing, torch.zeros(size // 4, device=world.device), repeats)
+
+    latency, size = statistics.median(laps(_SMALL_BYTES, 20)), _LEAST_BYTES
+    took = _agreed(min(laps(size, 1)), world)
+    while size < _MOST_BYTES and 4 * took * 4 < seconds:
+        size *= 4
+        took = _agreed(min(laps(size, 1)), world)
+    repeats = max(3, min(50, int(seconds / took)))
+    world.barrier()
+    alone = statistics.median(laps(size, repeats))
+    used = _core_seconds(lambda: laps(size, repeats), world) / (repeats + 1)
+    if work is None:
+        return None
+    moving = max(alone - latency, 0.1 * alone)
+    return Way(1e3 * latency, factor * size / moving, max(0.0, used) / alone)
+
+
+def _laps(work: _Work, message: Tensor, repeats: int) -> list[float]:
+    """Seconds of one after the other, after one that is not counted: it also fills the queues of the link."""
+    times = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        work(message)
+        if message.device.type == "cuda":
+            torch.cuda.synchronize(message.device)
+        times.append(time.perf_counter() - started)
+    return times[1:]
+
+
+def _core_seconds(work: Callable[[], object], world: World) -> float:
+    """What a worker's cores do for something while they compute as well, in seconds of a core; a collective.
+
+    The process's account, which holds what all threads of the backend do, less what the computing thread did: so other
+    programs on the machine do not count.
+    """
+    if world.device.type == "cuda":  # another processor computes
+        world.barrier()
+        work()
+        return 0.0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so that one thread's account holds all of the computing
+    try:
+        one, other = torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)
+        world.barrier()
+        thread = threading.Thread(target=work)
+        process, own = time.process_time(), time.thread_time()
+        thread.start()
+        while thread.is_alive():
+            torch.mm(one, other)
+        return (time.process_time() - process) - (time.thread_time() - own)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _spare_cores(world: World, seconds: float) -> float:
+    """Cores that a worker has beside those that compute, while all workers compute; a collective.
+
+    That is what one thread more gets done, over what each of the others does. Less than a quarter is chance.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        gains = []
+        for _ in range(3):
+            rates = []
+            for count in (threads, threads + 1):
+                world.barrier()
+                rates.append(_products(count, seconds))
+            gains.append(threads * (rates[1] / max(1, rates[0]) - 1))
+    finally:
+        torch.set_num_threads(threads)
+    spare = statistics.median(gains)
+    return round(min(1.0, spare), 2) if spare >= 0.25 else 0.0
+
+
+def _products(threads: int, seconds: float) -> int:
+    """Matrix products that so many threads finish together."""
+    counts = [0] * threads
+    end = time.perf_counter() + seconds
+
+    def compute(place: int) -> None:
+        torch.set_num_threads(1)  # every thread of a process has a number of its own
+        one, other = torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)
+        out = torch.empty(_SIDE, _SIDE)
+        while time.perf_counter() < end:
+            torch.mm(one, other, out=out)
+            counts[place] += 1
+
+    workers = [threading.Thread(target=compute, args=(place,)) for place in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(counts)
+
+
+def _nothing(message: Tensor) -> None:
+    """A worker that has no part in it."""
+
+
+def _agreed(value: float, world: World) -> float:
+    """The largest of all workers' values, by which all decide the same."""
+    return max(_of_all(value, world))
+
+
+def _agreed_least(value: float, world: World) -> float:
+    """The least of all workers' values."""
+    return min(_of_all(value, world))
+
+
+def _of_all(value: float, world: World) -> list[float]:
+    values: list[float] = world.gather(value)  # type: ignore[assignment]
+    return values

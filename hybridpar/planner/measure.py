@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -22,10 +26,21 @@ from hybridpar.partition.profile_cache import device_name, load_profile, profile
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import ModelUnits, find_units
 from hybridpar.plan import ModelInfo
+from hybridpar.planner.figures_cache import remembered
 from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant, merged
+from hybridpar.planner.step_costs import StepCosts, measure_step_costs
+from hybridpar.process import describe_allocator
 from hybridpar.tvm_kernels.database import default_database
 from hybridpar.tvm_kernels.layers import is_depthwise
 from hybridpar.tvm_kernels.swap import optimize, restore
+
+_T = TypeVar("_T")
+
+_WAYS = ("encode", "decode")
+
+#: A profile with more noise than this is measured again, so often at most, and not after so many seconds: a machine
+#: that is busy for longer is not worth waiting for.
+NOISY, MOST_TRIES, MOST_SECONDS = 0.1, 3, 5.0
 
 #: Layers that normalise over the micro-batch.
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -42,6 +57,8 @@ def profile_model(
     formats: Sequence[str] = ("contiguous",),
     kernels: bool = False,
     lanes: Sequence[int] = (),
+    optimizer_copies: int | None = None,
+    crowd: Mapping[int, float] | None = None,
     cache: Path | None = None,
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
@@ -58,6 +75,9 @@ def profile_model(
         formats: Memory formats to measure, the first of them torch's default.
         kernels: Measure tuned kernels too, where the model has layers for which there are any.
         lanes: Numbers of lanes on one device to measure beside each other.
+        optimizer_copies: Measure what a step does besides its passes, with an optimizer that keeps so many tensors per
+            parameter; None leaves that out.
+        crowd: How much workers of a host slow each other down, see `measure_crowd`.
         cache: Where profiles are kept; None measures always.
         progress: Told after every pass.
         announce: Told in a line what is being done.
@@ -71,6 +91,7 @@ def profile_model(
     units: ModelUnits | None = None
     tuned = ("stock", "tuned") if kernels and measure and has_tuned_kernels(model) else ("stock",)
     co_run: dict[int, float] = {}
+    rest: StepCosts | None = None
     try:
         for form, kernel in itertools.product(formats, tuned):
             layout = torch.channels_last if form == "channels_last" else torch.contiguous_format
@@ -85,9 +106,16 @@ def profile_model(
                 variants.append(Variant(form, kernel, (sized,), times.noise))
                 units = units or found
         restore(model).to(memory_format=torch.contiguous_format)
+        largest = max(examples, key=len)
+        key = _figures_key(model, largest, threads)
         for count in lanes if measure else ():
             say(f"measuring {count} lanes beside each other")
-            co_run[count] = max(1.0, measure_co_run(model, (max(examples, key=len),), count))
+            figures = remembered("lanes", {**key, "lanes": count}, cache, partial(_co_run, model, largest, count))
+            co_run[count] = max(1.0, figures["co_run"])
+        if measure and optimizer_copies is not None:
+            say("measuring the rest of a step")
+            found_rest = partial(_step_costs, model, largest, optimizer_copies, threads)
+            rest = StepCosts(**remembered("step", {**key, "copies": optimizer_copies}, cache, found_rest))
     finally:
         restore(model).to(memory_format=torch.contiguous_format)
     assert units is not None
@@ -109,6 +137,9 @@ def profile_model(
         threads=threads or torch.get_num_threads(),
         source="measured" if measure else "analytic",
         co_run=co_run,
+        crowd=dict(crowd or {}),
+        update_ms=None if rest is None else rest.update_ms,
+        collect_ms=0.0 if rest is None else rest.collect_ms,
         versions={"torch": str(torch.__version__)},
     )
 
@@ -133,7 +164,12 @@ def parameters_of(units: ModelUnits) -> tuple[Parameter, ...]:
 
 
 def measure_rates(
-    codecs: Sequence[str], parameters: Sequence[Parameter], workers: int, device: torch.device
+    codecs: Sequence[str],
+    parameters: Sequence[Parameter],
+    workers: int,
+    device: torch.device,
+    *,
+    cache: Path | None = None,
 ) -> dict[str, dict[int, tuple[float, float]]]:
     """How fast codecs are on a device; those that fit no layer, or cannot run here, are left out.
 
@@ -142,17 +178,29 @@ def measure_rates(
         parameters: Of the model.
         workers: How many exchange them; more than eight are tried as eight, as time per element hardly depends on it.
         device: Where gradients are.
+        cache: Where rates are kept; None measures always.
     """
-    shapes = {one.shape for one in parameters}
-    rates = {}
+    shapes = sorted({one.shape for one in parameters})
+    tried_by = min(max(workers, 2), 8)
+    key = {"shapes": shapes, "workers": tried_by, "device": device_name(device), "threads": torch.get_num_threads()}
+    key |= {"allocator": describe_allocator(), "torch": str(torch.__version__)}
+    rates: dict[str, dict[int, tuple[float, float]]] = {}
     for text in codecs:
-        try:
-            rate = measure_codec(parse_codec(text), shapes, min(max(workers, 2), 8), device)
-        except HybridparError:
-            continue
-        if rate is not None:
-            rates[text] = dict(sorted(rate.tried.items()))
+        found = remembered("codec", {**key, "codec": text}, cache, partial(_rate, text, shapes, tried_by, device))
+        counts = sorted({int(name.partition(" ")[0]) for name in found})
+        if counts:
+            rates[text] = {count: (found[f"{count} encode"], found[f"{count} decode"]) for count in counts}
     return rates
+
+
+def _rate(text: str, shapes: Sequence[tuple[int, ...]], workers: int, device: torch.device) -> dict[str, float]:
+    """Milliseconds by number of elements and direction; nothing where the codec fits no layer, or cannot run here."""
+    try:
+        rate = measure_codec(parse_codec(text), shapes, workers, device)
+    except HybridparError:
+        return {}
+    tried = {} if rate is None else rate.tried
+    return {f"{count} {way}": took for count, both in tried.items() for way, took in zip(_WAYS, both, strict=True)}
 
 
 def has_tuned_kernels(model: nn.Module) -> bool:
@@ -174,7 +222,64 @@ def _times(
     key = profile_key(units, (example,), threads or torch.get_num_threads(), passes)
     known = load_profile(key, cache) if cache is not None else None
     if known is None:
-        known = measure_units(units, (example,), passes=passes, threads=threads, progress=progress)
+        tries: list[UnitTimes] = []
+        end = time.perf_counter() + MOST_SECONDS
+        while not tries or (len(tries) < MOST_TRIES and steadied(tries).noise > NOISY and time.perf_counter() < end):
+            tries.append(measure_units(units, (example,), passes=passes, threads=threads, progress=progress))
+        known = steadied(tries)
         if cache is not None:
             store_profile(key, known, cache)
     return known
+
+
+def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
+    """One measurement of several: of every unit the least time, as something else can only have added to the others.
+
+    The noise is that of the best one, or how far the two least times of the units lie apart, where that is less: two
+    measurements that agree are right, however wrong a third one is.
+    """
+    if len(tries) < 2:
+        return tries[0] if tries else UnitTimes((), (), 0.0, noise=math.inf)
+    best = min(tries, key=lambda one: one.noise)
+    ahead, back = (
+        [sorted(times)[:2] for times in zip(*(getattr(one, name) for one in tries), strict=True)]
+        for name in ("forward_ms", "backward_ms")
+    )
+    total = sum(least for least, _ in (*ahead, *back))
+    apart = sum(second - least for least, second in (*ahead, *back)) / total if total > 0 else 0.0
+    return replace(
+        best,
+        forward_ms=tuple(least for least, _ in ahead),
+        backward_ms=tuple(least for least, _ in back),
+        step_ms=min(one.step_ms for one in tries),
+        noise=min(best.noise, apart),
+    )
+
+
+def _figures_key(model: nn.Module, example: torch.Tensor, threads: int | None) -> dict[str, object]:
+    return {
+        "model": model_fingerprint(model),
+        "input": list(example.shape),
+        "dtype": str(example.dtype),
+        "device": device_name(example.device),
+        "threads": threads or torch.get_num_threads(),
+        "allocator": describe_allocator(),
+        "torch": str(torch.__version__),
+    }
+
+
+def _co_run(model: nn.Module, example: torch.Tensor, lanes: int) -> dict[str, float]:
+    return {"co_run": measure_co_run(model, (example,), lanes)}
+
+
+def _step_costs(model: nn.Module, example: torch.Tensor, copies: int, threads: int | None) -> dict[str, float]:
+    return asdict(_with_threads(threads, lambda: measure_step_costs(model, example, copies=copies)))
+
+
+def _with_threads(threads: int | None, work: Callable[[], _T]) -> _T:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if threads is None else threads)
+    try:
+        return work()
+    finally:
+        torch.set_num_threads(before)

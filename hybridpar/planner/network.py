@@ -115,7 +115,7 @@ class Network:
     def control_ms(self) -> float:
         """The small message by which all workers agree on a step."""
         workers = Counter(self.hosts)
-        inside, between = _rounds(max(workers.values())), _rounds(len(workers))
+        inside, between = log_rounds(max(workers.values())), log_rounds(len(workers))
         return 2 * (inside * self._inside.latency_ms + between * self._between.latency_ms)
 
     def exchange(self, kinds: Iterable[Kind]) -> Mapping[Kind, LinkCost]:
@@ -140,6 +140,27 @@ class Network:
         once = _flat(Meeting.SUM, self._inside, self.grouping.each, 1)
         return LinkCost(2 * once.latency_ms, 2 * once.ms_per_byte)
 
+    def core_use(self, meeting: Meeting, *, codec: bool = False) -> float | None:
+        """Cores of a worker that messages keep busy while they are on their way; None where nobody measured that.
+
+        Args:
+            meeting: How they meet.
+            codec: They are those of a codec, which on two levels works between hosts.
+        """
+        group = self.grouping
+        levels = [self._inside] if group.hosts == 1 else [self._between]
+        if group.two_levels and not codec:
+            levels = [self._inside, self._between]
+        uses = [_core_use(meeting, level) for level in levels]
+        known = [use for use in uses if use is not None]
+        if len(known) < len(uses):
+            return None
+        if len(known) == 1:
+            return known[0]
+        times = [_flat(meeting, self._inside, group.each, 1), _flat(meeting, self._between, group.hosts, group.sharing)]
+        whole = sum(one.ms_per_byte for one in times)
+        return sum(use * one.ms_per_byte for use, one in zip(known, times, strict=True)) / whole if whole else 0.0
+
     def _two_levels(self, meeting: Meeting) -> LinkCost:
         group = self.grouping
         inner = _flat(meeting, self._inside, group.each, 1)
@@ -151,7 +172,19 @@ class Network:
         return Link(level.latency_ms, speed)
 
 
-def _rounds(workers: int) -> int:
+def _core_use(meeting: Meeting, level: LinkLevel) -> float | None:
+    """On one level; a sharded exchange goes there and comes back, at speeds of their own."""
+    use, reached = level.cores, level.efficiency
+    if use is None:
+        return None
+    if meeting is Meeting.SHARD:
+        there, back = 1 / reached.all_to_all, 1 / reached.all_gather
+        return (use.all_to_all * there + use.all_gather * back) / (there + back)
+    return use.all_gather if meeting is Meeting.GATHER else use.all_reduce
+
+
+def log_rounds(workers: int) -> int:
+    """Rounds in which a tree reaches so many workers."""
     return math.ceil(math.log2(workers)) if workers > 1 else 0
 
 
@@ -164,8 +197,8 @@ def _flat(meeting: Meeting, level: LinkLevel, workers: int, sharing: int) -> Lin
     part = (workers - 1) / workers
     if meeting is Meeting.SHARD:
         # Stripes go to their owners, and come back merged, of the same size.
-        messages = (workers - 1) + _rounds(workers)
+        messages = (workers - 1) + log_rounds(workers)
         return LinkCost(messages * latency, part / (speed * use.all_to_all) + part / (speed * use.all_gather))
     if meeting is Meeting.GATHER:
-        return LinkCost(_rounds(workers) * latency, (workers - 1) / (speed * use.all_gather))
-    return LinkCost(2 * _rounds(workers) * latency, 2 * part / (speed * use.all_reduce))
+        return LinkCost(log_rounds(workers) * latency, (workers - 1) / (speed * use.all_gather))
+    return LinkCost(2 * log_rounds(workers) * latency, 2 * part / (speed * use.all_reduce))

@@ -15,6 +15,9 @@ from hybridpar.errors import UsageError
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.plan import ModelInfo
 
+#: More noise than this is not used to call plans equal.
+MOST_NOISE = 0.03
+
 
 @dataclass(frozen=True)
 class Parameter:
@@ -110,6 +113,10 @@ class ModelProfile:
         threads: With how many intra-op threads.
         source: `measured` or `analytic`.
         co_run: For numbers of lanes on one device that were measured: how much slower each runs while all are busy.
+        crowd: For numbers of workers on one host that compute at a time: how much slower each is than one alone.
+        update_ms: What a step takes after the last backward pass, on one worker with the whole model: agreeing,
+            statistics of BatchNorm, the optimizer; None where it was not measured.
+        collect_ms: Copying all gradients into buckets.
         versions: Of what it was measured with.
     """
 
@@ -123,6 +130,9 @@ class ModelProfile:
     threads: int | None = None
     source: str = "measured"
     co_run: Mapping[int, float] = field(default_factory=dict)
+    crowd: Mapping[int, float] = field(default_factory=dict)
+    update_ms: float | None = None
+    collect_ms: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -143,8 +153,23 @@ class ModelProfile:
 
     @property
     def noise(self) -> float:
-        """Of all its times: the most."""
+        """Of all its times: the most, as measured."""
         return max(variant.noise for variant in self.variants)
+
+    @property
+    def resolution(self) -> float:
+        """Relative difference below which two plans count as equal: the noise, within reason.
+
+        A measurement that others disturbed says little about how well plans can be told from each other: they share
+        its errors. Beyond `MOST_NOISE` it is doubted aloud (see `explain.notes`), but not taken literally.
+        """
+        return min(self.noise, MOST_NOISE)
+
+    def crowding(self, workers: int) -> float:
+        """How much slower a worker computes while so many on its host do: of the nearest number that was measured."""
+        if workers == 1 or not self.crowd:
+            return 1.0
+        return max(1.0, self.crowd[min(self.crowd, key=lambda known: (abs(known - workers), known))])
 
     @property
     def parameter_bytes(self) -> int:

@@ -39,10 +39,21 @@ class PlanRequest(PlanConfig):
     """What the search may change: exact: nothing in the result; close: also casts; lossy: also codecs, by time to the
     same loss."""
 
+    verify: int = 0
+    """Run so many of the best plans, and plain data parallelism, for some steps each, in turns, and choose by the
+    clock; on the workers of this machine, or of torchrun. Implies --explain."""
+    verify_seconds: float = 60.0
+    """Of that, at most, after each plan's first steps; three rounds are taken in any case."""
+
     @property
     def searches(self) -> bool:
         """Whether the fastest plan is wanted, rather than one cut."""
-        return self.explain or self.cluster is not None or self.inputs is not None
+        return self.explain or self.cluster is not None or self.inputs is not None or self.verify > 0
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the search is for the machine at hand, which is measured."""
+        return self.searches and self.cluster is None and self.inputs is None and self.measure
 
     @property
     def wants_tuned_process(self) -> bool:
@@ -82,6 +93,16 @@ class PlanRequest(PlanConfig):
         if self.workers is not None and (self.workers < 1 or self.cluster is not None):
             rule = "It is 1 or more." if self.workers < 1 else "A described cluster says how many there are."
             raise UsageError(f"--workers is {self.workers}", rule, "Leave it out, or correct it.")
+        if self.verify < 0 or self.verify_seconds <= 0:
+            raise UsageError(
+                f"--verify {self.verify} --verify-seconds {self.verify_seconds}", "Both are above 0.", "Try --verify 3."
+            )
+        if self.verify and not self.is_here:
+            raise UsageError(
+                "--verify with --cluster, --inputs or --no-measure",
+                "Plans are run on the machine at hand, which is measured.",
+                "Leave out one of them.",
+            )
         if self.inputs is not None and (self.batch_size != defaults["batch_size"] or self.workers is not None):
             raise UsageError(
                 "--inputs with --batch-size or --workers", "What was recorded says both.", "Leave them out."

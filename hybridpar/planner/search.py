@@ -79,7 +79,7 @@ def find_plan(
         PlanError: No plan fits into the memory; the message says what is missing, and the nearest that fits.
     """
     evaluator = Evaluator(Space(inputs, workers, library))
-    space, noise = evaluator.space, max(inputs.profile.noise, LEAST_NOISE)
+    space, noise = evaluator.space, max(inputs.profile.resolution, LEAST_NOISE)
     bounded = _ByBound(evaluator)
     baselines: dict[str, Outcome | None] = {}
     known: dict[Candidate, Outcome] = {}
@@ -160,22 +160,13 @@ def _fits(evaluator: Evaluator, outcome: Outcome) -> bool:
 
 
 def _may_fit(evaluator: Evaluator, candidate: Candidate) -> bool:
-    """Whether a candidate would fit if each stage kept one micro-batch, the least that any schedule keeps."""
-    return _least_memory(evaluator, candidate) <= evaluator.limit(candidate)
-
-
-def _least_memory(evaluator: Evaluator, candidate: Candidate) -> float:
-    layout, figures = evaluator.layout(candidate), evaluator.figures(candidate)
-    held = [0] * layout.workers
-    for stage, size in enumerate(figures.saved_bytes):
-        home = layout.home(stage)
-        held[home] = max(held[home], size)
-    return evaluator.memory(candidate, tuple(held))
+    """Whether a candidate may fit, by what its schedule keeps at least."""
+    return evaluator.least_memory(candidate) <= evaluator.limit(candidate)
 
 
 def _too_little_memory(evaluator: Evaluator, candidates: list[Candidate]) -> PlanError:
     """The error that says how much is missing, and what would fit."""
-    nearest = min(candidates, key=lambda one: (_least_memory(evaluator, one) - evaluator.limit(one), one.simplicity))
+    nearest = min(candidates, key=lambda one: (evaluator.least_memory(one) - evaluator.limit(one), one.simplicity))
     # What no schedule goes below may still be less than what the schedules at hand reach.
     alike = [one for one in candidates if (one.shape, one.cut) == (nearest.shape, nearest.cut)]
     outcome = min((evaluator.outcome(one) for one in alike), key=lambda one: one.memory_bytes)

@@ -118,12 +118,11 @@ def test_all_that_was_predicted_stands_beside_what_was_measured():
         "predicted_memory_bytes": 200_000_000,
         "memory_bytes": 230_000_000,
     }
-    assert printed(SUMMARY | predicted).splitlines()[10:16] == [
+    assert printed(SUMMARY | predicted).splitlines()[10:15] == [
         "predicted       36.00 ms  measured  37.50 ms    +4%  step, without data",
         "                31.00 ms  measured  30.00 ms    -3%  compute",
         "                 5.00 ms  measured   7.50 ms   +50%  exposed sync",
         "                 44.0 MB  measured   44.0 MB    +0%  sent",
-        "                 1.00 MB  measured         -         kept for backward",
         "                  200 MB  measured    230 MB   +15%  memory",
     ]
 

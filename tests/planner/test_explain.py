@@ -77,7 +77,7 @@ def test_what_would_help_is_asked_of_the_search_itself():
     assert len(what_ifs(replace(asked, fidelity="lossy"), answer)) == 2
 
 
-def test_notes_say_what_the_figures_are_worth():
+def test_notes_say_what_the_figures_are_worth(monkeypatch):
     asked = inputs(spec=cluster(4), batch=2, fidelity="lossy")
     profile = replace(
         asked.profile,
@@ -87,8 +87,10 @@ def test_notes_say_what_the_figures_are_worth():
     )
     asked = replace(asked, profile=profile)
     text = "\n".join(notes(asked, find_plan(asked)))
-    for told in ("feeds 2 of 4 workers", "not measured", "BatchNorm", "hylo", "noise is 40 %"):
+    for told in ("feeds 2 of 4 workers", "not measured", "BatchNorm", "noise is 40 %", "only 3 % apart"):
         assert told in text
+    monkeypatch.delitem(STEPS_TO_TARGET, "hylo")
+    assert "left out, as their steps to a target were not measured: hylo" in notes(asked, find_plan(asked))
 
 
 def test_steps_to_a_target_are_those_of_the_committed_table():

@@ -7,6 +7,7 @@ import json
 import pytest
 from hypothesis import given, settings
 
+from hybridpar.cluster_file import CoreUse
 from hybridpar.compress import read_policy
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.plan import read_plan
@@ -63,6 +64,22 @@ def test_a_plan_made_elsewhere_is_told():
     assert "hosts.0.count is 2 there and 3 here" in caught.value.what
     assert "--explain" in caught.value.fix
     check_made_for(plan.model_copy(update={"inputs": None}), cluster(3))
+
+
+def test_a_plan_is_for_the_same_machine_measured_another_time_but_not_for_another_link():
+    plan = plan_of(find_plan(inputs(spec=cluster(2, 1e8, memory="8GB"))))
+    again = cluster(2, 1.2e8, memory="7.9GB", communication_cores=0.5)
+    level = again.between.model_copy(update={"latency_ms": 0.3, "cores": CoreUse(all_reduce=0.2)})
+    check_made_for(plan, again.model_copy(update={"between": level, "name": "again"}))
+    for other, told in (
+        (cluster(2, 2e8, memory="8GB"), "between.bandwidth is 100000000.0 there and 200000000.0 here"),
+        (cluster(2, 1e8, memory="2GB"), "hosts.0.memory"),
+        (cluster(2, 1e8, memory="8GB", kind="cuda"), "hosts.0.kind is cpu there and cuda here"),
+        (cluster(1, memory="8GB").model_copy(update={"inside": level}), "between.bandwidth is 100000000.0 there"),
+    ):
+        with pytest.raises(PlanError, match="made elsewhere") as caught:
+            check_made_for(plan, other)
+        assert told in caught.value.what
 
 
 def test_recorded_inputs_that_cannot_be_read_are_one_error():

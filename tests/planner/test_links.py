@@ -1,72 +1,125 @@
-"""The workers of a job measure the links between themselves, agree on them, and remember them."""
+"""What is measured between workers: every way of using a link, equal everywhere, remembered while it holds."""
 
 from __future__ import annotations
 
 import json
-import os
+from pathlib import Path
 
 import pytest
 
+from hybridpar.cluster_file import ClusterSpec, parse_cluster
+from hybridpar.compress import Meeting
 from hybridpar.pipeline.world import World
-from hybridpar.planner import store
-from hybridpar.planner.links import KIND, forget_links, measure_cluster
+from hybridpar.planner.links import measure_cluster
+from hybridpar.planner.network import Network
 from tests.ranks import run_ranks
 
 
-def measured(world, cache):
+def measured(world: World, cache: str, fresh: bool) -> tuple[str, int]:
+    import os
+
     os.environ["HYBRIDPAR_CACHE"] = cache
-    first, second = measure_cluster(world), measure_cluster(world)
-    forgotten = world.from_main(lambda: forget_links(first.key))
-    again = measure_cluster(world)
-    return first, second, forgotten, again
+    try:
+        spec = measure_cluster(world, fresh=fresh, seconds=0.002)
+    finally:
+        del os.environ["HYBRIDPAR_CACHE"]
+    return spec.model_dump_json(), len(list(Path(cache).glob("links-*.json")))
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
-def test_workers_agree_on_their_links_and_keep_them(tmp_path, shared_memory):
-    answers = run_ranks(measured, 2, str(tmp_path), shared_memory=shared_memory)
-    (first, second, forgotten, again), other = answers
-    assert first.spec == other[0].spec == second.spec == other[1].spec
-    assert (first.cached, second.cached, forgotten, again.cached) == (False, True, True, False)
-    spec = first.spec
-    assert (spec.workers, len(spec.hosts), spec.hosts[0].devices, spec.between) == (2, 1, 2, None)
-    assert spec.inside is not None
-    assert 1e6 < spec.inside.bandwidth <= 1e12
-    assert max(spec.inside.efficiency.model_dump().values()) == 1.0
-    assert ("gloo" in spec.name) is not shared_memory
-    assert spec.hosts[0].core_bandwidth == spec.inside.bandwidth
+def test_workers_measure_the_links_between_them_and_agree(tmp_path, shared_memory):
+    answers = run_ranks(measured, 2, str(tmp_path), True, shared_memory=shared_memory)
+    assert answers[0] == answers[1]
+    spec = ClusterSpec.model_validate_json(answers[0][0])
+    assert (spec.workers, spec.between) == (2, None)
+    assert spec.hosts[0].devices == 2
+    assert spec.hosts[0].memory is not None
+    level = spec.inside
+    assert level is not None
+    assert level.bandwidth > 1e6
+    assert level.latency_ms > 0
+    assert level.cores is not None
+    assert max(level.efficiency.model_dump().values()) == 1.0
+    assert all(0 <= use < 16 for use in level.cores.model_dump().values())
+    assert level.cores.all_reduce > 0
+
+
+def test_what_was_measured_is_remembered_until_the_link_has_changed(tmp_path):
+    first = run_ranks(measured, 2, str(tmp_path), True)[0]
+    assert first[1] == 1
+    (path,) = tmp_path.glob("links-*.json")
+
+    # A link a thousand times as slow as this one: somebody has moved the workers since.
+    spec = json.loads(path.read_text())
+    spec["inside"]["bandwidth"] /= 1000
+    path.write_text(json.dumps(spec))
+    again = json.loads(run_ranks(measured, 2, str(tmp_path), False)[0][0])
+    assert again["inside"]["bandwidth"] > spec["inside"]["bandwidth"] * 10
+
+    path.write_text("damaged")
+    assert json.loads(run_ranks(measured, 2, str(tmp_path), False)[0][0])["inside"]["bandwidth"] > 0
+
+
+def remembered_alone(world: World, cache: str) -> list[str]:
+    import os
+
+    from hybridpar.planner import links
+
+    os.environ["HYBRIDPAR_CACHE"] = cache
+    before = links.DRIFT
+    try:
+        one = measure_cluster(world, fresh=True, seconds=0.002)
+        links.DRIFT = 1e9  # whatever the machine does meanwhile
+        other = measure_cluster(world, seconds=0.002)
+    finally:
+        links.DRIFT = before
+        del os.environ["HYBRIDPAR_CACHE"]
+    return [one.key, other.key]
+
+
+def test_a_link_that_has_not_changed_is_not_measured_again(tmp_path):
+    for one, other in run_ranks(remembered_alone, 2, str(tmp_path)):
+        assert one == other
 
 
 def test_one_worker_has_no_links(tmp_path, monkeypatch):
     monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
-    found = measure_cluster(World())
-    assert (found.spec.workers, found.spec.inside, found.spec.between) == (1, None, None)
-    assert not (tmp_path / "planner").exists()
+    spec = measure_cluster(World())
+    assert spec.workers == 1
+    assert spec.inside is None
+    assert spec.between is None
+    assert measure_cluster(World()) == spec
 
 
-def test_what_is_stale_damaged_or_of_another_key_is_measured_again(tmp_path, monkeypatch):
-    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
-    key = {"workers": [1, 2]}
-    assert store.load(KIND, key) is None
-    store.store(KIND, key, {"bandwidth": 1.0})
-    assert store.load(KIND, key, 60.0) == {"bandwidth": 1.0}
-    assert store.load(KIND, {"workers": [1, 3]}) is None
-    assert list(store.entries(KIND)) == [(key, {"bandwidth": 1.0})]
-    path = store.path_of(KIND, key)
-    entry = json.loads(path.read_text())
-    path.write_text(json.dumps({**entry, "measured_at": entry["measured_at"] - 3600}))
-    assert store.load(KIND, key, 1800.0) is None
-    assert store.load(KIND, key, 7200.0) == {"bandwidth": 1.0}
-    path.write_text(json.dumps({**entry, "key": {"workers": [9]}}))
-    assert store.load(KIND, key) is None
-    path.write_text("{")
-    assert store.load(KIND, key) is None
-    assert list(store.entries(KIND)) == []
-    assert store.forget(KIND, key)
-    assert not store.forget(KIND, key)
+def test_cores_that_a_link_keeps_busy_are_those_of_what_uses_it():
+    spec = parse_cluster(
+        {
+            "hosts": [{"count": 2}],
+            "between": {
+                "bandwidth": 1e8,
+                "efficiency": {"all_to_all": 0.5, "all_gather": 0.25},
+                "cores": {"all_reduce": 0.4, "all_to_all": 0.1, "all_gather": 0.4, "send": 0.2, "receive": 0.3},
+            },
+        }
+    )
+    network = Network(spec, 1, 2)
+    assert network.core_use(Meeting.SUM) == 0.4
+    assert network.core_use(Meeting.GATHER) == 0.4
+    # There at half of the bandwidth, back at a quarter: a third of the time, and two thirds.
+    assert network.core_use(Meeting.SHARD) == pytest.approx(0.1 / 3 + 0.4 * 2 / 3)
+    assert Network(spec.model_copy(update={"between": spec.between.faster(1)}), 1, 2).core_use(Meeting.SUM) == 0.4
+    faster = spec.faster_links(10).between
+    assert faster.cores.all_reduce / faster.bandwidth == pytest.approx(0.4 / 1e8), "a byte takes a core as long"
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "file"))
-    store.store(KIND, {"a": 1}, {})
-    assert store.load(KIND, {"a": 1}) is None
+def test_a_cluster_with_measured_cores_is_written_and_read(tmp_path):
+    from hybridpar.cluster_file import read_cluster_file
+    from hybridpar.errors import UsageError
+
+    spec = parse_cluster({"hosts": [{"count": 2}], "between": {"bandwidth": 1e8, "cores": {"all_reduce": 0.4}}})
+    path = tmp_path / "cluster.toml"
+    path.write_text(spec.to_toml())
+    assert read_cluster_file(path) == spec
+    path.write_text(spec.to_toml().replace("all_reduce = 0.4", "all_reduce = -1"))
+    with pytest.raises(UsageError, match=r"cores\.all_reduce"):
+        read_cluster_file(path)

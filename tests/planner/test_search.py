@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridpar.compress.auto import PROVEN
 from hybridpar.errors import PlanError
 from hybridpar.planner.bounds import lower_bound_ms
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.space import Space
-from tests.planner.small import chain, cluster, inputs, random_inputs
+from hybridpar.planner.steps import STEPS_TO_TARGET
+from tests.planner.small import ALL_RATES, chain, cluster, inputs, random_inputs
 
 
 def same_as_enumeration(asked: PlannerInputs) -> None:
@@ -100,13 +102,16 @@ def test_plans_within_the_noise_are_ties_and_the_simplest_wins():
     quiet = find_plan(inputs(profile, cluster(2, 1e10)))
     assert quiet.chosen == quiet.fastest
     assert quiet.chosen.candidate.shape.workers == 2
-    noisy = find_plan(inputs(replace(profile, variants=(replace(profile.variants[0], noise=5.0),)), cluster(2, 1e10)))
-    assert noisy.chosen.candidate.shape.workers == 1, (
-        "one device is simpler, and six times the time is within the noise"
-    )
+    # Two devices gain 2.5 %, which a profile with that much noise cannot tell.
+    slower = chain([(5, 10), (5, 10)], [(2048, 512), (2048, 512)], noise=0.03)
+    asked = inputs(slower, cluster(2, 2.95e8, kind="cuda"), most_micro_batches=1, most_stages=1, bucket_bytes=1 << 30)
+    noisy = find_plan(asked)
+    apart = noisy.baselines["one device"].score / noisy.baselines["data parallel"].score - 1
+    assert 0 < apart < 0.03
+    assert noisy.chosen.candidate.shape.workers == 1, "one device is simpler"
     assert noisy.chosen in noisy.ties
     assert noisy.fastest in noisy.ties
-    assert all(one.score <= noisy.fastest.score * 6 for one in noisy.ties)
+    assert all(one.score <= noisy.fastest.score * 1.03 for one in noisy.ties)
 
 
 def test_batch_norm_fixes_the_micro_batch_of_plain_data_parallelism():
@@ -121,19 +126,20 @@ def test_batch_norm_fixes_the_micro_batch_of_plain_data_parallelism():
 
 @pytest.mark.parametrize(
     ("fidelity", "allowed"),
-    [("exact", {"none"}), ("close", {"none", "fp16", "bf16"}), ("lossy", {"none", "fp16", "bf16", "onebit:decay=0.9"})],
+    [("exact", {"none"}), ("close", {"none", "fp16", "bf16"}), ("lossy", {"none", "fp16", "bf16", *PROVEN})],
 )
 def test_a_fidelity_allows_its_codecs_and_no_others(fidelity: str, allowed: set[str]):
-    travels = Space(inputs(fidelity=fidelity)).travels
+    travels = Space(inputs(fidelity=fidelity, rates=ALL_RATES)).travels
     used = {text for one in travels for text in one.codecs.values()} | {"none"}
     assert used == allowed
 
 
 def test_a_codec_is_ranked_by_time_to_the_same_loss():
-    found = find_plan(inputs(fidelity="lossy"), prune=False)
+    found = find_plan(inputs(fidelity="lossy", rates=ALL_RATES, most_stages=1), prune=False)
     for one in found.ranked:
         texts = set(found.evaluator.space.travels[one.candidate.travel].codecs.values())
-        assert one.score == pytest.approx(one.step_ms * (1.083 if "onebit:decay=0.9" in texts else 1.0))
+        assert one.score == pytest.approx(one.step_ms * max((STEPS_TO_TARGET[text] for text in texts), default=1.0))
+    assert any(one.score > one.step_ms for one in found.ranked)
 
 
 def test_a_slow_link_gets_codecs_or_a_pipeline_and_a_fast_one_neither():

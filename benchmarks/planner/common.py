@@ -1,0 +1,205 @@
+"""Why: every table plans the same models on the same machine, so what is planned with is measured in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hybridpar.cluster_file import ClusterSpec
+from hybridpar.config import TrainConfig
+from hybridpar.models import build_model, seed_everything
+from hybridpar.pipeline.world import World
+from hybridpar.plan import Plan
+from hybridpar.plan_trials import Trial, random_batch
+from hybridpar.planner.evaluate import Outcome
+from hybridpar.planner.explain import describe
+from hybridpar.planner.inputs import Fidelity, PlannerInputs
+from hybridpar.planner.links import measure_cluster
+from hybridpar.planner.measure import measure_rates, profile_model
+from hybridpar.planner.record import plan_of
+from hybridpar.planner.search import find_plan
+from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
+from hybridpar.planner.steps import planned_codecs
+
+CLASSES = 10
+RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained.
+
+    Attributes:
+        model: Name of a torchvision model, or `module:factory`.
+        side: Height and width of the images.
+        batch: Samples of a step, over all workers.
+    """
+
+    model: str
+    side: int
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.side}x{self.side} images, batch {self.batch}"
+
+    @property
+    def name(self) -> str:
+        """Of the model, without the place of its factory."""
+        return self.model.rpartition(":")[2]
+
+    def build(self) -> nn.Module:
+        """The model, always with the same weights."""
+        seed_everything(0)
+        return build_model(self.model, CLASSES)
+
+
+class _CifarVgg(nn.Module):
+    """VGG-11 (configuration A) for 32x32 images: its features, and one linear layer in place of three."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        import torchvision
+
+        self.features = torchvision.models.vgg11(num_classes=classes).features
+        self.classifier = nn.Linear(512, classes)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.features(images).flatten(1))
+
+
+def vgg11_cifar(num_classes: int = CLASSES) -> nn.Module:
+    """See `_CifarVgg`."""
+    return _CifarVgg(num_classes)
+
+
+def tiny_net(num_classes: int = CLASSES) -> nn.Module:
+    """For `--quick`: shows whether a table runs, on a net of milliseconds."""
+    from benchmarks.pipeline.setups import tiny_net as net
+
+    return net(num_classes)
+
+
+SETTINGS = {
+    one.name: one
+    for one in (
+        Setting("resnet18", 64, 32),
+        Setting("mobilenet_v2", 64, 32),
+        Setting("benchmarks.planner.common:vgg11_cifar", 32, 64),
+    )
+}
+QUICK = Setting("benchmarks.planner.common:tiny_net", 16, 16)
+
+
+def planner_inputs(setting: Setting, world: World, cluster: ClusterSpec, fidelity: Fidelity) -> PlannerInputs:
+    """What a search reads, measured by the workers that will run it; a collective.
+
+    Args:
+        setting: What is trained.
+        world: All workers of the job.
+        cluster: Its hosts and links, see `measure_cluster`.
+        fidelity: What the search may change.
+    """
+    model, shape = setting.build(), (3, setting.side, setting.side)
+    each = setting.batch // world.size
+    images = random_batch(shape, each, CLASSES, world.device)[0]
+    crowd = measure_crowd(model, images, world)
+
+    def measure() -> PlannerInputs:
+        profile = profile_model(
+            model,
+            [images[: max(2, each // 4)], images],
+            name=setting.name,
+            threads=torch.get_num_threads(),
+            formats=("contiguous", "channels_last"),
+            optimizer_copies=1,
+            crowd=crowd,
+        )
+        rates = measure_rates(planned_codecs("lossy"), profile.parameters, world.size, world.device)
+        overhead = measure_hand_over(world.device)
+        return PlannerInputs(profile, cluster, setting.batch, fidelity, rates, overhead_ms=overhead)
+
+    return world.from_main(measure)
+
+
+def make_trial(setting: Setting, plan: Plan, world: World) -> Trial:
+    """A plan of a setting, ready to take steps; a collective."""
+    images, targets = random_batch((3, setting.side, setting.side), setting.batch, CLASSES, world.device)
+    return Trial(plan, setting.build(), images, targets, world, TrainConfig(lr=RATE, weight_decay=0.0))
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A plan that is to be measured.
+
+    Attributes:
+        name: What it is, in words.
+        plan: The plan.
+        predicted_ms: A step of it.
+        place: In the ranking by prediction, from 1 on.
+        steps: Steps to the same loss over those of float32.
+        fidelities: Those that allow it.
+    """
+
+    name: str
+    plan: Plan
+    predicted_ms: float
+    place: int
+    steps: float
+    fidelities: tuple[str, ...]
+
+
+def drawn_plans(inputs: PlannerInputs, count: int) -> tuple[list[Drawn], dict[str, str]]:
+    """Plans over the whole predicted range: those chosen, the first five, all baselines, and others evenly between.
+
+    Baselines are one device, data parallelism with gradients as they are and with each codec for all layers, and the
+    pipeline that is predicted to be fastest.
+
+    Args:
+        inputs: Of the search, with fidelity `lossy`.
+        count: How many plans, at least.
+
+    Returns:
+        The plans, and for each fidelity the name of the one that the planner chooses.
+    """
+    answers = {one: find_plan(inputs.with_fidelity(one)) for one in ("exact", "close", "lossy")}
+    answer = find_plan(inputs, prune=False)
+    travels = answer.evaluator.space.travels
+    ranked = [one for one in answer.ranked if _can_run(one, inputs.workers)]
+    outcomes = {describe(one.candidate, answer): one for one in reversed(ranked)}  # of equal names the fastest
+    chosen = {fidelity: describe(one.chosen.candidate, one) for fidelity, one in answers.items()}
+    names = [*chosen.values(), *(name for name, one in outcomes.items() if one in ranked[:5])]
+    names += [describe(one.candidate, answer) for one in answer.baselines.values() if one is not None]
+    whole = [one for one in ranked if one.candidate.shape.replicas == inputs.workers and not one.candidate.variant]
+    for travel in range(len(travels)):
+        if travels[travel].rank < 2:
+            names += [describe(one.candidate, answer) for one in whole if one.candidate.travel == travel][:1]
+    names += [describe(one.candidate, answer) for one in ranked if one.candidate.shape.stages > 1][:1]
+    names = list(dict.fromkeys(names))
+    rest = [name for name in reversed(outcomes) if name not in names]
+    missing = max(0, count - len(names))
+    if missing:
+        step = len(rest) / missing
+        names += [rest[int((place + 1) * step) - 1] for place in range(missing) if rest]
+    places = {one.candidate: place + 1 for place, one in enumerate(answer.ranked)}
+    drawn = []
+    for name in dict.fromkeys(names):
+        one = outcomes[name]
+        travel = travels[one.candidate.travel]
+        allowed = tuple(
+            fidelity for fidelity in answers if set(travel.codecs.values()) <= set(planned_codecs(fidelity))
+        )
+        drawn.append(Drawn(name, plan_of(answer, one), one.step_ms, places[one.candidate], travel.steps, allowed))
+    return drawn, chosen
+
+
+def _can_run(outcome: Outcome, workers: int) -> bool:
+    """Whether a plan can be tried in a job of so many workers: a pipeline on a part of them cannot."""
+    shape = outcome.candidate.shape
+    return shape.stages == 1 or shape.workers in (1, workers)
+
+
+def cluster_of(world: World) -> ClusterSpec:
+    """Hosts and links of the job, measured."""
+    return measure_cluster(world, fresh=True)

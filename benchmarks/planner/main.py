@@ -1,0 +1,120 @@
+"""Why: one command takes all tables of what the planner promises.
+
+python -m benchmarks.planner.main   # all tables, as root for shaped links
+python -m benchmarks.planner.main --table predicted --links 1gbit --models resnet18 --plans 8
+python -m benchmarks.planner.main --quick   # small, and nothing is written: does it run?
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from benchmarks.rig.launch import launch
+from benchmarks.rig.network import LOOPBACK, Network, missing
+from hybridpar.errors import HybridparError, UsageError, nearest
+
+RESULTS = Path(__file__).parent / "results"
+_TOLD = "PLANNER_BENCH"
+_TABLES = ("search", "predicted", "regret", "emulated", "target")
+_MODELS = ("resnet18", "mobilenet_v2", "vgg11_cifar")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Hold the planner's promises against clocks."""
+
+    table: Literal["predicted", "regret", "emulated", "search", "target", "all"] = "all"
+    """Predicted against measured steps; the chosen plan against the others; four emulated devices; seconds of a search;
+    time to 97 % on digits against DDP."""
+    links: tuple[str, ...] = (LOOPBACK, "1gbit", "100mbit")
+    """Links between the workers."""
+    models: tuple[str, ...] = _MODELS
+    """Models."""
+    plans: int = 12
+    """Plans of each setting, at least."""
+    rounds: int = 9
+    """Steps of each plan, in turns."""
+    seconds: float = 1200.0
+    """Of measuring a setting, at most; three rounds are taken in any case."""
+    seeds: int = 3
+    """Trainings of each method, for `target`."""
+    quick: bool = False
+    """Small settings, nothing written."""
+    output: Path = RESULTS
+    """Folder of the tables to add rows to."""
+
+
+def main(options: Options) -> int:
+    """Take every table that is asked for."""
+    for name in options.models:
+        if name not in _MODELS:
+            raise UsageError(f"no model {name!r}", fix=nearest(name, _MODELS))
+    wanted = [name for name in _TABLES if options.table in (name, "all")]
+    if "search" in wanted:
+        from benchmarks.planner.search_time import measure
+
+        measure(options.quick, _file(options, "search"))
+    if tables := {name: _file(options, name) for name in ("predicted", "regret") if name in wanted}:
+        _on_links(options, "predicted", 2, **_plans(options), tables=tables)
+    if "emulated" in wanted:
+        _on_links(options, "emulated", 4, **_plans(options), output=_file(options, "emulated"))
+    if "target" in wanted:
+        shaped = tuple(link for link in options.links if link != LOOPBACK)  # nothing is promised without a limit
+        with tempfile.TemporaryDirectory() as notes:
+            told = {"seeds": 1 if options.quick else options.seeds, "notes": notes, "output": _file(options, "target")}
+            for phase, links in (("plan", shaped), ("train", (LOOPBACK,)), ("time", shaped)):
+                _on_links(replace(options, links=links), "target", 2, phase=phase, **told)
+    if "predicted" in wanted and (table := _file(options, "predicted")) and Path(table).exists():
+        from benchmarks.pipeline.checks import write_checks
+        from benchmarks.planner.predicted import summarise
+
+        write_checks(summarise(Path(table)), str(options.output / "promises.csv"), "predicted, over all rows")
+    return 0
+
+
+def _file(options: Options, table: str) -> str | None:
+    return None if options.quick else str(options.output.resolve() / f"{table}.csv")
+
+
+def _plans(options: Options) -> dict[str, Any]:
+    return {
+        "models": list(options.models),
+        "plans": 6 if options.quick else options.plans,
+        "rounds": 3 if options.quick else options.rounds,
+        "seconds": options.seconds,
+    }
+
+
+def _on_links(options: Options, module: str, ranks: int, **told: Any) -> None:
+    """Start `benchmarks.planner.MODULE.measure` in every rank, on every link."""
+    for link in options.links:
+        if link != LOOPBACK and (lack := missing()):
+            print(f"{link}, {ranks} ranks: skipped, {lack}")
+            continue
+        asked = json.dumps({"module": module, "told": {"quick": options.quick, **told}})
+        environment = {_TOLD: asked, "PYTHONWARNINGS": "ignore::FutureWarning"}
+        with Network(ranks, link) as network:
+            launch(["-m", "benchmarks.planner.main"], network, timeout=3 * 3600, environment=environment)
+
+
+if __name__ == "__main__":
+    try:
+        if _TOLD in os.environ:
+            asked = json.loads(os.environ[_TOLD])
+            importlib.import_module(f"benchmarks.planner.{asked['module']}").measure(**asked["told"])
+            sys.exit(0)
+        sys.exit(main(tyro.cli(Options)))
+    except HybridparError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)

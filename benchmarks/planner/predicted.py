@@ -1,0 +1,144 @@
+"""Why: what the planner says a step takes is held against what it takes, and what it chooses against everything else.
+
+Plans over the whole predicted range live side by side in the ranks and take turns, torch's DDP among them. From the
+same steps come two tables: the error of every prediction, and how much slower the chosen plan is than the best one.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.pipeline.checks import Check, write_checks
+from benchmarks.planner.common import (
+    CLASSES,
+    QUICK,
+    RATE,
+    SETTINGS,
+    Drawn,
+    Setting,
+    cluster_of,
+    drawn_plans,
+    make_trial,
+    planner_inputs,
+)
+from benchmarks.planner.regret import regret_rows
+from benchmarks.rig.rank import link, process_group
+from hybridpar.pipeline.world import World
+from hybridpar.plan_trials import FIRST_STEPS, random_batch, time_plans
+
+#: What is promised over all rows of `predicted.csv`.
+MEDIAN_AT_MOST, WORST_AT_MOST = 0.07, 0.15
+DDP = "torch's DDP"
+
+
+def measure(
+    models: list[str],
+    plans: int,
+    rounds: int,
+    seconds: float,
+    quick: bool,
+    tables: dict[str, str | None],
+) -> None:
+    """Predict and measure plans of every model on this link; rank 0 writes the rows.
+
+    Args:
+        models: Names of settings.
+        plans: How many of each, at least.
+        rounds: Steps of each plan.
+        seconds: Of measuring a setting, at most.
+        quick: A small net.
+        tables: Files of the tables that are wanted, `predicted` and `regret`; None prints only.
+    """
+    with process_group(timeout=900) as (rank, _):
+        world = World.join(lanes=2, timeout=900)
+        cluster = cluster_of(world)
+        if rank == 0:
+            print(cluster.to_toml(), flush=True)
+        for setting in [QUICK] if quick else [SETTINGS[name] for name in models]:
+            inputs = planner_inputs(setting, world, cluster, "lossy")
+            drawn, chosen = world.from_main(lambda inputs=inputs: drawn_plans(inputs, plans))  # type: ignore[misc]
+            times = measured(setting, drawn, world, rounds, seconds)
+            if rank == 0:
+                if "predicted" in tables:
+                    rows = [error_row(setting, one, times[one.name]) for one in drawn]
+                    write_checks(rows, tables["predicted"], "predicted")
+                if "regret" in tables:
+                    write_checks(regret_rows(setting, drawn, chosen, times, times[DDP]), tables["regret"], "regret")
+        world.close()
+
+
+def measured(setting: Setting, drawn: list[Drawn], world: World, rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Milliseconds of the steps of plans and of DDP, which live side by side and take turns; a collective."""
+    trials = {one.name: make_trial(setting, one.plan, world) for one in drawn}
+    steps: dict[str, Callable[[], object]] = {name: one.step for name, one in trials.items()}
+    steps[DDP] = _ddp(setting, world)
+    try:
+        for step in steps.values():
+            for _ in range(FIRST_STEPS):
+                step()
+        return time_plans(steps, world, rounds=rounds, seconds=seconds)
+    finally:
+        for trial in trials.values():
+            trial.close()
+
+
+def _ddp(setting: Setting, world: World) -> Callable[[], None]:
+    """A step of DDP in float32, as its documentation sets it up."""
+    images, targets = random_batch((3, setting.side, setting.side), setting.batch, CLASSES, world.device)
+    mine = images.tensor_split(world.size)[world.rank], targets.tensor_split(world.size)[world.rank]
+    model = DistributedDataParallel(setting.build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(mine[0]), mine[1]).backward()
+        optimizer.step()
+
+    return step
+
+
+def error_row(setting: Setting, one: Drawn, times: list[float]) -> Check:
+    """The error of a plan: what was predicted over the median that was measured, less one."""
+    real = statistics.median(times)
+    errors = sorted(one.predicted_ms / time - 1 for time in times)
+    return Check(
+        setting=str(setting),
+        link=link(),
+        what=f"error of the predicted step: {one.name}",
+        value=one.predicted_ms / real - 1,
+        low=errors[0],
+        high=errors[-1],
+        extra=f"predicted {one.predicted_ms:.1f} ms (place {one.place}), measured {real:.1f} ms",
+    )
+
+
+def summarise(table: Path) -> list[Check]:
+    """The promises over the rows of a table: median and worst error; of rows that were taken again the last counts."""
+    with table.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["what"].startswith("error of")]
+    newest = {(row["setting"], row["link"], row["what"]): abs(float(row["value"])) for row in rows}
+    errors = sorted(newest.values())
+    links = ", ".join(dict.fromkeys(row["link"] for row in rows))
+
+    def check(what: str, value: float, at_most: float) -> Check:
+        return Check(
+            setting=f"{len(errors)} plans",
+            link=links,
+            what=what,
+            value=value,
+            low=errors[0],
+            high=errors[-1],
+            at_most=at_most,
+        )
+
+    return [
+        check("median absolute error of the predicted step", statistics.median(errors), MEDIAN_AT_MOST),
+        check("worst absolute error of the predicted step", errors[-1], WORST_AT_MOST),
+    ]
