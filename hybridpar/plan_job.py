@@ -57,7 +57,7 @@ def run_plan_job(request: PlanRequest) -> int:
 
 def _plan(request: PlanRequest, world: World, bar: ProgressBar, base: TrainConfig) -> None:
     bar.announce("measuring links")
-    cluster = measure_cluster(world, fresh=not request.cache).spec
+    cluster = measure_cluster(world, fresh=not request.cache)
     seed_everything(request.seed)
     model = build_model(request.model, request.classes).to(world.device)
     shape = parse_shape(request.input)

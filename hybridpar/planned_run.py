@@ -50,13 +50,11 @@ class PlannedRun:
         config: Options with what the plan says; `plan` is `none` in them.
         plan: The plan; None where there is none.
         lines: What to tell at the start.
-        links: What the measured links between workers are kept under; None where none were measured.
     """
 
     config: TrainConfig
     plan: Plan | None = None
     lines: tuple[str, ...] = ()
-    links: dict[str, object] | None = None
 
     @property
     def stages(self) -> Plan | None:
@@ -223,14 +221,11 @@ def _follow_file(
     model: nn.Module, config: TrainConfig, world: World, plan: Plan, decided: Collection[str], name: str
 ) -> PlannedRun:
     plan.check_model(model_fingerprint(model), name)
-    links = None
     if plan.inputs is not None:
-        measured = measure_cluster(world)
-        check_made_for(plan, measured.spec)
-        links = measured.key
+        check_made_for(plan, measure_cluster(world))
     followed = _as_followed(config, plan, decided, world.size)
     lines = (f"plan     from {config.plan_file}{_expected(followed)}",)
-    return PlannedRun(follow(config, plan, decided, world.size), followed, lines, links)
+    return PlannedRun(follow(config, plan, decided, world.size), followed, lines)
 
 
 def _follow_stored(config: TrainConfig, world: World, plan: Plan, decided: Collection[str]) -> PlannedRun:
@@ -296,8 +291,7 @@ def _search(
     if text is None:
         return PlannedRun(config, lines=lines)
     plan = parse_plan(json.loads(text))
-    links = measured.links.key if measured.links is not None else None
-    return PlannedRun(follow(config, plan, decided, world.size), plan, lines, links)
+    return PlannedRun(follow(config, plan, decided, world.size), plan, lines)
 
 
 def _unplanned(why: str) -> tuple[str, ...]:

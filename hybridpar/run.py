@@ -421,7 +421,7 @@ class Run:
             summary["epochs"] = self.position[0]
         plan = self.watch.plan
         summary |= predicted_fields(plan.predicted)
-        warnings = close_plan(plan, self.planned, summary, self.place.directory / "plan.json")
+        warnings = close_plan(plan, summary, self.place.directory / "plan.json")
         if self.choice is not None and self.choice.predicted is not None:
             summary["predicted_sync_ms"] = round(self.choice.predicted.sync_ms, 3)
         files = [write_summary(self.place.directory, summary)]

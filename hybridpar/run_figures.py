@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hybridpar.cluster import machine_load
-from hybridpar.errors import HybridparError, RunDirectoryError
+from hybridpar.errors import RunDirectoryError
 from hybridpar.observe.files import replace_file
 from hybridpar.plan import Plan, Ran, StepFigures
-from hybridpar.planned_run import PlannedRun
 from hybridpar.planner.compare import Comparison
-from hybridpar.planner.links import forget_links
 from hybridpar.timings import Share, combine
 
 #: Figures of a plan, by the keys of the summary.
@@ -84,14 +81,11 @@ def ran_of(summary: Mapping[str, Any]) -> Ran | None:
     return Ran(step_ms=round(summary["compute_ms"] + exposed, 3), **{key: summary[key] for key in _KEYS})
 
 
-def close_plan(plan: Plan, planned: PlannedRun, summary: dict[str, Any], place: Path) -> list[str]:
+def close_plan(plan: Plan, summary: dict[str, Any], place: Path) -> list[str]:
     """Add what was measured to the plan of a run, and say where its prediction failed; for the worker that writes.
-
-    A link that is not as it was measured is measured again by the next run.
 
     Args:
         plan: The plan of the run, with its prediction.
-        planned: Where it came from.
         summary: Of the run; gets `prediction_warning`.
         place: The plan's file.
 
@@ -106,15 +100,6 @@ def close_plan(plan: Plan, planned: PlannedRun, summary: dict[str, Any], place: 
         replace_file(place, [plan.model_copy(update={"ran": ran}).to_json().encode()])
     except RunDirectoryError as error:
         problems.append(f"what was measured is not in the plan: {error.what}")
-    compared = Comparison(plan, ran, machine_load())
-    warnings = compared.warnings()
+    warnings = Comparison(plan, ran, machine_load()).warnings()
     summary["prediction_warning"] = "; ".join(warnings) or None
-    if warnings and planned.links is not None:
-        with contextlib.suppress(HybridparError):
-            if abs((compared.link_slowdown or 1.0) - 1) > _OTHER_LINK:
-                forget_links(planned.links)
     return warnings + problems
-
-
-#: A link that is by more than this slower or faster than planned is measured again.
-_OTHER_LINK = 0.25

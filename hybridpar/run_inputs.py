@@ -1,10 +1,10 @@
 """Why: what a search reads is measured where the run will be: on its workers, at its micro-batch, with its threads.
 
-CPU workers of one host share caches and memory, so all of them profile the model at once, and rank 0's figures count.
-What was measured is kept, by everything that it depends on; the next run of the same kind reads it in a moment.
+Rank 0 profiles the model, and all workers together find out how much they slow each other down. What was measured is
+kept, by everything that it depends on; the next run of the same kind reads it in a moment.
 
 Measuring must cost less than it can gain. A run of few steps is not planned at all; of a longer one a step is timed,
-and the profile is made smaller, or left out, where it would take more than a fifth of the run or a quarter of a minute.
+and the profile is made smaller, or left out, where it would take more than a quarter of the run or of a minute.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
+from hybridpar.cluster_file import ClusterSpec
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError
@@ -29,27 +30,28 @@ from hybridpar.pipeline.world import World
 from hybridpar.planner.calibrate import calibrated
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.links import WorkerLinks, measure_cluster
+from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.measure import has_tuned_kernels, measure_rates, profile_model
 from hybridpar.planner.profile import ModelProfile
+from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
 from hybridpar.planner.steps import planned_codecs
 from hybridpar.planner.store import load, store
-from hybridpar.process import describe_allocator
+from hybridpar.process import available_cores, describe_allocator
 from hybridpar.replica_engine import autocast
 
 #: Steps of the shortest run that is planned.
 LEAST_STEPS = 100
 
 #: Part of the run that measuring may take.
-WORTH = 0.2
+WORTH = 0.25
 
 #: Seconds that measuring takes at most, where that leaves anything to choose from.
 MOST_SECONDS = 15.0
 
-#: Passes of a profile; what one costs in steps, and what else there is to measure, in seconds.
-PASSES = 3
-_STEPS_EACH = 4 + 3 * PASSES
-_BESIDE_SECONDS = 1.0
+#: Passes of a profile, and steps that are timed with workers beside each other.
+PASSES, CROWD_STEPS = 3, 3
+#: What profiling takes: steps for each way to compute the model, steps for the rest, and seconds for what is no step.
+_STEPS_EACH, _STEPS_BESIDE, _SECONDS_BESIDE = 2 + 3 * PASSES, 22, 1.0
 
 #: What is kept.
 KIND = "profile"
@@ -64,12 +66,14 @@ class _Kept:
     Attributes:
         profile: Its units.
         rates: As in `PlannerInputs`.
+        overhead_ms: As in `PlannerInputs`.
         complete: Whether all was measured that there is, whatever it took.
         steps: Of the run that it was measured for.
     """
 
     profile: ModelProfile
     rates: dict[str, dict[int, tuple[float, float]]]
+    overhead_ms: float
     complete: bool
     steps: int
 
@@ -84,13 +88,11 @@ class Measured:
     Attributes:
         inputs: All of it; None where nothing was measured, and on workers that do not search.
         why: Why nothing was measured; empty where something was.
-        links: Of the workers.
         cached: Whether the profile had been measured before.
     """
 
     inputs: PlannerInputs | None
     why: str = ""
-    links: WorkerLinks | None = None
     cached: bool = False
 
 
@@ -178,7 +180,8 @@ def measure_inputs(
         SyncError: A worker died or did not answer in time.
     """
     model.to(world.device)
-    links = measure_cluster(world)
+    # What is remembered may have got its name elsewhere.
+    cluster = measure_cluster(world).model_copy(update={"name": f"workers over {world.transport}"})
     sizes = _sizes(model, config.batch_size, world.size, fixed)
     formats = _formats(fixed, sample_shape)
     off = fixed.kernels == "stock" or os.environ.get("HYBRIDPAR_KERNELS") == "off"
@@ -195,18 +198,19 @@ def measure_inputs(
         "amp": config.amp,
         "optimizer": config.optimizer,
         "codecs": wanted,
-        "workers": [[one.machine, one.name, one.threads] for one in links.places],
+        "hosts": [[host.count, host.devices, host.kind, host.name] for host in cluster.hosts],
+        "cores": len(available_cores()),
+        "threads": torch.get_num_threads(),
         "allocator": describe_allocator(),
+        "torch": str(torch.__version__),
     }
     kept = _kept(key, steps) if world.is_main else None
     cached = bool(world.gather(kept is not None)[0])
     if not cached:
         why, kept = _measure(model, config, world, sample_shape, steps, key)
         if why:
-            return Measured(None, why, links)
-    if kept is None:
-        return Measured(None, "", links, cached)
-    return Measured(_inputs(config, links, fixed, kept, name), "", links, cached)
+            return Measured(None, why)
+    return Measured(None if kept is None else _inputs(config, cluster, fixed, kept, name), "", cached)
 
 
 def _measure(
@@ -220,7 +224,7 @@ def _measure(
     draw = torch.Generator().manual_seed(0)
     examples = [torch.randn(size, *sample_shape, generator=draw).to(world.device) for size in key["sizes"]]
     formats, kernels = list(key["formats"]), bool(key["kernels"])
-    with _told_to_all(world) as first, autocast(config, world.device):
+    with _ToldToAll(world) as first, autocast(config, world.device):
         first.value = _step_ms(model, examples[-1]) / 1e3
     if first.problem:
         return first.problem, None
@@ -232,27 +236,34 @@ def _measure(
         complete, kernels, formats = False, False, formats if kernels else formats[:1]
     if (needs := _seconds(slowest, key["sizes"], formats, kernels)) > worth:
         return (
-            f"measuring would take {needs:,.1f} s, more than a fifth of {steps:,} steps of {1e3 * slowest:,.0f} ms",
+            f"measuring would take {needs:,.1f} s, more than a quarter of {steps:,} steps of {1e3 * slowest:,.0f} ms",
             None,
         )
-    profile: ModelProfile | None = None
-    rates: dict[str, dict[int, tuple[float, float]]] = {}
-    with _told_to_all(world) as second, autocast(config, world.device):
-        if world.is_main or world.device.type == "cpu":  # neighbours on a CPU slow each other down
+    with autocast(config, world.device):
+        crowd = measure_crowd(model, examples[-1], world, steps=CROWD_STEPS)  # a step has run on all workers before
+    kept: _Kept | None = None
+    with _ToldToAll(world) as second, autocast(config, world.device):
+        if world.is_main:
             profile = profile_model(
-                model, examples, passes=PASSES, formats=formats, kernels=kernels, optimizer_copies=_copies(config)
+                model,
+                examples,
+                passes=PASSES,
+                formats=formats,
+                kernels=kernels,
+                lanes=(2,) if world.device.type == "cuda" or torch.get_num_threads() > 1 else (),
+                optimizer_copies=_copies(config),
+                crowd=crowd,
             )
             rates = measure_rates(key["codecs"], profile.parameters, world.size, world.device)
-    if second.problem:
+            overhead = measure_hand_over(world.device) if world.device.type == "cpu" else 0.0
+            kept = _Kept(profile, rates, overhead, complete, steps)
+    if second.problem or kept is None:
         return second.problem, None
-    if profile is None or not world.is_main:
-        return "", None
-    kept = _Kept(profile, rates, complete, steps)
     store(KIND, key, _KEPT.dump_python(kept, mode="json", exclude_defaults=True))
     return "", kept
 
 
-class _told_to_all:
+class _ToldToAll:
     """Context that makes a problem of one worker everybody's, and a figure the largest of any; a collective at its end.
 
     Nothing that is measured for a plan may end the run that it is for, so every error counts.
@@ -261,7 +272,7 @@ class _told_to_all:
     def __init__(self, world: World) -> None:
         self._world, self.value, self.problem = world, 0.0, ""
 
-    def __enter__(self) -> _told_to_all:
+    def __enter__(self) -> _ToldToAll:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
@@ -285,13 +296,19 @@ def _kept(key: Mapping[str, Any], steps: int) -> _Kept | None:
     return kept if kept.complete or steps <= 2 * kept.steps else None
 
 
-def _inputs(config: TrainConfig, links: WorkerLinks, fixed: Fixed, kept: _Kept, name: str) -> PlannerInputs:
+def _copies(config: TrainConfig) -> int:
+    """Tensors per parameter that the optimizer keeps."""
+    if config.optimizer == "adamw":
+        return 2
+    return 1 if config.momentum > 0 else 0
+
+
+def _inputs(config: TrainConfig, cluster: ClusterSpec, fixed: Fixed, kept: _Kept, name: str) -> PlannerInputs:
     """What was measured, as a search reads it, with what earlier runs corrected."""
-    cluster, profile = links.spec, kept.profile
     if fixed.codecs is not None:
         fixed = replace(fixed, codecs={one: text for one, text in fixed.codecs.items() if text in kept.rates})
     inputs = PlannerInputs(
-        replace(profile, info=profile.info.model_copy(update={"name": name})),
+        replace(kept.profile, info=kept.profile.info.model_copy(update={"name": name})),
         cluster,
         config.batch_size,
         config.fidelity,
@@ -299,6 +316,7 @@ def _inputs(config: TrainConfig, links: WorkerLinks, fixed: Fixed, kept: _Kept, 
         optimizer_copies=_copies(config),
         bucket_bytes=config.bucket_bytes,
         sync_lanes=config.sync_lanes,
+        overhead_ms=kept.overhead_ms,
         # Each part of a step needs two samples, wherever it is computed.
         most_micro_batches=max(1, min(32, config.batch_size // (2 * cluster.workers))),
         fixed=fixed,
@@ -310,10 +328,8 @@ def _sizes(model: nn.Module, batch: int, workers: int, fixed: Fixed) -> list[int
     """Sizes of micro-batches to profile: all that can be where they are few, else two that lines are drawn through."""
     whole = max(2, -(-batch // workers))
     if fixed.micro_batches is not None:
-        replicas = (
-            [fixed.replicas] if fixed.replicas else [count for count in range(1, workers + 1) if workers % count == 0]
-        )
-        found = {max(2, -(-batch // (count * fixed.micro_batches))) for count in replicas}
+        counts = [fixed.replicas] if fixed.replicas else [one for one in range(1, workers + 1) if workers % one == 0]
+        found = {max(2, -(-batch // (count * fixed.micro_batches))) for count in counts}
         return sorted({min(found), max(found)})
     if any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
         return [whole]  # they normalise over a micro-batch, so its size stays
@@ -338,7 +354,8 @@ def _codecs(config: TrainConfig, world: World, fixed: Fixed) -> list[str]:
 def _seconds(step: float, sizes: Sequence[int], formats: Sequence[str], kernels: bool) -> float:
     """What profiling takes, from the seconds of a step at the largest size."""
     share = sum(sizes) / sizes[-1]
-    return _BESIDE_SECONDS + _STEPS_EACH * step * share * len(formats) * (2 if kernels else 1)
+    ways = share * len(formats) * (2 if kernels else 1)
+    return _SECONDS_BESIDE + step * (_STEPS_EACH * ways + _STEPS_BESIDE)
 
 
 def _step_ms(model: nn.Module, example: torch.Tensor) -> float:
@@ -352,8 +369,3 @@ def _step_ms(model: nn.Module, example: torch.Tensor) -> float:
             raise
         except Exception as error:
             raise HybridparError(f"a training step of the model fails: {type(error).__name__}: {error}") from error
-
-
-def _copies(config: TrainConfig) -> int:
-    """Tensors that the optimizer keeps per parameter."""
-    return 1 if config.optimizer == "sgd" else 2

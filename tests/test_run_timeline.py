@@ -218,5 +218,5 @@ def test_the_report_shows_predicted_beside_measured(tmp_path, capsys):
     train(tmp_path / "run", steps=5, **PIPELINE)
     shown = capsys.readouterr().out
     assert "predicted " in shown
-    assert "both without data" in shown
+    assert "step, without data" in shown
     assert "2 stages, 2 micro-batches, greedy" in shown

@@ -203,4 +203,4 @@ def _can_run(outcome: Outcome, workers: int) -> bool:
 
 def cluster_of(world: World) -> ClusterSpec:
     """Hosts and links of the job, measured."""
-    return measure_cluster(world, fresh=True).spec
+    return measure_cluster(world, fresh=True)

@@ -29,12 +29,12 @@ def _percent(value: float) -> str:
 
 #: What is predicted: key of the summary, name on the screen, and how a value is told.
 _PREDICTED: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("step_ms", "step", _ms),
+    ("step_ms", "step, without data", _ms),
     ("compute_ms", "compute", _ms),
     ("exposed_sync_ms", "exposed sync", _ms),
     ("bubble", "bubble", _percent),
     ("bytes_sent_per_step", "sent", format_bytes),
-    ("peak_saved_bytes", "kept", format_bytes),
+    ("peak_saved_bytes", "kept for backward", format_bytes),
     ("memory_bytes", "memory", format_bytes),
 )
 
@@ -158,12 +158,11 @@ def _prediction_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows: list[tuple[str, str, str]] = []
     for key, name, told in _PREDICTED:
         predicted, found = summary.get(f"predicted_{key}"), measured[key]
-        if predicted is None or (found is None and not predicted):
+        if predicted is None or found is None:
             continue
-        text = f"{name:13} {told(predicted):>10}  measured {'-' if found is None else told(found):>10}"
-        if found is not None and predicted and key not in ("bubble",):
-            text += f"  {100 * (found / predicted - 1):+.0f}%"
-        rows.append(("" if rows else "predicted", text + ("  both without data" if key == "step_ms" else ""), ""))
+        apart = f"{100 * (found / predicted - 1):+.0f}%" if predicted and key != "bubble" else ""
+        beside = f"{told(predicted):>9}  measured {told(found):>9}  {apart:>5}  {name}"
+        rows.append(("" if rows else "predicted", beside, ""))
     return rows
 
 

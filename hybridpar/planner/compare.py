@@ -37,19 +37,15 @@ def slower_links(cluster: ClusterSpec, factor: float) -> ClusterSpec:
 
     Args:
         cluster: The cluster.
-        factor: 2 halves the bandwidth, and doubles the latency and what moving bytes costs a core.
+        factor: 2 halves the bandwidth and doubles the latency; what a byte takes of a core stays.
     """
 
     def slow(level: LinkLevel | None) -> LinkLevel | None:
         if level is None:
             return None
-        return level.model_copy(update={"bandwidth": level.bandwidth / factor, "latency_ms": level.latency_ms * factor})
+        return level.faster(1 / factor).model_copy(update={"latency_ms": level.latency_ms * factor})
 
-    hosts = tuple(
-        host.model_copy(update={"core_bandwidth": host.core_bandwidth / factor}) if host.core_bandwidth else host
-        for host in cluster.hosts
-    )
-    return cluster.model_copy(update={"hosts": hosts, "inside": slow(cluster.inside), "between": slow(cluster.between)})
+    return cluster.model_copy(update={"inside": slow(cluster.inside), "between": slow(cluster.between)})
 
 
 @dataclass(frozen=True)

@@ -203,15 +203,17 @@ class Evaluator:
     def memory(self, candidate: Candidate, saved: tuple[int, ...]) -> float:
         """The most bytes that a device needs, with the margin.
 
-        Every worker holds all parameters, and gradients, optimizer state and, with a codec, residuals of its own
-        stages; to that come the activations that wait.
+        Every worker holds all parameters, and gradients, optimizer state and, where they are exchanged, the buckets
+        that gradients are copied into and with a codec residuals, of its own stages; to that come the activations that
+        wait.
 
         Args:
             candidate: The candidate.
             saved: For every worker the most that waits for backward passes at one time.
         """
         inputs, layout = self._inputs, self.layout(candidate)
-        copies = 1 + inputs.optimizer_copies + (1 if candidate.travel else 0)
+        # A backward pass makes new gradients while the buckets of the step before are still there.
+        copies = 1 + inputs.optimizer_copies + (candidate.shape.replicas > 1) + (candidate.travel > 0)
         own = [0] * layout.workers
         for stage, parameters in enumerate(self.figures(candidate).parameters):
             own[layout.home(stage)] += 4 * sum(one.count for one in parameters)

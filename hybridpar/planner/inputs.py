@@ -163,7 +163,7 @@ CHANGED = 2.0
 
 
 def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
-    """Refuse a plan that was made for other machines than those at hand.
+    """Refuse a plan that was made for another machine than the one at hand.
 
     Compared are the hosts, their devices, and the speed of the link between hosts. A plan without recorded inputs was
     not chosen for a machine, and passes.
@@ -173,7 +173,7 @@ def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
         cluster: What is at hand.
 
     Raises:
-        PlanError: It was made for others; the message says in what they differ, and how to plan again.
+        PlanError: It was made for another one; the message says in what they differ, and how to plan again.
     """
     if plan.inputs is None:
         return

@@ -7,35 +7,32 @@ on a CPU the threads that move bytes take cores away from those that compute, an
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import os
 import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from hybridpar.cluster import cluster_path, host_fingerprint
+from hybridpar.cluster import cache_directory, cpu_name
 from hybridpar.cluster_file import ClusterSpec, CoreUse, Efficiency, Hosts, LinkLevel
 from hybridpar.compress import TorchGroup
-from hybridpar.partition.profile_cache import device_name
 from hybridpar.pipeline.grid import Grid
 from hybridpar.pipeline.transport import MessagePart
 from hybridpar.pipeline.world import World
 from hybridpar.planner.network import log_rounds
-from hybridpar.planner.store import forget, load, store
 from hybridpar.process import available_cores, host_identity, usable_memory
 
-#: What is kept.
-KIND = "link"
-
-#: Links are measured again when they were measured longer ago than this, in seconds: others use them too.
-STALE = 24 * 3600.0
-#: Likewise where they have become so many times faster or slower.
+#: A link is measured again where it has become so many times faster or slower.
 DRIFT = 1.5
 
 #: Seconds that one way of using a link is timed for, alone and again beside computing.
@@ -62,115 +59,103 @@ class Way:
     cores: float
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a worker is.
-
-    Attributes:
-        host: Equal for workers that share memory.
-        machine: Equal for measurements of the same machine, devices and versions.
-        kind: Of its device.
-        name: Of its device.
-        memory: Bytes that it may use; on a CPU together with the others there.
-        cores: That it may use.
-        threads: Intra-op threads.
-    """
-
-    host: str
-    machine: str
-    kind: Literal["cpu", "cuda"]
-    name: str
-    memory: int
-    cores: int
-    threads: int
-
-    @classmethod
-    def of(cls, device: torch.device) -> Place:
-        """Of this worker."""
-        on_gpu = device.type == "cuda"
-        memory = torch.cuda.get_device_properties(device).total_memory if on_gpu else usable_memory()
-        return cls(
-            host_identity(),
-            cluster_path(host_fingerprint()).stem,
-            "cuda" if on_gpu else "cpu",
-            device_name(device),
-            # Bytes of memory differ a little between hosts that are alike, and from one hour to the next.
-            memory >> 20 << 20,
-            len(available_cores()),
-            torch.get_num_threads(),
-        )
-
-
-@dataclass(frozen=True)
-class WorkerLinks:
-    """The cluster that the workers of a job are.
-
-    Attributes:
-        spec: Its hosts and links.
-        places: Of every worker, by rank.
-        key: All that the links depend on.
-        cached: Whether they had been measured before.
-    """
-
-    spec: ClusterSpec
-    places: tuple[Place, ...]
-    key: dict[str, object]
-    cached: bool
-
-
-def measure_cluster(world: World, *, fresh: bool = False, seconds: float = LINK_SECONDS) -> WorkerLinks:
+def measure_cluster(
+    world: World, *, fresh: bool = False, seconds: float = LINK_SECONDS, name: str = "this job"
+) -> ClusterSpec:
     """The hosts and links of a job, measured now or remembered; a collective, all workers get the same answer.
 
-    What is remembered holds for these workers, for a day, and for as long as the link still carries about what it did,
-    which a few messages tell; else all is measured again.
+    What is remembered holds for these hosts, with so many workers each, and for as long as the link still carries about
+    what it did, which a few messages tell; else all is measured again.
 
     Args:
         world: All workers of the job. Nothing else is under way on it.
         fresh: Measure whatever is remembered.
         seconds: Time for each way of using a link. A slow link takes longer: 1 MiB is sent some times.
+        name: What to call the cluster.
 
     Raises:
         SyncError: A worker died or did not answer in time.
     """
-    places = tuple(one for one in world.gather(Place.of(world.device)) if isinstance(one, Place))
-    # The memory that is free is no property of a link.
-    told = [{name: value for name, value in asdict(one).items() if name != "memory"} for one in places]
-    key: dict[str, object] = {"transport": world.transport, "workers": told}
-    name = f"the workers of this run, over {world.transport}" if world.size > 1 else "one worker"
+    told: list[_Place] = world.gather(_own_place(world))  # type: ignore[assignment]
+    key = {
+        "places": [[one.host, one.cores] for one in told],
+        "shared": world.transport,
+        "device": told[0].name,
+        "torch": str(torch.__version__),
+    }
     if not fresh:
-        known = world.from_main(lambda: _remembered(key))
+        known = world.from_main(lambda: _read(key))
         if known is not None and _still_true(known, world):
-            return WorkerLinks(known, places, key, True)
-    with world.named_errors("measuring the links between workers"):
-        spare = _agreed_least(_spare_cores(world, seconds / 2), world) if world.device.type == "cpu" else 0.0
-        levels = _levels(world, [one.host for one in places], seconds) if world.size > 1 else {}
-    found = ClusterSpec(name=name, hosts=_hosts(places, spare), **levels)
-    world.from_main(lambda: store(KIND, key, found.model_dump(mode="json")))
-    return WorkerLinks(found, places, key, False)
+            return known
+    spare = _agreed_least(_spare_cores(world, seconds / 2), world) if world.device.type == "cpu" else 0.0
+    hosts = _hosts(told, world, spare)
+    levels = _levels(world, [one.host for one in told], seconds) if world.size > 1 else {}
+    found = ClusterSpec(name=name, hosts=hosts, **levels)
+    world.from_main(lambda: _write(key, found))
+    return found
 
 
-def forget_links(key: dict[str, object]) -> bool:
-    """Have links measured again the next time; whether any were kept."""
-    return forget(KIND, key)
+class _Place(NamedTuple):
+    """Where a worker is.
+
+    Attributes:
+        host: Its host.
+        memory: That it may use; on a CPU together with the others there.
+        name: Of its device.
+        cores: That it may use.
+    """
+
+    host: str
+    memory: int
+    name: str
+    cores: int
 
 
-def _hosts(places: Sequence[Place], spare: float) -> tuple[Hosts, ...]:
+def _own_place(world: World) -> _Place:
+    if world.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(world.device)
+        return _Place(host_identity(), properties.total_memory, properties.name, len(available_cores()))
+    return _Place(host_identity(), usable_memory(), cpu_name(), len(available_cores()))
+
+
+def _hosts(told: Sequence[_Place], world: World, spare: float) -> tuple[Hosts, ...]:
     """The hosts of the workers, those that are alike as one entry; with spare cores for each worker."""
-    counts = Counter(one.host for one in places)
+    kind: Literal["cpu", "cuda"] = "cuda" if world.device.type == "cuda" else "cpu"
+    counts = Counter(one.host for one in told)
     found: Counter[Hosts] = Counter()
     for host, devices in counts.items():
-        own = [one for one in places if one.host == host]
-        memory = min(one.memory for one in own) // (devices if own[0].kind == "cpu" else 1)
-        found[Hosts(devices=devices, kind=own[0].kind, name=own[0].name, memory=memory, communication_cores=spare)] += 1
+        first = next(one for one in told if one.host == host)
+        memory = first.memory // (devices if kind == "cpu" else 1)
+        # Bytes of memory differ a little between hosts that are alike, and from one hour to the next.
+        memory = memory >> 20 << 20
+        host_found = Hosts(devices=devices, kind=kind, name=first.name, memory=memory, communication_cores=spare)
+        found[host_found] += 1
     return tuple(host.model_copy(update={"count": count}) for host, count in found.items())
 
 
-def _remembered(key: dict[str, object]) -> ClusterSpec | None:
-    """What was measured between these workers before; None where there is nothing, or it cannot be read."""
+def _path(key: Mapping[str, object]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
+    return cache_directory() / f"links-{digest}.json"
+
+
+def _read(key: Mapping[str, object]) -> ClusterSpec | None:
+    """What was measured between these workers before; None where that cannot be read."""
     try:
-        return ClusterSpec.model_validate(load(KIND, key, STALE))
-    except ValidationError:
+        return ClusterSpec.model_validate_json(_path(key).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+
+
+def _write(key: Mapping[str, object], spec: ClusterSpec) -> None:
+    path = _path(key)
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        aside.write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        aside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink()
 
 
 def _still_true(spec: ClusterSpec, world: World) -> bool:

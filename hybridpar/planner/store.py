@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,28 +34,26 @@ def path_of(kind: str, key: Mapping[str, Any]) -> Path:
     return folder() / f"{kind}-{digest}.json"
 
 
-def load(kind: str, key: Mapping[str, Any], most_seconds: float | None = None) -> Any | None:
+def load(kind: str, key: Mapping[str, Any]) -> Any | None:
     """What was kept under a key; None where there is nothing that can be used.
 
     Args:
         kind: As for `path_of`.
         key: Likewise.
-        most_seconds: Age above which it is stale.
     """
     try:
         entry = json.loads(path_of(kind, key).read_text(encoding="utf-8"))
         if entry["key"] != json.loads(json.dumps(key)):
             return None
-        old = time.time() - float(entry["measured_at"])
+        return entry.get("data")
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return None if most_seconds is not None and old > most_seconds else entry.get("data")
 
 
 def store(kind: str, key: Mapping[str, Any], data: object) -> None:
     """Keep something; the file is replaced as a whole or not at all."""
     path = path_of(kind, key)
-    entry = {"key": key, "measured_at": time.time(), "data": data}
+    entry = {"key": key, "data": data}
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")

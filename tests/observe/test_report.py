@@ -38,7 +38,15 @@ SUMMARY = {
     "bubble": None,
     "overlap": None,
     "peak_saved_bytes": None,
+    "memory_bytes": None,
     "predicted_step_ms": None,
+    "predicted_compute_ms": None,
+    "predicted_exposed_sync_ms": None,
+    "predicted_bubble": None,
+    "predicted_bytes_sent_per_step": None,
+    "predicted_peak_saved_bytes": None,
+    "predicted_memory_bytes": None,
+    "prediction_warning": None,
     "codec": "none",
     "compression_ratio": 1.0,
     "encode_ms": 0.0,
@@ -88,7 +96,7 @@ def test_a_pipeline_shows_predicted_beside_measured():
         "predicted_step_ms": 30.0,
     }
     assert printed(SUMMARY | pipeline).splitlines()[10:13] == [
-        "predicted          30.00 ms  measured 37.50 ms, +25%, both without data",
+        "predicted       30.00 ms  measured  37.50 ms   +25%  step, without data",
         "pipeline       4 stages x 2 replicas, 8 micro-batches, greedy",
         "               bubble 27%, 91% of sums hidden, 87.6 MB kept for backward",
     ]
@@ -96,6 +104,26 @@ def test_a_pipeline_shows_predicted_beside_measured():
     assert printed(SUMMARY | pipeline | alone).splitlines()[9:11] == [
         "pipeline       4 stages, 1 micro-batch, greedy",
         "               bubble 27%, 87.6 MB kept for backward",
+    ]
+
+
+def test_all_that_was_predicted_stands_beside_what_was_measured():
+    predicted = {
+        "predicted_step_ms": 36.0,
+        "predicted_compute_ms": 31.0,
+        "predicted_exposed_sync_ms": 5.0,
+        "predicted_bubble": 0.0,
+        "predicted_bytes_sent_per_step": 44_000_000,
+        "predicted_peak_saved_bytes": 1_000_000,
+        "predicted_memory_bytes": 200_000_000,
+        "memory_bytes": 230_000_000,
+    }
+    assert printed(SUMMARY | predicted).splitlines()[10:15] == [
+        "predicted       36.00 ms  measured  37.50 ms    +4%  step, without data",
+        "                31.00 ms  measured  30.00 ms    -3%  compute",
+        "                 5.00 ms  measured   7.50 ms   +50%  exposed sync",
+        "                 44.0 MB  measured   44.0 MB    +0%  sent",
+        "                  200 MB  measured    230 MB   +15%  memory",
     ]
 
 

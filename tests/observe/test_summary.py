@@ -80,7 +80,15 @@ def test_a_whole_run_in_numbers(whole):
         "bubble": None,
         "overlap": None,
         "peak_saved_bytes": None,
+        "memory_bytes": None,
         "predicted_step_ms": None,
+        "predicted_compute_ms": None,
+        "predicted_exposed_sync_ms": None,
+        "predicted_bubble": None,
+        "predicted_bytes_sent_per_step": None,
+        "predicted_peak_saved_bytes": None,
+        "predicted_memory_bytes": None,
+        "prediction_warning": None,
         "codec": "none",
         "compression_ratio": None,
         "kernels": None,
@@ -127,7 +135,9 @@ def test_the_promised_keys_are_required():
         "model data workers epochs steps test_accuracy train_seconds step_ms_median images_per_second "
         "bytes_sent_per_step compute_ms exposed_sync_ms data_ms device versions seed batch_size best_test_accuracy "
         "skipped_steps resumed_from exit stages replicas micro_batches schedule bubble overlap peak_saved_bytes "
-        "predicted_step_ms codec compression_ratio encode_ms wire_ms decode_ms sync_ms predicted_sync_ms kernels"
+        "memory_bytes predicted_step_ms predicted_compute_ms predicted_exposed_sync_ms predicted_bubble "
+        "predicted_bytes_sent_per_step predicted_peak_saved_bytes predicted_memory_bytes prediction_warning "
+        "codec compression_ratio encode_ms wire_ms decode_ms sync_ms predicted_sync_ms kernels"
     )
     assert set(promised.split()) == set(summary_schema()["required"])
 
