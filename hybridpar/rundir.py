@@ -33,7 +33,10 @@ from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.observe.files import replace_file, run_directory_error
 
 RUN_FILE = "run.json"
-_OWN_FILES = (RUN_FILE, "plan.json", "compress.csv", "policy.toml", "metrics.jsonl", "summary.json", "loss.png", "staleness.png")
+_OWN_FILES = (
+    *(RUN_FILE, "plan.json", "compress.csv", "policy.toml", "metrics.jsonl", "summary.json", "loss.png"),
+    "staleness.png",
+)
 _OWN_FOLDERS = ("checkpoints", "tensorboard")
 
 

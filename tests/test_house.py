@@ -53,7 +53,7 @@ ROOMS: dict[str, set[str]] = {
         "tvm_kernels",
     },
     "optim": {"config", "errors"},
-    "server": {"checkpoint", "compress", "config", "errors", "launch", "optim", "pipeline", "process", "registry"},
+    "server": {"compress", "config", "errors", "launch", "optim", "pipeline", "process", "registry"},
     "checkpoint": {"errors", "pipeline"},
     "trainer": {
         *("checkpoint", "config", "errors", "lanes", "models", "optim", "partition", "pipeline", "plan", "process"),
