@@ -309,6 +309,7 @@ class TrainConfig(RecipeConfig, PipelineConfig, ServerConfig, SyncConfig, Optimi
             ("--timeline", self.timeline is not None, "A timeline is of workers that make one step together."),
             ("--clip-norm", self.clip_norm is not None, shards),
             ("--compress auto", self.chooses, "It measures all-reduces, which such a run does not use."),
+            ("--kernels", self.uses_kernels, "Which kernels run is agreed on by all workers together."),
             ("--batch-norm sync", self.batch_norm == "sync", "Workers do not meet in the middle of a step."),
         ]
         for option, given, rule in refused:

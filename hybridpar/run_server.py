@@ -8,9 +8,11 @@ Its own place can be taken by another process: what it must know is in the run d
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,23 +22,24 @@ from hybridpar.checkpoint import prune_checkpoints
 from hybridpar.compress import check_optimizer, read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches, load_dataset
-from hybridpar.errors import SyncError
+from hybridpar.errors import SyncError, TrainingError
 from hybridpar.evaluation import Evaluation, evaluate
 from hybridpar.launch import StopRequest, leave_verdict
 from hybridpar.models import build_model
 from hybridpar.observe import EpochRecord, MetricsWriter, Progress, open_progress
 from hybridpar.optim import build_optimizer, rate_factor
 from hybridpar.pipeline.world import World, default_device
-from hybridpar.run_server_report import ServedTimes, describe_run, report_run, step_record
+from hybridpar.run_server_report import ServedFacts, ServedTimes, describe_run, report_run, step_record
 from hybridpar.run_server_state import ServedState, Standing
 from hybridpar.save_rule import SaveRule
 from hybridpar.server.learner import Exchanged, Learner
-from hybridpar.server.optimize import described_parameters
+from hybridpar.server.stripe_optimizer import described_parameters
 from hybridpar.server.place import Place, find_own_place
 from hybridpar.server.present import exchange
-from hybridpar.server.process import OwnShard, serve_shard
+from hybridpar.server.process import OwnShards, serve_shards, tell_parts
 from hybridpar.server.rules import Rules
-from hybridpar.server.stripes import cut_model, trained_parameters
+from hybridpar.server.stripes import cut_model, parts_of_a_host, trained_parameters
+from hybridpar.step_result import MAX_BAD_STEPS
 from hybridpar.timings import RunningMean
 from hybridpar.worker import tune_worker
 
@@ -58,11 +61,11 @@ def run_served(config: TrainConfig, model_name: str) -> int:
             if not place.is_worker:
                 # Signals are for workers: until they have left, they need the servers to save.
                 stack.callback(StopRequest().release)
-                serve_shard(config, place)
+                serve_shards(config, place)
                 return 0
             run = ServedRun(config, model_name, place, rule)
             if place.servers == 0:
-                stack.enter_context(OwnShard(config, place))
+                stack.enter_context(OwnShards(config, place, run.parts))
             return run.execute()
     except BaseException as error:
         leave_verdict(error, debug=config.debug)  # before the peers notice that this process is gone
@@ -95,7 +98,11 @@ class ServedRun:
         self.policy.check(list(trained_parameters(self.model)))
         for entry in self.policy.rules:
             check_optimizer(entry.codec, build_optimizer(self.model, config))
-        self.stripes = cut_model(described_parameters(self.model), place.shards)
+        described = described_parameters(self.model)
+        self.parts = parts_of_a_host(len(described), place.hosts)
+        self.stripes = cut_model(described, place.hosts * self.parts)
+        if self.is_main:
+            tell_parts(place, self.parts)
         self.loss = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + place.rank)
@@ -105,6 +112,8 @@ class ServedRun:
         self._losses, self._epoch_began = RunningMean(), time.monotonic()
         self._last_save, self._wish, self._sound = time.monotonic(), False, True
         self._saved: object = None
+        self._bad, self._seen, self._improved = 0, 0, False
+        self._latest: Exchanged | None = None
 
     def _load_data(self) -> ImageData:
         """Load the data set; where it may be downloaded, worker 0 goes first."""
@@ -156,6 +165,9 @@ class ServedRun:
             try:
                 stopped = self._train(stop)
                 polite = True
+            except BaseException as error:
+                leave_verdict(error, debug=self.config.debug)  # before the peers notice that this worker is gone
+                raise
             finally:
                 self.state.links.close(polite=polite)
         finally:
@@ -180,7 +192,7 @@ class ServedRun:
         with contextlib.ExitStack() as stack:
             stack.callback(self.learner.close)
             if self.is_main:
-                self.info = describe_run(self, self.at)
+                self.info = describe_run(self._facts(), self.at)
                 self._writer = stack.enter_context(MetricsWriter(self.at.directory, self.at.resumed_from))
                 self._progress = stack.enter_context(open_progress())
                 self._progress.start(self.info, self.at.resumed_from or 0)
@@ -192,6 +204,7 @@ class ServedRun:
         """Push gradients until there are enough; True when a signal ended it early."""
         if self.at.step >= self.total:
             return False
+        self._seen = self.at.step
         for batch, data_ms in self._endless():
             rate = rate_factor(min(self.at.step, self.total - 1), self.total, self.per_epoch, self.config)
             seconds = self.rule.seconds
@@ -206,18 +219,33 @@ class ServedRun:
             )
             self._wish = False
             self.at.own_steps += 1
-            before, self.at.step = self.at.step, result.step
+            before, self._seen, self.at.step = self._seen, result.step, result.step
             self.times.add(result, data_ms)
+            self._latest = result
             self._record(result, data_ms)
+            self._watch(result)
             if result.save:
                 self._save(f"save-{result.save}")
             if result.stop:
-                self._save("stopped")
                 return True
             self._end_of_step(before, result)
             if result.done:
                 return False
         raise AssertionError("batches never end")
+
+    def _watch(self, result: Exchanged) -> None:
+        """End a training in which nothing but bad gradients comes, as `hybridpar.step_result.BadSteps` does.
+
+        Raises:
+            TrainingError: There were `MAX_BAD_STEPS` in a row.
+        """
+        self._bad = 0 if result.applied or result.done or not self.config.guard else self._bad + 1
+        if self._bad >= MAX_BAD_STEPS:
+            raise TrainingError(
+                f"loss or gradients were not finite in {self._bad} steps in a row, up to step {result.step}",
+                "After so many training stops.",
+                "Lower --lr, or lengthen --warmup-epochs; the last checkpoint is from before.",
+            )
 
     def _endless(self) -> Iterator[tuple[Batch, float]]:
         """This worker's share of all epochs to come, with the time that each batch was waited for."""
@@ -234,7 +262,7 @@ class ServedRun:
         for text in result.news:
             self._progress.warn(text)
         for row in result.rows:
-            self._sound = self.config.guard or row["skipped"] == 0
+            self._sound = self.config.guard or math.isfinite(row["loss"])
             record = step_record(row, result, data_ms, self.per_epoch, self.config.lr)
             self._losses.add(record.loss, record.samples)
             self._progress.step(record)
@@ -248,20 +276,20 @@ class ServedRun:
         ended = result.step // self.per_epoch > before // self.per_epoch
         if (ended or result.done) and (self.rules.barrier or self.is_main):
             self._end_epoch(result)
-        if self.rules.barrier or result.done:
-            every = self.rule.steps
-            if every and result.step // every > before // every and not result.done:
-                self._save(f"step-{result.step}")
-            return
         every = self.rule.steps
-        self._wish |= self.is_main and bool(every) and result.step // (every or 1) > before // (every or 1)
+        if result.done or not every or result.step // every == before // every:
+            return
+        if self.rules.barrier:
+            self._save(f"step-{result.step}")
+        else:
+            self._wish |= self.is_main
 
     def _end_epoch(self, result: Exchanged) -> None:
         evaluation = self._evaluate(result.step)
         step = result.step
         improved = self.at.best is None or evaluation.accuracy > self.at.best[0]
         if improved:
-            self.at.best = (evaluation.accuracy, step)
+            self.at.best, self._improved = (evaluation.accuracy, step), True
         seconds = time.monotonic() - self._epoch_began
         # Where nobody waits an answer may come some steps after the end of the epoch that it tells of.
         epoch = (step - 1 if result.done else step - self.per_epoch) // self.per_epoch
@@ -290,13 +318,16 @@ class ServedRun:
         right, loss, samples = (sum(values) for values in zip(*items, strict=True))  # type: ignore[call-overload]
         return Evaluation(right / samples, loss / samples, samples)
 
-    def _save(self, occasion: str) -> None:
-        """Write a checkpoint; all workers come here on the same occasion."""
+    def _save(self, occasion: str, *, wanted: bool = True) -> None:
+        """Write a checkpoint if worker 0 has something to save; all workers come here on the same occasion."""
         self._last_save = time.monotonic()
         states = None
-        if self.is_main and self._sound and self._saved != self._progress_made():
+        if self.is_main and wanted and self._sound and self._saved != self._progress_made():
             states, rows = self.state.snapshot()
             self._write_late(rows)
+            if self._improved and self.at.best is not None:  # where nobody waits it is saved some steps after its test
+                self.at.best = (self.at.best[0], int(states[0]["taken"]) // self.place.workers)
+            self._improved = False
         try:
             path, _ = self.state.save(occasion, self.at, states)
         except SyncError as error:
@@ -316,10 +347,9 @@ class ServedRun:
 
     def _write_late(self, rows: list[dict[str, Any]]) -> None:
         """Steps that ended since the last answer."""
-        nothing = Exchanged(0, 0.0, True, 0, False, False, 0, 0.0, 0.0, 0, 0, rows)
-        if rows:
+        if rows and self._latest is not None:
             self.at.step = int(rows[-1]["step"])
-            self._record(nothing, 0.0)
+            self._record(replace(self._latest, rows=rows, news=()), self.times.data_ms[-1])
 
     def _progress_made(self) -> tuple[object, ...]:
         """What tells two checkpoints of a run apart."""
@@ -328,9 +358,15 @@ class ServedRun:
     # --------------------------------------------------------------------- end
 
     def _finish(self, stopped: bool) -> None:
-        if not stopped and self.rule != SaveRule():
-            self._save("end")
+        # One occasion for all ways to end: where nobody waits, some workers stop while others have just finished.
+        self._save("last", wanted=stopped or self.rule != SaveRule())
         _, shares = exchange(self.state.links.links[0], "finish/0", self.times.medians())
         if self.is_main:
             states, _ = self.state.snapshot()
-            report_run(self, self.at, states, shares, stopped)
+            report_run(self._facts(), self.info, self.at, states, shares, stopped)
+
+    def _facts(self) -> ServedFacts:
+        return ServedFacts(
+            *(self.config, self.model_name, self.model, self.state.fingerprint, self.place, self.rules, self.policy),
+            *(self.total, self.per_epoch, self.sample_shape, self.device),
+        )

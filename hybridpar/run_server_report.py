@@ -6,10 +6,13 @@ import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
+from hybridpar.compress import Policy
+from hybridpar.config import TrainConfig
 from hybridpar.launch import TUNED_VARIABLE
 from hybridpar.models import parameter_count
 from hybridpar.observe import (
@@ -27,11 +30,41 @@ from hybridpar.plan import ModelInfo, Pipeline, trivial_plan
 from hybridpar.process import describe as describe_process
 from hybridpar.run_server_state import Standing
 from hybridpar.server.learner import Exchanged
+from hybridpar.server.place import Place
+from hybridpar.server.rules import Rules
 from hybridpar.server.staleness import StalenessHistogram
 from hybridpar.worker import device_name
 
-if TYPE_CHECKING:
-    from hybridpar.run_server import ServedRun
+
+@dataclass(frozen=True)
+class ServedFacts:
+    """What does not change in a run.
+
+    Attributes:
+        config: Options.
+        model_name: What the user calls the model.
+        model: It.
+        fingerprint: Its fingerprint.
+        place: What this process is.
+        rules: What servers do with gradients.
+        policy: What gradients travel as.
+        total: Steps that the run is to have.
+        per_epoch: Steps of an epoch.
+        sample_shape: Of an image.
+        device: Of this worker.
+    """
+
+    config: TrainConfig
+    model_name: str
+    model: nn.Module
+    fingerprint: str
+    place: Place
+    rules: Rules
+    policy: Policy
+    total: int
+    per_epoch: int
+    sample_shape: tuple[int, ...]
+    device: torch.device
 
 
 @dataclass
@@ -88,7 +121,7 @@ def step_record(row: dict[str, Any], result: Exchanged, data_ms: float, per_epoc
     )
 
 
-def describe_run(run: ServedRun, at: Standing) -> RunInfo:
+def describe_run(run: ServedFacts, at: Standing) -> RunInfo:
     """What is known before the first step; writes the plan."""
     config, place = run.config, run.place
     device = device_name(run.device)
@@ -100,7 +133,7 @@ def describe_run(run: ServedRun, at: Standing) -> RunInfo:
     notes.append(f"gradients meet at {where}: --sync {config.sync}")
     parameters = parameter_count(run.model)
     model = ModelInfo(
-        name=run.model_name, fingerprint=run.state.fingerprint, parameters=parameters, input=run.sample_shape
+        name=run.model_name, fingerprint=run.fingerprint, parameters=parameters, input=run.sample_shape
     )
     plan = trivial_plan(
         model,
@@ -130,24 +163,30 @@ def describe_run(run: ServedRun, at: Standing) -> RunInfo:
 
 
 def report_run(
-    run: ServedRun, at: Standing, states: Sequence[dict[str, Any]], shares: Sequence[Any], stopped: bool
+    run: ServedFacts,
+    info: RunInfo,
+    at: Standing,
+    states: Sequence[dict[str, Any]],
+    shares: Sequence[Any],
+    stopped: bool,
 ) -> None:
     """Write summary and pictures, and print what they say.
 
     Args:
-        run: Worker 0's part.
+        run: The run.
+        info: The same for displays.
         at: Where it ended.
         states: Of the shards.
         shares: Each worker's medians.
         stopped: Whether a signal ended it.
     """
-    ended = "interrupted" if stopped else "finished"
+    ended: Literal["finished", "interrupted"] = "interrupted" if stopped else "finished"
     versions = {"cuda": torch.version.cuda} if torch.cuda.is_available() and torch.version.cuda else {}
     summary = summarize(
-        run.info,
+        info,
         read_metrics(at.directory),
         seed=run.config.seed,
-        ended=ended,  # type: ignore[arg-type]
+        ended=ended,
         resumed_from=at.resumed_from,
         versions=versions,
     )
@@ -170,7 +209,7 @@ def report_run(
     files = [write_summary(at.directory, summary)]
     rules = run.rules
     expected = 0.0 if rules.barrier else (rules.learners - 1) / rules.collect
-    for picture in (draw_loss(at.directory, run.info), draw_staleness(at.directory, ages.counts, expected)):
+    for picture in (draw_loss(at.directory, info), draw_staleness(at.directory, ages.counts, expected)):
         if picture is not None:
             files.append(picture)
     print_report(summary, [*files, at.directory / "checkpoints"])

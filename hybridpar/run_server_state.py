@@ -24,10 +24,11 @@ from hybridpar.optim import build_optimizer, load_optimizer_state
 from hybridpar.rundir import RunPlace, claim_place, find_place
 from hybridpar.server.checkpoints import merged_states, shard_starts
 from hybridpar.server.encoding import PushEncoder
-from hybridpar.server.link import LinkOptions, Links, ShardLink
+from hybridpar.server.link import Links
 from hybridpar.server.place import Place
 from hybridpar.server.present import PresentWorkers, exchange
 from hybridpar.server.running import flat_buffers, put_buffers
+from hybridpar.server.shard_link import LinkOptions, ShardLink
 from hybridpar.server.stripes import Stripe, piece_views, trained_parameters
 
 #: Options that decide which samples a step sees; a resumed run must not change them.
@@ -98,10 +99,10 @@ class ServedState:
     def _open_links(self, policy: Policy) -> Links:
         place, config = self._place, self._config
         links = []
-        for number, (address, token) in enumerate(place.find(config.timeout)):
+        for number, (address, token) in enumerate(place.find(len(self._stripes), config.timeout)):
             options = LinkOptions(
                 worker=place.rank,
-                shards=place.shards,
+                shards=len(self._stripes),
                 fingerprint=self.fingerprint,
                 policy=str(policy),
                 token=token,
@@ -112,7 +113,7 @@ class ServedState:
             stripe = self._stripes[number]
             encoder = None if policy.changes_nothing else PushEncoder(policy, stripe)
             links.append(ShardLink(number, address, stripe, piece_views(stripe, self.host), encoder, options))
-        return Links(links)
+        return Links(links, place.hosts)
 
     # ------------------------------------------------------------------- begin
 
@@ -141,6 +142,8 @@ class ServedState:
         self.model.load_state_dict(rest["tensors"], strict=False)
         self.take_weights()
         standing.directory = Path(facts["directory"])
+        if not main:
+            standing.best = facts["best"]  # all must agree on what is worth a checkpoint
         standing.step = standing.own_steps = int(facts["step"])
         if joins:
             standing.step = standing.own_steps = int(welcome[0].get("step", standing.step))
@@ -186,7 +189,12 @@ class ServedState:
                 progress=progress,
                 taken=step * workers,
                 clock=clock,
-                facts={"directory": str(place.directory), "checkpoint": checkpoint, "step": step},
+                facts={
+                    "directory": str(place.directory),
+                    "checkpoint": checkpoint,
+                    "step": step,
+                    "best": standing.best,
+                },
             )
         )
 

@@ -34,13 +34,7 @@ from hybridpar.observe.files import replace_file, run_directory_error
 
 RUN_FILE = "run.json"
 _OWN_FILES = (
-    RUN_FILE,
-    "plan.json",
-    "compress.csv",
-    "policy.toml",
-    "metrics.jsonl",
-    "summary.json",
-    "loss.png",
+    *(RUN_FILE, "plan.json", "compress.csv", "policy.toml", "metrics.jsonl", "summary.json", "loss.png"),
     "staleness.png",
 )
 _OWN_FOLDERS = ("checkpoints", "tensorboard")
@@ -62,11 +56,6 @@ class RunPlace:
     checkpoint: Path | None = None
     restarted: bool = False
     claim: Literal["use", "make", "replace"] = "use"
-
-    @property
-    def continues(self) -> bool:
-        """Whether a run that began here goes on, rather than another one from a checkpoint."""
-        return self.restarted or (self.checkpoint is not None and self.directory in self.checkpoint.parents)
 
     @property
     def checkpoints(self) -> Path:

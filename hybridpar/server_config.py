@@ -79,10 +79,6 @@ class ServerConfig:
             )
         return int(number)
 
-    def shard_count(self, workers: int) -> int:
-        """Into how many shards the parameters are divided: one per server process, or one per worker."""
-        return self.server_processes or workers
-
     def check_sync(self) -> None:
         """Check these options against each other.
 

@@ -120,6 +120,12 @@ class Trainer:
         name: str | None = None,
     ) -> None:
         self.config = before_joining(config or TrainConfig())
+        if self.config.uses_servers:
+            raise UsageError(
+                f"Trainer with sync={self.config.sync!r}",
+                "A trainer makes steps together with its peers; with parameter servers every worker makes its own.",
+                "Use `hybridpar train --sync`, or hybridpar.server in a script of your own.",
+            )
         self._owns_world = world is None
         self.world = world or World.join(
             lanes=self.config.sum_groups, timeout=self.config.timeout, shared_memory=self.config.shares_memory

@@ -46,7 +46,7 @@ class SmallNet(nn.Module):
 def _misbehave(fault: str, forwards: int, logits: Tensor) -> Tensor:
     kind, _, place = fault.partition("@")
     rank, when = (int(number) for number in place.split(":"))
-    me = dist.get_rank() if dist.is_initialized() else 0
+    me = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     if me != rank or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return logits
     if kind == "NAN":

@@ -58,7 +58,7 @@ ROOMS: dict[str, set[str]] = {
         *("config", "models", "partition", "pipeline", "plan", "plan_trials", "planner", "run"),
     },
     "optim": {"config", "errors"},
-    "server": {"checkpoint", "compress", "config", "errors", "launch", "optim", "pipeline", "process", "registry"},
+    "server": {"compress", "config", "errors", "launch", "optim", "pipeline", "process", "registry"},
     "checkpoint": {"errors", "pipeline"},
     "trainer": {
         *("checkpoint", "cluster", "compress", "config", "errors", "lanes", "models", "optim", "partition", "pipeline"),

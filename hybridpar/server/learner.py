@@ -161,7 +161,7 @@ class Learner:
         end = {
             "weight": 1.0 if self._barrier else None,
             "samples": samples,
-            "loss": total if math.isfinite(total) else 0.0,
+            "loss": total,
             "sound": sound or not self._guard,
             "stop": stop,
             "save": save,

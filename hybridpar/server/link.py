@@ -1,391 +1,33 @@
-"""Why: a worker talks to all shards at a time, and a gradient leaves while the backward pass still computes the next.
-
-One thread per shard sends and receives, so that shards do not wait for each other. A push is one frame whose length is
-known beforehand, so its pieces leave one by one, in the order in which backward passes usually make them (from the last
-layer to the first), as soon as they are there. What the gradient turned out to be (finite or not, its loss) follows in a
-frame of its own, and only then does the push count.
-
-Where nobody waits for all, a worker whose connection breaks comes again and repeats the push under the same number, and
-the shard knows whether it has seen it. So a push is taken exactly once, or the shard is gone for good.
-"""
+"""Why: a worker talks to all shards at a time, and one that is slow must not hold up what the others are told."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import queue
-import socket
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hybridpar.errors import SyncError, UsageError
-from hybridpar.server.encoding import PushEncoder
+from hybridpar.errors import UsageError
+from hybridpar.server.shard_link import PushFlight, ShardLink
 from hybridpar.server.stripes import Stripe
-from hybridpar.server.wire import Garbled, bytes_of, frame_of, head_of, pack, read_exactly, read_head, tune, unpack
-
-
-@dataclass(frozen=True)
-class LinkOptions:
-    """What a worker must know to come to a shard.
-
-    Attributes:
-        worker: Its number.
-        shards: How many shards there are.
-        fingerprint: Of the model.
-        policy: What pushes travel as, as text.
-        token: What lets it in.
-        timeout: Seconds after which a silent shard is an error.
-        half: Whether weights come as float16.
-        returns: Whether to come again where a connection breaks.
-    """
-
-    worker: int
-    shards: int
-    fingerprint: str
-    policy: str
-    token: str
-    timeout: float
-    half: bool = False
-    returns: bool = False
-
-
-@dataclass
-class PushFlight:
-    """A push under way.
-
-    Attributes:
-        meta: What is known before.
-        sizes: Bytes of each piece.
-        ready: Numbers of the pieces, as they get ready; None says that the end is known.
-        end: What is known afterwards.
-        statistics: Running statistics that go with it.
-        messages: The pieces as they were sent, by number.
-    """
-
-    meta: dict[str, Any]
-    sizes: Sequence[int]
-    ready: queue.SimpleQueue[int | None] = field(default_factory=queue.SimpleQueue)
-    end: dict[str, Any] = field(default_factory=dict)
-    statistics: Tensor = field(default_factory=lambda: torch.empty(0))
-    messages: dict[int, Tensor] = field(default_factory=dict)
-
-
-class ShardLink:
-    """A worker's way to one shard.
-
-    Args:
-        number: Which shard.
-        address: Where it listens, `host:port`.
-        stripe: What it holds.
-        views: The pieces of the stripe in the worker's own parameters; 1-D, written to when weights come.
-        encoder: What compresses pushes; None for gradients as they are.
-        options: Who this is.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        address: str,
-        stripe: Stripe,
-        views: Sequence[Tensor],
-        encoder: PushEncoder | None,
-        options: LinkOptions,
-    ) -> None:
-        self.number, self.address, self.stripe = number, address, stripe
-        self.encoder = encoder
-        self._views, self._options = views, options
-        self._session = os.urandom(8).hex()
-        self._socket: socket.socket | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"shard-{number}")
-        self._half = torch.empty(stripe.count, dtype=torch.float16) if options.half else None
-        self.clock = 0
-        self.sequence = 0
-        self.sent = self.received = 0
-        #: Running statistics as they came last.
-        self.statistics = torch.empty(0)
-        self._rest = torch.empty(0, dtype=torch.uint8)
-        self._rows: int | None = None
-        self._buffers = 0
-
-    # ------------------------------------------------------------------ calls
-
-    def submit(self, call: Any, *arguments: Any) -> Future[Any]:
-        """Have the thread of this shard call something."""
-        return self._thread.submit(call, *arguments)
-
-    def hello(self, buffers: int, rows: int | None) -> dict[str, Any]:
-        """Come to the shard, and wait until it has weights, unless this is worker 0, which brings them.
-
-        Args:
-            buffers: How many running statistics the model has.
-            rows: Step after which this worker wants to know what each step did; None for never.
-
-        Returns:
-            What it said; `initialised` tells whether it has weights, which are then those of this worker.
-
-        Raises:
-            SyncError: It cannot be reached, or does not answer within the time-out.
-            UsageError: It serves another model.
-        """
-        self._rows, self._buffers = rows, buffers
-        with self._named():
-            self._connect()
-            self._say_hello(joins=True)
-            return self._welcomed()
-
-    def initialise(self, start: dict[str, Any]) -> dict[str, Any]:
-        """Bring the weights to a shard that has none.
-
-        Raises:
-            SyncError: The shard is gone.
-        """
-        with self._named():
-            self._send({"kind": "init"}, pack(start))
-            return self._welcomed()
-
-    def push(self, flight: PushFlight) -> dict[str, Any]:
-        """Send a gradient piece by piece, then its end, and wait for the weights.
-
-        Returns:
-            The answer.
-
-        Raises:
-            SyncError: The shard is gone.
-        """
-        self.sequence += 1
-        flight.meta |= {"kind": "push", "sequence": self.sequence, "clock": self.clock}
-        flight.meta["warm"] = self.encoder.warm if self.encoder is not None else []
-        try:
-            try:
-                self._stream(flight)
-                return self._answer()
-            except (OSError, Garbled) as error:
-                return self._again(flight, error)
-        except BaseException:
-            if self.encoder is not None:
-                self.encoder.rollback()
-            raise
-
-    def ask(self, meta: dict[str, Any], item: Any = None) -> tuple[dict[str, Any], Tensor]:
-        """Send a frame, and wait for one that is no `wait`.
-
-        Returns:
-            Its meta data and payload.
-
-        Raises:
-            SyncError: The shard is gone.
-        """
-        with self._named():
-            self._send(meta, *([] if item is None else [pack(item)]))
-            meta, length = self._next()
-            payload = torch.empty(length, dtype=torch.uint8)
-            self._read(bytes_of(payload))
-            return meta, payload
-
-    def unpack_rest(self) -> Any:
-        """What worker 0 had this shard tell everybody."""
-        return unpack(self._rest)
-
-    def send_coders(self) -> None:
-        """Tell the shard what its twins of this worker's coders must know, which has been loaded from a checkpoint."""
-        if self.encoder is not None:
-            with self._named():
-                self._send({"kind": "coders"}, pack(self.encoder.shared_state()))
-
-    def close(self, *, polite: bool = True) -> None:
-        """Leave."""
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                if polite:
-                    self._send({"kind": "bye"})
-                self._socket.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread that reads
-        self._thread.shutdown(wait=True, cancel_futures=True)
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-    # ------------------------------------------------------------------- parts
-
-    def _connect(self) -> None:
-        host, _, port = self.address.rpartition(":")
-        self._socket = socket.create_connection((host, int(port)), self._options.timeout)
-        tune(self._socket)
-
-    def _say_hello(self, *, joins: bool) -> None:
-        options = self._options
-        state = [] if self.encoder is None else self.encoder.shared_state()
-        meta = {
-            "kind": "hello",
-            "worker": options.worker,
-            "token": options.token,
-            "session": self._session,
-            "fingerprint": options.fingerprint,
-            "stripe": self.stripe.fingerprint,
-            "policy": options.policy,
-            "buffers": self._buffers,
-            "rows": self._rows,
-            "joins": joins,
-        }
-        self._send(meta, pack(state))
-
-    def _welcomed(self) -> dict[str, Any]:
-        meta, length = self._next()
-        if meta["kind"] != "welcome":
-            raise self._gone(Garbled(f"{meta['kind']} instead of a welcome"))
-        if meta["initialised"]:
-            if self.sequence == 0:
-                self.sequence = int(meta["sequence"])
-            self._take_weights(meta, length - int(meta["rest"]))
-            self._rest = torch.empty(int(meta["rest"]), dtype=torch.uint8)
-            self._read(bytes_of(self._rest))
-        return meta
-
-    def _stream(self, flight: PushFlight) -> None:
-        """Send the pieces as they get ready, in their order."""
-        total = sum(flight.sizes)
-        self._raw(memoryview(head_of(flight.meta | {"coded": self.encoder is not None}, total)))
-        waiting: set[int] = set()
-        ended = False
-        for number in range(len(flight.sizes)):
-            while number not in waiting and not ended:
-                came = flight.ready.get()
-                if came is None:
-                    ended = True
-                else:
-                    waiting.add(came)
-            if number not in flight.messages:
-                raise SyncError(f"the gradient of {self.stripe.pieces[number].label} was not handed over")
-            self._raw(bytes_of(self._message(flight, number)))
-        while not ended:
-            ended = flight.ready.get() is None
-        self._finish(flight)
-
-    def _message(self, flight: PushFlight, number: int) -> Tensor:
-        """A piece as it travels; it is encoded once, however often it is sent."""
-        message = flight.messages[number]
-        if self.encoder is not None and message.dtype != torch.uint8:
-            message = flight.messages[number] = self.encoder.encode(number, message)
-        return message
-
-    def _finish(self, flight: PushFlight) -> None:
-        statistics = [bytes_of(flight.statistics)] if flight.statistics.numel() else []
-        self._send({"kind": "end"} | flight.end, *statistics)
-
-    def _answer(self) -> dict[str, Any]:
-        while True:
-            meta, length = self._next()
-            if meta["kind"] != "weights":
-                raise Garbled(f"{meta['kind']} instead of weights")
-            self._take_weights(meta, length)
-            if meta["sequence"] == self.sequence:
-                break
-        if self.encoder is not None:
-            self.encoder.commit() if meta["applied"] else self.encoder.rollback()
-        return meta
-
-    def _again(self, flight: PushFlight, error: BaseException) -> dict[str, Any]:
-        """Come again, once, and repeat the push with the same number and the same bytes."""
-        if not self._options.returns:
-            raise self._gone(error) from error
-        while not flight.end:  # the end of the gradient is not known yet
-            if flight.ready.get() is None:
-                break
-        if self._socket is not None:
-            self._socket.close()
-        try:
-            self._connect()
-            clock = self.clock
-            self._say_hello(joins=False)
-            self._welcomed()
-            flight.meta["clock"] = clock  # it was computed on the weights of before
-            messages = [bytes_of(self._message(flight, number)) for number in range(len(flight.sizes))]
-            self._send(flight.meta | {"coded": self.encoder is not None}, *messages)
-            self._finish(flight)
-            return self._answer()
-        except (OSError, Garbled) as second:
-            raise self._gone(second) from second
-
-    def _take_weights(self, meta: dict[str, Any], length: int) -> None:
-        """Read weights into the parameters, and what comes behind them."""
-        statistics = 4 * int(meta["buffers"])
-        if length > statistics:
-            if self._half is None:
-                for view in self._views:
-                    self._read(bytes_of(view))
-            else:
-                self._read(bytes_of(self._half))
-                with torch.no_grad():
-                    for view, (first, last) in zip(self._views, self.stripe.ranges, strict=True):
-                        view.copy_(self._half[first:last])
-        if statistics:
-            self.statistics = torch.empty(statistics // 4)
-            self._read(bytes_of(self.statistics))
-        self.clock = int(meta["clock"])
-
-    # -------------------------------------------------------------------- wire
-
-    def _next(self) -> tuple[dict[str, Any], int]:
-        """Meta data of the next frame that is no `wait`."""
-        while True:
-            meta, length = read_head(self._open)
-            if meta["kind"] == "refused":
-                kind = UsageError if meta["error"] == "usage" else SyncError
-                raise kind(meta["what"], meta["why"], meta["fix"])
-            if meta["kind"] != "wait":
-                return meta, length
-
-    @property
-    def _open(self) -> socket.socket:
-        if self._socket is None:
-            raise ConnectionResetError("not connected")
-        return self._socket
-
-    def _read(self, into: memoryview) -> None:
-        read_exactly(self._open, into)
-        self.received += len(into)
-
-    def _send(self, meta: dict[str, Any], *payload: memoryview) -> None:
-        for part in frame_of(meta, *payload):
-            self._raw(part)
-
-    def _raw(self, part: memoryview) -> None:
-        self._open.sendall(part)
-        self.sent += len(part)
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Errors of the connection as what they mean to the user."""
-        try:
-            yield
-        except (OSError, Garbled) as error:
-            raise self._gone(error) from error
-
-    def _gone(self, error: BaseException) -> SyncError:
-        options = self._options
-        silent = isinstance(error, TimeoutError)
-        reason = f"did not answer within {options.timeout:g} s" if silent else f"is gone ({error})"
-        return SyncError(
-            f"shard {self.number} of {options.shards} at {self.address} {reason}, and worker {options.worker} needs it",
-            "Each shard holds a stripe of the parameters that nobody else has.",
-            "A launched job restarts from its last checkpoint; else start it again with --resume.",
-        )
+from hybridpar.server.wire import unpack
 
 
 class Links:
     """A worker's ways to all shards.
 
+    Gradients leave for the shards of one process one after the other, from the last layers to the first, and for
+    different processes side by side.
+
     Args:
         links: By the shard's number.
+        hosts: Number of processes; shard n is at process n modulo it. Default: as many as there are shards.
     """
 
-    def __init__(self, links: Sequence[ShardLink]) -> None:
+    def __init__(self, links: Sequence[ShardLink], hosts: int | None = None) -> None:
         self.links = tuple(links)
+        self._hosts = len(self.links) if hosts is None else hosts
         self._flights: list[PushFlight] = []
         self._futures: list[Future[dict[str, Any]]] = []
 
@@ -397,8 +39,9 @@ class Links:
         return _results(futures)
 
     def initialise(self, starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Bring the weights to all shards."""
-        return _results([link.submit(link.initialise, one) for link, one in zip(self.links, starts, strict=True)])
+        """Bring the weights to all shards that have none."""
+        pairs = zip(self.links, starts, strict=True)
+        return _results([link.submit(link.initialise, one) for link, one in pairs if not link.has_weights])
 
     def begin_push(self, rate: float) -> None:
         """A backward pass is about to make a gradient."""
@@ -409,6 +52,12 @@ class Links:
             PushFlight({"rate": rate}, link.encoder.sizes if link.encoder is not None else _plain_sizes(link.stripe))
             for link in self.links
         ]
+        for number, flight in enumerate(self._flights):
+            follower = number + self._hosts
+            if follower < len(self._flights):
+                flight.turn = self._flights[follower].gone
+            else:
+                flight.turn.set()
         self._futures = [link.submit(link.push, flight) for link, flight in zip(self.links, self._flights, strict=True)]
 
     def ready(self, shard: int, piece: int, gradient: Tensor) -> None:
@@ -486,17 +135,3 @@ def _results(futures: Sequence[Future[Any]]) -> list[Any]:
     if problems:
         raise next((error for error in problems if isinstance(error, UsageError)), problems[0])
     return done
-
-
-def wait_for_key(store: Any, key: str, timeout: float) -> str:
-    """What somebody writes under a key of a store of torch.distributed, once it is there.
-
-    Raises:
-        SyncError: Nobody does within the time-out.
-    """
-    deadline = time.monotonic() + timeout
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise SyncError(f"nobody wrote {key!r} within {timeout:g} s", "All processes of a job must be started.")
-        time.sleep(0.02)
-    return str(store.get(key).decode())

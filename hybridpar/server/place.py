@@ -10,14 +10,14 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from hybridpar.errors import LaunchError, UsageError
-from hybridpar.server.link import wait_for_key
 from hybridpar.server_config import ServerConfig
+from hybridpar.errors import LaunchError, SyncError, UsageError
 
 #: Set by our launcher for a process that takes the place of one that died.
 JOINS_VARIABLE = "HYBRIDPAR_JOINS"
@@ -42,8 +42,8 @@ class Place:
     joins: bool = False
 
     @property
-    def shard(self) -> int | None:
-        """The shard that this process serves, if it does."""
+    def host(self) -> int | None:
+        """Number of this process among those that hold shards, if it does."""
         if self.servers == 0:
             return self.rank
         return self.rank - self.workers if self.rank >= self.workers else None
@@ -54,29 +54,29 @@ class Place:
         return self.rank < self.workers
 
     @property
-    def shards(self) -> int:
-        """Number of shards."""
+    def hosts(self) -> int:
+        """Processes that hold shards. Shard n is at host n modulo their number."""
         return self.servers or self.workers
 
-    def publish(self, address: str, token: str) -> None:
-        """Tell where this process's shard listens, and what lets a worker in."""
-        self.store.set(f"shard/{self.shard}", f"{address} {token}")
+    def publish(self, shard: int, address: str, token: str) -> None:
+        """Tell where a shard of this process listens, and what lets a worker in."""
+        self.store.set(f"shard/{shard}", f"{address} {token}")
 
-    def wait_for(self, key: str, timeout: float) -> None:
-        """Wait until another process has set a key.
+    def wait_for(self, key: str, timeout: float) -> str:
+        """What another process has set under a key, once it has.
 
         Raises:
             SyncError: Nobody does within the time-out.
         """
-        wait_for_key(self.store, key, timeout)
+        return wait_for_key(self.store, key, timeout)
 
-    def find(self, timeout: float) -> list[tuple[str, str]]:
+    def find(self, shards: int, timeout: float) -> list[tuple[str, str]]:
         """Address and token of every shard.
 
         Raises:
             SyncError: One did not appear within the time-out.
         """
-        found = [wait_for_key(self.store, f"shard/{number}", timeout) for number in range(self.shards)]
+        found = [wait_for_key(self.store, f"shard/{number}", timeout) for number in range(shards)]
         return [(address, token) for address, _, token in (entry.partition(" ") for entry in found)]
 
 
@@ -108,17 +108,40 @@ def find_own_place(config: ServerConfig, timeout: float) -> Place:
             "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must describe a job whose processes reach each other.",
             "Start with `hybridpar train --workers N`, or with torchrun.",
         ) from error
-    attempt = os.environ.get("HYBRIDPAR_ATTEMPT", os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    # Several launchers, one per host, count their restarts apart, so that the number names no attempt.
+    alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
+    attempt = os.environ.get("HYBRIDPAR_ATTEMPT", restarts)
     apart = dist.PrefixStore(f"servers-{attempt}", store)  # type: ignore[attr-defined]
     return Place(rank, size - servers, servers, apart, joins)
 
 
 def own_host() -> str:
     """The address of this host by which the others of the job reach it."""
-    master = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    host = _address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    if host.startswith("127.") and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        return _address_towards("192.0.2.1")  # by no name of ours: an address that is nobody's, RFC 5737
+    return host
+
+
+def _address_towards(other: str) -> str:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((master, 9))  # sends nothing; it only chooses the interface
+            probe.connect((other, 9))  # sends nothing; it only chooses the interface
             return str(probe.getsockname()[0])
     except OSError:
         return "127.0.0.1"
+
+
+def wait_for_key(store: Any, key: str, timeout: float) -> str:
+    """What somebody writes under a key of a store of torch.distributed, once it is there.
+
+    Raises:
+        SyncError: Nobody does within the time-out.
+    """
+    deadline = time.monotonic() + timeout
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise SyncError(f"nobody wrote {key!r} within {timeout:g} s", "All processes of a job must be started.")
+        time.sleep(0.02)
+    return str(store.get(key).decode())

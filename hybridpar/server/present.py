@@ -12,7 +12,7 @@ import torch
 
 from hybridpar.errors import SyncError
 from hybridpar.pipeline.world import World
-from hybridpar.server.link import ShardLink
+from hybridpar.server.shard_link import ShardLink
 from hybridpar.server.wire import unpack
 
 

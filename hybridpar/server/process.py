@@ -1,8 +1,7 @@
-"""Why: a server is a process like any other of the job, or a thread beside a worker that masters a stripe itself."""
+"""Why: a server is a process like any other of the job, or threads beside a worker that masters a stripe itself."""
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from types import TracebackType
@@ -12,37 +11,89 @@ import torch
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError
-from hybridpar.server.optimize import optimizer_of
+from hybridpar.server.peers import ServerOptions
 from hybridpar.server.place import Place, own_host
 from hybridpar.server.rules import Rules
-from hybridpar.server.serve import ServerOptions, ShardServer
+from hybridpar.server.serve import ShardServer
+from hybridpar.server.stripe_optimizer import optimizer_of
 
-_log = logging.getLogger(__name__)
+#: Where worker 0 tells how many shards a process holds, which follows from the model.
+_PARTS = "parts"
 
 
-def open_server(config: TrainConfig, place: Place) -> ShardServer:
-    """Open the shard that is this process's, and tell the others where it is.
+class OwnShards:
+    """The shards of this process, each on a thread; a context manager that stays until all workers have left.
+
+    Args:
+        config: The run's options.
+        place: What this process is.
+        parts: How many shards a process holds.
 
     Raises:
         UsageError: The options contradict the number of workers.
     """
-    assert place.shard is not None
-    options = ServerOptions(
-        number=place.shard,
-        shards=place.shards,
-        rules=Rules.of(config, place.workers),
-        optimizer=optimizer_of(config),
-        policy=read_policy(config.compress),
-        half=config.pull == "fp16",
-        token=os.urandom(16).hex(),
-        timeout=config.timeout,
-    )
-    server = ShardServer(options, own_host())
-    place.publish(server.address, options.token)
-    return server
+
+    def __init__(self, config: TrainConfig, place: Place, parts: int) -> None:
+        assert place.host is not None
+        self._timeout = config.timeout
+        self._given_up = threading.Event()
+        self._problems: list[HybridparError] = []
+        servers = []
+        for number in range(place.host, place.hosts * parts, place.hosts):
+            options = ServerOptions(
+                number=number,
+                shards=place.hosts * parts,
+                rules=Rules.of(config, place.workers),
+                optimizer=optimizer_of(config),
+                policy=read_policy(config.compress),
+                half=config.pull == "fp16",
+                token=os.urandom(16).hex(),
+                timeout=config.timeout,
+            )
+            servers.append(ShardServer(options, own_host()))
+            place.publish(number, servers[-1].address, options.token)
+        self._threads = [threading.Thread(target=self._serve, args=(one,), daemon=True) for one in servers]
+        for thread in self._threads:
+            thread.start()
+
+    def _serve(self, server: ShardServer) -> None:
+        try:
+            server.run(self._given_up.is_set)
+        except HybridparError as error:  # all workers have been told
+            self._problems.append(error)
+            self._given_up.set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until all workers have left.
+
+        Raises:
+            SyncError: An update waits for a worker that is gone.
+        """
+        for thread in self._threads:
+            thread.join(timeout)
+        if self._problems:
+            raise self._problems[0]
+
+    def __enter__(self) -> OwnShards:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Serve until the others have left, too; after an error they will fail with this worker."""
+        if error is not None:
+            self._given_up.set()
+        for thread in self._threads:
+            thread.join(self._timeout)
+        self._given_up.set()
 
 
-def serve_shard(config: TrainConfig, place: Place) -> None:
+def tell_parts(place: Place, parts: int) -> None:
+    """Worker 0: tell the servers how many shards each of them holds."""
+    place.store.set(_PARTS, str(parts))
+
+
+def serve_shards(config: TrainConfig, place: Place) -> None:
     """Be a server until all workers have left.
 
     Raises:
@@ -50,39 +101,7 @@ def serve_shard(config: TrainConfig, place: Place) -> None:
     """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
-    open_server(config, place).run()
-
-
-class OwnShard:
-    """A shard on a thread of this worker.
-
-    Args:
-        config: The run's options.
-        place: What this process is.
-    """
-
-    def __init__(self, config: TrainConfig, place: Place) -> None:
-        self._server = open_server(config, place)
-        self._given_up = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shard", daemon=True)
-        self._timeout = config.timeout
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._server.run(self._given_up.is_set)
-        except HybridparError as error:
-            _log.debug("the shard of this worker ended: %s", error)  # all workers have been told, this one too
-
-    def __enter__(self) -> OwnShard:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Serve until the others have left, too; after an error they will fail with us."""
-        if error is not None:
-            self._given_up.set()
-        self._thread.join(self._timeout)
-        self._given_up.set()
-        self._thread.join(5)
+    # Worker 0 says it once it has data and model, which may have to be downloaded; the launcher ends us if it dies.
+    parts = int(place.wait_for(_PARTS, float("inf")))
+    with OwnShards(config, place, parts) as own:
+        own.wait()

@@ -1,89 +1,36 @@
 """Why: a shard takes one call at a time, so whoever brings it messages from many workers does so from one thread.
 
-The loop waits for all sockets together and works through what has come in the order in which it came, which makes the
-server the single writer of its stripe without any lock. It never waits for one worker: what cannot be sent yet is sent
-when the socket takes it. To a worker that has to wait for others it says so now and then, so that the worker can tell a
-server that waits from one that is gone.
+The server is the single writer of its stripe (`hybridpar.server.loop`). To a worker that has to wait for others it says
+so now and then, so that the worker can tell a server that waits from one that is gone.
 """
 
 from __future__ import annotations
 
-import logging
-import selectors
-import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress import Policy
 from hybridpar.errors import HybridparError, SyncError, UsageError
 from hybridpar.server.encoding import PushDecoder
+from hybridpar.server.loop import SocketLoop
 from hybridpar.server.meetings import Meetings
-from hybridpar.server.rules import Rules
+from hybridpar.server.peers import Peer, ServerOptions, refusal
 from hybridpar.server.running import RunningBuffers
-from hybridpar.server.shard import Answer, OptimizerOf, Push, Shard
+from hybridpar.server.shard import Answer, Push, Shard
 from hybridpar.server.stripes import Piece, Stripe
-from hybridpar.server.wire import Connection, Frame, Garbled, bytes_of, frame_of, pack
-
-_log = logging.getLogger(__name__)
+from hybridpar.server.wire import Connection, Frame, Garbled, bytes_of, pack
 
 #: How often a worker that waits is told so, as a part of the time-out.
 _TELL = 0.2
 
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """What a server must know before anybody has come.
-
-    Attributes:
-        number: Which shard it is, from 0.
-        shards: How many there are.
-        rules: What to do with gradients.
-        optimizer: Makes the optimizer.
-        policy: What pushes travel as.
-        half: Whether weights are sent as float16.
-        token: What a worker must know to be let in.
-        timeout: Seconds after which a silent worker is an error, where others wait for it.
-    """
-
-    number: int
-    shards: int
-    rules: Rules
-    optimizer: OptimizerOf
-    policy: Policy
-    half: bool
-    token: str
-    timeout: float
+#: How many time-outs workers wait for one that is busy with other things than a gradient.
+_PATIENCE = 10
 
 
-@dataclass
-class _Peer:
-    """A worker that is connected.
-
-    Attributes:
-        session: Names the process, so that one that lost its connection is told from its successor.
-        clock: Of the weights that it has; None where it has none of this shard.
-        end: Push that has arrived but for its end.
-        told: When it was last told anything.
-        saved: The last wish to save that it has been told.
-        rows: Step up to which it has been told what the steps did; None for one that does not want to know.
-    """
-
-    connection: Connection
-    session: str
-    decoder: PushDecoder
-    clock: int | None = None
-    push: Frame | None = None
-    told: float = field(default_factory=time.monotonic)
-    saved: int = 0
-    rows: int | None = None
-
-
-class ShardServer:
+class ShardServer(SocketLoop):
     """Serves one shard until all workers have left.
 
     Args:
@@ -95,33 +42,25 @@ class ShardServer:
     def __init__(
         self, options: ServerOptions, host: str = "127.0.0.1", clock: Callable[[], float] = time.monotonic
     ) -> None:
+        super().__init__(host)
         self._options = options
         self._now = clock
-        self._selector = selectors.DefaultSelector()
-        self._listener = socket.create_server((host, 0), backlog=128)
-        self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self.host, self.port = host, int(self._listener.getsockname()[1])
         self.shard: Shard | None = None
         self._buffers = RunningBuffers(options.rules)
         self._rest: bytes = b""
         self._expected: dict[str, Any] | None = None
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         self._early: dict[int, tuple[Connection, Frame]] = {}  # came before there were weights
         self._past: dict[tuple[int, str], tuple[int, PushDecoder]] = {}
         self._meetings = Meetings()
         self._seen = False
+        self._farewell = False  # whether who left last had finished
+        self._alone_since: float | None = None
         self._stop = False
         self._save = 0
         self._news: list[str] = []
         self._waiting_since: float | None = None
         self._weights: tuple[int, Tensor] | None = None
-        self._received = self._sent = 0
-
-    @property
-    def address(self) -> str:
-        """What a worker needs to come here."""
-        return f"{self.host}:{self.port}"
 
     # -------------------------------------------------------------------- loop
 
@@ -135,68 +74,44 @@ class ShardServer:
             SyncError: An update waits for a worker that is gone, or silent.
         """
         try:
-            while not give_up() and not (self._seen and not self._peers and not self._early):
-                self._turn(0.05 if self._peers else 0.2)
+            while not give_up() and not self._is_over():
+                self.turn(0.05)
+                self._keep_time()
         except HybridparError as error:
             self._tell_all(error)
             raise
         finally:
             self.close()
 
-    def _turn(self, seconds: float) -> None:
-        for key, events in self._selector.select(seconds):
-            if key.data is None:
-                self._accept()
-                continue
-            connection: Connection = key.data
-            try:
-                if events & selectors.EVENT_WRITE:
-                    connection.flush()
-                if events & selectors.EVENT_READ:
-                    for frame in connection.read():
-                        self._handle(connection, frame)
-                self._watch(connection)
-            except (OSError, Garbled) as error:
-                self._lost(connection, error)
-        self._keep_time()
+    def _is_over(self) -> bool:
+        """Whether everybody has said good-bye, or nobody has come back who went without."""
+        if not self._seen or self._peers or self._early:
+            self._alone_since = None
+            return False
+        if self._farewell:
+            return True
+        now = self._now()
+        self._alone_since = self._alone_since or now
+        if now - self._alone_since > self._options.timeout:
+            raise SyncError(
+                f"no worker came back to shard {self._options.number} within {self._options.timeout:g} s",
+                "A server without workers has nothing to do.",
+                "Start the run again with --resume.",
+            )
+        return False
 
-    def _accept(self) -> None:
-        try:
-            accepted, _ = self._listener.accept()
-        except OSError:
-            return
-        self._selector.register(accepted, selectors.EVENT_READ, Connection(accepted))
-
-    def _watch(self, connection: Connection) -> None:
-        """Wait for a socket to take more only while there is more."""
-        if connection.socket.fileno() < 0:
-            return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.sending else 0)
-        self._selector.modify(connection.socket, events, connection)
-
-    def _send(self, peer: _Peer, meta: dict[str, Any], *payload: memoryview) -> None:
+    def _send(self, peer: Peer, meta: dict[str, Any], *payload: memoryview) -> None:
         peer.told = self._now()
-        self._send_to(peer.connection, meta, *payload)
+        self.send(peer.connection, meta, *payload)
 
-    def _send_to(self, connection: Connection, meta: dict[str, Any], *payload: memoryview) -> None:
-        try:
-            connection.send(frame_of(meta, *payload))
-            self._watch(connection)
-        except OSError as error:
-            self._lost(connection, error)
+    def lost(self, connection: Connection, error: BaseException) -> None:
+        """See `SocketLoop`: a worker is gone without a good-bye.
 
-    def _drop(self, connection: Connection) -> None:
-        self._received += connection.received
-        self._sent += connection.sent
-        connection.received = connection.sent = 0
-        if connection.socket.fileno() >= 0:
-            self._selector.unregister(connection.socket)
-            connection.close()
-
-    def _lost(self, connection: Connection, error: BaseException) -> None:
-        """A connection ended without a good-bye."""
+        Raises:
+            SyncError: An update waits for it.
+        """
         worker = connection.worker
-        self._drop(connection)
+        self.drop(connection)
         self._early = {number: held for number, held in self._early.items() if held[0] is not connection}
         if worker is None or worker not in self._peers or self._peers[worker].connection is not connection:
             return
@@ -208,6 +123,7 @@ class ShardServer:
                 "A launched job restarts from its last checkpoint; --sync ps-async goes on without the worker.",
             )
         self._news.append(f"{text}; the others go on")
+        self._farewell = False
         self._leave(worker)
 
     def _leave(self, worker: int) -> None:
@@ -227,7 +143,10 @@ class ShardServer:
             for connection, _ in list(self._early.values()):
                 self._tell_waiting(connection, now)
             return
-        waiting = {*shard.waiting, *self._meetings.waiting}
+        pushed, met = set(shard.waiting), self._meetings.waiting
+        waiting = pushed | met
+        # Who is not at a meeting may be busy with something that takes its time, such as testing.
+        limit = self._options.timeout * (1 if pushed or self._options.rules.barrier else _PATIENCE)
         for worker in waiting:
             peer = self._peers.get(worker)
             if peer is not None and now - peer.told > _TELL * self._options.timeout:
@@ -236,13 +155,13 @@ class ShardServer:
             self._waiting_since = None
         elif self._waiting_since is None:
             self._waiting_since = now
-        elif now - self._waiting_since > self._options.timeout:
+        elif now - self._waiting_since > limit:
             self._end_waiting(waiting)
 
     def _tell_waiting(self, connection: Connection, now: float) -> None:
         if now - connection.told > _TELL * self._options.timeout:
             connection.told = now
-            self._send_to(connection, {"kind": "wait"})
+            self.send(connection, {"kind": "wait"})
 
     def _end_waiting(self, waiting: set[int]) -> None:
         """Somebody keeps others waiting for longer than the time-out."""
@@ -260,33 +179,19 @@ class ShardServer:
             )
         for worker in silent:
             self._news.append(f"worker {worker} did not answer within {self._options.timeout:g} s; the others go on")
-            self._drop(self._peers[worker].connection)
+            self.drop(self._peers[worker].connection)
             self._leave(worker)
 
     def _tell_all(self, error: HybridparError) -> None:
         """Tell everybody why it ends, as far as they still listen."""
-        meta = _refusal(error)
-        for connection in [peer.connection for peer in self._peers.values()] + [
-            held[0] for held in self._early.values()
-        ]:
-            try:
-                connection.socket.setblocking(True)
-                connection.socket.settimeout(1.0)
-                connection.send(frame_of(meta))
-            except OSError:
-                continue
-
-    def close(self) -> None:
-        """Close all sockets."""
-        for key in list(self._selector.get_map().values()):
-            if key.data is not None:
-                key.data.close()
-        self._listener.close()
-        self._selector.close()
+        early = [connection for connection, _ in self._early.values()]
+        for connection in [*(peer.connection for peer in self._peers.values()), *early]:
+            self.send_last(connection, refusal(error))
 
     # ------------------------------------------------------------------ frames
 
-    def _handle(self, connection: Connection, frame: Frame) -> None:
+    def handle(self, connection: Connection, frame: Frame) -> None:
+        """See `SocketLoop`."""
         kind = frame.kind
         if kind == "hello":
             self._hello(connection, frame)
@@ -297,7 +202,9 @@ class ShardServer:
         if kind == "init":
             self._initialise(frame)
             return
-        peer = self._peers[worker]
+        peer = self._peers.get(worker)
+        if peer is None or peer.connection is not connection:
+            raise Garbled(f"a {kind} of one that was not let in")
         if kind == "push":
             peer.push = frame
         elif kind == "end":
@@ -311,8 +218,9 @@ class ShardServer:
             assert self.shard is not None
             peer.decoder = PushDecoder(self._options.policy, self.shard.stripe, frame.unpack())
         elif kind == "bye":
+            self._farewell = True
             self._leave(worker)
-            self._drop(connection)
+            self.drop(connection)
         else:
             raise Garbled(f"a frame of kind {kind!r}")
 
@@ -334,8 +242,8 @@ class ShardServer:
                 "what gradients travel as.",
                 "Start all workers with the same command and the same code.",
             )
-            self._send_to(connection, _refusal(error))
-            self._drop(connection)
+            self.send(connection, refusal(error))
+            self.drop(connection)
             return
         self._seen = True
         connection.worker = worker
@@ -344,21 +252,21 @@ class ShardServer:
         else:
             self._early[worker] = connection, frame
             if worker == 0:
-                self._send_to(connection, {"kind": "welcome", "initialised": False})
+                self.send(connection, {"kind": "welcome", "initialised": False})
 
     def _welcome(self, connection: Connection, frame: Frame) -> None:
         shard, worker, session = self.shard, connection.worker, str(frame.meta["session"])
         assert shard is not None
         assert worker is not None
         if worker in self._peers:  # it comes again before its old connection was missed
-            self._drop(self._peers[worker].connection)
+            self.drop(self._peers[worker].connection)
             self._leave(worker)
         sequence, decoder = self._past.pop((worker, session), (0, None))
         if decoder is None:
             decoder = PushDecoder(self._options.policy, shard.stripe, frame.unpack())
             if not self._options.rules.barrier and shard.taken and frame.meta.get("joins", True):
                 self._news.append(f"worker {worker} has joined at step {shard.step}")
-        peer = _Peer(connection, session, decoder, clock=shard.clock, saved=self._save)
+        peer = Peer(connection, session, decoder, clock=shard.clock, saved=self._save)
         peer.rows = frame.meta.get("rows")
         self._peers[worker] = peer
         shard.join(worker, sequence)
@@ -391,7 +299,7 @@ class ShardServer:
         for worker in sorted(early):
             self._welcome(*early[worker])
 
-    def _end_push(self, worker: int, peer: _Peer, frame: Frame) -> None:
+    def _end_push(self, worker: int, peer: Peer, frame: Frame) -> None:
         """All of a push is there."""
         shard, arrived = self.shard, peer.push
         assert shard is not None
@@ -400,7 +308,7 @@ class ShardServer:
         peer.push = None
         meta = {**arrived.meta, **frame.meta}
         self._stop |= bool(meta["stop"])
-        if meta["save"] and not shard.done:  # else some have heard their last answer, and would not come
+        if meta["save"] and not shard.done and not self._stop:  # else some have heard their last answer
             self._save += 1
         push = Push(
             worker,
@@ -418,8 +326,10 @@ class ShardServer:
             gradient = torch.empty(shard.stripe.count)
             if meta["coded"]:
                 peer.decoder.decode(arrived.payload, gradient, meta["warm"])
-            else:
+            elif arrived.payload.numel() == 4 * shard.stripe.count:
                 gradient = arrived.payload.view(torch.float32)
+            else:
+                raise Garbled(f"a gradient of {arrived.payload.numel()} bytes for a stripe of {shard.stripe.count}")
             self._buffers.take(worker, frame.payload)
         answers = shard.push(push, gradient)
         if answers:
@@ -462,6 +372,8 @@ class ShardServer:
         """The weights as they are to be sent. They must not change on their way, so there is a copy of each state."""
         shard = self.shard
         assert shard is not None
+        if self._options.rules.barrier and not self._options.half:
+            return bytes_of(shard.values)  # which change when everybody has got them and pushed again
         if self._weights is None or self._weights[0] != shard.clock:
             self._weights = shard.clock, shard.values.half() if self._options.half else shard.values.clone()
         return bytes_of(self._weights[1])
@@ -477,14 +389,14 @@ class ShardServer:
                     meta = {"kind": "gathered", "tag": tag, "workers": workers, "sizes": sizes}
                     self._send(peer, meta, *(bytes_of(messages[one]) for one in workers))
 
-    def _send_state(self, peer: _Peer) -> None:
+    def _send_state(self, peer: Peer) -> None:
         """Everything that a checkpoint keeps of this shard."""
         shard = self.shard
         assert shard is not None
         live = [one.connection for one in self._peers.values()]
         traffic = {
-            "received": self._received + sum(one.received for one in live),
-            "sent": self._sent + sum(one.sent for one in live),
+            "received": self.received + sum(one.received for one in live),
+            "sent": self.sent + sum(one.sent for one in live),
         }
         state = shard.state_dict() | {"buffers": self._buffers.values.clone(), "traffic": traffic}
         meta: dict[str, Any] = {"kind": "state"}
@@ -492,8 +404,3 @@ class ShardServer:
             meta["rows"] = shard.ledger.rows_after(peer.rows)
             peer.rows = shard.step
         self._send(peer, meta, pack(state))
-
-
-def _refusal(error: HybridparError) -> dict[str, Any]:
-    kind = "usage" if isinstance(error, UsageError) else "sync"
-    return {"kind": "refused", "error": kind, "what": error.what, "why": error.why, "fix": error.fix}

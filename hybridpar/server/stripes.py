@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from hybridpar.errors import UsageError
 from hybridpar.pipeline.buckets import flat_view, is_dense
 
+#: With more, little would be gained: of n parts all but 1 / n of the way back is hidden.
+_MOST_PARTS = 6
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -84,6 +87,19 @@ class Stripe:
     def fingerprint(self) -> str:
         """Equal for stripes of the same pieces."""
         return hashlib.sha256(repr([astuple(piece) for piece in self.pieces]).encode()).hexdigest()[:16]
+
+
+def parts_of_a_host(parameters: int, hosts: int) -> int:
+    """How many shards a process is to hold.
+
+    Several are served one after the other: while one still takes gradients in, the one before gives weights back, and a
+    link carries both ways at a time.
+
+    Args:
+        parameters: Number of trained parameters.
+        hosts: Processes that hold shards.
+    """
+    return max(1, min(_MOST_PARTS, parameters // hosts))
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

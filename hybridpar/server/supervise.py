@@ -192,9 +192,9 @@ def _until_something_fails(
         if time.monotonic() > deadline:
             return None, joined
         codes = {rank: process.poll() for rank, process in job.processes.items()}
-        if all(codes[rank] is not None for rank in range(job.workers)) and not any(
-            codes[r] for r in range(job.workers)
-        ):
+        if verdict.exists():
+            return None, joined
+        if all(codes[rank] is not None for rank in range(job.workers)) and not any(codes[r] for r in range(job.workers)):
             return _servers_end(job), joined
         bad = [rank for rank, code in codes.items() if code not in (None, 0)]
         if not bad:

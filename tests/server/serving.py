@@ -21,9 +21,11 @@ from hybridpar.models import model_fingerprint
 from hybridpar.server import PushEncoder, Rules, cut_model, described_parameters, optimizer_of
 from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.learner import Learner
-from hybridpar.server.link import LinkOptions, Links, ShardLink
+from hybridpar.server.link import Links
 from hybridpar.server.running import flat_buffers, put_buffers
-from hybridpar.server.serve import ServerOptions, ShardServer
+from hybridpar.server.shard_link import LinkOptions, ShardLink
+from hybridpar.server.peers import ServerOptions
+from hybridpar.server.serve import ShardServer
 from hybridpar.server.stripes import piece_views, trained_parameters
 
 TOKEN = "let me in"
@@ -123,6 +125,7 @@ class Worker:
         limit: int = 10**6,
         returns: bool | None = None,
         facts: dict[str, Any] | None = None,
+        hosts: int | None = None,
     ) -> None:
         self.number, self.model, self.rules = number, model, rules
         shards = len(served.servers)
@@ -143,7 +146,8 @@ class Worker:
                     ),
                 )
                 for k, server in enumerate(served.servers)
-            ]
+            ],
+            hosts,
         )
         self._limit, self._facts = limit, facts or {}
         self.learner: Learner | None = None

@@ -55,11 +55,11 @@ def oracle(workers, steps):
     return model
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards):
+@pytest.mark.parametrize(("shards", "hosts"), [(1, 1), (3, 3), (5, 2)])
+def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards, hosts):
     rules = Rules.synchronous(3)
     with serving(rules, shards) as served:
-        team, results = train(served, rules, 3, 4)
+        team, results = train(served, rules, 3, 4, hosts=hosts)
         expected = oracle(3, 4)
         for worker in team:
             assert same(worker.model, expected)
@@ -292,7 +292,10 @@ def test_strangers_are_not_let_in_and_hurt_nobody():
             stranger = socket.create_connection(("127.0.0.1", served.servers[0].port))
             stranger.sendall(rubbish)
             stranger.settimeout(5)
-            assert stranger.recv(10) == b""
+            try:
+                assert stranger.recv(10) == b""
+            except ConnectionResetError:
+                pass  # closed with bytes unread
             stranger.close()
         assert worker.step(3).applied
         worker.close()

@@ -1,0 +1,61 @@
+"""Why: a request that contradicts itself is refused before anything is started, with the rule and what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridpar.config import TrainConfig
+from hybridpar.errors import UsageError
+from hybridpar.server import Rules
+from hybridpar.trainer import Trainer
+from tests.small_nets import plain
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"sync": "softsync:0", "workers": 3}, "softsync:0 with 3 workers"),
+        ({"sync": "softsync:4", "workers": 3}, "softsync:4 with 3 workers"),
+        ({"sync": "softsync"}, "--sync is 'softsync'"),
+        ({"sync": "softsync:x"}, "--sync is 'softsync:x'"),
+        ({"sync": "pss"}, "--sync is 'pss'"),
+        ({"sync": "ps", "staleness": "inverse"}, "--staleness inverse with --sync ps"),
+        ({"sync": "ps", "max_staleness": 3}, "--max-staleness 3 with --sync ps"),
+        ({"staleness": "none"}, "--staleness none with --sync allreduce"),
+        ({"servers": 2}, "--servers with --sync allreduce"),
+        ({"pull": "fp16"}, "--pull with --sync allreduce"),
+        ({"sync": "ps", "servers": -1}, "--servers is -1"),
+        ({"sync": "ps-async", "max_staleness": -1}, "--max-staleness is -1"),
+        ({"sync": "ps", "stages": 2}, "--stages or --plan with --sync ps"),
+        ({"sync": "ps", "clip_norm": 1.0}, "--clip-norm with --sync ps"),
+        ({"sync": "ps", "compress": "auto"}, "--compress auto with --sync ps"),
+        ({"sync": "ps", "batch_norm": "sync"}, "--batch-norm sync with --sync ps"),
+        ({"sync": "ps", "kernels": "auto"}, "--kernels with --sync ps"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(options, what):
+    with pytest.raises(UsageError) as refused:
+        TrainConfig(**options).check()
+    assert what in refused.value.what
+    assert refused.value.why
+
+
+@pytest.mark.parametrize(
+    ("sync", "workers", "collect", "barrier"),
+    [("ps", 3, 3, True), ("ps-async", 3, 1, False), ("softsync:1", 5, 5, False), ("softsync:2", 5, 2, False)],
+)
+def test_modes_as_rules(sync, workers, collect, barrier):
+    config = TrainConfig(sync=sync, workers=workers)
+    config.check()
+    rules = Rules.of(config, workers)
+    assert (rules.learners, rules.collect, rules.barrier) == (workers, collect, barrier)
+
+
+def test_the_default_of_staleness_is_the_papers():
+    assert Rules.of(TrainConfig(sync="ps-async"), 4).scale(5, 4) == 1 / 5
+    assert Rules.of(TrainConfig(sync="ps-async", staleness="mean"), 4).scale(5, 4) == 1 / 4
+
+
+def test_a_trainer_says_where_servers_are_to_be_had():
+    with pytest.raises(UsageError, match="hybridpar train --sync"):
+        Trainer(plain(), config=TrainConfig(sync="ps"))

@@ -1,0 +1,117 @@
+"""Why: a run with servers must leave what every run leaves, whoever dies, and be resumed by whatever comes next."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridpar.checkpoint import load_checkpoint
+from hybridpar.observe import read_metrics
+from tests.ranks import run_ranks
+from tests.runs import assert_same_state, check_run, saved_state, train, train_rank
+from tests.server.jobs import ends, job, pids, store, train_process
+
+
+def run(run_dir: Path, size: int, model: str = "plain", **options):
+    with store() as port:
+        assert run_ranks(train_process, size, port, run_dir, model, options) == [0] * size
+
+
+def parameters(run_dir: Path) -> dict[str, torch.Tensor]:
+    return {name: own for name, own in saved_state(run_dir).items() if "running" not in name and "num_" not in name}
+
+
+def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
+    assert run_ranks(train_rank, 2, tmp_path / "plain", "plain", None, {}) == [0, 0]
+    run(tmp_path / "served", 3, sync="ps")
+    run(tmp_path / "masters", 2, sync="ps", servers=0)
+    plain, served, masters = (parameters(tmp_path / name) for name in ("plain", "served", "masters"))
+    assert plain.keys() == served.keys() == masters.keys()
+    for name in plain:
+        torch.testing.assert_close(served[name], plain[name], rtol=1e-5, atol=1e-6)
+        assert torch.equal(served[name], masters[name])
+    summary = check_run(tmp_path / "served", steps=12)
+    assert (summary["sync"], summary["servers"], summary["workers"]) == ("ps", 1, 2)
+    assert summary["staleness"] == {"mean": 0.0, "most": 0, "histogram": {"0": 24}}
+    assert summary["bytes_sent_per_step"] > 4 * 1000
+    assert summary["bytes_pulled_per_step"] > 4 * 1000
+    assert (tmp_path / "served" / "staleness.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("codec", ["none", "onebit:least=1"])
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, codec):
+    options = {"sync": "ps", "compress": codec}
+    run(tmp_path / "whole", 3, "dropping", **options)
+    run(tmp_path / "halves", 3, "dropping", steps=7, lr_schedule="constant", **options)
+    run(tmp_path / "other", 3, "dropping", lr_schedule="constant", **options)
+    run(tmp_path / "halves", 3, "dropping", lr_schedule="constant", resume=True, **options)
+    assert_same_state(tmp_path / "halves", tmp_path / "other")
+    summary = check_run(tmp_path / "halves", steps=12)
+    assert summary["resumed_from"] == 7
+
+
+def test_any_layout_resumes_any_checkpoint(tmp_path):
+    run(tmp_path / "run", 3, sync="ps", steps=3)
+    run(tmp_path / "run", 3, sync="softsync:1", servers=0, steps=6, resume=True)
+    assert train(tmp_path / "run", steps=8, resume=True) == 0  # alone, with no servers at all
+    run(tmp_path / "run", 3, sync="ps-async", servers=2, steps=10, resume=True)
+    steps = read_metrics(tmp_path / "run").steps["step"]
+    assert [int(step) for step in steps] == list(range(1, 11))
+
+
+def test_an_asynchronous_run_in_figures(tmp_path):
+    run(tmp_path / "run", 3, sync="ps-async", staleness="inverse", pull="fp16", checkpoint_every="4")
+    summary = check_run(tmp_path / "run", steps=12)
+    ages = summary["staleness"]
+    assert sum(ages["histogram"].values()) == 24
+    assert 0 < ages["mean"] <= 1  # one other worker: (lambda - 1) / c, but for what is still on its way
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "event" not in row]
+    assert all(row["staleness"] is not None and row["queued"] >= 1 for row in steps)
+    assert sum(row["samples"] for row in steps) == 2 * 96
+
+
+def test_kill_9_of_a_worker_leaves_the_others_training(tmp_path):
+    with job(3, tmp_path / "run", sync="ps-async", fault="KILL@1:4", timeout=20) as answers:
+        assert ends(answers, 2) == {0: 0, 2: 0}
+    summary = check_run(tmp_path / "run", steps=12)
+    assert summary["staleness"]["histogram"]["0"] > 10  # the last one standing has nobody to make it stale
+
+
+def test_kill_9_of_a_server_is_an_error_on_all_workers_and_the_run_resumes(tmp_path):
+    options = {"sync": "ps-async", "servers": 1, "checkpoint_every": "2", "timeout": 10}
+    with job(3, tmp_path / "run", **options, epochs=500) as answers:
+        server = pids(answers, 3)[2]
+        deadline = time.monotonic() + 60
+        while not list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json")):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(server, signal.SIGKILL)
+        found = ends(answers, 2)
+    for rank in (0, 1):
+        assert "SyncError: shard 0 of 1" in found[rank]
+    step = load_checkpoint(tmp_path / "run").step
+    run(tmp_path / "run", 3, **options, steps=step + 4, resume=True)
+    summary = check_run(tmp_path / "run", steps=step + 4)
+    assert summary["resumed_from"] == step
+
+
+def test_a_signal_saves_and_ends_all_workers(tmp_path):
+    with job(3, tmp_path / "run", sync="softsync:1", fault="TERM@1:3", epochs=500) as answers:
+        found = ends(answers, 3)
+    assert found == {0: 0, 1: 143, 2: 0}
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["exit"] == "interrupted"
+    assert load_checkpoint(tmp_path / "run").step == summary["steps"]
+
+
+def test_gradients_that_are_not_finite_are_skipped_and_told(tmp_path):
+    run(tmp_path / "run", 2, sync="ps-async", steps=4, fault="NAN@0:3", checkpoint_every="never")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["skipped_steps"] == 2

@@ -1,0 +1,81 @@
+"""Why: what the launcher of a run with servers does when a process dies is tried with processes that only die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from hybridpar.server.supervise import launch_with_servers
+
+#: Each process notes that it was started, then does what it is told, by its name and how often it was started.
+PROGRAM = """
+import json, os, pathlib, signal, sys, time
+rank, again = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+place = pathlib.Path(sys.argv[1])
+with open(place / "starts", "a") as file:
+    file.write(f"{rank}:{again}:{os.environ['HYBRIDPAR_JOINS']} ")
+act = json.loads(sys.argv[2]).get(f"{rank}:{again}", "ends")
+if act == "dies":
+    os.kill(os.getpid(), signal.SIGKILL)
+if act == "verdict":
+    open(os.environ["HYBRIDPAR_VERDICT"], "w").write(json.dumps({"text": "error: it is wrong", "code": 2}))
+    sys.exit(0)
+if act == "waits":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    time.sleep(30)
+if act == "lags":
+    time.sleep(1.0)
+"""
+
+
+def launch(place: Path, acts: str, workers: int = 2, servers: int = 1, *, patient: bool = False, restarts: int = 3) -> int:
+    program = ["-S", "-c", PROGRAM, str(place), acts]
+    return launch_with_servers(program, workers, servers, patient=patient, tune=False, restarts=restarts)
+
+
+def starts(place: Path) -> list[str]:
+    return sorted((place / "starts").read_text().split())
+
+
+def test_all_end_well(tmp_path):
+    assert launch(tmp_path, "{}") == 0
+    assert starts(tmp_path) == ["0:0:0", "1:0:0", "2:0:0"]
+
+
+def test_a_worker_that_nobody_waits_for_is_replaced_alone(tmp_path, capfd):
+    assert launch(tmp_path, '{"1:0": "dies", "0:0": "lags", "2:0": "lags"}') == 0
+    assert starts(tmp_path) == ["0:0:0", "1:0:0", "1:1:1", "2:0:0"]
+    assert "worker 1 was killed by signal 9; the others go on" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("acts", "patient", "who"),
+    [
+        ('{"2:0": "dies", "0:0": "waits", "1:0": "waits"}', False, "server 0"),
+        ('{"1:0": "dies", "0:0": "waits", "2:0": "waits"}', True, "worker 1"),
+    ],
+)
+def test_what_all_wait_for_has_all_start_again(tmp_path, capfd, acts, patient, who):
+    assert launch(tmp_path, acts, patient=patient) == 0
+    assert starts(tmp_path) == ["0:0:0", "0:1:0", "1:0:0", "1:1:0", "2:0:0", "2:1:0"]
+    assert f"{who} was killed by signal 9; all processes start again" in capfd.readouterr().err
+
+
+def test_restarts_are_counted(tmp_path, capfd):
+    assert launch(tmp_path, '{"2:0": "dies", "2:1": "dies", "0:0": "waits", "0:1": "waits"}', restarts=1) == 1
+    assert "server 0 was killed by signal 9, and 1 restarts are used up" in capfd.readouterr().err
+
+
+def test_a_verdict_ends_everything(tmp_path, capfd):
+    assert launch(tmp_path, '{"1:0": "verdict", "0:0": "waits", "2:0": "waits"}') == 2
+    assert capfd.readouterr().err == "error: it is wrong\n"
+    assert starts(tmp_path) == ["0:0:0", "1:0:0", "2:0:0"]
+
+
+def test_a_signal_is_passed_on_to_workers(tmp_path):
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    assert launch(tmp_path, '{"0:0": "waits", "1:0": "waits"}') == 128 + signal.SIGTERM
