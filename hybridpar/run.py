@@ -17,7 +17,7 @@ import torch
 
 from hybridpar.checkpoint import prune_checkpoints
 from hybridpar.config import TrainConfig
-from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches, load_dataset
+from hybridpar.data import Batch, ImageData, TestBatches, load_dataset
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.launch import TUNED_VARIABLE, StopRequest, leave_verdict
 from hybridpar.models import build_model, parameter_count
@@ -42,7 +42,7 @@ from hybridpar.plan import ModelInfo, Plan
 from hybridpar.process import describe as describe_process
 from hybridpar.run_kernels import prepare_kernels
 from hybridpar.run_plan import plan_of_run
-from hybridpar.run_recipe import BatchSelector, recipe_fields
+from hybridpar.run_recipe import BatchSelector, batch_maker, recipe_fields
 from hybridpar.run_sync import sync_fields, tell_travelling
 from hybridpar.run_timeline import StageWatch, check_timeline
 from hybridpar.rundir import claim_place, find_place
@@ -98,20 +98,7 @@ class Run:
         world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
         # Rank = position * replicas + replica: the workers of one replica are given the same samples.
         replicas = self.replicas = shape_of(config, world.size).replicas
-
-        def batches_of(batch_size: int) -> TrainBatches:
-            return TrainBatches(
-                data,
-                seed=config.seed,
-                batch_size=batch_size,
-                rank=world.rank % replicas,
-                workers=replicas,
-                micro_batches=config.parts_per_step,
-                loader_workers=config.loader_workers,
-                device=world.device,
-                channels_last=config.uses_channels_last,
-            )
-
+        batches_of = batch_maker(data, config, world, replicas)
         self.batches = batches_of(config.batch_size)
         self.test = TestBatches(
             data,

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridpar.config import TrainConfig
-from hybridpar.data import TrainBatches
+from hybridpar.data import ImageData, TrainBatches
 from hybridpar.errors import UsageError
 from hybridpar.observe import RunInfo
+from hybridpar.pipeline.world import World
 from hybridpar.recipes.batch_search import BatchChoice, bounds, search_batch_size
 from hybridpar.recipes.pace import Leg, Pace
 from hybridpar.recipes.snapshot import Snapshot
@@ -23,6 +24,32 @@ from hybridpar.trainer import Trainer
 #: Part of an epoch's samples that a trial sees (45 minutes of 24 hours), and its fewest steps at the smallest size and
 #: at the largest.
 PART, LEAST_STEPS, LEAST_AT_LARGEST = 1 / 32, 8, 4
+
+
+def batch_maker(data: ImageData, config: TrainConfig, world: World, replicas: int) -> Callable[[int], TrainBatches]:
+    """What makes this worker's batches of any batch size.
+
+    Args:
+        data: The data set.
+        config: Options.
+        world: The workers. Rank = position * replicas + replica: workers of one replica are given the same samples.
+        replicas: Copies of the model.
+    """
+
+    def make(batch_size: int) -> TrainBatches:
+        return TrainBatches(
+            data,
+            seed=config.seed,
+            batch_size=batch_size,
+            rank=world.rank % replicas,
+            workers=replicas,
+            micro_batches=config.parts_per_step,
+            loader_workers=config.loader_workers,
+            device=world.device,
+            channels_last=config.uses_channels_last,
+        )
+
+    return make
 
 
 class BatchSelector:

@@ -138,7 +138,9 @@ class Trainer:
         try:
             check_recipe(self.config)
             self._asked = self.config
-            self._replicas = 1 if self.config.recipe == "none" else shape_of(self.config, self.world.size).replicas
+            self._replicas = (
+                1 if self.config.recipe == "none" else shape_of(self.config, self.world.size, plan).replicas
+            )
             self.config = expand(self.config, total_steps=total_steps, replicas=self._replicas)
             self._peak_rate = self.config.lr
             self.engine = self._open_engine(optimizer, plan, example, name)
@@ -176,6 +178,12 @@ class Trainer:
             if self.config.double_buffer in LATE:
                 return DoubleBufferEngine(*given, timed)
             return ReplicaEngine(*given, timed)
+        if self._asked.double_buffer in LATE or self._asked.local_steps is not None:
+            raise UsageError(
+                "a pipeline whose gradients are late, or whose workers train on their own",
+                "Stages hide gradients behind each other's passes, and replicas of a stage are equal in every step.",
+                "Leave out double_buffer and sync, or the plan.",
+            )
         if example is None:
             raise UsageError(
                 "a pipeline without an example of its inputs",
