@@ -42,7 +42,7 @@ from hybridpar.plan import ModelInfo, Plan
 from hybridpar.process import describe as describe_process
 from hybridpar.run_kernels import prepare_kernels
 from hybridpar.run_plan import plan_of_run
-from hybridpar.run_recipe import BatchSelector, batch_maker, recipe_fields
+from hybridpar.run_recipe import BatchSelector, batch_maker, buffering_news, recipe_fields
 from hybridpar.run_sync import sync_fields, tell_travelling
 from hybridpar.run_timeline import StageWatch, check_timeline
 from hybridpar.rundir import claim_place, find_place
@@ -257,6 +257,8 @@ class Run:
                     writer.write_step(record)
                 if result.skipped:
                     progress.warn(f"step {result.step} was skipped on all workers: a gradient was not finite")
+                if (news := buffering_news(self.trainer)) is not None:
+                    progress.message(news)
                 if result.outcome.stop:
                     self._stopping = True
                 elif result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0):

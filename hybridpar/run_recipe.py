@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from hybridpar.buffer_engine import DoubleBufferEngine
 from hybridpar.config import TrainConfig
 from hybridpar.data import ImageData, TrainBatches
 from hybridpar.errors import UsageError
@@ -182,6 +183,27 @@ def recipe_fields(
     return {
         "recipe": config.recipe,
         "sync": config.sync.strip(),
-        "double_buffer": trainer.config.double_buffer or "off",
+        "double_buffer": _buffering(trainer),
         "final_batch_size": info.batch_size if selector is None else selector.pace.batch_size,
     }
+
+
+def buffering_news(trainer: Trainer) -> str | None:
+    """What `--double-buffer auto` has just decided, and by which figures; None at all other times."""
+    engine = trainer.engine
+    if not isinstance(engine, DoubleBufferEngine) or engine.told or engine.prediction is None:
+        return None
+    engine.told = True
+    predicted = engine.prediction
+    decided = (
+        "gradients are applied a step late from now on" if engine.delayed else "gradients are applied as they come"
+    )
+    return f"{decided}: predicted {predicted.delay_ms:.1f} ms a step late, {predicted.overlapped_ms:.1f} ms else"
+
+
+def _buffering(trainer: Trainer) -> str:
+    """What was asked for of late gradients, and what `auto` made of it."""
+    form, engine = trainer.config.double_buffer or "off", trainer.engine
+    if form != "auto":
+        return form
+    return "auto:delay" if isinstance(engine, DoubleBufferEngine) and engine.delayed else "auto:off"
