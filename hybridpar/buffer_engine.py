@@ -95,8 +95,9 @@ class DoubleBufferEngine(ReplicaEngine):
             self.repace(1.0)
         self._watching = config.double_buffer == "auto" and world.size > 1
         self._watched: list[tuple[float, float, float]] = []
-        #: What `auto` predicted, once it has.
+        #: What `auto` predicted, once it has, and whether the user knows.
         self.prediction: PredictedGain | None = None
+        self.told = False
         self._staleness = 0.0
 
     @property

@@ -17,7 +17,7 @@ import torch
 
 from hybridpar.checkpoint import prune_checkpoints
 from hybridpar.config import TrainConfig
-from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches
+from hybridpar.data import Batch, ImageData, TestBatches
 from hybridpar.launch import TUNED_VARIABLE, StopRequest, leave_verdict
 from hybridpar.models import build_model, parameter_count
 from hybridpar.observe import (
@@ -46,7 +46,7 @@ from hybridpar.run_kernels import prepare_kernels
 from hybridpar.run_memory import MemoryMeter
 from hybridpar.run_plan import as_searched, plan_of_run
 from hybridpar.run_position import POSITION_OPTIONS, check_position
-from hybridpar.run_recipe import BatchSelector, recipe_fields
+from hybridpar.run_recipe import BatchSelector, batch_maker, buffering_news, recipe_fields
 from hybridpar.run_server import run_served
 from hybridpar.run_sync import sync_fields, tell_travelling
 from hybridpar.run_timeline import StageWatch, check_timeline
@@ -130,20 +130,7 @@ class Run:
         world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
         # Rank = position * replicas + replica: the workers of one replica are given the same samples.
         replicas = self.replicas = shape_of(config, world.size).replicas
-
-        def batches_of(batch_size: int) -> TrainBatches:
-            return TrainBatches(
-                data,
-                seed=config.seed,
-                batch_size=batch_size,
-                rank=world.rank % replicas,
-                workers=replicas,
-                micro_batches=config.parts_per_step,
-                loader_workers=config.loader_workers,
-                device=world.device,
-                channels_last=config.uses_channels_last,
-            )
-
+        batches_of = batch_maker(data, config, world, replicas)
         self.batches = batches_of(config.batch_size)
         self.test = TestBatches(
             data,
@@ -288,6 +275,8 @@ class Run:
                     writer.write_step(record)
                 if result.skipped:
                     progress.warn(f"step {result.step} was skipped on all workers: a gradient was not finite")
+                if (news := buffering_news(self.trainer)) is not None:
+                    progress.message(news)
                 if result.outcome.stop:
                     self._stopping = True
                 elif result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0):

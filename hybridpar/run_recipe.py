@@ -10,10 +10,12 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from hybridpar.buffer_engine import DoubleBufferEngine
 from hybridpar.config import TrainConfig
-from hybridpar.data import TrainBatches
+from hybridpar.data import ImageData, TrainBatches
 from hybridpar.errors import UsageError
 from hybridpar.observe import RunInfo
+from hybridpar.pipeline.world import World
 from hybridpar.recipes.batch_search import BatchChoice, bounds, search_batch_size
 from hybridpar.recipes.pace import Leg, Pace
 from hybridpar.recipes.snapshot import Snapshot
@@ -23,6 +25,32 @@ from hybridpar.trainer import Trainer
 #: Part of an epoch's samples that a trial sees (45 minutes of 24 hours), and its fewest steps at the smallest size and
 #: at the largest.
 PART, LEAST_STEPS, LEAST_AT_LARGEST = 1 / 32, 8, 4
+
+
+def batch_maker(data: ImageData, config: TrainConfig, world: World, replicas: int) -> Callable[[int], TrainBatches]:
+    """What makes this worker's batches of any batch size.
+
+    Args:
+        data: The data set.
+        config: Options.
+        world: The workers. Rank = position * replicas + replica: workers of one replica are given the same samples.
+        replicas: Copies of the model.
+    """
+
+    def make(batch_size: int) -> TrainBatches:
+        return TrainBatches(
+            data,
+            seed=config.seed,
+            batch_size=batch_size,
+            rank=world.rank % replicas,
+            workers=replicas,
+            micro_batches=config.parts_per_step,
+            loader_workers=config.loader_workers,
+            device=world.device,
+            channels_last=config.uses_channels_last,
+        )
+
+    return make
 
 
 class BatchSelector:
@@ -155,6 +183,27 @@ def recipe_fields(
     return {
         "recipe": config.recipe,
         "sync": config.sync.strip(),
-        "double_buffer": trainer.config.double_buffer or "off",
+        "double_buffer": _buffering(trainer),
         "final_batch_size": info.batch_size if selector is None else selector.pace.batch_size,
     }
+
+
+def buffering_news(trainer: Trainer) -> str | None:
+    """What `--double-buffer auto` has just decided, and by which figures; None at all other times."""
+    engine = trainer.engine
+    if not isinstance(engine, DoubleBufferEngine) or engine.told or engine.prediction is None:
+        return None
+    engine.told = True
+    predicted = engine.prediction
+    decided = (
+        "gradients are applied a step late from now on" if engine.delayed else "gradients are applied as they come"
+    )
+    return f"{decided}: predicted {predicted.delay_ms:.1f} ms a step late, {predicted.overlapped_ms:.1f} ms else"
+
+
+def _buffering(trainer: Trainer) -> str:
+    """What was asked for of late gradients, and what `auto` made of it."""
+    form, engine = trainer.config.double_buffer or "off", trainer.engine
+    if form != "auto":
+        return form
+    return "auto:delay" if isinstance(engine, DoubleBufferEngine) and engine.delayed else "auto:off"

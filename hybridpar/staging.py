@@ -109,13 +109,20 @@ def divide_workers(config: PipelineConfig, workers: int) -> Shape:
     return Shape(stages, positions, replicas, each if placement == "linear" else 1, placement)
 
 
-def shape_of(config: TrainConfig, workers: int) -> Shape:
+def shape_of(config: TrainConfig, workers: int, plan: Plan | None = None) -> Shape:
     """How the workers of a run are divided, before the model is known.
+
+    Args:
+        config: Options.
+        workers: Number of workers of the job.
+        plan: What is followed, instead of what `config` says of stages.
 
     Raises:
         UsageError: Stages, replicas and workers do not fit each other.
         PlanError: The plan cannot be read.
     """
+    if plan is not None:
+        return divide_workers(_follow(config, plan), workers)
     if not config.is_staged:
         return (
             Shape(1, 1, workers, 1, "linear") if config.replicas in (None, workers) else divide_workers(config, workers)

@@ -143,7 +143,9 @@ class Trainer:
                 self.planned = plan_loop(model, self.config, self.world, example, total_steps, name)
                 self.config, plan = self.planned.config, self.planned.stages
             self._asked = self.config
-            self._replicas = 1 if self.config.recipe == "none" else shape_of(self.config, self.world.size).replicas
+            self._replicas = (
+                1 if self.config.recipe == "none" else shape_of(self.config, self.world.size, plan).replicas
+            )
             self.config = expand(self.config, total_steps=total_steps, replicas=self._replicas)
             self._prepare(model, loss)
             self.engine = self._open_engine(optimizer, plan, example, name)
@@ -192,6 +194,12 @@ class Trainer:
             if self.config.double_buffer in LATE:
                 return DoubleBufferEngine(*given, timed)
             return ReplicaEngine(*given, timed)
+        if self._asked.double_buffer in LATE or self._asked.local_steps is not None:
+            raise UsageError(
+                "a pipeline whose gradients are late, or whose workers train on their own",
+                "Stages hide gradients behind each other's passes, and replicas of a stage are equal in every step.",
+                "Leave out double_buffer and sync, or the plan.",
+            )
         if example is None:
             raise UsageError(
                 "a pipeline without an example of its inputs",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 from hybridpar.errors import UsageError
+from hybridpar.recipes.figures import WorkerFigures, measure_figures
 from hybridpar.recipes.gain import best_workers, predicted_gain
 from hybridpar.recipes.per_sample import momentum_per_step, rate_per_sample, rate_per_step, time_constant
+from tests.recipes.training import batch, make_net
 
 
 @pytest.mark.parametrize(
@@ -85,3 +88,22 @@ def test_rates_per_sample():
     assert momentum_per_step(constant, 64) == pytest.approx(0.9)
     assert momentum_per_step(constant, 32) ** 2 == pytest.approx(0.9)
     assert momentum_per_step(time_constant(0.0, 64), 64) == 0
+
+
+def test_figures_of_a_model_leave_it_as_it_was():
+    net = make_net(norm=True)
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    figures = measure_figures(net, *batch(0))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+    assert all(parameter.grad is None for parameter in net.parameters())
+    assert figures.gradient_bytes == 4 * sum(parameter.numel() for parameter in net.parameters())
+    assert min(figures.sample_s, figures.pass_s, figures.update_s) > 0
+
+
+def test_figures_say_how_many_workers_a_link_can_keep_busy():
+    figures = WorkerFigures(sample_s=122e-6, pass_s=9.2e-3 / 3, update_s=9e-3, gradient_bytes=46_000_000 * 4)
+    seconds = 32 * 20e-3  # of an exchange in float32
+    best = figures.best(2880, 2 * figures.gradient_bytes / seconds, 32)
+    assert best.count == pytest.approx(16.8, abs=0.06)
+    with pytest.raises(UsageError, match="0 bytes per second"):
+        figures.best(2880, 0)

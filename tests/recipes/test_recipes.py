@@ -9,6 +9,7 @@ from hybridpar.errors import UsageError
 from hybridpar.recipes.expand import expand
 from tests.ranks import run_ranks
 from tests.recipes.training import close, same, train_rank
+from tests.test_stage_engine import make_trainer, state_of, steps
 
 CONTRADICTIONS = [
     ({"recipe": "onebit-sgd", "compress": "fp16"}, "--recipe onebit-sgd", "--compress fp16"),
@@ -121,3 +122,25 @@ def test_the_whole_recipe_learns_and_workers_stay_equal(tmp_path):
     )
     assert same(fewer[0]["weights"], fewer[1]["weights"])
     assert all(one.isfinite().all() for one in fewer[0]["weights"])
+
+
+def _pipeline(world, options):
+    with make_trainer(2, world=world, replicas=2, **options) as trainer:
+        steps(trainer, 4, replicas=2)
+        return state_of(trainer), str(trainer.engine.travelling().policy), type(trainer.optimizer).__name__
+
+
+@pytest.mark.parametrize(("recipe", "optimizer"), [("onebit-adam", "FrozenAdam"), ("onebit-sgd", "SGD")])
+def test_recipes_train_the_replicas_of_stages(recipe, optimizer):
+    options = {"recipe": recipe, "warm_start_steps": 2, "lr": 0.01}
+    ranks = run_ranks(_pipeline, 2, options, shared_memory=False)
+    assert ranks[0][1].startswith(f"{recipe.replace('-', '_')}:")
+    assert ranks[0][2] == optimizer
+    assert all(one.isfinite().all() for one in ranks[0][0].values())
+    assert all(one.equal(ranks[1][0][name]) for name, one in ranks[0][0].items())
+
+
+@pytest.mark.parametrize("options", [{"double_buffer": "delay"}, {"sync": "local:2"}])
+def test_a_plan_of_stages_refuses_late_gradients_and_local_steps(options):
+    with pytest.raises(UsageError, match="a pipeline whose gradients are late"):
+        make_trainer(2, **options)

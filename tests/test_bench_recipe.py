@@ -1,0 +1,43 @@
+"""The tables of the recipe: every method can be made, and what is concluded follows from what was noted."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import torch
+
+from benchmarks.asynchronous import ablation, buffering, workers
+from hybridpar.compress import parse_codec
+from hybridpar.config import TrainConfig
+
+
+def test_methods_of_the_ablation_name_codecs():
+    for method in ablation.METHODS:
+        if method.codec is not None:
+            parse_codec(method.codec.format(warm=3) + ",momentum=0.9")
+    assert len({method.name for method in ablation.METHODS}) == len(ablation.METHODS)
+
+
+def test_one_worker_of_the_ablation_learns():
+    torch.manual_seed(0)
+    short = ablation.train(ablation.METHODS[0], 0.05, seed=1, epochs=1)
+    assert short == ablation.train(ablation.METHODS[0], 0.05, seed=1, epochs=1)
+    assert short[0] > 0.3
+
+
+def test_methods_of_double_buffering_are_options():
+    for options in buffering._METHODS.values():
+        TrainConfig(compress=buffering.CODEC, **options).check()
+
+
+def test_best_worker_counts_stand_beside_what_was_measured(tmp_path):
+    share = workers.SAMPLES * workers.SAMPLE_S
+    for ranks in (2, 3):
+        times = {"sync_s": share / 2, "update_s": 0.0, "step_s": share / ranks + share / 2}
+        times["buffered_s"] = max(share / ranks, share / 2)
+        (tmp_path / f"{ranks}.json").write_text(json.dumps({"none": times, workers.CODEC: times}))
+    workers.conclude(tmp_path, False, str(tmp_path / "table.csv"))
+    rows = [row for row in csv.DictReader((tmp_path / "table.csv").open()) if workers.CODEC in row["setting"]]
+    assert [float(row["value"]) for row in rows] == [1.0, 2.0, 2.0]
+    assert all("K-hat 2.00 (speed-up 2.00), best of those measured 2" in row["extra"] for row in rows)
