@@ -80,7 +80,7 @@ _FIRST_PROCESS = os.getpid()
 
 
 def _loaded() -> list[Path]:
-    """The library of OpenMP that torch has loaded; nothing where there are several, and it is not told whose they are."""
+    """The library of OpenMP that torch has loaded; nothing where there are several and none is in torch."""
     if sys.platform != "linux":
         return []
     try:
