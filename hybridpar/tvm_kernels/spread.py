@@ -1,7 +1,8 @@
 """Why: kernels compute ranges of rows on one thread each, and who calls them spreads the rows over threads.
 
 TVM's own pool of threads is never used: it pins and spins, and so do torch's threads, and together they are slower than
-one thread. The helpers here sleep while there is nothing to do. Kernels release the GIL while they run.
+one thread. Torch's threads compute the ranges, see `openmp`. Where these cannot be had, helpers do that sleep while
+there is nothing to do. Kernels release the GIL while they run.
 
 A helper takes one task after another and never waits for another task, so any number of threads may call at the same
 time, also from backward passes and lanes. A forked process starts helpers of its own.
@@ -13,6 +14,8 @@ import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
+
+from hybridpar.tvm_kernels.openmp import OpenMP, torchs_openmp
 
 Range = Callable[[int, int], object]
 _Task = tuple[Range, int, int, "SimpleQueue[BaseException | None]"]
@@ -54,6 +57,22 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_helpers)
 
 
+def _run_on_team(openmp: OpenMP, run: Range, rows: int, parts: int) -> None:
+    errors: list[BaseException | None] = [None] * parts
+
+    def work(number: int, size: int) -> None:
+        for part in range(number, parts, size):
+            try:
+                run(rows * part // parts, rows * (part + 1) // parts)
+            except BaseException as error:
+                errors[part] = error
+
+    openmp.on_team(work, parts)
+    for error in errors:
+        if error is not None:
+            raise error
+
+
 def run_ranges(run: Range, rows: int, threads: int) -> None:
     """Call `run(begin, end)` for ranges that cover all rows, one range per thread, and wait until all have returned.
 
@@ -68,6 +87,9 @@ def run_ranges(run: Range, rows: int, threads: int) -> None:
     parts = min(threads, rows)
     if parts <= 1:
         run(0, rows)
+        return
+    if (openmp := torchs_openmp()) is not None:
+        _run_on_team(openmp, run, rows, parts)
         return
     if _helpers.count < parts - 1:
         _helpers.at_least(parts - 1)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from pathlib import Path
 
 import pytest
+import torch
 
+from hybridpar.tvm_kernels import spread
+from hybridpar.tvm_kernels.openmp import torchs_openmp
 from hybridpar.tvm_kernels.spread import run_ranges
 
 
@@ -50,3 +54,26 @@ def test_a_forked_process_has_helpers_of_its_own():
         run_ranges(lambda begin, end: seen.append(begin), 2, 2)
         os._exit(0 if sorted(seen) == [0, 1] else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_torchs_own_threads_compute():
+    """Threads of another pool would share a core with torch's, which spin."""
+    openmp = torchs_openmp()
+    if openmp is None:
+        pytest.skip("torch's OpenMP is not known here")
+    before = {path.name for path in Path("/proc/self/task").iterdir()}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.randn(1 << 18).exp_()  # torch's threads are there
+    torch.set_num_threads(threads)
+    with_torch = {path.name for path in Path("/proc/self/task").iterdir()}
+    seen: list[int] = []
+    run_ranges(lambda begin, end: seen.append(threading.get_native_id()), 2, 2)
+    assert len(set(seen)) == 2
+    assert {str(one) for one in seen} <= with_torch | before
+
+
+def test_without_openmp_helpers_compute(monkeypatch):
+    monkeypatch.setattr(spread, "torchs_openmp", lambda: None)
+    both = threading.Barrier(2, timeout=30)
+    run_ranges(lambda begin, end: both.wait(), 2, 2)
