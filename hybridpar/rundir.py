@@ -58,6 +58,11 @@ class RunPlace:
     claim: Literal["use", "make", "replace"] = "use"
 
     @property
+    def continues(self) -> bool:
+        """Whether a run that began here goes on, rather than another one from a checkpoint."""
+        return self.restarted or (self.checkpoint is not None and self.directory in self.checkpoint.parents)
+
+    @property
     def checkpoints(self) -> Path:
         """Directory of the checkpoints."""
         return self.directory / "checkpoints"

@@ -122,7 +122,7 @@ def shape_of(config: TrainConfig, workers: int, plan: Plan | None = None) -> Sha
         PlanError: The plan cannot be read.
     """
     if plan is not None:
-        return divide_workers(_follow(config, plan), workers)
+        return divide_workers(follow_stages(config, plan), workers)
     if not config.is_staged:
         return (
             Shape(1, 1, workers, 1, "linear") if config.replicas in (None, workers) else divide_workers(config, workers)
