@@ -12,7 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -142,6 +142,8 @@ class _Search(Standings[Kernel]):
         stop = end - _FINAL * budget
         allowed = len(self.space) if trials is None else trials
         building: dict[Future[Built], dict[str, int]] = {}
+        cores = len(available_cores())
+        take = self._take_next if self.threads < cores else self._take_all
         try:
             for one in self._proposals(known):
                 # A few ahead of what is measured, so that compilers have work and the order can still be changed.
@@ -149,15 +151,17 @@ class _Search(Standings[Kernel]):
                     break
                 self.asked.add(key_of(one))
                 building[self.builder.submit(self._variant(one).request())] = one
-                if len(building) >= len(available_cores()) + 1:
-                    self._take_next(building)
+                if len(building) >= cores + 1:
+                    take(building)
                 if self.results and time.monotonic() > stop:
                     break
             while building and (not self.results or time.monotonic() < stop):
-                self._take_next(building)
+                take(building)
         finally:
             for future in building:
                 future.cancel()
+        if self.threads >= cores:
+            wait(building)
         self._finals(end)
 
     def _proposals(self, known: Sequence[Mapping[str, int]]) -> Iterator[dict[str, int]]:
@@ -200,6 +204,12 @@ class _Search(Standings[Kernel]):
 
     def _variant(self, parameters: Mapping[str, int]) -> Variant:
         return Variant(self.shape, self.direction, self.layout, parameters)
+
+    def _take_all(self, building: dict[Future[Built], dict[str, int]]) -> None:
+        """Wait for all builds, and then measure them: the compilers have the cores that kernels are to be timed on."""
+        wait(building)
+        while building:
+            self._take_next(building)
 
     def _take_next(self, building: dict[Future[Built], dict[str, int]]) -> None:
         """Wait for the oldest build, and measure it."""
