@@ -144,7 +144,6 @@ def test_neighbours_are_of_the_same_family(direction: Direction) -> None:
         assert all(other.keys() == one.keys() for other in neighbours(one, space))
 
 
-
 # ------------------------------------------------------------------------------------------------------------- geometry
 
 AXES = st.builds(
