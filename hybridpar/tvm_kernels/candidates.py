@@ -188,8 +188,12 @@ def _row_units(threads: int, shape: ConvShape) -> list[tuple[int, int]]:
 
 
 def neighbours(one: Mapping[str, int], among: list[dict[str, int]]) -> list[dict[str, int]]:
-    """Candidates that differ in one parameter, by one step of the values that occur; or in strip together with rows."""
+    """Candidates that differ in one parameter, by one step of the values that occur; or in strip together with rows.
+
+    Only those of its own family: others have other parameters.
+    """
     found = []
+    among = [other for other in among if other.keys() == one.keys()]
     steps = {name: sorted({other[name] for other in among}) for name in one}
     for other in among:
         changed = [name for name in one if one[name] != other[name]]

@@ -135,6 +135,15 @@ def test_neighbours_are_one_step_away(direction: Direction) -> None:
     assert any(neighbours(one, space) for one in space)
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_neighbours_are_of_the_same_family(direction: Direction) -> None:
+    space = list(candidates(SHAPE, direction, PLANES, 1, MACHINES[0]))
+    families = {frozenset(one) for one in space}
+    assert len(families) > 1
+    for one in space[:: max(1, len(space) // 50)]:
+        assert all(other.keys() == one.keys() for other in neighbours(one, space))
+
+
 # ------------------------------------------------------------------------------------------------------------- geometry
 
 AXES = st.builds(
