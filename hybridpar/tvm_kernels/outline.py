@@ -57,20 +57,32 @@ def _convolved(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor | None:
-    """As `conv2d`; None for what it would refuse, or what is given by name."""
-    if not (x.is_meta and x.ndim == weight.ndim == 4) or isinstance(padding, str):
+    """As `conv2d`; None for what it refuses, which it does before a layout counts."""
+    if not (x.is_meta and x.ndim == weight.ndim == 4):
         return None
     if x.shape[1] != weight.shape[1] * groups or weight.shape[0] % groups or x.dtype is not weight.dtype:
         return None
-    sizes = [
-        (x.shape[2 + axis] + 2 * pad - apart * (weight.shape[2 + axis] - 1) - 1) // step + 1
-        for axis, (step, pad, apart) in enumerate(zip(_two(stride), _two(padding), _two(dilation), strict=True))
-    ]
-    if min(sizes) < 1 or not x.numel():
+    sizes = []
+    for axis, step, apart in ((2, _two(stride)[0], _two(dilation)[0]), (3, _two(stride)[1], _two(dilation)[1])):
+        reach = apart * (weight.shape[axis] - 1)
+        zeros = {"valid": 0, "same": reach}.get(padding) if isinstance(padding, str) else 2 * _two(padding)[axis - 2]
+        if zeros is None:
+            return None
+        sizes.append((x.shape[axis] + zeros - reach - 1) // step + 1)
+    if min(sizes) < 1:
         return None
     # Torch's backends give the layout that either of the two suggests.
     last = _suggests_last(x) or _suggests_last(weight)
     return _like((x.shape[0], weight.shape[0], *sizes), last, x, weight, bias)
+
+
+def _unknown(*_: Any, **__: Any) -> Tensor | None:
+    """Other convolutions, which would lose the layout.
+
+    Raises:
+        NotImplementedError: Always.
+    """
+    raise NotImplementedError("a convolution whose layout is not known without a device")
 
 
 def _normalised(
@@ -112,4 +124,8 @@ def _two(value: int | Sequence[int]) -> tuple[int, int]:
     return (value[0], value[1]) if len(value) == 2 else (value[0], value[0])
 
 
-_FORMS: dict[Any, Callable[..., Tensor | None]] = {F.conv2d: _convolved, F.batch_norm: _normalised}
+_FORMS: dict[Any, Callable[..., Tensor | None]] = {
+    F.conv2d: _convolved,
+    F.batch_norm: _normalised,
+    **dict.fromkeys((F.conv3d, F.conv_transpose2d, F.conv_transpose3d), _unknown),
+}

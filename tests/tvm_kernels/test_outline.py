@@ -79,3 +79,11 @@ def test_a_layer_that_does_not_fit_is_refused_as_torch_refuses_it() -> None:
         run_outlined(nn.Conv2d(3, 8, 3), torch.empty(1, 4, 9, 9, device="meta"))
     with pytest.raises(RuntimeError):
         run_outlined(nn.Conv2d(3, 8, 5), torch.empty(1, 3, 4, 4, device="meta"))
+
+
+def test_layouts_that_only_a_device_knows_are_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(nn.ConvTranspose2d(3, 6, 3), nn.Conv2d(6, 6, 3, groups=6))
+    with pytest.raises(NotImplementedError, match="layout"):
+        run_outlined(net, torch.empty(1, 3, 9, 9, device="meta"))
+    (layer,), _ = found(net, Layout.CHANNELS_LAST, monkeypatch, False)
+    assert layer.layout is Layout.CHANNELS_LAST
