@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.kernels import depthwise
+from benchmarks.kernels import depthwise, epilogue, overhead
 from benchmarks.kernels.depthwise import Row, append, named_shapes, operations, read, report
+from hybridpar.errors import HybridparError
+from hybridpar.kernel_builder import Builder
+from hybridpar.tvm_kernels import Database
 from hybridpar.tvm_kernels.database import KernelKey
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from tests.tvm_kernels.standin import all_records
 
 
 def row(**values: Any) -> Row:
@@ -20,8 +25,7 @@ def row(**values: Any) -> Row:
         **{"shapes": "listed", "name": "mb32_112", "shape": "8x32x112x112 k3x3 s1x1 p1x1 d1x1", "direction": "forward"},
         **{"layout": "channels_last", "threads": 1, "runs_on": "kernel", "own_ms": 1.0, "last_ms": 2.0},
         **{"contiguous_ms": 3.0, "floor_ms": 0.5, "ratio": 2.0, "low": 1.9, "high": 2.1, "best_ratio": 2.2},
-        **{"error": 1e-6, "rounds": 20, "loaded": False, "commit": "abc", "device": "a CPU", "torch": "2", "tvm": "0"},
-        **{"date": "2025-01-31T12:00:00Z", **values},
+        **{"error": 1e-6, "rounds": 20, "loaded": False, **values},
     }
     return Row(**filled)
 
@@ -57,6 +61,20 @@ def test_rows_survive_their_file(tmp_path: Path) -> None:
     assert read(tmp_path / "none.csv") == []
 
 
+def test_rows_are_added_to_an_older_table_in_its_columns(tmp_path: Path) -> None:
+    file = tmp_path / "depthwise.csv"
+    append(file, row())
+    header, line = file.read_text().splitlines()
+    names, cells = header.split(","), next(csv.reader([line]))
+    assert {"commit", "device", "torch", "tvm", "date", "allocator"} <= set(names)
+    older = [name for name in names if name not in ("allocator", "python")]
+    with file.open("w") as lines:
+        csv.writer(lines).writerows([older, [dict(zip(names, cells, strict=True))[name] for name in older]])
+    append(file, row(threads=2))
+    assert [one.threads for one in read(file)] == [1, 2]
+    assert len({len(one) for one in csv.reader(file.read_text().splitlines())}) == 1
+
+
 def test_the_report_takes_geometric_means_by_setting(capsys: pytest.CaptureFixture[str]) -> None:
     others = row(shape="8x96x112x112 k3x3 s2x2 p1x1 d1x1", ratio=8.0, best_ratio=2.2, runs_on="torch", own_ms=0.4)
     report([row(), others, row(threads=2, ratio=1.3)])
@@ -84,3 +102,23 @@ def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest
         == 0
     )
     assert searched == [3]
+
+
+def test_overheads_are_of_the_directions_that_are_named() -> None:
+    shape = ConvShape.parse("1x16x4x4 k3x3 s1x1 p1x1 d1x1")
+    slower = Database("", all_records(shape, Layout.CHANNELS_LAST, stock_ms=0.5, layout_ms=0.4))
+    for directions in overhead.CHOSEN.values():
+        chosen = overhead.winning(slower, directions)
+        assert {record.direction for record in chosen.records} == set(directions)
+        assert all(record.wins for record in chosen.records)
+
+
+def test_a_convolution_that_sums_its_results_sums_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = epilogue.Pair(ConvShape.parse("2x16x9x10 k3x3 s2x2 p1x1 d1x1"))
+    tile = {"lanes": 8, "tile_rows": 1, "tile_columns": 2, "unroll": 1, "stream": 0}
+    with Builder() as builder:
+        for outer, strip in ((0, 4), (1, 1)):
+            epilogue.build(pair, tile | {"strip": strip, "columns_outer": outer}, builder, "summed")
+        monkeypatch.setattr(epilogue, "MOST_ERROR", -1.0)
+        with pytest.raises(HybridparError, match="are wrong"):
+            epilogue.build(pair, tile | {"strip": 1, "columns_outer": 1}, builder, "summed")

@@ -57,21 +57,25 @@ from hybridpar.models import build_model
 name, records, batch, size, threads = json.loads(sys.argv[1])
 torch.set_num_threads(threads)
 model = build_model(name, 10)
+torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
 begin = time.perf_counter()
-from hybridpar.tvm_kernels import optimize
+from hybridpar.tvm_kernels import norm_kernels, optimize
 from hybridpar.tvm_kernels.choice import active_choices
 from hybridpar.tvm_kernels.database import KernelKey
 from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.layers import depthwise_layers
-from hybridpar.tvm_kernels.shapes import Layout
+from hybridpar.tvm_kernels.layers import tunable_layers
+from hybridpar.tvm_kernels.norm_choice import decide_norm
+from hybridpar.tvm_kernels.norm_records import NormKey
 optimize(model, records)
 opened = time.perf_counter()
-layers = depthwise_layers(model, (batch, 3, size, size), layout=Layout.CHANNELS_LAST)
+layers, norms = tunable_layers(model, (batch, 3, size, size))
 traced = time.perf_counter()
-keys = [KernelKey(d, l.shape, l.layout, threads, cpu_fingerprint()) for l in layers for d in l.needs]
-kernels = [one.kernel for one in active_choices().prepare(keys)]
+choices, device = active_choices(), cpu_fingerprint()
+keys = [KernelKey(d, l.shape, l.layout, threads, device) for l in layers for d in l.needs]
+runs = [one.kernel is not None for one in choices.prepare(keys)]
+runs += [decide_norm(choices.database, NormKey(norm.shape, threads, device)).fused for norm in norms]
 end = time.perf_counter()
-print(json.dumps([opened - begin, traced - opened, end - traced, sum(one is not None for one in kernels), len(keys)]))
+print(json.dumps([opened - begin, traced - opened, end - traced, sum(runs), len(runs)]))
 """
 
 

@@ -1,12 +1,13 @@
 """Why: what is to be tuned is what a model really computes, found by running it on tensors without data.
 
-A forward pass on torch's fake tensors costs neither time nor memory, and shows every convolution and every norm with
-the shape and the layout that reach it. (The meta device knows no layouts.) A model that needs values is run for real.
+A forward pass without values costs neither time nor memory, and shows every convolution and every norm with the shape
+and the layout that reach it. See `outline` for the fastest way; where a model does not run like that it is run on
+torch's fake tensors, and one that needs values for real.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels.norm_records import NormShape
 from hybridpar.tvm_kernels.norm_swap import find_norms, fused_norms
+from hybridpar.tvm_kernels.outline import run_outlined
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 
@@ -130,27 +132,45 @@ def tunable_layers(
     if not notes:
         return [], []
     hooks = [model.get_submodule(name).register_forward_pre_hook(note) for name, note in notes.items()]
+    try:
+        _look(model, sizes, layout, dtype, lambda: (convolutions.clear(), found.clear()))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return convolutions, found
+
+
+def _look(
+    model: nn.Module, sizes: Sequence[int], layout: Layout, dtype: torch.dtype, forget: Callable[[], object]
+) -> None:
+    """Run the model's forward pass in the cheapest way that it allows.
+
+    Raises:
+        UsageError: It allows none.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            run_outlined(model, _input(sizes, layout, dtype, "meta"))
+        return
+    except Exception:  # whatever is wrong with it shows again
+        forget()
     example = _input(sizes, layout, dtype, next(model.parameters()).device)
     try:
         fake = FakeTensorMode()
         named = [*model.named_parameters(), *model.named_buffers()]
         with fake:
             _run(model, {name: fake.from_tensor(tensor) for name, tensor in named}, fake.from_tensor(example))
+        return
     except Exception:  # the model wants values; whatever else is wrong with it shows again
-        convolutions.clear()
-        found.clear()
-        try:
-            _run(model, {name: tensor.detach().clone() for name, tensor in model.named_buffers()}, example)
-        except Exception as error:
-            raise UsageError(
-                f"{type(model).__name__} does not run on an input of {'x'.join(map(str, sizes))}",
-                f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
-                "Name another input; what can be tuned is found by running the model.",
-            ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return convolutions, found
+        forget()
+    try:
+        _run(model, {name: tensor.detach().clone() for name, tensor in model.named_buffers()}, example)
+    except Exception as error:
+        raise UsageError(
+            f"{type(model).__name__} does not run on an input of {'x'.join(map(str, sizes))}",
+            f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
+            "Name another input; what can be tuned is found by running the model.",
+        ) from error
 
 
 def _noting(name: str, seen: list[DepthwiseLayer]) -> Any:

@@ -246,10 +246,12 @@ def _backward_of_forward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     gradient = _like(gradient, x)
     ops, wanted = torch.ops.hybridpar, ctx.needs_input_grad
     to_x = to_weight = to_bias = None
-    choices = active_choices()
-    if _is_last(gradient) and all(wanted[:2]) and choices is not None:
-        numbers = [(one[0], one[1]) for one in ctx.numbers]
-        plan = plan_of(choices, x, weight, None, *numbers, wanted=(True, True, False))
+    if _is_last(gradient) and all(wanted[:2]):
+        choices = active_choices()
+        stride, padding, dilation = numbers = [(one[0], one[1]) for one in ctx.numbers]
+        plan = None
+        if choices is not None:
+            plan = plan_of(choices, x, weight, None, stride, padding, dilation, (True, True, False))
         if plan is None:
             to_x, to_weight = stock_gradients(x, weight, gradient, numbers, wanted)
         else:

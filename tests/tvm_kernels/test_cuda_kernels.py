@@ -18,7 +18,8 @@ from hybridpar import cuda_driver
 from hybridpar.kernel_builder import Builder
 from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.kernel_cuda import CONTRACTED, compiler
-from hybridpar.tvm_kernels import op
+from hybridpar.tvm_kernels import Database, call_plan, choice, op
+from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.cuda_compiled import TunedCudaKernel
 from hybridpar.tvm_kernels.cuda_cost import bank_conflicts
 from hybridpar.tvm_kernels.cuda_device import KNOWN
@@ -171,7 +172,9 @@ def test_the_op_runs_them_through_the_launcher(
         made._loaded[0] = found[0]
         return made
 
-    monkeypatch.setattr(op, "_kernel", find)
+    for module in (op, call_plan):
+        monkeypatch.setattr(module, "kernel_of", find)
+    monkeypatch.setattr(choice, "_active", Choices(Database()))
     shape = ConvShape.parse(ONE)
     draw = torch.Generator().manual_seed(3)
     x = torch.randn(2, 10, 9, 8 if changed else 7, generator=draw)[..., :7]

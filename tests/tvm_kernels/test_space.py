@@ -51,8 +51,17 @@ def test_every_schedule_is_known_by_its_parameters() -> None:
 
 @pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize("direction", Direction)
-@pytest.mark.parametrize("shape", [SHAPE, STRIDED], ids=["plain", "strided"])
-@pytest.mark.parametrize("machine", MACHINES, ids=["avx2", "avx512", "neon"])
+@pytest.mark.parametrize(
+    ("machine", "shape"),
+    [
+        pytest.param(MACHINES[0], SHAPE, id="avx2-plain"),
+        pytest.param(MACHINES[1], STRIDED, id="avx512-strided"),
+        pytest.param(MACHINES[0], STRIDED, id="avx2-strided", marks=pytest.mark.sweep),
+        pytest.param(MACHINES[1], SHAPE, id="avx512-plain", marks=pytest.mark.sweep),
+        pytest.param(MACHINES[2], SHAPE, id="neon-plain", marks=pytest.mark.sweep),
+        pytest.param(MACHINES[2], STRIDED, id="neon-strided", marks=pytest.mark.sweep),
+    ],
+)
 def test_candidates_are_many_different_and_allowed(
     shape: ConvShape, direction: Direction, machine: Machine, layout: Layout
 ) -> None:
@@ -128,11 +137,11 @@ def test_what_no_kernel_covers() -> None:
 @pytest.mark.parametrize("direction", Direction)
 def test_neighbours_are_one_step_away(direction: Direction) -> None:
     space = list(candidates(SHAPE, direction, LAST, 2, MACHINES[0]))
-    for one in space[::50]:
+    for one in space[::200]:
         for other in neighbours(one, space):
             changed = [name for name in one if one[name] != other[name]]
             assert len(changed) == 1 or set(changed) == {"strip", "tile_rows"}
-    assert any(neighbours(one, space) for one in space)
+    assert any(neighbours(one, space) for one in space[::200])
 
 
 @pytest.mark.parametrize("direction", Direction)
@@ -159,7 +168,7 @@ AXES = st.builds(
 
 
 @given(AXES, st.integers(1, 8))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_spans_cover_an_axis_once_with_the_right_taps(along: Axis, tiles: int) -> None:
     tile = tiles * along.whole
     seen = []

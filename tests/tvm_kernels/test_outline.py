@@ -1,0 +1,89 @@
+"""Why: layers that are found without computing anything must be those that a real pass would show."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from hybridpar.tvm_kernels import layers
+from hybridpar.tvm_kernels.layers import DepthwiseLayer, NormLayer, tunable_layers
+from hybridpar.tvm_kernels.outline import run_outlined
+from hybridpar.tvm_kernels.shapes import Direction, Layout
+
+
+class Net(nn.Module):
+    """What a rule about sizes and layouts could get wrong: strides, names of paddings, slices, frozen layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, 2, 1)
+        self.first = nn.Conv2d(8, 8, (3, 5), (2, 1), (1, 2), (1, 2), groups=8)
+        self.norm = nn.BatchNorm2d(8)
+        self.same = nn.Conv2d(8, 8, 3, padding="same", groups=8)
+        self.halves = nn.Conv2d(8, 12, 1, groups=4, bias=False)
+        self.turned = nn.Conv2d(12, 12, 7, padding=3, groups=12).to(memory_format=torch.channels_last)
+        self.last = nn.Conv2d(12, 12, 3, groups=12)
+        self.stem.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(self.stem(x))).relu_()
+        x = torch.cat([self.same(x[:, :, 1:]), x[:, :, :1]], 2)
+        y: Tensor = self.last(self.turned(self.halves(x)).transpose(2, 3))
+        return y
+
+
+def found(
+    model: nn.Module, layout: Layout, monkeypatch: pytest.MonkeyPatch, outlined: bool, size: int = 32
+) -> tuple[list[DepthwiseLayer], list[NormLayer]]:
+    ran: list[bool] = []
+
+    def run(*arguments: object) -> None:
+        if not outlined:
+            raise RuntimeError("not this way")
+        run_outlined(*arguments)  # type: ignore[arg-type]
+        ran.append(True)
+
+    monkeypatch.setattr(layers, "run_outlined", run)
+    one = tunable_layers(model, (2, 3, size, size), layout=layout)
+    assert bool(ran) is outlined
+    return one
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_what_is_found_is_what_fake_tensors_find(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net()
+    state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    one, other = (found(net, layout, monkeypatch, outlined) for outlined in (True, False))
+    assert one == other
+    assert [layer.name for layer in one[0]] == ["first", "same", "turned", "last"]
+    assert one[0][0].needs == (Direction.FORWARD, Direction.WEIGHT_GRADIENT)
+    assert one[0][1].needs == tuple(Direction)
+    assert [norm.name for norm in one[1]] == ["norm"]
+    assert all(torch.equal(state[name], tensor) for name, tensor in net.state_dict().items())
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize(
+    "name", ["mobilenet_v2", "efficientnet_b0", "convnext_tiny", "shufflenet_v2_x0_5", "densenet121", "regnet_y_400mf"]
+)
+def test_known_models_are_outlined(name: str, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torchvision.models.get_model(name)
+    assert found(model, layout, monkeypatch, True, 64) == found(model, layout, monkeypatch, False, 64)
+
+
+def test_a_layer_that_does_not_fit_is_refused_as_torch_refuses_it() -> None:
+    with pytest.raises(RuntimeError, match="channel"):
+        run_outlined(nn.Conv2d(3, 8, 3), torch.empty(1, 4, 9, 9, device="meta"))
+    with pytest.raises(RuntimeError):
+        run_outlined(nn.Conv2d(3, 8, 5), torch.empty(1, 3, 4, 4, device="meta"))
+
+
+def test_layouts_that_only_a_device_knows_are_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(nn.ConvTranspose2d(3, 6, 3), nn.Conv2d(6, 6, 3, groups=6))
+    with pytest.raises(NotImplementedError, match="layout"):
+        run_outlined(net, torch.empty(1, 3, 9, 9, device="meta"))
+    (layer,), _ = found(net, Layout.CHANNELS_LAST, monkeypatch, False)
+    assert layer.layout is Layout.CHANNELS_LAST
