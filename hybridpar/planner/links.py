@@ -74,7 +74,7 @@ def measure_cluster(
         name: What to call the cluster.
 
     Raises:
-        SyncError: A worker died or did not answer in time.
+        SyncError: A worker died, or a link between two of them does not work; the message says what the backend says.
     """
     told: list[_Place] = world.gather(_own_place(world))  # type: ignore[assignment]
     key = {
@@ -89,7 +89,8 @@ def measure_cluster(
             return known
     spare = _agreed_least(_spare_cores(world, seconds / 2), world) if world.device.type == "cpu" else 0.0
     hosts = _hosts(told, world, spare)
-    levels = _levels(world, [one.host for one in told], seconds) if world.size > 1 else {}
+    with world.named_errors("measuring the links between workers"):
+        levels = _levels(world, [one.host for one in told], seconds) if world.size > 1 else {}
     found = ClusterSpec(name=name, hosts=hosts, **levels)
     world.from_main(lambda: _write(key, found))
     return found
@@ -309,12 +310,22 @@ def _core_seconds(work: Callable[[], object], world: World) -> float:
     torch.set_num_threads(1)  # so that one thread's account holds all of the computing
     try:
         one, other = torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)
+        failures: list[Exception] = []
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                failures.append(error)
+
         world.barrier()
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=run)
         process, own = time.process_time(), time.thread_time()
         thread.start()
         while thread.is_alive():
             torch.mm(one, other)
+        if failures:
+            raise failures[0]
         return (time.process_time() - process) - (time.thread_time() - own)
     finally:
         torch.set_num_threads(threads)

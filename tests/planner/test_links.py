@@ -9,6 +9,7 @@ import pytest
 
 from hybridpar.cluster_file import ClusterSpec, parse_cluster
 from hybridpar.compress import Meeting
+from hybridpar.errors import SyncError
 from hybridpar.pipeline.world import World
 from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.network import Network
@@ -123,3 +124,27 @@ def test_a_cluster_with_measured_cores_is_written_and_read(tmp_path):
     path.write_text(spec.to_toml().replace("all_reduce = 0.4", "all_reduce = -1"))
     with pytest.raises(UsageError, match=r"cores\.all_reduce"):
         read_cluster_file(path)
+
+
+def broken(world: World) -> str:
+    def fail(tensor: object) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    whole = world.split
+
+    def split(*arguments: object, **options: object) -> World:
+        party = whole(*arguments, **options)  # type: ignore[arg-type]
+        for one in party.lane_sums:
+            one.all_reduce = fail  # type: ignore[method-assign]
+        return party
+
+    world.split = split  # type: ignore[method-assign]
+    with pytest.raises(SyncError) as caught:
+        measure_cluster(world, fresh=True, seconds=0.001)
+    return f"{caught.value.what}; {caught.value.why}"
+
+
+def test_a_link_that_cannot_be_measured_is_one_error():
+    for told in run_ranks(broken, 2):
+        assert "stopped while measuring the links between workers" in told
+        assert "Connection reset by peer" in told
