@@ -108,8 +108,8 @@ def measure_step_costs(
             clock.wait()
             accumulate.append(clock.between(began, middle))
             collect.append(clock.between(middle, ended))
-            for (_, parameter), gradient in zip(order, gradients, strict=True):
-                parameter.grad = gradient
+            for (_, parameter), before in zip(order, gradients, strict=True):
+                parameter.grad = before
     return StepCosts(*(statistics.median(times[2:]) for times in (update, collect, accumulate)))
 
 
