@@ -238,9 +238,7 @@ class ForeignLoad:
         if error[0] is not None:
             return
         self._world.barrier()
-        seconds, busy, processes, own = (
-            now - then for now, then in zip(self._accounts(), self._before, strict=True)
-        )
+        seconds, busy, processes, own = (now - then for now, then in zip(self._accounts(), self._before, strict=True))
         told: list[float] = self._world.gather(own)  # type: ignore[assignment]
         self.cores = max(0.0, (max(busy, processes) - sum(told)) / max(seconds, 1e-9))
 

@@ -126,7 +126,9 @@ def measure(models: list[str], plans: int, rounds: int, seconds: float, quick: b
                 trial.close()
             if rank == 0:
                 emulated = Setting(f"{setting.model} on 4 emulated devices", setting.side, setting.batch)
-                write_checks([error_row(emulated, one, times[one.name], load.told) for one in drawn], output, "emulated")
+                write_checks(
+                    [error_row(emulated, one, times[one.name], load.told) for one in drawn], output, "emulated"
+                )
         world.close()
 
 

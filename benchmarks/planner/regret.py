@@ -43,7 +43,9 @@ def regret_rows(
         over_best = _ratios(mine, [by_name[best].steps * time for time in times[best]])
         told = f"{name}; best of {len(allowed)}: {best}; {load}"
         rows.append(_check(setting, f"chosen over best, {fidelity}", over_best, REGRET_AT_MOST, told))
-        rows.append(_check(setting, f"chosen over DDP fp32, {fidelity}", _ratios(mine, ddp), DDP_AT_MOST, f"{name}; {load}"))
+        rows.append(
+            _check(setting, f"chosen over DDP fp32, {fidelity}", _ratios(mine, ddp), DDP_AT_MOST, f"{name}; {load}")
+        )
     return rows
 
 

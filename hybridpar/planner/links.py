@@ -279,7 +279,7 @@ def _time(work: _Work | None, factor: float, world: World, seconds: float) -> Wa
     def laps(size: int, repeats: int) -> list[float]:
         return _laps(work or _nothing, torch.zeros(size // 4, device=world.device), repeats)
 
-    latency, size = statistics.median(laps(_SMALL_BYTES, 20)), _LEAST_BYTES
+    small, size = laps(_SMALL_BYTES, 20), _LEAST_BYTES
     took = _agreed(min(laps(size, 1)), world)
     while size < _MOST_BYTES and 4 * took * 4 < seconds:
         size *= 4
@@ -290,8 +290,10 @@ def _time(work: _Work | None, factor: float, world: World, seconds: float) -> Wa
     used = _core_seconds(lambda: laps(size, repeats), world) / (repeats + 1)
     if work is None:
         return None
-    moving = max(alone - latency, 0.1 * alone)
-    return Way(1e3 * latency, factor * size / moving, max(0.0, used) / alone)
+    # Of a small message's time only the least is latency for sure: threads that wake up late do so once per message,
+    # and while a large one is under way they are awake.
+    moving = max(alone - min(small), 0.5 * alone)
+    return Way(1e3 * statistics.median(small), factor * size / moving, max(0.0, used) / alone)
 
 
 def _laps(work: _Work, message: Tensor, repeats: int) -> list[float]:
