@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from benchmarks.rig import load
+from benchmarks.rig.paired import FOREIGN_LOAD
 from hybridpar.cluster_file import ClusterSpec
 from hybridpar.config import TrainConfig
 from hybridpar.models import build_model, seed_everything
@@ -204,3 +207,40 @@ def _can_run(outcome: Outcome, workers: int) -> bool:
 def cluster_of(world: World) -> ClusterSpec:
     """Hosts and links of the job, measured."""
     return measure_cluster(world, fresh=True)
+
+
+class ForeignLoad:
+    """Watches what others do on the machine between entering and leaving; both are collectives.
+
+    Args:
+        world: All workers of the job, on this machine.
+
+    Attributes:
+        cores: Cores' worth of work that no worker did.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.cores = 0.0
+
+    @property
+    def told(self) -> str:
+        """In words; above the rig's limit the row proves nothing."""
+        busy = ", loaded" if self.cores > FOREIGN_LOAD else ""
+        return f"foreign load {self.cores:.2f} cores{busy}"
+
+    def __enter__(self) -> ForeignLoad:
+        self._world.barrier()
+        self._before = self._accounts()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
+            return
+        self._world.barrier()
+        seconds, busy, processes, own = (now - then for now, then in zip(self._accounts(), self._before, strict=True))
+        told: list[float] = self._world.gather(own)  # type: ignore[assignment]
+        self.cores = max(0.0, (max(busy, processes) - sum(told)) / max(seconds, 1e-9))
+
+    def _accounts(self) -> tuple[float, float, float, float]:
+        return time.perf_counter(), load.busy_seconds(), load.process_seconds(), load.own_seconds()

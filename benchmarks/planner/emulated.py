@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.pipeline.checks import write_checks
-from benchmarks.planner.common import CLASSES, QUICK, RATE, SETTINGS, Setting, cluster_of, drawn_plans
+from benchmarks.planner.common import CLASSES, QUICK, RATE, SETTINGS, ForeignLoad, Setting, cluster_of, drawn_plans
 from benchmarks.planner.predicted import error_row
 from benchmarks.rig.rank import process_group
 from hybridpar.cluster_file import ClusterSpec
@@ -120,12 +120,15 @@ def measure(models: list[str], plans: int, rounds: int, seconds: float, quick: b
                 for _ in range(FIRST_STEPS):
                     trial.step()
             steps = {name: trial.step for name, trial in trials.items()}
-            times = time_plans(steps, world, rounds=rounds, seconds=seconds)
+            with ForeignLoad(world) as load:
+                times = time_plans(steps, world, rounds=rounds, seconds=seconds)
             for trial in trials.values():
                 trial.close()
             if rank == 0:
                 emulated = Setting(f"{setting.model} on 4 emulated devices", setting.side, setting.batch)
-                write_checks([error_row(emulated, one, times[one.name]) for one in drawn], output, "emulated")
+                write_checks(
+                    [error_row(emulated, one, times[one.name], load.told) for one in drawn], output, "emulated"
+                )
         world.close()
 
 
@@ -155,6 +158,7 @@ def _emulated(setting: Setting, world: World, cluster: ClusterSpec) -> tuple[Pla
     rates = measure_rates(planned_codecs("lossy"), profile.parameters, world.size, world.device)
     parameters = tuple(replace(one, name=net.names[one.name]) for one in profile.parameters)
     profile = replace(profile, parameters=parameters)
+    # Waits add nothing to gradients, and take as long as they were told.
     profile = replace(profile, update_ms=rest.update_ms, collect_ms=rest.collect_ms)
     inputs = PlannerInputs(profile, cluster, setting.batch, "lossy", rates, most_micro_batches=1)
     return world.from_main(lambda: inputs), net
