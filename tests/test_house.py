@@ -85,8 +85,8 @@ ROOMS: dict[str, set[str]] = {
         ),
     },
     "cli": {
-        *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "plan", "plan_job", "planner", "run"),
-        *("show", "tune_command", "tvm_kernels"),
+        *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "plan", "plan_job", "planner"),
+        *("run", "show", "tune_command", "tvm_kernels"),
     },
     "__main__": {"cli"},
     "__init__": {"config", "errors", "partition", "plan", "trainer"},
