@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError
 from hybridpar.models import model_fingerprint
+from hybridpar.pipeline.collective import BackendSum
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan, Sync, parse_plan, read_plan
 from hybridpar.planner.explain import rows
@@ -107,9 +108,9 @@ def plan_run(
         return PlannedRun(plain)
     if stored is not None:
         kept = world.from_main(lambda: _stored_plan(stored))
-        return (
-            PlannedRun(plain) if kept is None else _follow_stored(plain, world, parse_plan(json.loads(kept)), decided)
-        )
+        if kept is None:
+            return PlannedRun(plain)
+        return _follow_stored(plain, world, parse_plan(json.loads(kept)), decided)
     if why := _not_worth(config, sample_shape, steps):
         return PlannedRun(plain, lines=_unplanned(why) if "plan" in given else ())
     if option := not_modelled(config):
@@ -185,7 +186,7 @@ def follow(config: TrainConfig, plan: Plan, decided: Collection[str], workers: i
         UsageError: The number of stages contradicts the plan.
     """
     said: dict[str, Any] = {}
-    stages = follow_stages(config, plan)
+    stages = follow_stages(config, plan, "stages" in decided)
     if plan.placement is not None and (plan.inputs is not None or plan.workers == workers):
         said["replicas"] = plan.placement.replicas
     if plan.pipeline is not None:
@@ -194,7 +195,7 @@ def follow(config: TrainConfig, plan: Plan, decided: Collection[str], workers: i
             said |= {"schedule": plan.pipeline.schedule, "recompute": plan.pipeline.recompute}
     if plan.sync is not None:
         said |= {"bucket_mb": plan.sync.bucket_bytes / 2**20, "compress": _policy_text(plan.sync)}
-    if plan.measured is not None and not {"memory_format", "channels_last", "kernels"} & set(decided):
+    if plan.measured is not None and not (config.channels_last or config.uses_kernels):
         said["memory_format"] = plan.measured.memory_format
     if plan.kernels is not None and plan.kernels.database == "auto":
         said["kernels"] = "auto"
@@ -233,8 +234,12 @@ def _follow_stored(config: TrainConfig, world: World, plan: Plan, decided: Colle
     if plan.workers != world.size:
         why = f"the run's own plan is for {plan.workers} worker(s), and here are {world.size}"
         return PlannedRun(config, lines=_unplanned(why))
-    if config.stages not in (1, len(plan.partition.stages)):
+    if "stages" in decided and config.stages != len(plan.partition.stages):
         return PlannedRun(config, lines=_unplanned(f"--stages {config.stages} is not what the run's own plan says"))
+    adds_only = world.size > 1 and not isinstance(world.lane_sums[0], BackendSum)
+    if adds_only and _policy_text(plan.sync or Sync()) != "none":
+        why = "the run's own plan compresses gradients, and workers that share memory only add"
+        return PlannedRun(config, lines=_unplanned(why))
     followed = _as_followed(config, plan, decided, world.size)
     line = f"plan     as the run began with, not searched for again{_expected(followed)}"
     return PlannedRun(follow(config, plan, decided, world.size), followed, (line,))
@@ -269,7 +274,7 @@ def _search(
     decided: Collection[str],
 ) -> PlannedRun:
     begun = time.perf_counter()
-    fixed = fixed_by(config, decided, world.size, [name for name, _ in model.named_parameters()])
+    fixed = fixed_by(config, decided, world.size, [path for path, _ in model.named_parameters()])
     measured = measure_inputs(model, config, world, sample_shape, steps, fixed, name)
     if measured.why:
         return PlannedRun(config, lines=_unplanned(measured.why))
@@ -319,7 +324,25 @@ def _told(answer: Answer, inputs: PlannerInputs, seconds: float, source: str) ->
     ]
     begin = 0 if len(answer.ties) > 1 else 1
     lines += [f"         not {row.name}: {row.verdict}" for row in others[begin : begin + _SHOWN]]
+    if fewer := _fewer_workers(answer, inputs):
+        lines.append(f"         {fewer}")
     if inputs.calibration:
         told = ", ".join(f"{name} x {value:.3f}" for name, value in sorted(inputs.calibration.items()))
         lines.append(f"         with what earlier runs corrected: {told}; `hybridpar plan --calibrate show`")
     return tuple(lines)
+
+
+def _fewer_workers(answer: Answer, inputs: PlannerInputs) -> str:
+    """Whether fewer workers than were started would be faster, beyond the noise; empty where they would not.
+
+    On a CPU they are predicted with their own cores alone, though they would get those of the others as well.
+    """
+    fixed = inputs.fixed
+    if inputs.workers == 1 or fixed.replicas is not None or fixed.stages not in (None, 1):
+        return ""
+    library = answer.evaluator.space.library
+    fewer = find_plan(replace(inputs, fixed=replace(fixed, workers=None)), keep=1, library=library)
+    workers, step = fewer.chosen.candidate.shape.workers, fewer.chosen.step_ms
+    if workers >= inputs.workers or step * (1 + answer.noise) >= answer.chosen.step_ms:
+        return ""
+    return f"fewer would be faster: {step:,.1f} ms a step with --workers {workers}"

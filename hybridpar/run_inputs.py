@@ -3,13 +3,15 @@
 Rank 0 profiles the model, and all workers together find out how much they slow each other down. What was measured is
 kept, by everything that it depends on; the next run of the same kind reads it in a moment.
 
-Measuring must cost less than it can gain. A run of few steps is not planned at all; of a longer one a step is timed,
-and the profile is made smaller, or left out, where it would take more than a quarter of the run or of a minute.
+Measuring must cost less than it can gain. A run of few steps is not planned at all. Of a longer one a step is timed,
+and the profile is made smaller where it would take more than a quarter of a minute, and left out where measuring would
+take more than half of the run: there are plans that are twice as fast, and hardly any that are more.
 """
 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -23,6 +25,7 @@ from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError
 from hybridpar.models import model_fingerprint
+from hybridpar.partition.profile_cache import device_name
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.pipeline.collective import BackendSum
@@ -36,22 +39,23 @@ from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
 from hybridpar.planner.steps import planned_codecs
 from hybridpar.planner.store import load, store
-from hybridpar.process import available_cores, describe_allocator
+from hybridpar.process import available_cores, describe_allocator, host_identity
 from hybridpar.replica_engine import autocast
 
 #: Steps of the shortest run that is planned.
 LEAST_STEPS = 100
 
 #: Part of the run that measuring may take.
-WORTH = 0.25
+WORTH = 0.5
 
 #: Seconds that measuring takes at most, where that leaves anything to choose from.
 MOST_SECONDS = 15.0
 
 #: Passes of a profile, and steps that are timed with workers beside each other.
 PASSES, CROWD_STEPS = 3, 3
-#: What profiling takes: steps for each way to compute the model, steps for the rest, and seconds for what is no step.
-_STEPS_EACH, _STEPS_BESIDE, _SECONDS_BESIDE = 2 + 3 * PASSES, 22, 1.0
+#: What measuring takes: steps for each way to compute the model, steps for the rest; and seconds for the cores of a
+#: worker, and for the links between several.
+_STEPS_EACH, _STEPS_BESIDE, _CORE_SECONDS, _LINK_SECONDS = 2 + 3 * PASSES, 22, 1.0, 4.0
 
 #: What is kept.
 KIND = "profile"
@@ -100,7 +104,10 @@ def decided_options(config: TrainConfig, given: Collection[str] = ()) -> frozens
     """The options that somebody set: those that were named, and those that are not at their default."""
     defaults = {field.name: field.default for field in fields(TrainConfig)}
     differing = {name for name, default in defaults.items() if getattr(config, name) != default}
-    return frozenset(given) & defaults.keys() | differing
+    left = set()
+    if config.searches:  # `auto` of a single option leaves it to the search
+        left = {name for name in ("compress", "memory_format") if getattr(config, name) == "auto"}
+    return (frozenset(given) & defaults.keys() | differing) - left
 
 
 def fixed_by(config: TrainConfig, decided: Collection[str], workers: int, names: Sequence[str]) -> Fixed:
@@ -180,8 +187,6 @@ def measure_inputs(
         SyncError: A worker died or did not answer in time.
     """
     model.to(world.device)
-    # What is remembered may have got its name elsewhere.
-    cluster = measure_cluster(world).model_copy(update={"name": f"workers over {world.transport}"})
     sizes = _sizes(model, config.batch_size, world.size, fixed)
     formats = _formats(fixed, sample_shape)
     off = fixed.kernels == "stock" or os.environ.get("HYBRIDPAR_KERNELS") == "off"
@@ -198,7 +203,8 @@ def measure_inputs(
         "amp": config.amp,
         "optimizer": config.optimizer,
         "codecs": wanted,
-        "hosts": [[host.count, host.devices, host.kind, host.name] for host in cluster.hosts],
+        "devices": device_name(world.device),
+        "hosts": sorted(Counter(str(one) for one in world.gather(host_identity())).values()),
         "cores": len(available_cores()),
         "threads": torch.get_num_threads(),
         "allocator": describe_allocator(),
@@ -210,6 +216,8 @@ def measure_inputs(
         why, kept = _measure(model, config, world, sample_shape, steps, key)
         if why:
             return Measured(None, why)
+    # What is remembered of the links may have got its name elsewhere.
+    cluster = measure_cluster(world).model_copy(update={"name": f"workers over {world.transport}"})
     return Measured(None if kept is None else _inputs(config, cluster, fixed, kept, name), "", cached)
 
 
@@ -229,16 +237,15 @@ def _measure(
     if first.problem:
         return first.problem, None
     slowest, worth = first.value, WORTH * steps * first.value
+    beside = _CORE_SECONDS + (_LINK_SECONDS if world.size > 1 else 0.0)
     complete = True
-    while _seconds(slowest, key["sizes"], formats, kernels) > min(MOST_SECONDS, worth) and (
-        kernels or len(formats) > 1
-    ):
+    while (needs := beside + slowest * _steps(key["sizes"], formats, kernels)) > min(MOST_SECONDS, worth):
+        if not kernels and len(formats) == 1:
+            break
         complete, kernels, formats = False, False, formats if kernels else formats[:1]
-    if (needs := _seconds(slowest, key["sizes"], formats, kernels)) > worth:
-        return (
-            f"measuring would take {needs:,.1f} s, more than a quarter of {steps:,} steps of {1e3 * slowest:,.0f} ms",
-            None,
-        )
+    if needs > worth:
+        why = f"measuring would take {needs:,.1f} s, more than half of {steps:,} steps of {1e3 * slowest:,.0f} ms"
+        return why, None
     with autocast(config, world.device):
         crowd = measure_crowd(model, examples[-1], world, steps=CROWD_STEPS)  # a step has run on all workers before
     kept: _Kept | None = None
@@ -351,11 +358,10 @@ def _codecs(config: TrainConfig, world: World, fixed: Fixed) -> list[str]:
     return list(planned_codecs(config.fidelity))
 
 
-def _seconds(step: float, sizes: Sequence[int], formats: Sequence[str], kernels: bool) -> float:
-    """What profiling takes, from the seconds of a step at the largest size."""
-    share = sum(sizes) / sizes[-1]
-    ways = share * len(formats) * (2 if kernels else 1)
-    return _SECONDS_BESIDE + step * (_STEPS_EACH * ways + _STEPS_BESIDE)
+def _steps(sizes: Sequence[int], formats: Sequence[str], kernels: bool) -> float:
+    """What profiling takes, in steps at the largest size."""
+    ways = sum(sizes) / sizes[-1] * len(formats) * (2 if kernels else 1)
+    return _STEPS_EACH * ways + _STEPS_BESIDE
 
 
 def _step_ms(model: nn.Module, example: torch.Tensor) -> float:

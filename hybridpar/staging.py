@@ -254,14 +254,19 @@ def _made_by_main(
     return parse_plan(json.loads(world.from_main(make)))
 
 
-def follow_stages(config: TrainConfig, plan: Plan) -> PipelineConfig:
+def follow_stages(config: TrainConfig, plan: Plan, decided: bool = False) -> PipelineConfig:
     """The options with what a plan says of stages.
+
+    Args:
+        config: The options.
+        plan: The plan.
+        decided: Whether somebody set the number of stages, though it may be the default.
 
     Raises:
         UsageError: They contradict each other.
     """
     count = len(plan.partition.stages)
-    if config.stages not in (1, count):
+    if config.stages != count and (decided or config.stages > 1):
         raise UsageError(
             f"--stages {config.stages} with a plan of {count} stages",
             "A plan says how many stages there are.",

@@ -336,7 +336,7 @@ def test_overwriting_starts_anew_and_spares_foreign_files(tmp_path):
 def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path):
     with small_disk(tmp_path / "disk", kilobytes=600) as disk:
         with pytest.raises(RunDirectoryError) as caught:
-            train(disk / "run", epochs=500, checkpoint_every="1", keep=500)
+            train(disk / "run", epochs=500, checkpoint_every="1", keep=500, plan="none")
         assert "full" in str(caught.value).lower()
         assert "resume" in caught.value.fix
         newest = latest_checkpoint(disk / "run" / "checkpoints")

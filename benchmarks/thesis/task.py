@@ -49,6 +49,7 @@ class Task:
             seed=self.seed,
             epochs=setting.epochs,
             workers=self.workers,
+            plan="none",  # layouts are compared that were chosen beforehand
         )
 
     @property

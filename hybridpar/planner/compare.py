@@ -7,6 +7,7 @@ one; which speed it would have to be is found by predicting the same plan on slo
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -144,13 +145,13 @@ class Comparison:
         return f"{part}so the machine is busy or throttled now, or steps do more than the model that was profiled"
 
     def _link(self) -> str:
-        level = self._level()
-        try:
+        level, slowdown = self._level(), None
+        with contextlib.suppress(HybridparError):  # a plan that was edited has a cause of its own
             slowdown = self.link_slowdown
-        except HybridparError:
-            slowdown = None
         if level is None or slowdown is None:
-            return "more than its link explains"
+            return "so the link is not as it was when this was predicted"
+        if not 1.01 / _MOST_SLOWER < slowdown < 0.99 * _MOST_SLOWER:
+            return "which no speed of the link explains"
         planned, seen = level.bandwidth / 1e6, level.bandwidth / slowdown / 1e6
         verb = "slower" if slowdown > 1 else "faster"
         return (

@@ -55,7 +55,7 @@ class Run:
         torch.manual_seed(0)
         self.model: nn.Module = SmallNet()
         lanes = StreamLanes() if cuda is not None else None
-        config = replace(config, **changes)
+        config = replace(config, plan="none", **changes)
         self.trainer = Trainer(
             self.model,
             config=config,

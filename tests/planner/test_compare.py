@@ -89,6 +89,15 @@ def test_other_bytes_and_more_memory_are_told_and_less_memory_is_not():
     assert Comparison(plan, as_on(plan, 1e8, memory_bytes=memory // 3)).warnings() == []
 
 
+def test_what_no_link_explains_is_not_blamed_on_it():
+    plan = planned(1e10)
+    assert plan.predicted is not None
+    exposed = 1e6 * (1 + (plan.predicted.exposed_sync_ms or 0.0))
+    (warning,) = Comparison(plan, as_on(plan, 1e10, step_ms=2 * exposed, exposed_sync_ms=exposed)).warnings()
+    assert "busy" in warning or "no speed of the link explains" in warning
+    assert "MB/s" not in warning
+
+
 def test_one_worker_has_no_link_to_blame():
     plan = plan_of(find_plan(inputs(spec=cluster(1))))
     compared = Comparison(plan, Ran(step_ms=1.0, exposed_sync_ms=0.0))
