@@ -1,4 +1,4 @@
-"""Why: how a run with parameter servers is asked for, and what contradicts it, known before anything heavy is imported."""
+"""Why: how a run with parameter servers is asked for, and what contradicts it, is known before torch is imported."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ServerConfig:
     """Where gradients meet: at each other worker, or at parameter servers."""
 
     sync: str = ALL_REDUCE
-    """How gradients meet: `allreduce`; `ps`: at parameter servers, which wait for all workers; `ps-async`: they wait for
-    none; `softsync:N`: they wait for any W/N gradients of W workers."""
+    """How gradients meet: `allreduce`; `ps`: at parameter servers, which wait for all workers; `ps-async`: they wait
+    for none; `softsync:N`: they wait for any W/N gradients of W workers."""
     servers: int | None = None
     """Processes that the parameters are divided among, beside the workers; default: 1. With 0 every worker masters a
     stripe itself."""

@@ -51,7 +51,9 @@ def draw_staleness(
         axes = figure.subplots()
         ages = sorted(counts)
         axes.bar(ages, [100 * counts[age] / total for age in ages], width=0.9, color=_BARS)
-        axes.set_title(f"staleness of {total:,} gradients, mean {mean:.2f}, largest {ages[-1]}", fontsize=14, loc="left")
+        axes.set_title(
+            f"staleness of {total:,} gradients, mean {mean:.2f}, largest {ages[-1]}", fontsize=14, loc="left"
+        )
         axes.set_xlabel("updates between the weights of a gradient and its arrival")
         axes.set_ylabel("% of gradients")
         axes.xaxis.get_major_locator().set_params(integer=True)

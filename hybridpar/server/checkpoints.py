@@ -54,7 +54,9 @@ def shard_starts(
             {
                 "pieces": [asdict(piece) for piece in stripe.pieces],
                 "values": torch.cat([view.to("cpu", copy=True) for view in piece_views(stripe, parameters)]),
-                "optimizer": [_cut(flat_state.get(piece.name, {}), piece.start, piece.count) for piece in stripe.pieces],
+                "optimizer": [
+                    _cut(flat_state.get(piece.name, {}), piece.start, piece.count) for piece in stripe.pieces
+                ],
                 "state": own | {"taken": taken},
                 "limit": limit,
                 "buffers": flat_buffers(model).cpu() if number == 0 else torch.empty(0),

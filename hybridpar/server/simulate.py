@@ -96,8 +96,7 @@ class Simulation:
         self._policy = Policy.of(parse_codec(codec))
         self._gradient = gradient
         self.shards = [
-            Shard(stripe, start[places], rules, optimizer)
-            for stripe, places in zip(stripes, self._places, strict=True)
+            Shard(stripe, start[places], rules, optimizer) for stripe, places in zip(stripes, self._places, strict=True)
         ]
         self._learners: dict[int, _Learner] = {}
         #: Sum of all gradients that were pushed and heard of, as the learners computed them.

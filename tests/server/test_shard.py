@@ -222,9 +222,7 @@ def test_weights_from_the_future_and_strangers_are_refused():
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    learners=st.integers(1, 9), split=st.integers(1, 9), order=st.lists(st.integers(0, 8), min_size=1, max_size=150)
-)
+@given(learners=st.integers(1, 9), split=st.integers(1, 9), order=st.lists(st.integers(0, 8), min_size=1, max_size=150))
 def test_the_mean_staleness_is_lambda_minus_1_over_c_in_every_order(learners, split, order):
     """Every update ages the weights of all learners but the one whose push made it, whoever pushes when."""
     split = min(split, learners)

@@ -13,9 +13,7 @@ from hybridpar.server import cut_model, described_parameters
 from hybridpar.server.stripes import piece_views, trained_parameters
 
 
-@given(
-    st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=12), st.integers(1, 12)
-)
+@given(st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=12), st.integers(1, 12))
 def test_every_element_is_in_one_stripe(shapes, shards):
     shards = min(shards, len(shapes))
     parameters = [(f"p{number}", shape, False) for number, shape in enumerate(shapes)]
@@ -46,7 +44,9 @@ def test_weight_decay_is_where_the_plain_run_has_it():
 
 
 def test_pieces_are_views_of_the_models_own_memory():
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 6, 3)).to(memory_format=torch.channels_last)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 6, 3)).to(
+        memory_format=torch.channels_last
+    )
     parameters = trained_parameters(model)
     stripes = cut_model(described_parameters(model), 2)
     for stripe in stripes:
@@ -61,7 +61,7 @@ def test_more_shards_than_parameters_is_a_mistake():
 
 
 def test_what_servers_do_not_hold_is_named():
-    with pytest.raises(UsageError, match="weight.*float64"):
+    with pytest.raises(UsageError, match=r"weight.*float64"):
         described_parameters(torch.nn.Linear(2, 2).double())
 
 
