@@ -33,11 +33,11 @@ from hybridpar.run_server_report import ServedFacts, ServedTimes, describe_run, 
 from hybridpar.run_server_state import ServedState, Standing
 from hybridpar.save_rule import SaveRule
 from hybridpar.server.learner import Exchanged, Learner
-from hybridpar.server.stripe_optimizer import described_parameters
 from hybridpar.server.place import Place, find_own_place
 from hybridpar.server.present import exchange
 from hybridpar.server.process import OwnShards, serve_shards, tell_parts
 from hybridpar.server.rules import Rules
+from hybridpar.server.stripe_optimizer import described_parameters
 from hybridpar.server.stripes import cut_model, parts_of_a_host, trained_parameters
 from hybridpar.step_result import MAX_BAD_STEPS
 from hybridpar.timings import RunningMean

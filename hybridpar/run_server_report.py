@@ -132,9 +132,7 @@ def describe_run(run: ServedFacts, at: Standing) -> RunInfo:
         where = "the workers themselves, each of which masters a stripe"
     notes.append(f"gradients meet at {where}: --sync {config.sync}")
     parameters = parameter_count(run.model)
-    model = ModelInfo(
-        name=run.model_name, fingerprint=run.fingerprint, parameters=parameters, input=run.sample_shape
-    )
+    model = ModelInfo(name=run.model_name, fingerprint=run.fingerprint, parameters=parameters, input=run.sample_shape)
     plan = trivial_plan(
         model,
         replicas=place.workers,
@@ -199,7 +197,7 @@ def report_run(
         names = {"bytes_sent": "bytes_sent_per_step", "bytes_pulled": "bytes_pulled_per_step"}
         for key, value in means.items():
             summary[names.get(key, key)] = round(value) if key in names else round(value, 3)
-    ages = StalenessHistogram().join(StalenessHistogram.of_dict(state["histogram"]) for state in states)
+    ages = StalenessHistogram.of_dict(states[0]["histogram"])  # as the steps in metrics.jsonl, which shard 0 tells, too
     mean = ages.mean
     summary["staleness"] = {
         "mean": None if mean is None else round(mean, 4),

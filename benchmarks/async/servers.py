@@ -38,11 +38,11 @@ from hybridpar.server import Rules, cut_model, described_parameters, optimizer_o
 from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.learner import Learner
 from hybridpar.server.link import Links
+from hybridpar.server.peers import ServerOptions
 from hybridpar.server.place import own_host
 from hybridpar.server.running import flat_buffers, put_buffers
-from hybridpar.server.shard_link import LinkOptions, ShardLink
-from hybridpar.server.peers import ServerOptions
 from hybridpar.server.serve import ShardServer
+from hybridpar.server.shard_link import LinkOptions, ShardLink
 from hybridpar.server.stripes import parts_of_a_host, piece_views, trained_parameters
 from hybridpar.trainer import Trainer
 
@@ -287,8 +287,8 @@ def _slow_rows(rates: dict[str, list[float]], workers: int, wait_ms: float, seco
         ratios = [value / base for value, base in zip(own, rates["ps"], strict=True)]
         rows.append(
             Check(
-                setting=f"{workers} workers that wait {wait_ms:g} ms in place of computing, worker 0 {SLOWED:g} times as "
-                "long; 1 MB of parameters, 1 server",
+                setting=f"{workers} workers that wait {wait_ms:g} ms in place of computing, worker 0 {SLOWED:g} times "
+                "as long; 1 MB of parameters, 1 server",
                 link=link(),
                 what=f"images/s of {mode} over those of ps",
                 value=statistics.median(ratios),

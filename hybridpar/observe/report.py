@@ -92,6 +92,7 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows += _kernel_rows(summary)
     if summary["bytes_sent_per_step"] is not None:
         rows.append(("sent", f"{format_bytes(summary['bytes_sent_per_step'])} per worker and step", ""))
+    rows += _server_rows(summary)
     rows += _sync_rows(summary)
     if summary["skipped_steps"]:
         rows.append(("skipped", f"{_count(summary['skipped_steps'], 'step')} with non-finite gradients", "yellow"))
@@ -107,6 +108,19 @@ def _kernel_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if kernels["saved_ms"] is not None:
         text += f", {kernels['saved_ms']:.2f} ms a step less than torch"
     return [("kernels", text, "")]
+
+
+def _server_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """What only a run with parameter servers has to tell."""
+    ages = summary.get("staleness")
+    if ages is None or ages["mean"] is None:
+        return []
+    where = _count(summary["servers"], "server") if summary["servers"] else "the workers"
+    rows = [("sync", f"{summary['sync']} at {where}", "")]
+    if summary["bytes_pulled_per_step"] is not None:
+        rows.append(("", f"{format_bytes(summary['bytes_pulled_per_step'])} pulled per worker and step", ""))
+    rows.append(("staleness", f"mean {ages['mean']:.2f}, largest {ages['most']}", ""))
+    return rows
 
 
 def _sync_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -5,11 +5,11 @@ them. `hybridpar train --sync ps|ps-async|softsync:N` runs the same shards on pr
 """
 
 from hybridpar.server.encoding import PushDecoder, PushEncoder
-from hybridpar.server.stripe_optimizer import described_parameters, optimizer_of
 from hybridpar.server.rules import Rules
 from hybridpar.server.shard import Answer, Push, Shard
 from hybridpar.server.simulate import Arrival, Happening, Simulation, round_robin
 from hybridpar.server.staleness import SCALES, StalenessHistogram
+from hybridpar.server.stripe_optimizer import described_parameters, optimizer_of
 from hybridpar.server.stripes import Piece, Stripe, cut_model
 
 __all__ = [

@@ -2,9 +2,9 @@
 
 Codecs promise that what comes of the messages is the same on every worker, so it cannot depend on anything that only
 one worker has. A server that decodes pushes is therefore just one more worker, with nothing of its own to send: a
-learner plays a job of one with its coders and sends what came of each round; a twin of each coder at the server, without
-error feedback, is given these messages and gets the very numbers that the learner's own coder decoded. The difference
-to the gradient is the learner's residual.
+learner plays a job of one with its coders and sends what came of each round; a twin of each coder at the server is
+given these messages and gets the very numbers that the learner's own coder decoded. The difference to the gradient is
+the learner's residual.
 
 Messages where stripes are sharded are taken before their owner adds them up, where that makes them larger (as for
 `hylo:mode=server`, whose owners answer in full precision): the twin does the owner's part.

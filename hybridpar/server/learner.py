@@ -1,6 +1,6 @@
 """Why: between two exchanges with the servers a worker does what any worker does: forward, backward, and nothing else.
 
-The optimizer is the servers'. What a worker computes on are the weights that it was given last; what it sends is, with a
+The optimizer is the servers'. A worker computes on the weights that it was given last. What it sends is, with a
 barrier, its part of the gradient of the whole batch, so that the parts add up to what one process would have computed,
 and else the mean gradient of its own minibatch.
 """

@@ -1,7 +1,7 @@
 """Why: one thread that waits for all sockets together works through what comes in the order in which it came.
 
-So whoever is behind it has a single writer without any lock, and nobody waits for one worker: what cannot be sent yet is
-sent when the socket takes it.
+So whoever is behind it has a single writer without any lock, and nobody waits for one worker: what cannot be sent yet
+is sent when the socket takes it.
 """
 
 from __future__ import annotations

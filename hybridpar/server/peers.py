@@ -44,9 +44,11 @@ class Peer:
     """A worker that is connected.
 
     Attributes:
+        connection: The way to it.
         session: Names the process, so that one that lost its connection is told from its successor.
         clock: Of the weights that it has; None where it has none of this shard.
-        end: Push that has arrived but for its end.
+        decoder: What decodes its pushes.
+        push: Push that has arrived but for its end.
         told: When it was last told anything.
         saved: The last wish to save that it has been told.
         rows: Step up to which it has been told what the steps did; None for one that does not want to know.

@@ -1,9 +1,9 @@
 """Why: running statistics of BatchNorm are no parameters, yet a model without them cannot be evaluated.
 
-Each worker normalises by its own minibatch, as in a run without servers. What it pushes are its running statistics after
-the step; shard 0 keeps their mean. With a barrier that is the mean over the workers. Without one each arrival replaces
-1 / lambda of what is kept: a convex combination, which stays between what workers really saw however stale it is (adding
-differences would not).
+Each worker normalises by its own minibatch, as in a run without servers. What it pushes are its running statistics
+after the step; shard 0 keeps their mean. With a barrier that is the mean over the workers. Without one each arrival
+replaces 1 / lambda of what is kept: a convex combination, which stays between what workers really saw however stale it
+is (adding differences would not).
 """
 
 from __future__ import annotations

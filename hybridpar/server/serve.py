@@ -130,8 +130,9 @@ class ShardServer(SocketLoop):
         peer = self._peers.pop(worker)
         shard = self.shard
         assert shard is not None
-        known = shard.sequence_of(worker)
-        self._past[worker, peer.session] = (known, peer.decoder)
+        # Should it come again, it will hear what became of its last push.
+        peer.decoder.commit() if shard.counted(worker) else peer.decoder.rollback()
+        self._past[worker, peer.session] = (shard.sequence_of(worker), peer.decoder)
         for answer in shard.leave(worker):
             self._answer(answer)
         self._meet(self._meetings.leave(worker))

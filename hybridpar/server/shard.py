@@ -3,8 +3,8 @@
 A shard holds a stripe of the model, the optimizer's state for it (momentum and weight decay are the server's business:
 with momentum at the learners a stale gradient would be followed several times), and a **clock** that counts updates.
 Shards do not wait for each other; each has its own clock. What comes in are calls, one at a time, what goes out are
-`Answer`s: who may now go on, with which weights. The transport is somebody else's (`hybridpar.server.serve`), or nobody's
-(`hybridpar.server.simulate`), so that any order of arrivals can be written down and played.
+`Answer`s: who may now go on, with which weights. The transport is somebody else's (`hybridpar.server.serve`), or
+nobody's (`hybridpar.server.simulate`), so that any order of arrivals can be written down and played.
 """
 
 from __future__ import annotations
@@ -147,6 +147,7 @@ class Shard:
         self.optimizer = optimizer([group for group in groups if group["params"]])
         self._peaks = [float(group["lr"]) for group in self.optimizer.param_groups]
         self._learners: dict[int, _Learner] = {}
+        self._departed: dict[int, _Learner] = {}
         self._collected = _Collection()
         self._arrived: dict[int, tuple[Push, Tensor]] = {}
 
@@ -182,6 +183,11 @@ class Shard:
         known = self._learners.get(learner)
         return known.sequence if known is not None else 0
 
+    def counted(self, learner: int) -> bool:
+        """Whether the last push of a learner counts, be it answered or not."""
+        known = self._learners.get(learner)
+        return known is not None and known.last is not None and known.last.applied
+
     def join(self, learner: int, sequence: int = 0) -> None:
         """A learner takes part from now on; one that comes again is known by what it pushed last.
 
@@ -190,7 +196,9 @@ class Shard:
             sequence: Number of the last push that it knows to have been answered.
         """
         slowest = min((known.pushes for known in self._learners.values()), default=0)
-        self._learners[learner] = _Learner(sequence, slowest)
+        before = self._departed.pop(learner, None)
+        last = before.last if before is not None and before.sequence == sequence else None
+        self._learners[learner] = _Learner(sequence, slowest, last)
 
     def leave(self, learner: int) -> list[Answer]:
         """A learner takes part no more: it has finished, or died. What it pushed stays counted.
@@ -201,8 +209,10 @@ class Shard:
         Raises:
             SyncError: An update takes a gradient of each learner, and others wait for one of this.
         """
-        if self._learners.pop(learner, None) is None:
+        known = self._learners.pop(learner, None)
+        if known is None:
             return []
+        self._departed[learner] = known
         if self.rules.barrier:
             self._arrived.pop(learner, None)
             if self._arrived:
@@ -292,7 +302,7 @@ class Shard:
         self._collected.used.update(set(range(len(self._pieces))) - push.unused)
 
     def _meet(self) -> list[Answer]:
-        """With all gradients there, add them in the learners' order, so that the sum does not depend on the arrivals."""
+        """With all gradients there, add them in the learners' order, so that the sum does not depend on arrivals."""
         if len(self._arrived) < self.rules.collect:
             return []
         arrived = [self._arrived[number] for number in sorted(self._arrived)]

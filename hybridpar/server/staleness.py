@@ -6,9 +6,8 @@ computed on (Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for Distributed
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from hybridpar.registry import Registry
 
@@ -51,13 +50,6 @@ class StalenessHistogram:
         """Count a gradient."""
         self.counts[staleness] += 1
 
-    def join(self, others: Iterable[StalenessHistogram]) -> StalenessHistogram:
-        """This one and others together; new."""
-        total = StalenessHistogram(self.counts)
-        for other in others:
-            total.counts.update(other.counts)
-        return total
-
     @property
     def total(self) -> int:
         """Number of gradients."""
@@ -77,11 +69,6 @@ class StalenessHistogram:
     def most(self) -> int | None:
         """Largest staleness; None before the first gradient."""
         return max(self.counts, default=None)
-
-    @property
-    def spread(self) -> float | None:
-        """Standard deviation; None before the first gradient."""
-        return statistics.pstdev(self.counts.elements()) if self.total else None
 
     def to_dict(self) -> dict[str, int]:
         """Counts by staleness, which is text as JSON wants it, in ascending order."""

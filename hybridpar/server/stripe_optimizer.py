@@ -14,7 +14,7 @@ from hybridpar.server.stripes import trained_parameters
 
 
 def optimizer_of(config: OptimizerConfig) -> OptimizerOf:
-    """What makes the optimizer of a stripe: SGD or AdamW, element by element what `hybridpar.optim` makes of a model."""
+    """What makes the optimizer of a stripe: SGD or AdamW, as `hybridpar.optim` makes it of a model."""
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         ready = [

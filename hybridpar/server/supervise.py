@@ -1,4 +1,4 @@
-"""Why: torch's elastic launcher starts all processes again when one dies, which is what asynchronous workers are free of.
+"""Why: torch's elastic launcher starts all processes again when one dies, which asynchronous workers have no need of.
 
 So a run with servers has a launcher of its own. It hosts the store at which the processes find each other, and watches
 them:
@@ -194,7 +194,9 @@ def _until_something_fails(
         codes = {rank: process.poll() for rank, process in job.processes.items()}
         if verdict.exists():
             return None, joined
-        if all(codes[rank] is not None for rank in range(job.workers)) and not any(codes[r] for r in range(job.workers)):
+        if all(codes[rank] is not None for rank in range(job.workers)) and not any(
+            codes[r] for r in range(job.workers)
+        ):
             return _servers_end(job), joined
         bad = [rank for rank, code in codes.items() if code not in (None, 0)]
         if not bad:

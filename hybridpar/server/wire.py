@@ -1,12 +1,12 @@
-"""Why: a server's peers come and go, and gloo's groups do not: once a member is dead, a group is of no use to the others.
+"""Why: a server's peers come and go, and a gloo group is of no use to anybody once a member of it is dead.
 
 So data travels over plain TCP sockets, one per worker and shard, and torch.distributed's store is only where they find
 each other. A socket tells a death at once, others are not touched by it, a newcomer is one more connection, and one
 thread can wait for whoever comes first, which a group's receive from a named peer cannot.
 
-A frame is a header (magic, length of the meta data, length of the payload), the meta data as JSON, and the payload. What
-a payload means follows from the kind that the meta data names. Objects travel as torch saves them and are read with
-`weights_only`, so that reading a frame runs no code.
+A frame is a header (magic, length of the meta data, length of the payload), the meta data as JSON, and the payload.
+What a payload means follows from the kind that the meta data names. Objects travel as torch saves them and are read
+with `weights_only`, so that reading a frame runs no code.
 """
 
 from __future__ import annotations

@@ -202,3 +202,13 @@ def test_rates():
         "100 images/s",
         "12,345 images/s",
     ]
+
+
+def test_a_run_with_servers_tells_where_gradients_met_and_how_old_they_were():
+    ages = {"mean": 1.875, "most": 4, "histogram": {"1": 3, "4": 1}}
+    more = {"sync": "softsync:2", "servers": 1, "staleness": ages, "bytes_pulled_per_step": 45_000_000}
+    stream = io.StringIO()
+    print_report(SUMMARY | more, console=Console(file=stream, width=80))
+    assert "softsync:2 at 1 server" in stream.getvalue()
+    assert "45.0 MB pulled per worker and step" in stream.getvalue()
+    assert "mean 1.88, largest 4" in stream.getvalue()

@@ -49,7 +49,9 @@ def train_process(world: World, port: int, run_dir: Path, model: str, options: d
         return train(run_dir, model, **options)
 
 
-def _alone(rank: int, directory: str, size: int, port: int, run_dir: Path, options: dict[str, Any], answers: Any) -> None:
+def _alone(
+    rank: int, directory: str, size: int, port: int, run_dir: Path, options: dict[str, Any], answers: Any
+) -> None:
     answers.put(("pid", rank, os.getpid()))
     with placed(rank, size, port):
         try:

@@ -1,4 +1,4 @@
-"""Why: servers and workers on threads talk over real sockets, and a test has them all in its hand, within milliseconds."""
+"""Why: with servers and workers on threads, and real sockets between them, a test has all of them in its hand."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from hybridpar.server import PushEncoder, Rules, cut_model, described_parameters
 from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.learner import Learner
 from hybridpar.server.link import Links
-from hybridpar.server.running import flat_buffers, put_buffers
-from hybridpar.server.shard_link import LinkOptions, ShardLink
 from hybridpar.server.peers import ServerOptions
+from hybridpar.server.running import flat_buffers, put_buffers
 from hybridpar.server.serve import ShardServer
+from hybridpar.server.shard_link import LinkOptions, ShardLink
 from hybridpar.server.stripes import piece_views, trained_parameters
 
 TOKEN = "let me in"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import socket
 import threading
@@ -75,7 +76,7 @@ def test_shares_of_a_batch_may_be_uneven():
     with serving(rules) as served:
         team = [Worker(served, n, model, rules) for n, model in enumerate(copies(2))]
         together([worker.begin for worker in team])
-        whole = [model for model in copies(1)][0]
+        (whole,) = copies(1)
         whole.eval(), [worker.model.norm.eval() for worker in team]
         optimizer = build_optimizer(whole, OPTIMIZER)
         inputs, targets = images(5, 7)
@@ -108,7 +109,7 @@ def test_weights_may_come_as_float16():
     with serving(rules, half=True) as served:
         (worker,), _ = train(served, rules, 1, 3, half=True)
         held = served.servers[0].shard.values
-        mine = torch.cat([view for view in worker.links.links[0]._views])
+        mine = torch.cat(list(worker.links.links[0]._views))
         assert torch.equal(mine, held.half().float())
         assert not torch.equal(mine, held)
         worker.close()
@@ -117,7 +118,7 @@ def test_weights_may_come_as_float16():
 def test_without_a_barrier_everybody_goes_at_their_own_pace():
     rules = Rules.asynchronous(3, "inverse")
     with serving(rules, 2) as served:
-        team, results = train(served, rules, 3, 6)
+        team, _ = train(served, rules, 3, 6)
         assert [server.shard.clock for server in served.servers] == [18, 18]
         ages = served.servers[0].shard.histogram
         assert ages.total == 18
@@ -214,9 +215,8 @@ def test_a_shard_that_dies_is_named_to_every_worker():
         served.kill(1)
         server._listener.close()
         for worker in team:
-            with pytest.raises(SyncError, match="shard 1 of 2 at .* is gone.*worker"):
-                for number in range(20):
-                    worker.step(number)
+            with pytest.raises(SyncError, match=r"shard 1 of 2 at .* is gone.*worker"):
+                [worker.step(number) for number in range(20)]
             worker.close(polite=False)
 
 
@@ -292,10 +292,8 @@ def test_strangers_are_not_let_in_and_hurt_nobody():
             stranger = socket.create_connection(("127.0.0.1", served.servers[0].port))
             stranger.sendall(rubbish)
             stranger.settimeout(5)
-            try:
+            with contextlib.suppress(ConnectionResetError):  # closed with bytes unread
                 assert stranger.recv(10) == b""
-            except ConnectionResetError:
-                pass  # closed with bytes unread
             stranger.close()
         assert worker.step(3).applied
         worker.close()

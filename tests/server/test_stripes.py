@@ -61,7 +61,7 @@ def test_more_shards_than_parameters_is_a_mistake():
 
 
 def test_what_servers_do_not_hold_is_named():
-    with pytest.raises(UsageError, match="weight.*float64"):
+    with pytest.raises(UsageError, match=r"weight.*float64"):
         described_parameters(torch.nn.Linear(2, 2).double())
 
 

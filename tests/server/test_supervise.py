@@ -32,7 +32,9 @@ if act == "lags":
 """
 
 
-def launch(place: Path, acts: str, workers: int = 2, servers: int = 1, *, patient: bool = False, restarts: int = 3) -> int:
+def launch(
+    place: Path, acts: str, workers: int = 2, servers: int = 1, *, patient: bool = False, restarts: int = 3
+) -> int:
     program = ["-S", "-c", PROGRAM, str(place), acts]
     return launch_with_servers(program, workers, servers, patient=patient, tune=False, restarts=restarts)
 
