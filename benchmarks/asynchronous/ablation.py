@@ -145,7 +145,7 @@ def train(method: Method, rate: float, seed: int, epochs: int, judge_fold: bool 
     for _ in range(epochs):
         chosen = torch.randperm(len(images), generator=order)[: per_epoch * BATCH]
         losses.clear()
-        for part in chosen.split(BATCH // updates):
+        for part in torch.split(chosen, BATCH // updates):
             scale = len(part) / BATCH
             flats, loss = _gradients(net, list(parameters.values()), images[part], labels[part], exchanges, scale)
             losses.append(loss)
