@@ -1,8 +1,4 @@
-<<<<<<< HEAD:hybridpar/server_config.py
 """Why: how replicas are to be kept together, and what contradicts it, is known before anything heavy is imported."""
-=======
-"""Why: how a run with parameter servers is asked for, and what contradicts it, is known before torch is imported."""
->>>>>>> serv:hybridpar/server_config.py
 
 from __future__ import annotations
 
@@ -20,14 +16,9 @@ class ServerConfig:
     """How replicas are kept together: by each other, now and then, or by parameter servers."""
 
     sync: str = ALL_REDUCE
-<<<<<<< HEAD:hybridpar/server_config.py
     """How replicas are kept together. `allreduce`: by the gradients of every step; `local:H`: each trains alone, the
     mean of their parameters being taken every H steps; `ps`: gradients meet at parameter servers, which wait for all
     workers; `ps-async`: they wait for none; `softsync:N`: they wait for any W/N gradients of W workers."""
-=======
-    """How gradients meet: `allreduce`; `ps`: at parameter servers, which wait for all workers; `ps-async`: they wait
-    for none; `softsync:N`: they wait for any W/N gradients of W workers."""
->>>>>>> serv:hybridpar/server_config.py
     servers: int | None = None
     """Processes that the parameters are divided among, beside the workers; default: 1. With 0 every worker masters a
     stripe itself."""

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybridpar.server_config import ServerConfig
 from hybridpar.errors import LaunchError, SyncError, UsageError
+from hybridpar.server_config import ServerConfig
 
 #: Set by our launcher for a process that takes the place of one that died.
 JOINS_VARIABLE = "HYBRIDPAR_JOINS"
