@@ -12,6 +12,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, seed_everything
 from hybridpar.partition.command import ProgressBar
+from hybridpar.partition.profile_cache import cache_directory
 from hybridpar.partition.request import parse_shape
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan, parse_plan
@@ -71,7 +72,7 @@ def _plan(request: PlanRequest, world: World, bar: ProgressBar, base: TrainConfi
     each = max(2, min(-(-request.batch_size // world.size), 64))
     images, _ = random_batch(shape, each, request.classes, world.device)
     bar.announce("measuring workers beside each other")
-    crowd = measure_crowd(model, images, world)
+    crowd = measure_crowd(model, images, world, cache=cache_directory() if request.cache else None)
     found: list[tuple[PlannerInputs, Answer, list[Outcome]]] = []
 
     def decide() -> list[str]:

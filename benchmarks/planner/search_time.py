@@ -46,7 +46,7 @@ def measure(quick: bool, output: str | None) -> None:
     cases = (
         ("8 workers", cluster_of_gpus(2, 4), 512, SMALL_AT_MOST),
         # Memory that excludes nearly everything is the hardest case.
-        ("8 workers with 2 GB", cluster_of_gpus(2, 4, "2GB"), 512, SMALL_AT_MOST),
+        ("8 workers with 12 GB", cluster_of_gpus(2, 4, "12GB"), 512, SMALL_AT_MOST),
         ("4,096 workers", cluster_of_gpus(512, 8), 65536, LARGE_AT_MOST),
     )
     for name, cluster, batch, at_most in cases:

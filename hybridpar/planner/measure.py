@@ -28,7 +28,7 @@ from hybridpar.partition.units import ModelUnits, find_units
 from hybridpar.plan import ModelInfo
 from hybridpar.planner.figures_cache import remembered
 from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant, merged
-from hybridpar.planner.step_costs import StepCosts, measure_step_costs
+from hybridpar.planner.step_costs import StepCosts, figures_key, measure_step_costs
 from hybridpar.process import describe_allocator
 from hybridpar.tvm_kernels.database import default_database
 from hybridpar.tvm_kernels.layers import is_depthwise
@@ -107,7 +107,7 @@ def profile_model(
                 units = units or found
         restore(model).to(memory_format=torch.contiguous_format)
         largest = max(examples, key=len)
-        key = _figures_key(model, largest, threads)
+        key = figures_key(model, largest, threads)
         for count in lanes if measure else ():
             say(f"measuring {count} lanes beside each other")
             figures = remembered("lanes", {**key, "lanes": count}, cache, partial(_co_run, model, largest, count))
@@ -255,18 +255,6 @@ def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
         step_ms=min(one.step_ms for one in tries),
         noise=min(best.noise, apart),
     )
-
-
-def _figures_key(model: nn.Module, example: torch.Tensor, threads: int | None) -> dict[str, object]:
-    return {
-        "model": model_fingerprint(model),
-        "input": list(example.shape),
-        "dtype": str(example.dtype),
-        "device": device_name(example.device),
-        "threads": threads or torch.get_num_threads(),
-        "allocator": describe_allocator(),
-        "torch": str(torch.__version__),
-    }
 
 
 def _co_run(model: nn.Module, example: torch.Tensor, lanes: int) -> dict[str, float]:

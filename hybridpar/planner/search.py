@@ -95,7 +95,7 @@ def find_plan(
         place += 1
         if progress is not None and place % 64 == 0:
             progress(place, bounded.total)
-        if candidate in known or not _may_fit(evaluator, candidate):
+        if candidate in known:
             continue
         known[candidate] = outcome = evaluator.outcome(candidate)
         if _fits(evaluator, outcome):
@@ -115,7 +115,7 @@ class _ByBound:
     """All candidates with what their score is at least, the least first.
 
     At first a candidate has the bound that holds whatever gradients travel as, which many share. Only when it is the
-    next one by that, its own bound is made, and it waits for its turn by that one.
+    next one by that, and may fit into memory, its own bound is made, and it waits for its turn by that one.
 
     Args:
         evaluator: Of the search.
@@ -134,7 +134,7 @@ class _ByBound:
                 shared(one.shape, one.cut, one.variant) * self._travels[one.travel].steps,
                 place,
                 one,
-                one.shape.replicas == 1,
+                False,
             )
             for place, one in enumerate(evaluator.space.candidates())
         ]
@@ -145,6 +145,11 @@ class _ByBound:
         while self._heap:
             bound, place, one, final = heapq.heappop(self._heap)
             if final:
+                yield bound, one
+                continue
+            if not _may_fit(self._evaluator, one):
+                continue
+            if one.shape.replicas == 1:  # nothing travels, so the first bound is its own
                 yield bound, one
                 continue
             own = self._own(one.shape, one.cut, one.travel, one.variant) * self._travels[one.travel].steps

@@ -10,19 +10,23 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybridpar.lanes import Lanes
+from hybridpar.models import model_fingerprint
 from hybridpar.partition.nest import tensor_leaves
+from hybridpar.partition.profile_cache import device_name
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.pipeline.buckets import make_buckets
 from hybridpar.pipeline.sync import GradientSync, SyncOptions
 from hybridpar.pipeline.world import World
-from hybridpar.process import host_identity
+from hybridpar.planner.figures_cache import keep, recalled
+from hybridpar.process import describe_allocator, host_identity
 
 #: Steps of each measurement; the median of them counts.
 STEPS = 5
@@ -153,7 +157,9 @@ def _no_work() -> None:
     """Work that does nothing."""
 
 
-def measure_crowd(model: nn.Module, example: Tensor, world: World, *, steps: int = STEPS) -> dict[int, float]:
+def measure_crowd(
+    model: nn.Module, example: Tensor, world: World, *, steps: int = STEPS, cache: Path | None = None
+) -> dict[int, float]:
     """How much slower workers of a host compute when all of them do; a collective.
 
     Args:
@@ -161,6 +167,7 @@ def measure_crowd(model: nn.Module, example: Tensor, world: World, *, steps: int
         example: A micro-batch.
         world: All workers of the job.
         steps: Turns of one worker alone and of all; the median of each counts.
+        cache: Where the first worker keeps what was found; None measures always.
 
     Returns:
         For the most workers on one host: time of a pass with all over that of one alone. Empty where no host has
@@ -173,6 +180,10 @@ def measure_crowd(model: nn.Module, example: Tensor, world: World, *, steps: int
     most = max(Counter(places).values())
     if most == 1 or world.device.type == "cuda":
         return {}
+    key = {"host": places[0], "beside": most, **figures_key(model, example)}
+    known = world.from_main(lambda: recalled("crowd", key, cache))
+    if known is not None:
+        return {most: known["slower"]}
     clock = Clock(example.device)
     alone: list[float] = []
     together: list[float] = []
@@ -185,4 +196,26 @@ def measure_crowd(model: nn.Module, example: Tensor, world: World, *, steps: int
             together.append(whole_step_ms(model, (example,), clock))
     told: list[tuple[list[float], list[float]]] = world.gather((alone, together))  # type: ignore[assignment]
     slowest = [max(times) for times in zip(*(beside for _, beside in told), strict=True)]
-    return {most: max(1.0, statistics.median(slowest) / statistics.median(told[0][0]))}
+    slower = max(1.0, statistics.median(slowest) / statistics.median(told[0][0]))
+    if world.is_main:
+        keep("crowd", key, cache, {"slower": slower})
+    return {most: slower}
+
+
+def figures_key(model: nn.Module, example: Tensor, threads: int | None = None) -> dict[str, object]:
+    """What figures of a model on a device depend on.
+
+    Args:
+        model: The model.
+        example: A micro-batch.
+        threads: Intra-op threads on a CPU; default: as many as torch uses now.
+    """
+    return {
+        "model": model_fingerprint(model),
+        "input": list(example.shape),
+        "dtype": str(example.dtype),
+        "device": device_name(example.device),
+        "threads": threads or torch.get_num_threads(),
+        "allocator": describe_allocator(),
+        "torch": str(torch.__version__),
+    }

@@ -238,6 +238,21 @@ def test_moving_bytes_takes_core_time():
     assert overlapped(cores=2, sync_cpu=2 / (1000 * KIB)).sync_ms == pytest.approx((4,))
 
 
+def test_core_time_that_is_given_counts_in_place_of_what_bytes_take():
+    buckets = ((BucketCost(2 * KIB, ready=0.0, core_ms=1.0),),)
+    given = predict(ONE, stages(1), replicas=2, sync_link=WIRE, buckets=buckets, cores=1, sync_cpu=1.0)
+    assert span(given, "0SYNC0") == pytest.approx((4, 6))
+    assert span(given, "0B1") == pytest.approx((4, 7))
+
+
+@pytest.mark.parametrize(("part", "ends"), [(1.0, 8), (0.5, 6), (0.75, 7)])
+def test_collectives_that_do_not_fill_the_link_leave_room_for_others(part, ends):
+    """Two sums of 2 ms at a time; together they want 2 `part` of the link."""
+    one = BucketCost(2 * KIB, ready=0.0, wire_ms=2.0, latency_ms=0.0, link_part=part)
+    result = predict(ONE, stages(1), replicas=2, buckets=((one, one),), sync_lanes=2, sync_shares_link=True)
+    assert span(result, "0SYNC0") == span(result, "0SYNC1") == pytest.approx((4, ends))
+
+
 def test_transfers_take_core_time_at_both_ends():
     costs = {"cores": 1, "send_cpu": 1 / (1000 * KIB), "receive_cpu": 0.5 / (1000 * KIB)}
     result = predict(PAIR, stages(2), link=WIRE, **costs)

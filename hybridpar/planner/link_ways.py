@@ -1,0 +1,256 @@
+"""Why: gradients and activations travel in a few ways, and each has a speed and a price in core time of its own.
+
+Every way is timed over the job's own groups and channels alone, and then done again while all workers compute: on a CPU
+the threads that move bytes take cores away from those that compute, and how much, their account tells.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hybridpar.cluster_file import CoreUse, Efficiency, LinkLevel
+from hybridpar.compress import TorchGroup
+from hybridpar.pipeline.grid import Grid
+from hybridpar.pipeline.transport import MessagePart
+from hybridpar.pipeline.world import World
+from hybridpar.planner.network import log_rounds
+
+#: Bytes of messages: a small one, and large ones on slow links and on fast ones.
+_SMALL_BYTES, LEAST_BYTES, MOST_BYTES = 4 << 10, 1 << 20, 8 << 20
+#: Elements on a side of the matrices that stand for computing; their product takes about a millisecond.
+_SIDE = 384
+
+_Work = Callable[[Tensor], object]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way of using a link, as all workers found it.
+
+    Attributes:
+        latency_ms: Of a message of 4 KB.
+        bytes_per_second: That each worker sends.
+        cores: Of a worker, kept busy by that while it is under way.
+    """
+
+    latency_ms: float
+    bytes_per_second: float
+    cores: float
+
+
+def measure_level(world: World, parties: Sequence[Sequence[int]], pair: tuple[int, int], seconds: float) -> LinkLevel:
+    """Measure the links of parties of workers that do the same at a time; a collective, what the slowest found counts.
+
+    Args:
+        world: All workers of the job.
+        parties: The ranks of every party; together they are all.
+        pair: Two ranks of one party, between which messages are timed.
+        seconds: Time for each way of using the link.
+    """
+    party = world.split(parties, lanes=1)
+    grid = Grid(world, world.size, [pair, pair[::-1]], lanes=1)
+    try:
+        mine = {name: _time(work, factor, world, seconds) for name, (work, factor) in _ways(party, grid, pair).items()}
+    finally:
+        grid.close()
+        party.close()
+    answers: list[dict[str, Way | None]] = world.gather(mine)  # type: ignore[assignment]
+    known = {name: _slowest([way for one in answers if (way := one[name]) is not None]) for name in mine}
+    most = max(way.bytes_per_second for way in known.values())
+    uses = {name: way.cores for name, way in known.items()}
+    uses["send"] /= 2  # what was measured is sending and receiving
+    return LinkLevel(
+        bandwidth=most,
+        # What was timed is there and back again for two, and a tree for more.
+        latency_ms=known["all_reduce"].latency_ms / (2 * log_rounds(max(map(len, parties)))),
+        efficiency=Efficiency(**{name: min(1.0, way.bytes_per_second / most) for name, way in known.items()}),
+        cores=CoreUse(**uses, receive=uses["send"]),
+    )
+
+
+def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_Work | None, float]]:
+    """What this worker does with a message in every way of using a link, and the bytes that it sends for each of it.
+
+    None where it has no part in that. Codecs do not only add, so their messages travel over a group, also where sums go
+    through shared memory. Messages between two are sent in both directions at a time: one way alone would leave a link
+    that lends some bytes in advance the time to save them up again.
+    """
+    size, rank = party.size, grid.world.rank
+    group = TorchGroup(party.control) if size > 1 else None
+
+    def all_to_all(message: Tensor) -> None:
+        assert group is not None
+        each = message.numel() // size
+        group.all_to_all(torch.empty_like(message), message, [each] * size, [each] * size)
+
+    def all_gather(message: Tensor) -> None:
+        assert group is not None
+        piece = message[: message.numel() // size]
+        group.all_gather(message.new_empty(piece.numel() * size), piece)
+
+    def send(message: Tensor) -> None:
+        peer, part = pair[rank == pair[0]], [MessagePart(tuple(message.shape))]
+        sending = threading.Thread(target=grid.senders[peer].send, args=([message], part))
+        sending.start()
+        grid.receivers[peer].receive(part)
+        sending.join()
+
+    ways: dict[str, tuple[_Work | None, float]] = {"send": (send if rank in pair else None, 1.0)}
+    share, alone = (size - 1) / size, size == 1
+    ways["all_reduce"] = (None if alone else party.lane_sums[0].all_reduce, 2 * share)
+    ways["all_to_all"] = (None if alone else all_to_all, share)
+    ways["all_gather"] = (None if alone else all_gather, share)
+    return ways
+
+
+def _slowest(ways: Sequence[Way]) -> Way:
+    return Way(
+        max(way.latency_ms for way in ways),
+        min(way.bytes_per_second for way in ways),
+        statistics.mean(way.cores for way in ways),
+    )
+
+
+def _time(work: _Work | None, factor: float, world: World, seconds: float) -> Way | None:
+    """Time one way of using a link, alone and beside computing; a collective.
+
+    Args:
+        work: Does it with a message, on the workers that take part.
+        factor: Bytes that a worker sends for each byte of the message.
+        world: All workers.
+        seconds: For how long.
+    """
+
+    def laps(size: int, repeats: int) -> list[float]:
+        return laps_of(work or _nothing, torch.zeros(size // 4, device=world.device), repeats)
+
+    small, size = laps(_SMALL_BYTES, 20), LEAST_BYTES
+    took = most_of_all(min(laps(size, 1)), world)
+    while size < MOST_BYTES and 4 * took * 4 < seconds:
+        size *= 4
+        took = most_of_all(min(laps(size, 1)), world)
+    repeats = max(3, min(50, int(seconds / took)))
+    world.barrier()
+    alone = statistics.median(laps(size, repeats))
+    used = _core_seconds(lambda: laps(size, repeats), world) / (repeats + 1)
+    if work is None:
+        return None
+    # Of a small message's time only the least is latency for sure: threads that wake up late do so once per message,
+    # and while a large one is under way they are awake.
+    moving = max(alone - min(small), 0.5 * alone)
+    return Way(1e3 * statistics.median(small), factor * size / moving, max(0.0, used) / alone)
+
+
+def laps_of(work: _Work, message: Tensor, repeats: int) -> list[float]:
+    """Seconds of one after the other, after one that is not counted: it also fills the queues of the link."""
+    times = []
+    for _ in range(repeats + 1):
+        started = time.perf_counter()
+        work(message)
+        if message.device.type == "cuda":
+            torch.cuda.synchronize(message.device)
+        times.append(time.perf_counter() - started)
+    return times[1:]
+
+
+def _core_seconds(work: Callable[[], object], world: World) -> float:
+    """What a worker's cores do for something while they compute as well, in seconds of a core; a collective.
+
+    The process's account, which holds what all threads of the backend do, less what the computing thread did: so other
+    programs on the machine do not count.
+    """
+    if world.device.type == "cuda":  # another processor computes
+        world.barrier()
+        work()
+        return 0.0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so that one thread's account holds all of the computing
+    try:
+        one, other = torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)
+        failures: list[Exception] = []
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                failures.append(error)
+
+        world.barrier()
+        thread = threading.Thread(target=run)
+        process, own = time.process_time(), time.thread_time()
+        thread.start()
+        while thread.is_alive():
+            torch.mm(one, other)
+        if failures:
+            raise failures[0]
+        return (time.process_time() - process) - (time.thread_time() - own)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def spare_cores(world: World, seconds: float) -> float:
+    """Cores that a worker has beside those that compute, while all workers compute; a collective.
+
+    That is what one thread more gets done, over what each of the others does. Less than a quarter is chance.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        gains = []
+        for _ in range(3):
+            rates = []
+            for count in (threads, threads + 1):
+                world.barrier()
+                rates.append(_products(count, seconds))
+            gains.append(threads * (rates[1] / max(1, rates[0]) - 1))
+    finally:
+        torch.set_num_threads(threads)
+    spare = statistics.median(gains)
+    return round(min(1.0, spare), 2) if spare >= 0.25 else 0.0
+
+
+def _products(threads: int, seconds: float) -> int:
+    """Matrix products that so many threads finish together."""
+    counts = [0] * threads
+    end = time.perf_counter() + seconds
+
+    def compute(place: int) -> None:
+        torch.set_num_threads(1)  # every thread of a process has a number of its own
+        one, other = torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)
+        out = torch.empty(_SIDE, _SIDE)
+        while time.perf_counter() < end:
+            torch.mm(one, other, out=out)
+            counts[place] += 1
+
+    workers = [threading.Thread(target=compute, args=(place,)) for place in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return sum(counts)
+
+
+def _nothing(message: Tensor) -> None:
+    """A worker that has no part in it."""
+
+
+def most_of_all(value: float, world: World) -> float:
+    """The largest of all workers' values, by which all decide the same."""
+    return max(_of_all(value, world))
+
+
+def least_of_all(value: float, world: World) -> float:
+    """The least of all workers' values."""
+    return min(_of_all(value, world))
+
+
+def _of_all(value: float, world: World) -> list[float]:
+    values: list[float] = world.gather(value)  # type: ignore[assignment]
+    return values
