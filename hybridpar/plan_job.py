@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from hybridpar.config import TrainConfig
+from hybridpar.errors import UsageError
 from hybridpar.models import build_model, seed_everything
 from hybridpar.partition.command import ProgressBar
 from hybridpar.partition.request import parse_shape
@@ -46,6 +47,12 @@ def run_plan_job(request: PlanRequest) -> int:
     prepare(request)
     world = World.join(lanes=2, timeout=PATIENCE)
     try:
+        if request.workers not in (None, world.size):
+            raise UsageError(
+                f"--workers {request.workers} in a job of {world.size}",
+                "The workers that measure are those that are planned for.",
+                "Leave it out, or start as many.",
+            )
         base = TrainConfig(batch_size=request.batch_size)
         tune_worker(base, world)
         with ProgressBar(quiet=not world.is_main) as bar:

@@ -54,7 +54,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "plan_trials": {"config", "errors", "lanes", "pipeline", "plan", "trainer"},
     "plan_job": {
-        *("config", "models", "partition", "pipeline", "plan", "plan_trials", "planner", "run"),
+        *("config", "errors", "models", "partition", "pipeline", "plan", "plan_trials", "planner", "run"),
     },
     "optim": {"config", "errors"},
     "checkpoint": {"errors", "pipeline"},

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from benchmarks.rig import load
+from benchmarks.rig.paired import FOREIGN_LOAD
 from hybridpar.cluster_file import ClusterSpec
 from hybridpar.config import TrainConfig
 from hybridpar.models import build_model, seed_everything
@@ -66,7 +69,8 @@ class _CifarVgg(nn.Module):
         self.classifier = nn.Linear(512, classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.classifier(self.features(images).flatten(1))
+        scores: torch.Tensor = self.classifier(self.features(images).flatten(1))
+        return scores
 
 
 def vgg11_cifar(num_classes: int = CLASSES) -> nn.Module:
@@ -172,9 +176,9 @@ def drawn_plans(inputs: PlannerInputs, count: int) -> tuple[list[Drawn], dict[st
     names = [*chosen.values(), *(name for name, one in outcomes.items() if one in ranked[:5])]
     names += [describe(one.candidate, answer) for one in answer.baselines.values() if one is not None]
     whole = [one for one in ranked if one.candidate.shape.replicas == inputs.workers and not one.candidate.variant]
-    for travel in range(len(travels)):
-        if travels[travel].rank < 2:
-            names += [describe(one.candidate, answer) for one in whole if one.candidate.travel == travel][:1]
+    for number, way in enumerate(travels):
+        if way.rank < 2:
+            names += [describe(one.candidate, answer) for one in whole if one.candidate.travel == number][:1]
     names += [describe(one.candidate, answer) for one in ranked if one.candidate.shape.stages > 1][:1]
     names = list(dict.fromkeys(names))
     rest = [name for name in reversed(outcomes) if name not in names]
@@ -203,3 +207,40 @@ def _can_run(outcome: Outcome, workers: int) -> bool:
 def cluster_of(world: World) -> ClusterSpec:
     """Hosts and links of the job, measured."""
     return measure_cluster(world, fresh=True)
+
+
+class ForeignLoad:
+    """Watches what others do on the machine between entering and leaving; both are collectives.
+
+    Args:
+        world: All workers of the job, on this machine.
+
+    Attributes:
+        cores: Cores' worth of work that no worker did.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.cores = 0.0
+
+    @property
+    def told(self) -> str:
+        """In words; above the rig's limit the row proves nothing."""
+        busy = ", loaded" if self.cores > FOREIGN_LOAD else ""
+        return f"foreign load {self.cores:.2f} cores{busy}"
+
+    def __enter__(self) -> ForeignLoad:
+        self._world.barrier()
+        self._before = self._accounts()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
+            return
+        self._world.barrier()
+        seconds, busy, processes, own = (now - then for now, then in zip(self._accounts(), self._before, strict=True))
+        told: list[float] = self._world.gather(own)  # type: ignore[assignment]
+        self.cores = max(0.0, (max(busy, processes) - sum(told)) / max(seconds, 1e-9))
+
+    def _accounts(self) -> tuple[float, float, float, float]:
+        return time.perf_counter(), load.busy_seconds(), load.process_seconds(), load.own_seconds()

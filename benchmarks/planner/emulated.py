@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.pipeline.checks import write_checks
-from benchmarks.planner.common import CLASSES, QUICK, RATE, SETTINGS, Setting, cluster_of, drawn_plans
+from benchmarks.planner.common import CLASSES, QUICK, RATE, SETTINGS, ForeignLoad, Setting, cluster_of, drawn_plans
 from benchmarks.planner.predicted import error_row
 from benchmarks.rig.rank import process_group
 from hybridpar.cluster_file import ClusterSpec
@@ -24,7 +24,7 @@ from hybridpar.pipeline.world import World
 from hybridpar.plan_trials import FIRST_STEPS, Trial, random_batch, time_plans, workers_of
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.measure import measure_rates, profile_model
-from hybridpar.planner.profile import ModelProfile
+from hybridpar.planner.profile import ModelProfile, Parameter
 from hybridpar.planner.step_costs import measure_step_costs
 from hybridpar.planner.steps import planned_codecs
 
@@ -54,12 +54,15 @@ class _Layer(nn.Module):
         self._times = (forward_ms / 1e3, backward_ms / 1e3)
 
     def forward(self, signal: Tensor) -> Tensor:
-        waited: Tensor = _Wait.apply(signal, *self._times, *self.weights)  # type: ignore[no-untyped-call]
+        waited: Tensor = _Wait.apply(signal, *self._times, *self.weights)
         return waited
 
 
 class EmulatedNet(nn.Module):
     """A net that takes the time of another, and has its parameters.
+
+    Attributes:
+        names: Of each parameter of the other one, by its name there.
 
     Args:
         profile: Of the other.
@@ -69,14 +72,17 @@ class EmulatedNet(nn.Module):
     def __init__(self, profile: ModelProfile, samples: int) -> None:
         super().__init__()
         graph = profile.timed(0, samples)
-        shapes: dict[int, list[tuple[int, ...]]] = {}
+        owned: dict[int, list[Parameter]] = {}
         for one in profile.parameters:
-            shapes.setdefault(one.unit, []).append(one.shape)
+            owned.setdefault(one.unit, []).append(one)
+        self.names: dict[str, str] = {}
         layers, ahead, back = [], 0.0, 0.0
         for index, unit in enumerate(graph.units):
             ahead, back = ahead + unit.forward_ms, back + unit.backward_ms
-            if index in shapes or index == len(graph.units) - 1:
-                layers.append(_Layer(shapes.get(index, []), ahead, back))
+            if index in owned or index == len(graph.units) - 1:
+                own = owned.get(index, [])
+                self.names |= {one.name: f"layers.{len(layers)}.weights.{place}" for place, one in enumerate(own)}
+                layers.append(_Layer([one.shape for one in own], ahead, back))
                 ahead = back = 0.0
         self.layers = nn.Sequential(*layers)
         self.scale = nn.Parameter(torch.ones(1))
@@ -114,12 +120,15 @@ def measure(models: list[str], plans: int, rounds: int, seconds: float, quick: b
                 for _ in range(FIRST_STEPS):
                     trial.step()
             steps = {name: trial.step for name, trial in trials.items()}
-            times = time_plans(steps, world, rounds=rounds, seconds=seconds)
+            with ForeignLoad(world) as load:
+                times = time_plans(steps, world, rounds=rounds, seconds=seconds)
             for trial in trials.values():
                 trial.close()
             if rank == 0:
                 emulated = Setting(f"{setting.model} on 4 emulated devices", setting.side, setting.batch)
-                write_checks([error_row(emulated, one, times[one.name]) for one in drawn], output, "emulated")
+                write_checks(
+                    [error_row(emulated, one, times[one.name], load.told) for one in drawn], output, "emulated"
+                )
         world.close()
 
 
@@ -147,6 +156,9 @@ def _emulated(setting: Setting, world: World, cluster: ClusterSpec) -> tuple[Pla
     rest = measure_step_costs(net, images)
     world.barrier()
     rates = measure_rates(planned_codecs("lossy"), profile.parameters, world.size, world.device)
+    parameters = tuple(replace(one, name=net.names[one.name]) for one in profile.parameters)
+    profile = replace(profile, parameters=parameters)
+    # Waits add nothing to gradients, and take as long as they were told.
     profile = replace(profile, update_ms=rest.update_ms, collect_ms=rest.collect_ms)
     inputs = PlannerInputs(profile, cluster, setting.batch, "lossy", rates, most_micro_batches=1)
     return world.from_main(lambda: inputs), net

@@ -22,6 +22,7 @@ from benchmarks.planner.common import (
     RATE,
     SETTINGS,
     Drawn,
+    ForeignLoad,
     Setting,
     cluster_of,
     drawn_plans,
@@ -64,13 +65,15 @@ def measure(
         for setting in [QUICK] if quick else [SETTINGS[name] for name in models]:
             inputs = planner_inputs(setting, world, cluster, "lossy")
             drawn, chosen = world.from_main(lambda inputs=inputs: drawn_plans(inputs, plans))  # type: ignore[misc]
-            times = measured(setting, drawn, world, rounds, seconds)
+            with ForeignLoad(world) as load:
+                times = measured(setting, drawn, world, rounds, seconds)
             if rank == 0:
                 if "predicted" in tables:
-                    rows = [error_row(setting, one, times[one.name]) for one in drawn]
+                    rows = [error_row(setting, one, times[one.name], load.told) for one in drawn]
                     write_checks(rows, tables["predicted"], "predicted")
                 if "regret" in tables:
-                    write_checks(regret_rows(setting, drawn, chosen, times, times[DDP]), tables["regret"], "regret")
+                    found = regret_rows(setting, drawn, chosen, times, times[DDP], load.told)
+                    write_checks(found, tables["regret"], "regret")
         world.close()
 
 
@@ -104,7 +107,7 @@ def _ddp(setting: Setting, world: World) -> Callable[[], None]:
     return step
 
 
-def error_row(setting: Setting, one: Drawn, times: list[float]) -> Check:
+def error_row(setting: Setting, one: Drawn, times: list[float], load: str) -> Check:
     """The error of a plan: what was predicted over the median that was measured, less one."""
     real = statistics.median(times)
     errors = sorted(one.predicted_ms / time - 1 for time in times)
@@ -115,7 +118,7 @@ def error_row(setting: Setting, one: Drawn, times: list[float]) -> Check:
         value=one.predicted_ms / real - 1,
         low=errors[0],
         high=errors[-1],
-        extra=f"predicted {one.predicted_ms:.1f} ms (place {one.place}), measured {real:.1f} ms",
+        extra=f"predicted {one.predicted_ms:.1f} ms (place {one.place}), measured {real:.1f} ms; {load}",
     )
 
 

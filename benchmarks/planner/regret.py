@@ -19,6 +19,7 @@ def regret_rows(
     chosen: Mapping[str, str],
     times: Mapping[str, Sequence[float]],
     ddp: Sequence[float],
+    load: str,
 ) -> list[Check]:
     """How much slower the chosen plan is than the best that was measured, and than DDP, for each fidelity.
 
@@ -30,6 +31,7 @@ def regret_rows(
         chosen: The plan that each fidelity chose, by name.
         times: Milliseconds of the steps of every plan, by name, in the same rounds.
         ddp: Those of DDP.
+        load: How busy the machine was otherwise, in words.
     """
     rows = []
     by_name = {one.name: one for one in drawn}
@@ -39,9 +41,11 @@ def regret_rows(
         best = min(score, key=lambda one: score[one])
         mine = [by_name[name].steps * time for time in times[name]]
         over_best = _ratios(mine, [by_name[best].steps * time for time in times[best]])
-        told = f"{name}; best of {len(allowed)}: {best}"
+        told = f"{name}; best of {len(allowed)}: {best}; {load}"
         rows.append(_check(setting, f"chosen over best, {fidelity}", over_best, REGRET_AT_MOST, told))
-        rows.append(_check(setting, f"chosen over DDP fp32, {fidelity}", _ratios(mine, ddp), DDP_AT_MOST, name))
+        rows.append(
+            _check(setting, f"chosen over DDP fp32, {fidelity}", _ratios(mine, ddp), DDP_AT_MOST, f"{name}; {load}")
+        )
     return rows
 
 

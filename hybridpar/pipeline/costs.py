@@ -49,6 +49,7 @@ class BucketCost:
             `bytes` over `sync_link`.
         latency_ms: Latency of its collectives; None for that of `sync_link`.
         core_ms: Core time that its messages take beside encoding and decoding; None where `sync_cpu` says it.
+        link_part: What part of the link they fill in `wire_ms`; a collective that waits for itself leaves some.
     """
 
     bytes: int
@@ -58,6 +59,7 @@ class BucketCost:
     wire_ms: float | None = None
     latency_ms: float | None = None
     core_ms: float | None = None
+    link_part: float = 1.0
 
 
 @dataclass(frozen=True)

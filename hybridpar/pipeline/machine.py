@@ -109,8 +109,7 @@ class Machine:
         bytes_phase = Phase(0.0)
         if time > 0:
             uses = worker.core_time(cpu / time) + worker.communicate
-            # A time that is given counts in full: whatever its messages are, they fill the wire meanwhile.
-            on_wire = costs.link.wire_ms(size) if bucket.wire_ms is None else wire
+            on_wire = costs.link.wire_ms(size) if bucket.wire_ms is None else bucket.link_part * wire
             shared = min(1.0, on_wire / time)
             if costs.sync_shares_link and shared > 0:
                 uses += ((worker.out, shared), (worker.into, shared))

@@ -93,7 +93,7 @@ def _links(
             ready = min(one.ready for one in buckets)
             passes = count * forward[stage] + (count - 1) * backward[stage]
             begin = min(begin, head[stage] + passes + ready * backward[stage])
-            wire += sum(one.wire_ms or 0.0 for one in buckets)
+            wire += sum(one.link_part * (one.wire_ms or 0.0) for one in buckets)
         if wire > 0 and costs.sync_shares_link:
             last = max(last, begin + wire)
     return last

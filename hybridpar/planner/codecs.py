@@ -51,6 +51,7 @@ class BucketTimes:
         latency_ms: Of its collectives.
         decode_ms: Reading messages.
         core_ms: Core time that moving messages takes; None where nobody measured that.
+        link_part: What part of the link they fill in `wire_ms`.
     """
 
     bytes: float
@@ -59,6 +60,7 @@ class BucketTimes:
     latency_ms: float
     decode_ms: float
     core_ms: float | None = None
+    link_part: float = 1.0
 
 
 def travels(inputs: PlannerInputs) -> tuple[Travel, ...]:
@@ -158,7 +160,9 @@ class BucketPrices:
         if collectives and self._group.two_levels:
             latency += self._network.inside_cost().latency_ms
         known = self._network.core_use(PLAIN[0]) is not None
-        return BucketTimes(sent if workers > 1 else 0.0, encode, wire, latency, decode, core if known else None)
+        speed = self._network.bytes_per_ms
+        part = 1.0 if speed is None or wire <= 0 else min(1.0, sent / speed / wire)
+        return BucketTimes(sent if workers > 1 else 0.0, encode, wire, latency, decode, core if known else None, part)
 
     def _compresses(self, one: Parameter, travel: Travel) -> bool:
         text = travel.codecs.get(one.name)

@@ -24,6 +24,9 @@ from hybridpar.planner.cuts import Cut, StageFigures
 from hybridpar.planner.network import Network
 from hybridpar.planner.space import Candidate, Shape, Space
 
+#: What a pass takes at least, so that what it keeps is kept for some time.
+_LEAST_MS = 1e-6
+
 #: Bytes that moving, adding and sending one byte of a gradient costs a core, besides receiving it: one pass each way.
 _SEND_PART = 0.5
 
@@ -126,13 +129,15 @@ class Evaluator:
         pairs = frozenset((layout.home(edge.source), layout.home(edge.target)) for edge in layout.edges)
         link, own = self._transfers(shape.positions, shape.replicas, pairs)
         per_byte, sending, receiving = self._core_seconds(worst)
-        # Copying gradients into buckets is done by the lane that computes them.
-        collect = inputs.profile.collect_ms / shape.micro_batches if shape.replicas > 1 and exchange else 0.0
+        # Copying gradients into buckets is done by the lane that computes them, and the first micro-batch's are not
+        # added to any; both once a step, and spread here over its micro-batches.
+        extra = inputs.profile.collect_ms if shape.replicas > 1 and exchange else 0.0
+        extra = (extra - inputs.profile.accumulate_ms) / shape.micro_batches
         buckets = self._buckets(candidate.cut, candidate.variant, shape, candidate.travel) if exchange else ()
         return Costs(
             forward_ms=tuple(time / throughput for time in figures.forward_ms),
             backward_ms=tuple(
-                (time + collect * part) / throughput
+                max(_LEAST_MS, time + extra * part) / throughput
                 for time, part in zip(figures.backward_ms, self._parts_of_model(figures), strict=True)
             ),
             step_ms=self._update_ms(shape, figures),
@@ -297,6 +302,7 @@ class Evaluator:
                         times.wire_ms,
                         times.latency_ms,
                         None if times.core_ms is None else times.core_ms / self._lane_cores,
+                        times.link_part,
                     )
                 )
             made.append(tuple(row))

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridpar.cluster import cache_directory, cpu_name
+from hybridpar.cluster import BUSY_LOAD, cache_directory, cpu_name, machine_load
 from hybridpar.cluster_file import ClusterSpec, CoreUse, Efficiency, Hosts, LinkLevel
 from hybridpar.compress import TorchGroup
 from hybridpar.pipeline.grid import Grid
@@ -65,7 +65,8 @@ def measure_cluster(
     """The hosts and links of a job, measured now or remembered; a collective, all workers get the same answer.
 
     What is remembered holds for these hosts, with so many workers each, and for as long as the link still carries about
-    what it did, which a few messages tell; else all is measured again.
+    what it did, which a few messages tell; else all is measured again. So it is as soon as a machine is calmer that was
+    busy then.
 
     Args:
         world: All workers of the job. Nothing else is under way on it.
@@ -74,7 +75,7 @@ def measure_cluster(
         name: What to call the cluster.
 
     Raises:
-        SyncError: A worker died or did not answer in time.
+        SyncError: A worker died, or a link between two of them does not work; the message says what the backend says.
     """
     told: list[_Place] = world.gather(_own_place(world))  # type: ignore[assignment]
     key = {
@@ -83,15 +84,17 @@ def measure_cluster(
         "device": told[0].name,
         "torch": str(torch.__version__),
     }
+    load = machine_load()
     if not fresh:
-        known = world.from_main(lambda: _read(key))
+        known = world.from_main(lambda: _read(key, load))
         if known is not None and _still_true(known, world):
             return known
     spare = _agreed_least(_spare_cores(world, seconds / 2), world) if world.device.type == "cpu" else 0.0
     hosts = _hosts(told, world, spare)
-    levels = _levels(world, [one.host for one in told], seconds) if world.size > 1 else {}
+    with world.named_errors("measuring the links between workers"):
+        levels = _levels(world, [one.host for one in told], seconds) if world.size > 1 else {}
     found = ClusterSpec(name=name, hosts=hosts, **levels)
-    world.from_main(lambda: _write(key, found))
+    world.from_main(lambda: _write(key, load, found))
     return found
 
 
@@ -138,20 +141,28 @@ def _path(key: Mapping[str, object]) -> Path:
     return cache_directory() / f"links-{digest}.json"
 
 
-def _read(key: Mapping[str, object]) -> ClusterSpec | None:
-    """What was measured between these workers before; None where that cannot be read."""
+def _read(key: Mapping[str, object], load: float) -> ClusterSpec | None:
+    """What was measured between these workers before; None where that cannot be read, or was taken on a busier machine.
+
+    Args:
+        key: What it holds for.
+        load: Of the machine now.
+    """
     try:
-        return ClusterSpec.model_validate_json(_path(key).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        kept = json.loads(_path(key).read_text(encoding="utf-8"))
+        found, before = ClusterSpec.model_validate(kept["cluster"]), float(kept["load"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
+    return None if before > BUSY_LOAD and load < before / 2 else found
 
 
-def _write(key: Mapping[str, object], spec: ClusterSpec) -> None:
+def _write(key: Mapping[str, object], load: float, spec: ClusterSpec) -> None:
     path = _path(key)
     aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    kept = {"key": key, "load": load, "cluster": spec.model_dump(mode="json")}
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        aside.write_text(spec.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        aside.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         aside.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -268,7 +279,7 @@ def _time(work: _Work | None, factor: float, world: World, seconds: float) -> Wa
     def laps(size: int, repeats: int) -> list[float]:
         return _laps(work or _nothing, torch.zeros(size // 4, device=world.device), repeats)
 
-    latency, size = statistics.median(laps(_SMALL_BYTES, 20)), _LEAST_BYTES
+    small, size = laps(_SMALL_BYTES, 20), _LEAST_BYTES
     took = _agreed(min(laps(size, 1)), world)
     while size < _MOST_BYTES and 4 * took * 4 < seconds:
         size *= 4
@@ -279,8 +290,10 @@ def _time(work: _Work | None, factor: float, world: World, seconds: float) -> Wa
     used = _core_seconds(lambda: laps(size, repeats), world) / (repeats + 1)
     if work is None:
         return None
-    moving = max(alone - latency, 0.1 * alone)
-    return Way(1e3 * latency, factor * size / moving, max(0.0, used) / alone)
+    # Of a small message's time only the least is latency for sure: threads that wake up late do so once per message,
+    # and while a large one is under way they are awake.
+    moving = max(alone - min(small), 0.5 * alone)
+    return Way(1e3 * statistics.median(small), factor * size / moving, max(0.0, used) / alone)
 
 
 def _laps(work: _Work, message: Tensor, repeats: int) -> list[float]:
@@ -309,12 +322,22 @@ def _core_seconds(work: Callable[[], object], world: World) -> float:
     torch.set_num_threads(1)  # so that one thread's account holds all of the computing
     try:
         one, other = torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)
+        failures: list[Exception] = []
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:
+                failures.append(error)
+
         world.barrier()
-        thread = threading.Thread(target=work)
+        thread = threading.Thread(target=run)
         process, own = time.process_time(), time.thread_time()
         thread.start()
         while thread.is_alive():
             torch.mm(one, other)
+        if failures:
+            raise failures[0]
         return (time.process_time() - process) - (time.thread_time() - own)
     finally:
         torch.set_num_threads(threads)

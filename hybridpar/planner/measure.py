@@ -140,6 +140,7 @@ def profile_model(
         crowd=dict(crowd or {}),
         update_ms=None if rest is None else rest.update_ms,
         collect_ms=0.0 if rest is None else rest.collect_ms,
+        accumulate_ms=0.0 if rest is None else rest.accumulate_ms,
         versions={"torch": str(torch.__version__)},
     )
 

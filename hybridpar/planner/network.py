@@ -135,6 +135,14 @@ class Network:
         group = self.grouping
         return {kind: _flat(kind[0], self._between, group.hosts, group.sharing) for kind in kinds}
 
+    @property
+    def bytes_per_ms(self) -> float | None:
+        """What a worker of a group can send over the link between its workers; None on two levels, where it is two."""
+        group = self.grouping
+        if group.two_levels:
+            return None
+        return self._inside.bandwidth / 1e3 if group.hosts == 1 else self._between.bandwidth / (1e3 * group.sharing)
+
     def inside_cost(self) -> LinkCost:
         """What a codec between hosts needs inside of them: a sum before it, and one that hands the result out."""
         once = _flat(Meeting.SUM, self._inside, self.grouping.each, 1)

@@ -117,6 +117,7 @@ class ModelProfile:
         update_ms: What a step takes after the last backward pass, on one worker with the whole model: agreeing,
             statistics of BatchNorm, the optimizer; None where it was not measured.
         collect_ms: Copying all gradients into buckets.
+        accumulate_ms: Adding all gradients to those of the micro-batch before, which is in all backward times.
         versions: Of what it was measured with.
     """
 
@@ -133,6 +134,7 @@ class ModelProfile:
     crowd: Mapping[int, float] = field(default_factory=dict)
     update_ms: float | None = None
     collect_ms: float = 0.0
+    accumulate_ms: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -112,6 +112,8 @@ def k_hat(inputs: PlannerInputs, ratio: float = 1.0) -> KHat:
     )
     passes = 3 + 2 * inputs.optimizer_copies
     update = 1e3 * passes * profile.parameter_bytes / host.memory_bandwidth if host.memory_bandwidth else 0.0
+    if profile.update_ms is not None:
+        update = profile.update_ms / host.throughput
     per_sample = (sum(forward) + sum(backward)) / (each * host.throughput)
     return KHat(inputs.batch, per_sample, exchange, ratio, update_ms=update)
 

@@ -35,10 +35,13 @@ class StepCosts:
     Attributes:
         update_ms: Opening and closing a step: the guard, BatchNorm's statistics, the optimizer.
         collect_ms: Copying all gradients into buckets.
+        accumulate_ms: Adding all gradients to others. Profiles hold it in every backward pass, as in all micro-batches
+            but the first, whose gradients have nothing to be added to.
     """
 
     update_ms: float
     collect_ms: float
+    accumulate_ms: float
 
 
 def optimizer_like(model: nn.Module, copies: int) -> torch.optim.Optimizer:
@@ -69,7 +72,7 @@ def measure_step_costs(
     Raises:
         RuntimeError: The model's training step fails.
     """
-    update, collect = [], []
+    update, collect, accumulate = [], [], []
     clock = Clock(example.device)
     with untouched(model, training=True), Lanes(example.device) as lanes:
         # With two micro-batches BatchNorm's statistics are pooled, as they are between replicas.
@@ -94,15 +97,20 @@ def measure_step_costs(
         for _ in range(steps + 2):
             whole_step_ms(model, (example,), clock)
             gradients = [parameter.grad for _, parameter in order]
+            fresh = [gradient.clone() for gradient in gradients if gradient is not None]
             began = clock.mark()
+            for gradient, other in zip((one for one in gradients if one is not None), fresh, strict=True):
+                gradient.add_(other)
+            middle = clock.mark()
             for bucket in buckets:
                 bucket.collect()
             ended = clock.mark()
             clock.wait()
-            collect.append(clock.between(began, ended))
-            for (_, parameter), gradient in zip(order, gradients, strict=True):
-                parameter.grad = gradient
-    return StepCosts(statistics.median(update[2:]), statistics.median(collect[2:]))
+            accumulate.append(clock.between(began, middle))
+            collect.append(clock.between(middle, ended))
+            for (_, parameter), before in zip(order, gradients, strict=True):
+                parameter.grad = before
+    return StepCosts(*(statistics.median(times[2:]) for times in (update, collect, accumulate)))
 
 
 def _passes(sync: GradientSync, model: nn.Module, example: Tensor, clock: Clock) -> tuple[Any, Any]:

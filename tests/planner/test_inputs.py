@@ -75,7 +75,10 @@ def test_a_plan_is_for_the_same_machine_measured_another_time_but_not_for_anothe
         (cluster(2, 2e8, memory="8GB"), "between.bandwidth is 100000000.0 there and 200000000.0 here"),
         (cluster(2, 1e8, memory="2GB"), "hosts.0.memory"),
         (cluster(2, 1e8, memory="8GB", kind="cuda"), "hosts.0.kind is cpu there and cuda here"),
-        (cluster(1, memory="8GB").model_copy(update={"inside": level}), "between.bandwidth is 100000000.0 there"),
+        (
+            again.model_copy(update={"between": None, "inside": level}),
+            "between.bandwidth is 100000000.0 there and None",
+        ),
     ):
         with pytest.raises(PlanError, match="made elsewhere") as caught:
             check_made_for(plan, other)

@@ -9,7 +9,9 @@ import pytest
 
 from hybridpar.cluster_file import ClusterSpec, parse_cluster
 from hybridpar.compress import Meeting
+from hybridpar.errors import SyncError
 from hybridpar.pipeline.world import World
+from hybridpar.planner import links
 from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.network import Network
 from tests.ranks import run_ranks
@@ -50,11 +52,11 @@ def test_what_was_measured_is_remembered_until_the_link_has_changed(tmp_path):
     (path,) = tmp_path.glob("links-*.json")
 
     # A link a thousand times as slow as this one: somebody has moved the workers since.
-    spec = json.loads(path.read_text())
-    spec["inside"]["bandwidth"] /= 1000
-    path.write_text(json.dumps(spec))
+    kept = json.loads(path.read_text())
+    kept["cluster"]["inside"]["bandwidth"] /= 1000
+    path.write_text(json.dumps(kept))
     again = json.loads(run_ranks(measured, 2, str(tmp_path), False)[0][0])
-    assert again["inside"]["bandwidth"] > spec["inside"]["bandwidth"] * 10
+    assert again["inside"]["bandwidth"] > kept["cluster"]["inside"]["bandwidth"] * 10
 
     path.write_text("damaged")
     assert json.loads(run_ranks(measured, 2, str(tmp_path), False)[0][0])["inside"]["bandwidth"] > 0
@@ -62,8 +64,6 @@ def test_what_was_measured_is_remembered_until_the_link_has_changed(tmp_path):
 
 def remembered_alone(world: World, cache: str) -> list[str]:
     import os
-
-    from hybridpar.planner import links
 
     os.environ["HYBRIDPAR_CACHE"] = cache
     before = links.DRIFT
@@ -82,13 +82,18 @@ def test_a_link_that_has_not_changed_is_not_measured_again(tmp_path):
         assert one == other
 
 
-def test_one_worker_has_no_links(tmp_path, monkeypatch):
+def test_one_worker_has_no_links_and_a_calmer_machine_is_measured_again(tmp_path, monkeypatch):
     monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
-    spec = measure_cluster(World())
+    monkeypatch.setattr(links, "machine_load", lambda: load[0])
+    load = [3.0]
+    spec = measure_cluster(World(), name="busy")
     assert spec.workers == 1
     assert spec.inside is None
     assert spec.between is None
-    assert measure_cluster(World()) == spec
+    assert measure_cluster(World(), name="again").name == "busy", "it is remembered"
+    load[0] = 1.0
+    assert measure_cluster(World(), name="calm").name == "calm", "what a busy machine could do is not what it can"
+    assert measure_cluster(World(), name="again").name == "calm"
 
 
 def test_cores_that_a_link_keeps_busy_are_those_of_what_uses_it():
@@ -123,3 +128,27 @@ def test_a_cluster_with_measured_cores_is_written_and_read(tmp_path):
     path.write_text(spec.to_toml().replace("all_reduce = 0.4", "all_reduce = -1"))
     with pytest.raises(UsageError, match=r"cores\.all_reduce"):
         read_cluster_file(path)
+
+
+def broken(world: World) -> str:
+    def fail(tensor: object) -> None:
+        raise RuntimeError("Connection reset by peer")
+
+    whole = world.split
+
+    def split(*arguments: object, **options: object) -> World:
+        party = whole(*arguments, **options)  # type: ignore[arg-type]
+        for one in party.lane_sums:
+            one.all_reduce = fail  # type: ignore[method-assign]
+        return party
+
+    world.split = split  # type: ignore[method-assign]
+    with pytest.raises(SyncError) as caught:
+        measure_cluster(world, fresh=True, seconds=0.001)
+    return f"{caught.value.what}; {caught.value.why}"
+
+
+def test_a_link_that_cannot_be_measured_is_one_error():
+    for told in run_ranks(broken, 2):
+        assert "stopped while measuring the links between workers" in told
+        assert "Connection reset by peer" in told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -65,6 +66,8 @@ def test_the_equation_of_a_search_reads_its_inputs():
     assert known.per_sample_ms == pytest.approx((1 + 3) / 4 / 2)
     assert known.exchange_ms == pytest.approx(2 * 1e6 / 1e8 * 1e3)
     assert known.update_ms == pytest.approx(5 * 1e6 / 1e10 * 1e3)
+    measured = k_hat(replace(asked, profile=replace(asked.profile, update_ms=3.0)))
+    assert measured.update_ms == pytest.approx(3.0 / 2)
 
 
 def test_the_curve_holds_every_number_and_more_workers_never_hurt_the_best_plan():
