@@ -24,7 +24,7 @@ from hybridpar.models import model_fingerprint
 from hybridpar.pipeline.collective import BackendSum
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan, Sync, parse_plan, read_plan
-from hybridpar.planner.explain import rows
+from hybridpar.planner.explain import Row, rows
 from hybridpar.planner.inputs import PlannerInputs, check_made_for
 from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.record import plan_of
@@ -33,8 +33,8 @@ from hybridpar.planner.space import Space
 from hybridpar.run_inputs import LEAST_STEPS, decided_options, fixed_by, measure_inputs, not_modelled
 from hybridpar.staging import follow_stages, read_own_plan, shape_of
 
-#: Runners-up that are shown.
-_SHOWN = 3
+#: Runners-up that are shown, and those that they are picked from: many differ in the order of passes alone.
+_SHOWN, _LISTED = 3, 12
 
 #: Options that decide what samples and weights are, and nothing that a plan says.
 _NO_KNOBS = frozenset(field.name for field in fields(TrainConfig)) - {
@@ -310,8 +310,8 @@ def _expected(plan: Plan) -> str:
 
 def _told(answer: Answer, inputs: PlannerInputs, seconds: float, source: str) -> tuple[str, ...]:
     """Which plan was chosen and why, and why the next ones were not."""
-    table = rows(answer, _SHOWN)
-    chosen, others = table[0], [row for row in table[1:] if row.outcome is not None]
+    table = rows(answer, _LISTED)
+    chosen, others = table[0], _distinct(table[1:])
     if len(answer.ties) > 1:
         because = f"it is the simplest of {len(answer.ties)} within the noise of {100 * answer.noise:.1f} %"
     elif others:
@@ -330,6 +330,18 @@ def _told(answer: Answer, inputs: PlannerInputs, seconds: float, source: str) ->
         told = ", ".join(f"{name} x {value:.3f}" for name, value in sorted(inputs.calibration.items()))
         lines.append(f"         with what earlier runs corrected: {told}; `hybridpar plan --calibrate show`")
     return tuple(lines)
+
+
+def _distinct(table: Sequence[Row]) -> list[Row]:
+    """The first row of each way to divide the work; cuts, placements and schedules are details of it."""
+    found: dict[tuple[int, ...], Row] = {}
+    for row in table:
+        if row.outcome is not None:
+            one = row.outcome.candidate
+            shape = one.shape
+            kind = (shape.stages, shape.replicas, shape.lanes, shape.micro_batches, one.travel, one.variant)
+            found.setdefault(kind, row)
+    return list(found.values())
 
 
 def _fewer_workers(answer: Answer, inputs: PlannerInputs) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 from pathlib import Path
 
 import torch
@@ -31,6 +34,9 @@ class MemoryMeter:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # glibc has it; what it kept of measuring is no need
+            ctypes.CDLL(None).malloc_trim(0)
         try:
             _PEAK_RESET.write_text("5")  # of all that this file resets, 5 is the peak of resident memory (proc(5))
         except OSError:

@@ -151,7 +151,8 @@ def test_a_full_disk_does_not_lose_the_run(tmp_path, monkeypatch, capsys):
     assert train(tmp_path / "run", steps=6, timeline=tmp_path / "trace.json", **PIPELINE) == 0
     check_run(tmp_path / "run", steps=6)
     shown = capsys.readouterr().out
-    assert shown.count("warning") == 1
+    # So small a pipeline may also miss its prediction, which is another warning.
+    assert sum(line.startswith("warning: there is no timeline") for line in shown.splitlines()) == 1
     assert "there is no timeline: cannot write" in shown.splitlines()[-1]
 
 

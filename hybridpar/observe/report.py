@@ -175,6 +175,7 @@ def _prediction_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         if predicted is None or found is None:
             continue
         apart = f"{100 * (found / predicted - 1):+.0f}%" if predicted and key != "bubble" else ""
+        apart = apart if len(apart) <= 6 else ""  # of next to nothing everything is a large part
         beside = f"{told(predicted):>9}  measured {told(found):>9}  {apart:>5}  {name}"
         rows.append(("" if rows else "predicted", beside, ""))
     return rows

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from hybridpar.planner.profile import Variant
-    from hybridpar.planner.space import Shape
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -39,22 +35,3 @@ class Fixed:
     memory_format: str | None = None
     kernels: str | None = None
     codecs: Mapping[str, str] | None = None
-
-    def allows_shape(self, shape: Shape) -> bool:
-        """Whether a shape is what was decided."""
-        wishes = (
-            (self.workers, shape.workers),
-            (self.stages, shape.stages),
-            (self.replicas, shape.replicas),
-            (self.micro_batches, shape.micro_batches),
-            (self.placement if shape.stages > 1 else None, shape.placement),
-        )
-        return all(wish is None or wish == found for wish, found in wishes)
-
-    def allows_schedule(self, shape: Shape, schedule: str) -> bool:
-        """Whether a schedule is; without stages there is only one."""
-        return shape.stages == 1 or self.schedule in (None, schedule)
-
-    def allows_variant(self, variant: Variant) -> bool:
-        """Whether a way to compute the model is."""
-        return self.memory_format in (None, variant.memory_format) and self.kernels in (None, variant.kernels)

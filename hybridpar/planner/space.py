@@ -18,7 +18,9 @@ from typing import Literal
 from hybridpar.pipeline.actions import Layout, place_stages
 from hybridpar.planner.codecs import Travel, travels
 from hybridpar.planner.cuts import Cut, CutLibrary
+from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.profile import Variant
 
 #: Schedules that are tried, by placement, the simplest first. `zero_bubble` splits backward passes, which pays only
 #: where the halves were measured; nothing here was measured in halves.
@@ -132,7 +134,7 @@ class Space:
         """All of them, in an order that does not change."""
         fixed, last = self.inputs.fixed, len(self.travels) - 1
         kinds = enumerate(self.inputs.profile.variants)
-        variants = [index for index, variant in kinds if fixed.allows_variant(variant)]
+        variants = [index for index, variant in kinds if _is_decided_variant(fixed, variant)]
         for shape in self.shapes():
             ways = range(last if fixed.codecs is not None else 0, last + 1) if shape.replicas > 1 else range(1)
             for cut in self.library.cuts(shape.stages):
@@ -157,7 +159,7 @@ class Space:
         fixed = self.inputs.fixed
         codec = fixed.codecs and candidate.shape.replicas > 1
         variant = self.inputs.profile.variants[candidate.variant]
-        return not codec and fixed.allows_shape(candidate.shape) and fixed.allows_variant(variant)
+        return not codec and _is_decided_shape(fixed, candidate.shape) and _is_decided_variant(fixed, variant)
 
     def shapes(self) -> Iterator[Shape]:
         """All shapes."""
@@ -169,7 +171,7 @@ class Space:
                 for count in self.micro_batch_counts(replicas):
                     for stages, lanes, placement in self._placements(positions, most):
                         shape = Shape(positions, replicas, stages, lanes, placement, count)
-                        if self.inputs.fixed.allows_shape(shape):
+                        if _is_decided_shape(self.inputs.fixed, shape):
                             yield shape
 
     def micro_batch_counts(self, replicas: int) -> list[int]:
@@ -205,7 +207,24 @@ class Space:
             return ("accumulate",)
         few = shape.stages * shape.micro_batches <= MOST_GREEDY
         tried = (name for name in SCHEDULES_TRIED[shape.placement] if few or name != "greedy")
-        return tuple(name for name in tried if self.inputs.fixed.allows_schedule(shape, name))
+        return tuple(name for name in tried if self.inputs.fixed.schedule in (None, name))
+
+
+def _is_decided_shape(fixed: Fixed, shape: Shape) -> bool:
+    """Whether a shape is one of those that were decided on; without stages there is one placement."""
+    wishes = (
+        (fixed.workers, shape.workers),
+        (fixed.stages, shape.stages),
+        (fixed.replicas, shape.replicas),
+        (fixed.micro_batches, shape.micro_batches),
+        (fixed.placement if shape.stages > 1 else None, shape.placement),
+    )
+    return all(wish is None or wish == found for wish, found in wishes)
+
+
+def _is_decided_variant(fixed: Fixed, variant: Variant) -> bool:
+    """Whether a way to compute the model is."""
+    return fixed.memory_format in (None, variant.memory_format) and fixed.kernels in (None, variant.kernels)
 
 
 def _fixed_travels(inputs: PlannerInputs) -> tuple[Travel, ...]:

@@ -84,9 +84,12 @@ def test_other_bytes_and_more_memory_are_told_and_less_memory_is_not():
     sent, memory = plan.predicted.bytes_sent_per_step, plan.predicted.memory_bytes
     assert sent
     assert memory
-    told = Comparison(plan, as_on(plan, 1e8, bytes_sent_per_step=sent // 2, memory_bytes=2 * memory)).warnings()
+    told = Comparison(
+        plan, as_on(plan, 1e8, bytes_sent_per_step=sent // 2, memory_bytes=2 * memory + (1 << 30))
+    ).warnings()
     assert ["did not travel as the plan says" in told[0], "allocator" in told[1]] == [True, True]
-    assert Comparison(plan, as_on(plan, 1e8, memory_bytes=memory // 3)).warnings() == []
+    for little in (memory // 3, memory + (100 << 20)):
+        assert Comparison(plan, as_on(plan, 1e8, memory_bytes=little)).warnings() == []
 
 
 def test_what_no_link_explains_is_not_blamed_on_it():
