@@ -2,8 +2,8 @@
 
 Depthwise convolutions of MobileNetV2 and the BatchNorm with ReLU6 behind them, forward, batch 32, channels_last, one
 thread: as they are, and with a convolution that leaves sums and sums of squares per channel, so that the norm's first
-pass falls away. Each side runs on the best for itself of the same tiles. `free` is the convolution without sums and the
-norm without its first pass: what could be gained at most.
+pass falls away. Each side writes results to the caches or past them, as is better for itself. `free` is the convolution
+without sums and the norm without its first pass: what could be gained at most.
 
     python -m benchmarks.kernels.epilogue
 
@@ -14,6 +14,7 @@ phase in between runs too.
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ import tyro
 from torch import Tensor
 
 from benchmarks.kernels.common import RESULTS, print_aligned, same_allocator, setting, write_rows
-from benchmarks.rig.paired import paired
+from benchmarks.rig.paired import balanced_orders
+from benchmarks.rig.stats import bootstrap_ratio
 from hybridpar.errors import HybridparError
 from hybridpar.kernel_build import Session
 from hybridpar.kernel_builder import Builder, Request
@@ -57,7 +59,7 @@ _GLANCE = 0.4
 class Options:
     """Measure what statistics from the convolution's epilogue would gain."""
 
-    rounds: int = 30
+    rounds: int = 40
     """Rounds to keep."""
     output: Path = RESULTS / "epilogue.csv"
     """Table to write."""
@@ -109,21 +111,14 @@ class Pair:
 
 
 def candidates(shape: ConvShape) -> Iterator[dict[str, int]]:
-    """The tile that was found for the convolution alone, and those that differ in how they go through memory."""
+    """The tile that was found for the convolution alone, with results written to the caches or past them."""
     found = [
         dict(one.parameters)
         for one in default_database().records
         if (one.shape, one.direction, one.layout) == (shape.text, Direction.FORWARD, Layout.CHANNELS_LAST)
     ]
     own = {name: value for name, value in found[0].items() if isinstance(value, int)}
-    strips = {own["strip"], 1, 4, 8, 16}
-    tried = [
-        own | {"columns_outer": outer, "strip": strip, "stream": stream}
-        for outer in (0, 1)
-        for strip in sorted(strips)
-        for stream in (0, 1)
-    ]
-    for one in tried:
+    for one in (own | {"stream": 0}, own | {"stream": 1}):
         if reject(shape, Direction.FORWARD, Layout.CHANNELS_LAST, one) is None:
             yield one
 
@@ -178,17 +173,23 @@ def best(pair: Pair, builder: Builder, kind: str) -> tuple[Callable[[], Tensor],
 
 
 def measure(text: str, builder: Builder, options: Options) -> dict[str, object]:
-    """The row of a layer."""
+    """The row of a layer. Times are those that the thread ran."""
     pair = Pair(ConvShape.parse(text))
     (plain, tile), (summed, other) = (best(pair, builder, kind) for kind in ("plain", "summed"))
     methods = {"plain": plain, "summed": summed, "free": build(pair, tile, builder, "free")}
-    times = paired(methods, options.rounds)
-    gain, most = times.ratio("plain", "summed"), times.ratio("plain", "free")
+    orders = balanced_orders(methods, seed=0)
+    ms: dict[str, list[float]] = {name: [] for name in methods}
+    for _ in range(options.rounds):
+        for name in next(orders):
+            began = time.thread_time()
+            methods[name]()
+            ms[name].append(1e3 * (time.thread_time() - began))
+    gain, most = bootstrap_ratio(ms["plain"], ms["summed"]), bootstrap_ratio(ms["plain"], ms["free"])
     row: dict[str, object] = {"shape": text, "activation": "relu6"}
-    row |= {f"{name}_ms": f"{times.median_ms(name):.4f}" for name in methods}
-    row |= {f"least_{name}_ms": f"{times.min_ms(name):.4f}" for name in methods}
+    row |= {f"{name}_ms": f"{statistics.median(own):.4f}" for name, own in ms.items()}
+    row |= {f"least_{name}_ms": f"{min(own):.4f}" for name, own in ms.items()}
     row |= {"gain": f"{gain.median:.4f}", "low": f"{gain.low:.4f}", "high": f"{gain.high:.4f}"}
-    row |= {"gain_if_free": f"{most.median:.4f}", "rounds": times.rounds, "loaded": times.loaded}
+    row |= {"gain_if_free": f"{most.median:.4f}", "rounds": options.rounds}
     for name, parameters in (("plain", tile), ("summed", other)):
         row[f"{name}_tile"] = " ".join(f"{key}={value}" for key, value in parameters.items())
     return row | {"worth_it": gain.median >= WORTH} | setting()

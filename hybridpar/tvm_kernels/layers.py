@@ -132,8 +132,13 @@ def tunable_layers(
     if not notes:
         return [], []
     hooks = [model.get_submodule(name).register_forward_pre_hook(note) for name, note in notes.items()]
+
+    def forget() -> None:
+        convolutions.clear()
+        found.clear()
+
     try:
-        _look(model, sizes, layout, dtype, lambda: (convolutions.clear(), found.clear()))
+        _look(model, sizes, layout, dtype, forget)
     finally:
         for hook in hooks:
             hook.remove()
@@ -141,7 +146,7 @@ def tunable_layers(
 
 
 def _look(
-    model: nn.Module, sizes: Sequence[int], layout: Layout, dtype: torch.dtype, forget: Callable[[], object]
+    model: nn.Module, sizes: Sequence[int], layout: Layout, dtype: torch.dtype, forget: Callable[[], None]
 ) -> None:
     """Run the model's forward pass in the cheapest way that it allows.
 

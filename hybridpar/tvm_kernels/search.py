@@ -142,7 +142,8 @@ def search_all(
         shared = {"builder": builder, "speed": functools.cache(lambda: measure_speed(builder)), **options}
         for place, key in enumerate(todo):
             left = end - time.monotonic()
-            if left < LEAST_SECONDS:
+            # The first one is always begun: weighing them, too, has taken time.
+            if place and left < LEAST_SECONDS:
                 report.left = len(todo) - place
                 break
             share = left * stakes[key] / (sum(stakes[other] for other in todo[place:]) or 1.0)

@@ -13,7 +13,7 @@ from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels import stake
 from hybridpar.tvm_kernels.database import Database, KernelKey, append_records, read_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.search import KEPT, Progress, search_all
+from hybridpar.tvm_kernels.search import KEPT, LEAST_SECONDS, Progress, search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.stake import stock_ms, weigh
 from hybridpar.tvm_kernels.standings import Tuned, TuningStopped
@@ -162,6 +162,13 @@ def test_a_user_who_stops_keeps_what_there_is(tmp_path):
 def test_no_kernel_is_no_error(tmp_path):
     report = search_all(KEYS, tmp_path / "k.jsonl", 600.0, tuner=Tuner(empty=True), weigher=weighed)
     assert (report.tuned, report.empty) == (0, 6)
+
+
+def test_a_budget_for_one_search_is_not_spent_on_weighing(tmp_path):
+    tuner = Tuner()
+    report = search_all(KEYS, tmp_path / "k.jsonl", LEAST_SECONDS, tuner=tuner, weigher=weighed)
+    assert report.tuned + report.left == len(KEYS)
+    assert tuner.asked[0] == (KEYS[0].shape, KEYS[0].direction)
 
 
 def test_a_budget_for_nothing_is_refused(tmp_path):
