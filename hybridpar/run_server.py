@@ -315,7 +315,7 @@ class ServedRun:
             return own
         sums = [own.accuracy * own.samples, own.loss * own.samples, own.samples]
         _, items = exchange(self.state.links.links[0], f"test-{step}/0", sums)
-        right, loss, samples = (sum(values) for values in zip(*items, strict=True))  # type: ignore[call-overload]
+        right, loss, samples = (sum(values) for values in zip(*items, strict=True))
         return Evaluation(right / samples, loss / samples, samples)
 
     def _save(self, occasion: str, *, wanted: bool = True) -> None:

@@ -233,7 +233,7 @@ def _cost_rows(result: Paired, setting: str) -> list[Check]:
                 setting=setting,
                 link=link(),
                 what=f"images/s of {name} over those of an all-reduce",
-                value=ratio.value,
+                value=ratio.median,
                 low=ratio.low,
                 high=ratio.high,
                 at_least=None if link() == LOOPBACK else target,
