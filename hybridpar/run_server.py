@@ -99,7 +99,7 @@ class ServedRun:
         for entry in self.policy.rules:
             check_optimizer(entry.codec, build_optimizer(self.model, config))
         described = described_parameters(self.model)
-        self.parts = parts_of_a_host(len(described), place.hosts)
+        self.parts = parts_of_a_host(described, place.hosts)
         self.stripes = cut_model(described, place.hosts * self.parts)
         if self.is_main:
             tell_parts(place, self.parts)

@@ -96,7 +96,7 @@ def test_kill_9_of_a_server_is_an_error_on_all_workers_and_the_run_resumes(tmp_p
         os.kill(server, signal.SIGKILL)
         found = ends(answers, 2)
     for rank in (0, 1):
-        assert re.search(r"SyncError: shard \d of 6 at .* is gone", found[rank])
+        assert re.search(r"SyncError: shard \d of \d at .* is gone", found[rank])
     step = load_checkpoint(tmp_path / "run").step
     run(tmp_path / "run", 3, **options, steps=step + 4, resume=True)
     summary = check_run(tmp_path / "run", steps=step + 4)
