@@ -99,7 +99,7 @@ class ServedRun:
         for entry in self.policy.rules:
             check_optimizer(entry.codec, build_optimizer(self.model, config))
         described = described_parameters(self.model)
-        self.parts = parts_of_a_host(len(described), place.hosts)
+        self.parts = parts_of_a_host(described, place.hosts)
         self.stripes = cut_model(described, place.hosts * self.parts)
         if self.is_main:
             tell_parts(place, self.parts)
@@ -315,7 +315,7 @@ class ServedRun:
             return own
         sums = [own.accuracy * own.samples, own.loss * own.samples, own.samples]
         _, items = exchange(self.state.links.links[0], f"test-{step}/0", sums)
-        right, loss, samples = (sum(values) for values in zip(*items, strict=True))  # type: ignore[call-overload]
+        right, loss, samples = (sum(values) for values in zip(*items, strict=True))
         return Evaluation(right / samples, loss / samples, samples)
 
     def _save(self, occasion: str, *, wanted: bool = True) -> None:

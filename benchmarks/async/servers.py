@@ -102,7 +102,7 @@ class Party:
 
     def __init__(self, name: str, config: TrainConfig, workers: int, hosts: list[int], model: nn.Module) -> None:
         self._rank, self._rules = dist.get_rank(), Rules.of(config, workers)
-        parts = parts_of_a_host(len(described_parameters(model)), len(hosts))
+        parts = parts_of_a_host(described_parameters(model), len(hosts))
         mine = range(hosts.index(self._rank), len(hosts) * parts, len(hosts)) if self._rank in hosts else ()
         self._servers = [
             ShardServer(
@@ -233,7 +233,7 @@ def _cost_rows(result: Paired, setting: str) -> list[Check]:
                 setting=setting,
                 link=link(),
                 what=f"images/s of {name} over those of an all-reduce",
-                value=ratio.value,
+                value=ratio.median,
                 low=ratio.low,
                 high=ratio.high,
                 at_least=None if link() == LOOPBACK else target,

@@ -35,6 +35,7 @@ def draw_staleness(
         import matplotlib
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         say(f"{STALENESS_PICTURE} needs matplotlib: pip install 'hybridpar[plots]'")
         return None
@@ -56,7 +57,7 @@ def draw_staleness(
         )
         axes.set_xlabel("updates between the weights of a gradient and its arrival")
         axes.set_ylabel("% of gradients")
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if expected is not None:
             axes.axvline(expected, color=_EXPECTED, linewidth=2, linestyle="--", label=f"equal workers: {expected:.2f}")
             axes.legend(frameon=False, loc="upper right")

@@ -99,7 +99,9 @@ class Learner:
         self._last = False
         self._handed: set[str] = set()
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._hand_over(name))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _, name=name: self._hand_over(name)
+            )
             for name, parameter in self._parameters.items()
         ]
         self._counts: tuple[int, int] = self._traffic()

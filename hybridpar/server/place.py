@@ -97,7 +97,7 @@ def find_own_place(config: ServerConfig, timeout: float) -> Place:
         )
     joins = os.environ.get(JOINS_VARIABLE) == "1"
     if size == 1:
-        return Place(0, 1, 0, dist.HashStore())
+        return Place(0, 1, 0, dist.HashStore())  # type: ignore[attr-defined]
     try:
         # Documented parts of torch.distributed, which declares no exports.
         limit = datetime.timedelta(seconds=timeout)

@@ -151,8 +151,7 @@ class Simulation:
             return [number]
         if what is Happening.DIES:
             del self._learners[number]
-            answers = [(k, answer) for k, shard in enumerate(self.shards) for answer in shard.leave(number)]
-            return self._hear(answers)
+            return self._hear([(k, answer) for k, shard in enumerate(self.shards) for answer in shard.leave(number)])
         learner = self._learners[number]
         if learner.waits:
             raise UsageError(f"learner {number} is to push, and waits for shard {min(learner.waits)}")

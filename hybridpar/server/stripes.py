@@ -22,6 +22,9 @@ from hybridpar.pipeline.buckets import flat_view, is_dense
 #: With more, little would be gained: of n parts all but 1 / n of the way back is hidden.
 _MOST_PARTS = 6
 
+#: Elements of a shard that is one of several of a process: 1 MiB.
+_LEAST_PART = 1 << 18
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -89,17 +92,18 @@ class Stripe:
         return hashlib.sha256(repr([astuple(piece) for piece in self.pieces]).encode()).hexdigest()[:16]
 
 
-def parts_of_a_host(parameters: int, hosts: int) -> int:
+def parts_of_a_host(parameters: Sequence[tuple[str, tuple[int, ...], bool]], hosts: int) -> int:
     """How many shards a process is to hold.
 
     Several are served one after the other: while one still takes gradients in, the one before gives weights back, and a
-    link carries both ways at a time.
+    link carries both ways at a time. Where there is little to send a shard more costs more than it hides.
 
     Args:
-        parameters: Number of trained parameters.
+        parameters: As for `cut_model`.
         hosts: Processes that hold shards.
     """
-    return max(1, min(_MOST_PARTS, parameters // hosts))
+    elements = sum(_count(shape) for _, shape, _ in parameters)
+    return max(1, min(_MOST_PARTS, len(parameters) // hosts, elements // hosts // _LEAST_PART))
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

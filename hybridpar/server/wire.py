@@ -69,7 +69,7 @@ def unpack(payload: Tensor) -> Any:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """A contiguous tensor's memory; the tensor must outlive it."""
-    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy())
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def head_of(meta: dict[str, Any], length: int) -> bytes:

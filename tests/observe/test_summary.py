@@ -137,7 +137,8 @@ def test_the_promised_keys_are_required():
         "skipped_steps resumed_from exit stages replicas micro_batches schedule bubble overlap peak_saved_bytes "
         "memory_bytes predicted_step_ms predicted_compute_ms predicted_exposed_sync_ms predicted_bubble "
         "predicted_bytes_sent_per_step predicted_peak_saved_bytes predicted_memory_bytes prediction_warning "
-        "codec compression_ratio encode_ms wire_ms decode_ms sync_ms predicted_sync_ms kernels"
+        "codec compression_ratio encode_ms wire_ms decode_ms sync_ms predicted_sync_ms kernels "
+        "recipe sync double_buffer final_batch_size servers bytes_pulled_per_step queued staleness"
     )
     assert set(promised.split()) == set(summary_schema()["required"])
 

@@ -46,9 +46,9 @@ def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
     assert (tmp_path / "served" / "staleness.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("codec", ["none", "onebit:least=1"])
-def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, codec):
-    options = {"sync": "ps", "compress": codec, "lr_schedule": "constant", "warmup_epochs": 0.0}
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    """What a codec left out, momentum, dropout's generators and the place in the data are all in the checkpoint."""
+    options = {"sync": "ps", "compress": "onebit:least=1", "lr_schedule": "constant", "warmup_epochs": 0.0}
     run(tmp_path / "whole", 3, "dropping", **options)
     run(tmp_path / "halves", 3, "dropping", steps=7, **options)
     run(tmp_path / "halves", 3, "dropping", resume=True, **options)
@@ -96,7 +96,7 @@ def test_kill_9_of_a_server_is_an_error_on_all_workers_and_the_run_resumes(tmp_p
         os.kill(server, signal.SIGKILL)
         found = ends(answers, 2)
     for rank in (0, 1):
-        assert re.search(r"SyncError: shard \d of 6 at .* is gone", found[rank])
+        assert re.search(r"SyncError: shard \d of \d at .* is gone", found[rank])
     step = load_checkpoint(tmp_path / "run").step
     run(tmp_path / "run", 3, **options, steps=step + 4, resume=True)
     summary = check_run(tmp_path / "run", steps=step + 4)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hybridpar.errors import UsageError
 from hybridpar.server import cut_model, described_parameters
-from hybridpar.server.stripes import piece_views, trained_parameters
+from hybridpar.server.stripes import parts_of_a_host, piece_views, trained_parameters
 
 
 @given(st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=12), st.integers(1, 12))
@@ -34,6 +34,12 @@ def test_shards_of_a_real_model_are_even():
     for shards in (2, 3, 4, 8):
         counts = [stripe.count for stripe in cut_model(described, shards)]
         assert max(counts) < 1.02 * total / shards
+
+
+def test_a_process_holds_several_shards_of_a_large_model_and_one_of_a_small():
+    large, small = (described_parameters(model) for model in (torchvision.models.resnet18(), torch.nn.Linear(9, 9)))
+    assert [parts_of_a_host(large, hosts) for hosts in (1, 2, 8)] == [6, 6, 5]
+    assert parts_of_a_host(small, 2) == parts_of_a_host(small, 3) == 1
 
 
 def test_weight_decay_is_where_the_plain_run_has_it():
