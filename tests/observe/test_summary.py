@@ -124,7 +124,8 @@ def test_the_promised_keys_are_required():
         "model data workers epochs steps test_accuracy train_seconds step_ms_median images_per_second "
         "bytes_sent_per_step compute_ms exposed_sync_ms data_ms device versions seed batch_size best_test_accuracy "
         "skipped_steps resumed_from exit stages replicas micro_batches schedule bubble overlap peak_saved_bytes "
-        "predicted_step_ms codec compression_ratio encode_ms wire_ms decode_ms sync_ms predicted_sync_ms kernels"
+        "predicted_step_ms codec compression_ratio encode_ms wire_ms decode_ms sync_ms predicted_sync_ms kernels "
+        "recipe sync double_buffer staleness final_batch_size"
     )
     assert set(promised.split()) == set(summary_schema()["required"])
 
