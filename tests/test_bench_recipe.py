@@ -21,9 +21,10 @@ def test_methods_of_the_ablation_name_codecs():
 
 def test_one_worker_of_the_ablation_learns():
     torch.manual_seed(0)
-    short = ablation.train(ablation.METHODS[0], 0.05, seed=1, epochs=1)
-    assert short == ablation.train(ablation.METHODS[0], 0.05, seed=1, epochs=1)
-    assert short[0] > 0.3
+    first = ablation.train(ablation.METHODS[0], 0.1, seed=1, epochs=1)
+    torch.manual_seed(1)
+    assert first == ablation.train(ablation.METHODS[0], 0.1, seed=1, epochs=1), "a row says the same every time"
+    assert ablation.train(ablation.METHODS[0], 0.1, seed=1, epochs=4)[0] > 0.5
 
 
 def test_methods_of_double_buffering_are_options():

@@ -25,7 +25,7 @@ from hybridpar.compress.owner import OwnerRule
 from hybridpar.recipes.adagrad_sgd import AdaGradSGD
 
 WORKERS, BATCH, EPOCHS = 4, 64, 10
-RATES = (0.02, 0.01, 0.005, 0.0025)
+RATES = (0.1, 0.05, 0.02, 0.01)
 _MOMENTUM = 0.9
 _PLAIN = OwnerRule("off", _MOMENTUM)
 

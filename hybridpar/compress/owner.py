@@ -8,8 +8,8 @@ them (momentum) where a stripe has been added up, before it is quantised again:
 So each worker keeps 1/K of h and of m, and what is quantised the second time is more homogeneous. The paper also tried
 AdaGrad on each worker before the first quantisation, and after momentum; both are here, for the comparison.
 
-How AdaGrad is written is not printed there. As in CNTK, the result is divided by the mean of what the stripe's elements
-were multiplied with, so that the stripe's step is as large as without it and learning rates keep their meaning.
+How AdaGrad is written is not printed there. Here the result is made as long as the stripe was before, so that learning
+rates keep their meaning. CNTK divides by the mean of 1 / sqrt(h) to that end, which a few elements near zero decide.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class Kept:
 def adagrad_(values: Tensor, squares: Kept, *, memory: float = 1.0, level: bool = True) -> Tensor:
     """Divide values, in place, by the root of what their squares have added up to.
 
-    Duchi, Hazan, Singer 2011; in the form of CNTK's 1-bit SGD.
+    Duchi, Hazan, Singer, "Adaptive Subgradient Methods", JMLR 2011.
 
     Args:
         values: 1-D float32 G.
         squares: h; its next half becomes h + G^2, or memory h + (1 - memory) G^2.
         memory: Less than 1 for a moving average.
-        level: Divide by the mean of 1 / sqrt(h) over the elements that ever were other than 0.
+        level: Make the result as long as the values were.
 
     Returns:
         `values`.
@@ -83,14 +83,12 @@ def adagrad_(values: Tensor, squares: Kept, *, memory: float = 1.0, level: bool 
     squares.next.addcmul_(values, values, value=1.0 if memory == 1 else 1 - memory)
     squares.next.clamp_(max=torch.finfo(torch.float32).max)  # NaN stays NaN
     root = squares.next.sqrt().add_(_EPSILON)
-    values.div_(root)
-    if level:
-        touched = squares.next != 0
-        total = torch.where(touched, root.reciprocal_(), 0.0).sum()
-        count = touched.sum().clamp_(min=1)
-        # Without a single touched element all values are 0, and stay it.
-        values.div_(torch.where(touched.any(), total / count, 1.0))
-    return values
+    if not level:
+        return values.div_(root)
+    before = torch.linalg.vector_norm(values, dtype=torch.float64)
+    after = torch.linalg.vector_norm(values.div_(root), dtype=torch.float64)
+    # Of nothing but zeros the length is 0 before and after.
+    return values.mul_(torch.where(after == 0, 1.0, before / after).float())
 
 
 class PlainStripes(Quantiser):

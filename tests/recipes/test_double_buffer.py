@@ -93,6 +93,6 @@ def test_halves_need_sgd():
     with pytest.raises(UsageError, match=r"--double-buffer half with --optimizer adamw"):
         config(double_buffer="half", optimizer="adamw").check()
     with pytest.raises(
-        RankError, match=r"cannot be divided into 2 micro-batches[\s\S]*cannot be divided into the micro-batches"
+        RankError, match=r"cannot be divided into the micro-batches[\s\S]*cannot be divided into 2 micro-batches"
     ):
         run({"double_buffer": "half"}, cut=[11, 1])

@@ -86,7 +86,7 @@ def test_adagrad_by_hand():
     squares.commit()
     again = adagrad_(torch.tensor([4.0, 3.0, 0.0]), squares, level=False)  # h = 25 and 25
     torch.testing.assert_close(again, torch.tensor([0.8, 0.6, 0.0]))
-    # The mean of what was multiplied with, 1/5 of both elements that ever moved, is divided out again.
+    # Both were divided by 5; made as long as before, they are what they were.
     levelled = adagrad_(torch.tensor([4.0, 3.0, 0.0]), squares)
     torch.testing.assert_close(levelled, torch.tensor([4.0, 3.0, 0.0]))
     assert not adagrad_(torch.zeros(3), Kept(3, torch.device("cpu"))).any()
