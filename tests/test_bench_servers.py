@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.asynchronous import servers
 from benchmarks.rig.paired import Paired
 
 ROOT = Path(__file__).parents[1]
-servers = importlib.import_module("benchmarks.async.servers")
 
 
 def test_throughput_is_over_that_of_the_all_reduce(monkeypatch):
@@ -36,7 +35,7 @@ def test_ratios_with_a_slow_worker_are_within_a_turn():
 @pytest.mark.parametrize("table", ["cost", "slow"])
 def test_a_quick_run_prints_its_table(table):
     arguments = ["--quick", "--table", table, "--links", "loopback"]
-    command = [sys.executable, "-m", "benchmarks.async.servers", *arguments]
+    command = [sys.executable, "-m", "benchmarks.asynchronous.servers", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "images/s of" in done.stdout

@@ -1,8 +1,8 @@
 """Why: servers cost something on equal workers and pay on unequal ones; one command measures both.
 
-python -m benchmarks.async.servers                       # both tables, as root for the shaped link
-python -m benchmarks.async.servers --table cost --links loopback
-python -m benchmarks.async.servers --quick               # small, and nothing is written: does it run?
+python -m benchmarks.asynchronous.servers                       # both tables, as root for the shaped link
+python -m benchmarks.asynchronous.servers --table cost --links loopback
+python -m benchmarks.asynchronous.servers --quick               # small, and nothing is written: does it run?
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def main(options: Options) -> int:
 def _start(network: Network, told: dict[str, Any]) -> None:
     """Start the measurement in every rank of a network."""
     environment = {_TOLD: json.dumps(told), "PYTHONWARNINGS": "ignore::FutureWarning"}
-    launch(["-m", "benchmarks.async.servers"], network, timeout=3600, environment=environment)
+    launch(["-m", "benchmarks.asynchronous.servers"], network, timeout=3600, environment=environment)
 
 
 def _measure(told: dict[str, Any]) -> None:
