@@ -29,6 +29,7 @@ from hybridpar.models import build_model
 from hybridpar.observe import EpochRecord, MetricsWriter, Progress, open_progress
 from hybridpar.optim import build_optimizer, rate_factor
 from hybridpar.pipeline.world import World, default_device
+from hybridpar.recipes.expand import expand
 from hybridpar.run_server_report import ServedFacts, ServedTimes, describe_run, report_run, step_record
 from hybridpar.run_server_state import ServedState, Standing
 from hybridpar.save_rule import SaveRule
@@ -55,6 +56,7 @@ def run_served(config: TrainConfig, model_name: str) -> int:
     """
     try:
         rule = SaveRule.parse(config.checkpoint_every)
+        config = expand(config, total_steps=None, replicas=1)  # learning rates per sample; recipes are refused
         place = find_own_place(config, config.timeout)
         config.split_count(place.workers)
         with contextlib.ExitStack() as stack:
