@@ -45,7 +45,7 @@ CHOSEN: dict[str, tuple[Direction, ...]] = {
     "none on kernels": (),
 }
 #: Calls that are timed as one.
-CALLS = 50
+CALLS = 200
 #: Parts of a start, by the numbers that `_START` prints.
 PARTS = {"start: open and swap": [0], "start: find layers": [1], "start: load": [2], "start": [0, 1, 2]}
 
