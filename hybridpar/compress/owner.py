@@ -31,8 +31,8 @@ from hybridpar.errors import CheckpointError
 #: Where AdaGrad may be.
 PLACEMENTS = ("owner", "worker", "after", "off")
 
-#: What is added to the root of h, against division by zero.
-_EPSILON = 1e-8
+#: What is added to the root of h, against division by zero; far below any gradient, whatever its scale.
+_EPSILON = 1e-12
 
 
 class Kept:
