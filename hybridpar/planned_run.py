@@ -9,6 +9,7 @@ Rank 0 searches and all workers follow its answer, so that noise cannot make two
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Collection, Sequence
@@ -162,11 +163,12 @@ def before_joining(config: TrainConfig, given: Collection[str] = ()) -> TrainCon
     Args:
         config: Options.
         given: Options that were named.
-
-    Raises:
-        PlanError: The file cannot be read.
     """
-    if config.plan_file is None or (sync := read_plan(config.plan_file).sync) is None:
+    sync = None
+    if config.plan_file is not None:
+        with contextlib.suppress(PlanError):  # told to all workers once they have met, so that none waits in vain
+            sync = read_plan(config.plan_file).sync
+    if sync is None:
         return config
     said: dict[str, Any] = {"sync_lanes": sync.lanes, "batch_norm": sync.batch_norm, "compress": _policy_text(sync)}
     decided = decided_options(config, given)

@@ -166,12 +166,12 @@ def _pipeline_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def _prediction_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """What was predicted, beside what was measured of it."""
-    if summary["predicted_step_ms"] is None:
+    if summary.get("predicted_step_ms") is None:
         return []
     measured = {**summary, "step_ms": _busy_ms(summary) or None}
     rows: list[tuple[str, str, str]] = []
     for key, name, told in _PREDICTED:
-        predicted, found = summary.get(f"predicted_{key}"), measured[key]
+        predicted, found = summary.get(f"predicted_{key}"), measured.get(key)
         if predicted is None or found is None:
             continue
         apart = f"{100 * (found / predicted - 1):+.0f}%" if predicted and key != "bubble" else ""
