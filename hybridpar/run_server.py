@@ -33,6 +33,7 @@ from hybridpar.recipes.expand import expand
 from hybridpar.run_server_report import ServedFacts, ServedTimes, describe_run, report_run, step_record
 from hybridpar.run_server_state import ServedState, Standing
 from hybridpar.save_rule import SaveRule
+from hybridpar.server.encoding import check_for_servers
 from hybridpar.server.learner import Exchanged, Learner
 from hybridpar.server.place import Place, find_own_place
 from hybridpar.server.present import exchange
@@ -98,6 +99,7 @@ class ServedRun:
             self.model.to(memory_format=torch.channels_last)
         self.policy = read_policy(config.compress)
         self.policy.check(list(trained_parameters(self.model)))
+        check_for_servers(self.policy)
         for entry in self.policy.rules:
             check_optimizer(entry.codec, build_optimizer(self.model, config))
         described = described_parameters(self.model)

@@ -17,6 +17,7 @@ def _same_start(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     if "HYBRIDPAR_KERNELS" not in os.environ:  # compiling takes seconds; tests of kernels switch them on
         monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
+    torch.set_flush_denormal(False)  # which runs switch on, for the whole process
     random.seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)

@@ -94,7 +94,8 @@ def shared_memory() -> set[str]:
     return {entry.name for entry in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
 
 
-ENDLESS = ("--epochs=100000", "--lr-schedule=constant", "--warmup-epochs=0", "--checkpoint-every=never")
+#: Without a plan, so that it computes the same bits as a short run, which is not planned.
+ENDLESS = ("--epochs=100000", "--lr-schedule=constant", "--warmup-epochs=0", "--checkpoint-every=never", "--plan=none")
 
 
 # ------------------------------------------------------------------------------------------------------ whole jobs

@@ -270,6 +270,8 @@ class Codec(ABC):
     takes_feedback: ClassVar[bool] = True
     #: Whether it keeps the momentum itself, so that the optimizer must have none; see `check_optimizer`.
     refuses_momentum: ClassVar[bool] = False
+    #: Whether what comes of it stands for the sum of the gradients; else it is what owners of stripes made of that.
+    gives_sums: ClassVar[bool] = True
 
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a parameter of this shape should be compressed; others travel in full."""

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress import Coder, ErrorFeedback, Meeting, Policy, Round, TensorSpec, bind, parse_codec
+from hybridpar.compress import Coder, ErrorFeedback, Meeting, Policy, Round, TensorSpec, bind, format_codec, parse_codec
 from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.packing import aligned
 from hybridpar.compress.residual import NO_RESIDUAL, KeptResidual, Residual
 from hybridpar.compress.scratch import Scratch
-from hybridpar.errors import SyncError
+from hybridpar.errors import SyncError, UsageError
 from hybridpar.server.stripes import Piece, Stripe
 
 _NONE = parse_codec("none")
@@ -50,15 +50,37 @@ def message_size(rounds: Sequence[Round]) -> int:
     return sum(map(_sent_size, rounds))
 
 
+def check_for_servers(policy: Policy) -> None:
+    """Check that codecs hand over gradients and nothing else.
+
+    Raises:
+        UsageError: Of one it is the owners of stripes that make an update of them.
+    """
+    for rule in policy.rules:
+        core: Any = rule.codec
+        while (inner := getattr(core, "inner", None)) is not None:
+            core = inner
+        if not core.gives_sums:
+            raise UsageError(
+                f"codec {format_codec(rule.codec)!r} with parameter servers",
+                "It has owners of stripes make an update of the gradients, and with servers these do that.",
+                "Use onebit, and momentum as usual: servers keep it.",
+            )
+
+
 class PushEncoder:
     """A learner's side: turns gradients of a stripe into messages, and keeps what they leave out.
 
     Args:
         policy: What each parameter travels as.
         stripe: The stripe.
+
+    Raises:
+        UsageError: See `check_for_servers`.
     """
 
     def __init__(self, policy: Policy, stripe: Stripe) -> None:
+        check_for_servers(policy)
         self.stripe = stripe
         self._coders = [bind(policy.codec_of(piece.name), _spec(piece)) for piece in stripe.pieces]
         _share_scratch(self._coders)

@@ -32,7 +32,13 @@ def send(encoder, decoder, gradient):
     return meant, got
 
 
-@pytest.mark.parametrize("text", [*CODECS, *VARIANTS])
+def is_for_servers(text: str) -> bool:
+    """Whether what comes of a codec are gradients."""
+    name = text.partition(":")[0]
+    return name not in CODECS or CODECS.get(name).gives_sums
+
+
+@pytest.mark.parametrize("text", filter(is_for_servers, [*CODECS, *VARIANTS]))
 def test_the_server_decodes_what_the_worker_meant(text):
     for stripe in STRIPES:
         encoder, decoder = both(text, stripe)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.server import Rules
+from hybridpar.server.encoding import check_for_servers
 from hybridpar.trainer import Trainer
 from tests.small_nets import plain
 
@@ -26,7 +28,7 @@ from tests.small_nets import plain
         ({"pull": "fp16"}, "--pull with --sync allreduce"),
         ({"sync": "ps", "servers": -1}, "--servers is -1"),
         ({"sync": "ps-async", "max_staleness": -1}, "--max-staleness is -1"),
-        ({"sync": "ps", "stages": 2}, "--stages or --plan with --sync ps"),
+        ({"sync": "ps", "stages": 2}, "--stages or a plan with --sync ps"),
         ({"sync": "ps", "clip_norm": 1.0}, "--clip-norm with --sync ps"),
         ({"sync": "ps", "compress": "auto"}, "--compress auto with --sync ps"),
         ({"sync": "ps", "batch_norm": "sync"}, "--batch-norm sync with --sync ps"),
@@ -59,3 +61,9 @@ def test_the_default_of_staleness_is_the_papers():
 def test_a_trainer_says_where_servers_are_to_be_had():
     with pytest.raises(UsageError, match="hybridpar train --sync"):
         Trainer(plain(), config=TrainConfig(sync="ps"))
+
+
+@pytest.mark.parametrize("text", ["onebit_sgd", "onebit_adam"])
+def test_codecs_with_owners_of_their_own_are_refused(text):
+    with pytest.raises(UsageError, match="with parameter servers"):
+        check_for_servers(read_policy(text))

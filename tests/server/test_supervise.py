@@ -19,6 +19,10 @@ place = pathlib.Path(sys.argv[1])
 with open(place / "starts", "a") as file:
     file.write(f"{rank}:{again}:{os.environ['HYBRIDPAR_JOINS']} ")
 act = json.loads(sys.argv[2]).get(f"{rank}:{again}", "ends")
+if act in ("dies", "verdict"):  # not before the others have begun
+    late = time.monotonic() + 20
+    while len((place / "starts").read_text().split()) < 3 * (again + 1) and time.monotonic() < late:
+        time.sleep(0.01)
 if act == "dies":
     os.kill(os.getpid(), signal.SIGKILL)
 if act == "verdict":

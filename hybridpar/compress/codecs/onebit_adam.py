@@ -57,6 +57,7 @@ class OneBitAdam(Codec):
     feedback = True
     kernels = True
     refuses_momentum = True
+    gives_sums = False
 
     def __post_init__(self) -> None:
         if self.warm < 0:

@@ -51,6 +51,7 @@ class OneBitSgd(Codec):
     feedback = True
     kernels = True
     refuses_momentum = True
+    gives_sums = False
 
     def __post_init__(self) -> None:
         if self.adagrad not in PLACEMENTS:
