@@ -1,9 +1,9 @@
 """Why: on as many threads as there are cores, only one pool of threads can compute, and torch's is there already.
 
 OpenMP's threads spin for a while when they have nothing to do, so that torch's next operation finds them awake. Any
-other thread has to share a core with them: measured, kernels on two threads of their own took up to 1.5 times as long.
-So ranges are handed to the very threads that torch computes with, by the function that compiled OpenMP code calls.
-They are the calling thread's own, as in torch: a backward pass on another thread has others.
+other thread has to share a core with them. So ranges are handed to the very threads that torch computes with, by the
+function that compiled OpenMP code calls. They are the calling thread's own, as in torch: a backward pass on another
+thread has others.
 """
 
 from __future__ import annotations
@@ -32,13 +32,11 @@ class OpenMP:
         parallel: GOMP_parallel(body, data, threads, flags): calls `body` once on each of so many threads.
         thread_number: omp_get_thread_num().
         team_size: omp_get_num_threads().
-        process: In which it may be used: a forked child has its parent's books, and none of its threads.
     """
 
     parallel: Any
     thread_number: Callable[[], int]
     team_size: Callable[[], int]
-    process: int
 
     def on_team(self, work: Callable[[int, int], None], threads: int) -> None:
         """Call `work(number, size)` on each thread of a team and wait for all; it must not raise.
@@ -55,7 +53,7 @@ class OpenMP:
 
 
 @cache
-def _find(process: int) -> OpenMP | None:
+def _find() -> OpenMP | None:
     for path in _loaded():
         try:
             library = ctypes.CDLL(str(path))
@@ -65,18 +63,17 @@ def _find(process: int) -> OpenMP | None:
             continue
         parallel.argtypes = (_BODY, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         parallel.restype = None
-        return OpenMP(parallel, number, size, process)
+        return OpenMP(parallel, number, size)
     return None
 
 
 def torchs_openmp() -> OpenMP | None:
     """The library whose threads torch computes with; None where it cannot be told, or in a forked child."""
-    found = _find(_FIRST_PROCESS)
-    return found if found is not None and found.process == os.getpid() else None
+    return _find() if os.getpid() == _PROCESS else None
 
 
-#: Of a fork it is the child that has another number.
-_FIRST_PROCESS = os.getpid()
+#: A forked child has its parent's books of threads, and none of the threads.
+_PROCESS = os.getpid()
 
 
 def _loaded() -> list[Path]:

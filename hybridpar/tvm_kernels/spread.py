@@ -58,12 +58,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def _run_on_team(openmp: OpenMP, run: Range, rows: int, parts: int) -> None:
-    errors: list[BaseException | None] = [None] * parts
+    # An interrupt between two parts leaves one undone, and foreign code has no way to pass it on.
+    errors: list[BaseException | None] = [KeyboardInterrupt() for _ in range(parts)]
 
     def work(number: int, size: int) -> None:
         for part in range(number, parts, size):
             try:
                 run(rows * part // parts, rows * (part + 1) // parts)
+                errors[part] = None
             except BaseException as error:
                 errors[part] = error
 

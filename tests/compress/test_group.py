@@ -73,7 +73,7 @@ def opened_while_another_still_connects(world: Any, flag: str) -> bool:
 
     def slow(*args: Any, **options: Any) -> Any:
         group = make(*args, **options)
-        time.sleep(0.5)
+        time.sleep(0.5)  # in which the other one would come back, if it did not wait
         Path(flag).touch()
         return group
 

@@ -328,7 +328,11 @@ def _with_a_bad_step(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pool"), [("1f1b", True), ("zero_bubble", False), ("gpipe", True), ("gpipe", False)]
+    ("schedule", "pool"),
+    [
+        *(("1f1b", True), ("zero_bubble", False), ("gpipe", True), ("gpipe", False)),
+        *(pytest.param(*pair, marks=pytest.mark.sweep) for pair in (("1f1b", False), ("zero_bubble", True))),
+    ],
 )
 @pytest.mark.parametrize("recompute", [(0,), (1, 2), (0, 1, 2)])
 def test_recomputing_changes_nothing_but_memory(recompute: tuple[int, ...], schedule: str, pool: bool) -> None:
