@@ -25,8 +25,8 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.restart()  # before the process is weighed: what that frees must not count as having been there
         self._before = 0 if device.type == "cuda" else _kilobytes("VmRSS")
-        self.restart()
 
     def restart(self) -> None:
         """Forget the peak so far, for instance that of measuring."""

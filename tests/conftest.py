@@ -14,7 +14,8 @@ pytest_plugins = ["tests.emulated.fixtures"]
 
 @pytest.fixture(autouse=True)
 def _same_start(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    base = tmp_path_factory.getbasetemp()  # of this process; what one of them compiled is there for all
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"))
     if "HYBRIDPAR_KERNELS" not in os.environ:  # compiling takes seconds; tests of kernels switch them on
         monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
     torch.set_flush_denormal(False)  # which runs switch on, for the whole process

@@ -15,10 +15,10 @@ from functools import cached_property
 from hybridpar.cluster_file import ClusterSpec, LinkLevel
 from hybridpar.errors import HybridparError
 from hybridpar.plan import Plan, Ran, StepFigures
-from hybridpar.planner.evaluate import Evaluator
+from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
 from hybridpar.planner.record import candidate_of
-from hybridpar.planner.space import Space
+from hybridpar.planner.space import Candidate, Space
 
 #: Relative difference above which a prediction has failed.
 APART = 0.15
@@ -91,14 +91,9 @@ class Comparison:
         exposed = self.ran.exposed_sync_ms
         if self.plan.inputs is None or self._inputs.cluster.workers < 2 or exposed is None:
             return None
-        inputs = self._inputs
-        space = Space(inputs)
-        candidate = candidate_of(self.plan, Evaluator(space))
 
         def exposed_at(factor: float) -> float:
-            cluster = slower_links(inputs.cluster, factor)
-            outcome = Evaluator(Space(inputs.on(cluster), library=space.library)).outcome(candidate)
-            return outcome.exposed_sync_ms
+            return self._outcome_at(factor).exposed_sync_ms
 
         now = exposed_at(1.0)
         if abs(exposed - now) <= max(_SMALL_MS, 0.02 * now):
@@ -111,6 +106,19 @@ class Comparison:
             else:
                 high = middle
         return math.sqrt(low * high)
+
+    @cached_property
+    def _space(self) -> Space:
+        return Space(self._inputs)
+
+    @cached_property
+    def _candidate(self) -> Candidate:
+        return candidate_of(self.plan, Evaluator(self._space))
+
+    def _outcome_at(self, factor: float) -> Outcome:
+        """The prediction for links that are so many times as slow."""
+        inputs = self._inputs.on(slower_links(self._inputs.cluster, factor))
+        return Evaluator(Space(inputs, library=self._space.library)).outcome(self._candidate)
 
     def warnings(self) -> list[str]:
         """What missed its prediction by more than `APART`, each with the likely cause; empty where nothing did."""
@@ -139,7 +147,7 @@ class Comparison:
         predicted = self.plan.predicted
         more_computing = (_computing(self.ran) or 0.0) - (_computing(predicted) or 0.0)
         more_sync = (self.ran.exposed_sync_ms or 0.0) - ((predicted.exposed_sync_ms or 0.0) if predicted else 0.0)
-        if abs(more_sync) > abs(more_computing):
+        if abs(more_sync) > abs(more_computing) or self._is_the_link():
             return f"the exchange of gradients was exposed for {more_sync:+,.1f} ms, {self._link()}"
         part = f"all but the exposed exchange differs by {more_computing:+,.1f} ms, "
         if more_computing < 0:
@@ -148,10 +156,24 @@ class Comparison:
             return f"{part}and other programs keep this machine busy (load {self.load:.1f} per core)"
         return f"{part}so the machine is busy or throttled now, or steps do more than the model that was profiled"
 
-    def _link(self) -> str:
-        level, slowdown = self._level(), None
+    def _is_the_link(self) -> bool:
+        """Whether most of what missed is gone with links as slow as the exchange says.
+
+        They slow down more than the exchange: workers agree over them on every step, and what they take of the cores
+        is missing where a worker computes.
+        """
+        slowdown, ran, predicted = self._slowdown(), self.ran.step_ms, self.plan.predicted
+        if slowdown in (None, 1.0) or ran is None or predicted is None or predicted.step_ms is None:
+            return False
+        return abs(ran - self._outcome_at(slowdown).step_ms) < 0.5 * abs(ran - predicted.step_ms)
+
+    def _slowdown(self) -> float | None:
         with contextlib.suppress(HybridparError):  # a plan that was edited has a cause of its own
-            slowdown = self.link_slowdown
+            return self.link_slowdown
+        return None
+
+    def _link(self) -> str:
+        level, slowdown = self._level(), self._slowdown()
         if level is None or slowdown is None:
             return "so the link is not as it was when this was predicted"
         if not 1.01 / _MOST_SLOWER < slowdown < 0.99 * _MOST_SLOWER:

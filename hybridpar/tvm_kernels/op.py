@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from hybridpar.tvm_kernels.call_plan import (
     FORMATS,
@@ -82,8 +81,13 @@ def depthwise_conv2d(
 
 
 def _is_plain() -> bool:
-    """Whether nobody watches a call: no tracer or cast that would have to see the operation itself."""
-    return not (is_in_torch_dispatch_mode() or torch._C._is_any_autocast_enabled() or torch._C._get_tracing_state())
+    """Whether nobody watches a call: no tracer or cast that would have to see the operation itself.
+
+    Modes are counted for this thread: torch's `is_in_torch_dispatch_mode` is one flag of the process, which modes of
+    two threads leave standing for ever.
+    """
+    watched = torch._C._len_torch_dispatch_stack() or torch._C._is_any_autocast_enabled()
+    return not (watched or torch._C._get_tracing_state())
 
 
 def _is_stock(x: Tensor, weight: Tensor, *numbers: tuple[int, int]) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.nn import functional
+from torch.utils import _python_dispatch
 
 from hybridpar.errors import KernelError
 from hybridpar.tvm_kernels import call_plan
@@ -45,6 +48,34 @@ def test_a_form_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
             depthwise_conv2d(x * 1, weight, None, (1, 1), [1, 1]).sum().backward()
         assert len(in_use().plans) == 1
     assert kernels.calls == dict.fromkeys(Direction, 4)
+
+
+def test_modes_that_two_threads_leave_out_of_turn_cost_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps one flag for all threads, which is left standing by these two."""
+    for flag in ("_is_in_torch_dispatch_mode", "_is_in_any_mode_without_ignore_compile_internals"):
+        monkeypatch.setattr(_python_dispatch, flag, False, raising=False)  # and is put back afterwards
+    inside, go_on = threading.Barrier(2), threading.Event()
+
+    def first() -> None:
+        with FakeTensorMode():
+            inside.wait()
+            inside.wait()
+        go_on.set()
+
+    def second() -> None:
+        inside.wait()
+        with FakeTensorMode():
+            inside.wait()
+            go_on.wait()
+
+    threads = [threading.Thread(target=one) for one in (first, second)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    with tuned(all_records(SHAPE)), torch.no_grad():
+        depthwise_conv2d(*operands(), None, 1, 1)
+        assert len(in_use().plans) == 1
 
 
 def transposed(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
