@@ -10,7 +10,7 @@ ICDM 2016; Zhang et al., IJCAI 2016):
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hybridpar.errors import UsageError
 from hybridpar.server.staleness import SCALES, Scale, full_weight
@@ -28,6 +28,8 @@ class Rules:
         expected: Mean staleness to be expected, n.
         scale: Weight of a gradient by its staleness.
         bound: Most pushes that a learner may be ahead of the slowest one; None for any.
+        rate: Learning rate of an update, as a part of the one that was given. 1 takes it for that of an update, as the
+            papers do; c / lambda for that of a step of lambda gradients, of which an update is so much.
     """
 
     learners: int
@@ -36,6 +38,7 @@ class Rules:
     expected: int = 1
     scale: Scale = field(default=full_weight)
     bound: int | None = None
+    rate: float = 1.0
 
     @classmethod
     def synchronous(cls, learners: int) -> Rules:
@@ -68,10 +71,15 @@ class Rules:
     def of(cls, config: ServerConfig, workers: int) -> Rules:
         """What the options of a run ask for.
 
+        A run's learning rate is for its batch, one gradient of every worker. With fewer gradients to an update there
+        are more updates: each takes its part of that rate, so that a step goes as far as a synchronous one. The papers
+        start from a rate for one learner's minibatch, which comes to the same where rates grow with the batch.
+
         Raises:
             UsageError: N of softsync:N is not between 1 and the number of workers.
         """
         split = config.split_count(workers)
         if config.sync == SERVER_SYNC:
             return cls.synchronous(workers)
-        return cls.soft(workers, split, config.staleness or "inverse", config.max_staleness)
+        rules = cls.soft(workers, split, config.staleness or "inverse", config.max_staleness)
+        return replace(rules, rate=rules.collect / workers)

@@ -323,7 +323,7 @@ class Shard:
     def _update(self) -> None:
         """One step of the optimizer along the collected gradients."""
         collected, self._collected = self._collected, _Collection()
-        factor = collected.rate / collected.count
+        factor = self.rules.rate * collected.rate / collected.count
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
         for number, (piece, (first, last)) in enumerate(zip(self._pieces, self.stripe.ranges, strict=True)):

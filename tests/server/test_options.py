@@ -43,14 +43,19 @@ def test_what_contradicts_itself_is_refused(options, what):
 
 
 @pytest.mark.parametrize(
-    ("sync", "workers", "collect", "barrier"),
-    [("ps", 3, 3, True), ("ps-async", 3, 1, False), ("softsync:1", 5, 5, False), ("softsync:2", 5, 2, False)],
+    ("sync", "workers", "collect", "barrier", "rate"),
+    [
+        ("ps", 3, 3, True, 1.0),
+        ("ps-async", 3, 1, False, 1 / 3),
+        ("softsync:1", 5, 5, False, 1.0),
+        ("softsync:2", 5, 2, False, 2 / 5),
+    ],
 )
-def test_modes_as_rules(sync, workers, collect, barrier):
+def test_modes_as_rules(sync, workers, collect, barrier, rate):
     config = TrainConfig(sync=sync, workers=workers)
     config.check()
     rules = Rules.of(config, workers)
-    assert (rules.learners, rules.collect, rules.barrier) == (workers, collect, barrier)
+    assert (rules.learners, rules.collect, rules.barrier, rules.rate) == (workers, collect, barrier, rate)
 
 
 def test_the_default_of_staleness_is_the_papers():

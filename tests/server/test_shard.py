@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,6 +115,20 @@ def test_the_learning_rate_is_what_the_pushes_say():
     push(shard, 0, 1, 0, rate=0.5)
     push(shard, 1, 1, 0, rate=0.1)
     assert torch.allclose(shard.values, -0.1 * 0.3 * ONES)
+
+
+def test_updates_of_a_part_of_the_gradients_take_that_part_of_a_steps_rate():
+    def after_a_step(rules):
+        shard = small_shard(rules)
+        for learner in range(4):
+            push(shard, learner, 1, shard.clock)
+        return shard.values
+
+    whole = after_a_step(Rules.synchronous(4))
+    for split in (2, 4):
+        parts = Rules.soft(4, split, "none")
+        torch.testing.assert_close(after_a_step(replace(parts, rate=parts.collect / 4)), whole)
+        assert not torch.allclose(after_a_step(parts), whole)
 
 
 def test_a_parameter_that_nobody_used_is_left_alone_and_one_that_some_used_is_not():
