@@ -91,7 +91,7 @@ def train(way: str, seed: int, arguments: Sequence[str]) -> dict[str, Any]:
         options = ["--run-dir", folder, "--overwrite", "--checkpoint-every", "never"]
         done = subprocess.run([sys.executable, "-m", *command, *options], capture_output=True, text=True, check=False)
         if done.returncode:
-            raise HybridparError(f"{' '.join(command)} ended with {done.returncode}", done.stderr.strip()[-500:])
+            raise HybridparError(f"{' '.join(command)} ended with {done.returncode}", done.stderr.strip()[-2000:])
         summary = json.loads((Path(folder) / "summary.json").read_text(encoding="utf-8"))
     row = {"way": way, "seed": seed, "command": " ".join(command)} | {name: summary[name] for name in _COPIED}
     row["mean_staleness"] = (summary.get("staleness") or {}).get("mean", "")
