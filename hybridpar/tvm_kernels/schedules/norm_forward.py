@@ -14,6 +14,7 @@ from hybridpar.tvm_kernels.schedules.norm_rows import (
     APPLY,
     EXTENT,
     FIXED,
+    GIVEN,
     INVERSE,
     JOIN,
     MEAN,
@@ -79,8 +80,15 @@ def _forward(w: Writer, activation: str) -> Callable[..., None]:
             with t.serial(0, extent.channels) as channel:
                 learn(channel, *(t.cast(one[channel], "float64") for one in running))
 
+        def from_given() -> None:
+            with t.serial(0, extent.channels) as channel:
+                learn(channel, extent.doubles[channel], extent.doubles[extent.channels + channel])
+
+        def from_batch() -> None:
+            w.either(extent.phase(GIVEN), from_given, lambda: _from_moments(w, extent, values, learn))
+
         def join() -> None:
-            w.either(extent.phase(FIXED), from_running, lambda: _from_moments(w, extent, values, learn))
+            w.either(extent.phase(FIXED), from_running, from_batch)
 
         w.when(extent.phase(REDUCE), lambda: _moments(w, extent, values))
         w.when(extent.phase(JOIN), join)
