@@ -1,8 +1,8 @@
 """Why: BatchNorm reads what a convolution has just written, only to sum it up; the convolution can do that itself.
 
 Depthwise convolutions of MobileNetV2 and the BatchNorm with ReLU6 behind them, forward in training, batch 32,
-channels_last, one thread, as the swapped layers run: on the kernel of each alone, and with a convolution that leaves its
-moments, so that the norm's first pass falls away, whether or not a record would say that it pays. Its results are
+channels_last, one thread, as the swapped layers run: on the kernel of each alone, and with a convolution that leaves
+its moments, so that the norm's first pass falls away, whether or not a record would say that it pays. Its results are
 written to the caches or past them, as a tune finds it. `free` is the convolution without sums and a norm that has
 moments all the same: what could be gained at most.
 

@@ -121,9 +121,7 @@ class ConvNormBench:
         with torch_threads(alone.threads):
             self.together(summing)
             self.apart(alone)
-            return time_pairs(
-                lambda: self.together(summing), lambda: self.apart(alone), seconds, least, alone.threads
-            )
+            return time_pairs(lambda: self.together(summing), lambda: self.apart(alone), seconds, least, alone.threads)
 
     def error(self, kernel: TunedKernel) -> float:
         """The largest error of the moments, in standard deviations and variances; infinite for NaN."""
@@ -211,9 +209,7 @@ def _checked(check: Bench, bench: ConvNormBench, kernel: TunedKernel) -> float:
     return moments
 
 
-def measure_conv_norm_saving(
-    pairs: Sequence[tuple[ConvNormShape, TunedKernel, TunedKernel]], least: int = 5
-) -> float:
+def measure_conv_norm_saving(pairs: Sequence[tuple[ConvNormShape, TunedKernel, TunedKernel]], least: int = 5) -> float:
     """Milliseconds that pairs take less together than apart, added up.
 
     Args:

@@ -1,8 +1,8 @@
 """Why: which convolutions should leave their moments to the norms behind them is measured once both are tuned alone.
 
-Only pairs whose parts beat PyTorch each by itself are measured, those with the largest tensors first. There is little to
-search (see `conv_norm_measure`). A record is on disk before the next measurement begins; it is measured anew where one
-of the parts was since.
+Only pairs whose parts beat PyTorch each by itself are measured, those with the largest tensors first. There is little
+to search (see `conv_norm_measure`). A record is on disk before the next measurement begins; it is measured anew where
+one of the parts was since.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def measure_conv_norms(
         UsageError: The database cannot be read or written.
     """
     database = read_database(path) if path.exists() else Database(str(path))
-    parts = {key: found for key in keys if (found := _parts(database, key)) is not None}
+    parts = {key: own for key in keys if (own := _parts(database, key)) is not None}
     todo = [key for key, (_, newest) in parts.items() if again or _is_old(database, key, newest)]
     todo.sort(key=lambda key: -keys[key] * key.shape.norm.bytes)
     report = SearchReport(skipped=len(parts) - len(todo))
@@ -126,7 +126,7 @@ def _is_old(database: Database, key: ConvNormKey, newest: float) -> bool:
 def _record_of(key: ConvNormKey, found: ConvNormTime) -> ConvNormRecord:
     return ConvNormRecord(
         shape=key.shape.convolution.text,
-        activation=key.shape.act,  # type: ignore[arg-type]
+        activation=key.shape.act,
         device=key.device,
         threads=key.threads,
         versions=dict(conv_norm_versions()),

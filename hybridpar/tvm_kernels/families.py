@@ -144,9 +144,7 @@ GATHER = Family(
     _gather_scratch,
 )
 #: The forward of `GATHER` that also leaves the moments of its result, for a norm; no search comes to it by itself.
-GATHER_MOMENTS = Family(
-    "cpu_gather_moments", GATHER.names, ("cpu_gather", "planes"), _moments_phases, _moments_scratch
-)
+GATHER_MOMENTS = Family("cpu_gather_moments", GATHER.names, ("cpu_gather", "planes"), _moments_phases, _moments_scratch)
 WEIGHT = Family(
     "cpu_weight",
     ("lanes", "tap_rows", "tap_columns", "tile_columns", "strip", "parts", "groups"),

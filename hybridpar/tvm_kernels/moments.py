@@ -1,9 +1,9 @@
 """Why: a convolution knows the statistics of its result, and the norm behind it must get those of nothing else.
 
 They hang on the tensor itself, so they live no longer than it, and whoever gets another tensor finds none. The norm
-takes them off, and uses them only where the tensor is the one that they were made for and has not been written to since,
-as autograd counts it. So a hook that puts another tensor in its place, a view, a copy and a change in place all lead to
-the norm's own pass. Copies and pickles of the tensor have no moments.
+takes them off, and uses them only where the tensor is the one that they were made for and has not been written to
+since, as autograd counts it. So a hook that puts another tensor in its place, a view, a copy and a change in place all
+lead to the norm's own pass. Copies and pickles of the tensor have no moments.
 
 Which convolution has such a norm behind it, `optimize` finds; the layer keeps a `Behind`.
 """

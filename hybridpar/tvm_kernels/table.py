@@ -148,7 +148,8 @@ def summary_lines(rows: Sequence[Row]) -> list[str]:
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
             tuned = sum(row.runs == name for row in rows if row.direction == direction)
-            lines.append(f"{direction}: {tuned} of {len(ratios)} {name}, {mean:.2f}x {other} as chosen (geometric mean)")
+            said = f"{tuned} of {len(ratios)} {name}, {mean:.2f}x {other} as chosen (geometric mean)"
+            lines.append(f"{direction}: {said}")
     return lines
 
 

@@ -29,10 +29,8 @@ from hybridpar.tvm_kernels.measure import Timing
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from tests.tvm_kernels.standin import conv_norm_record, norm_record, record_of
 
-TILE = {"lanes": 16, "tile_rows": 1, "tile_columns": 2, "strip": 4, "columns_outer": 0, "unroll": 1, "stream": 0}
-SHAPES = [
-    ConvNormShape(ConvShape.parse(f"2x{channels}x8x8 k3x3 s1x1 p1x1 d1x1"), "relu") for channels in (16, 32, 48)
-]
+TILE = {"lanes": 16, "tile_rows": 1, "tile_columns": 2, "strip": 4, "columns_outer": 0, "unroll": 0, "stream": 0}
+SHAPES = [ConvNormShape(ConvShape.parse(f"2x{channels}x8x8 k3x3 s1x1 p1x1 d1x1"), "relu") for channels in (16, 32, 48)]
 KEYS = [ConvNormKey(shape, 1, cpu_fingerprint()) for shape in SHAPES]
 
 
@@ -76,8 +74,9 @@ def test_a_pair_is_measured_as_it_would_run(builder: Builder, monkeypatch: pytes
     assert 0 < found.error < 2e-6
     assert given.count(True) == given.count(False), "both sides ran as often"
     monkeypatch.setattr(conv_norm_measure, "MOST_MOMENTS_ERROR", -1.0)
-    with pytest.raises(WrongKernelError, match="2x16x8x8 .* relu is wrong"):
-        measure_conv_norm(KEYS[0], TILE, builder, 0.0)
+    odd = ConvNormKey(ConvNormShape(ConvShape.parse("2x20x8x8 k3x3 s1x1 p1x1 d1x1"), "relu"), 1, cpu_fingerprint())
+    with pytest.raises(WrongKernelError, match=r"2x20x8x8 .* relu is wrong"):
+        measure_conv_norm(odd, TILE, builder, 0.0)
 
 
 def test_results_go_to_the_caches_and_past_them_where_they_can() -> None:

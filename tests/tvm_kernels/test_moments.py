@@ -115,7 +115,7 @@ def test_nothing_is_lost_where_the_mean_is_large(mean: float, wide: TunedKernel)
 
 def test_a_constant_has_no_variance(wide: TunedKernel) -> None:
     bias = torch.arange(20.0) + 0.1
-    y, moments = computed(wide, WIDE, images(2, 20, 37, 41), torch.zeros(20, 1, 3, 3), bias)
+    _, moments = computed(wide, WIDE, images(2, 20, 37, 41), torch.zeros(20, 1, 3, 3), bias)
     assert torch.equal(moments[0], bias.double())
     assert not moments[1].any()
 
@@ -406,7 +406,8 @@ def test_neighbours_in_sequence_are_found_where_nothing_can_be_traced(took: Took
             self.body = nn.Sequential(*Net().children())
 
         def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.body(x if float(x.detach().sum()) else x)
+            assert float(x.detach().sum())
+            result: Tensor = self.body(x)
             return result
 
     net = optimize(Untraceable(), database())
@@ -439,6 +440,7 @@ def test_autocast_tracers_and_compilers_see_what_they_saw_before(took: Took) -> 
 
 def test_no_memory_is_kept(took: Took, monkeypatch: pytest.MonkeyPatch) -> None:
     net, made = optimize(Net(), database()), []
+
     def noted(*args: object) -> Tensor:
         values = moments_in(*args)  # type: ignore[arg-type]
         made.append(weakref.ref(values))
