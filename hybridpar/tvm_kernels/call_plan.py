@@ -224,4 +224,5 @@ def _made(
     summing = None
     if act is not None and x.is_cpu and layout is Layout.CHANNELS_LAST:
         summing = choose_moments(choices, x.shape, taps, *numbers, act)
-    return CallPlan(layout, numbers, sizes, strides, any(wanted), *kernels, summing=summing)
+    forward, to_x, to_weight = kernels
+    return CallPlan(layout, numbers, sizes, strides, any(wanted), forward, to_x, to_weight, summing)

@@ -49,7 +49,7 @@ class NormLayer:
         name: Of the norm's module.
         shape: With the rows that the model was run with.
         layout: Of its input.
-        convolution: Name of the convolution in front whose result nothing else reads; None for none.
+        convolution: Name of the depthwise convolution in front whose result nothing else reads; None for none.
     """
 
     name: str
@@ -132,8 +132,8 @@ def tunable_layers(
     found: list[NormLayer] = []
     pairs = find_norms(model) if norms else []
     acts = {**{pair.norm: pair.act for pair in pairs}, **fused_norms(model)} if norms else {}
-    fronts = {pair.norm: pair.convolution for pair in pairs} | _fronts(model)
     notes = {name: _noting(name, convolutions) for name, module in model.named_modules() if is_depthwise(module)}
+    fronts = {pair.norm: pair.convolution for pair in pairs if pair.convolution in notes} | _fronts(model)
     notes |= {name: _noting_norm(name, act, fronts.get(name), found) for name, act in acts.items()}
     if not notes:
         return [], []
