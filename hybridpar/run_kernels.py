@@ -15,11 +15,14 @@ from hybridpar.pipeline.batchnorm import without_replicas
 from hybridpar.pipeline.world import World
 from hybridpar.plan import KernelChoice, Kernels
 from hybridpar.staging import lane_threads, shape_of
-from hybridpar.tvm_kernels.choice import Choices, Decision, active_choices
+from hybridpar.tvm_kernels.choice import Choices, Decision, TunedKernel, active_choices
+from hybridpar.tvm_kernels.conv_norm_choice import ConvNormDecision, convolution_of, prepare_conv_norms
+from hybridpar.tvm_kernels.conv_norm_measure import measure_conv_norm_saving
+from hybridpar.tvm_kernels.conv_norm_records import CONV_NORM_OP, ConvNormKey
 from hybridpar.tvm_kernels.cuda_device import gpu_at
 from hybridpar.tvm_kernels.database import KernelKey
 from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.layers import DepthwiseLayer, NormLayer, tunable_layers
+from hybridpar.tvm_kernels.layers import DepthwiseLayer, NormLayer, conv_norm_shapes, tunable_layers
 from hybridpar.tvm_kernels.norm_choice import NormDecision, decide_norm
 from hybridpar.tvm_kernels.norm_measure import measure_norm_saving
 from hybridpar.tvm_kernels.norm_records import NORM_OP, NormKey
@@ -40,12 +43,14 @@ class KernelUse:
         choices: What decided.
         operations: Layer, direction and decision of each operation of a training step of one micro-batch.
         norms: Layer and decision of each norm of one micro-batch.
+        pairs: Layer and decision of each convolution that alone is read by a norm.
     """
 
     config: TrainConfig
     choices: Choices
     operations: Sequence[tuple[DepthwiseLayer, Direction, Decision]]
     norms: Sequence[tuple[NormLayer, NormDecision]] = ()
+    pairs: Sequence[tuple[DepthwiseLayer, ConvNormDecision]] = ()
 
     @property
     def tuned(self) -> int:
@@ -72,6 +77,9 @@ class KernelUse:
             fused = len(self.norms) - len(on_torch)
             lines.append(f"kernels  {fused} of {len(self.norms)} norms run fused with their activations")
             lines += _reasons(on_torch)
+        leaving = sum(decision.kernel is not None for _, decision in self.pairs)
+        if leaving:
+            lines.append(f"kernels  {leaving} of {len(self.pairs)} convolutions sum up their results for norms")
         return lines
 
     def section(self) -> Kernels:
@@ -92,19 +100,37 @@ class KernelUse:
             )
             for layer, decision in self.norms
         ]
-        return Kernels(database=self.choices.database.name, choices=(*convolutions, *norms))
+        pairs = [
+            KernelChoice(
+                layer=layer.name,
+                direction=CONV_NORM_OP,
+                kernel="tuned" if decision.kernel is not None else f"apart: {decision.why}",
+            )
+            for layer, decision in self.pairs
+        ]
+        return Kernels(database=self.choices.database.name, choices=(*convolutions, *norms, *pairs))
 
     def measured(self, world: World) -> dict[str, Any]:
         """The entry of the summary; a collective that times kernels against torch on all workers at once."""
         often = Counter(decision.key for _, _, decision in self.operations if decision.kernel is not None)
         norms = Counter(decision.key for _, decision in self.norms if decision.fused)
-        saved = self.config.micro_batches * (measure_saving(self.choices, often) + measure_norm_saving(norms))
+        saved = measure_saving(self.choices, often) + measure_norm_saving(norms) + self._saved_together()
+        saved *= self.config.micro_batches
         everyone = [float(one) for one in world.gather(saved)]  # type: ignore[arg-type]
         return {
             "tuned": self.tuned,
             "stock": len(self.operations) + len(self.norms) - self.tuned,
             "saved_ms": round(fmean(everyone), 3) if often or norms else None,
         }
+
+    def _saved_together(self) -> float:
+        """Milliseconds that convolutions and the norms behind them save besides, as the ones sum up for the others."""
+        pairs = []
+        for _, decision in self.pairs:
+            alone = self.choices.decide(convolution_of(decision.key)).kernel
+            if decision.kernel is not None and isinstance(alone, TunedKernel):
+                pairs.append((decision.key.shape, decision.kernel, alone))
+        return measure_conv_norm_saving(pairs)
 
 
 def _reasons(on_torch: Sequence[tuple[str, str]]) -> list[str]:
@@ -168,7 +194,19 @@ def prepare_kernels(
         choices,
         [(layer, direction, decision) for (layer, direction, _), decision in zip(operations, decisions, strict=True)],
         [(norm, _decide(choices, norm, threads, device, dtype)) for norm in norms],
+        _pairs(choices, layers, norms, threads, dtype) if world.device.type == "cpu" else (),
     )
+
+
+def _pairs(
+    choices: Choices, layers: Sequence[DepthwiseLayer], norms: Sequence[NormLayer], threads: int, dtype: str
+) -> list[tuple[DepthwiseLayer, ConvNormDecision]]:
+    """Convolutions that could leave their moments to norms, and whether they do."""
+    if dtype != "float32":  # under autocast the operation is seen, and so only it runs
+        return []
+    shapes = conv_norm_shapes(layers, norms)
+    keys = [ConvNormKey(shape, threads, cpu_fingerprint()) for _, shape in shapes]
+    return [(layer, one) for (layer, _), one in zip(shapes, prepare_conv_norms(choices, keys), strict=True)]
 
 
 def _decide(choices: Choices, norm: NormLayer, threads: int, device: str, dtype: str) -> NormDecision:

@@ -1,6 +1,7 @@
 """Why: `hybridpar tune`: whose layers are tuned, what is shown meanwhile, and what is printed at the end.
 
-Norms come first: each is measured in a second or so, and what is left of the time is for the searches of convolutions.
+Norms come first: each is measured in a second or so, and what is left of the time is for the searches of convolutions,
+but for a small part in which convolutions are measured together with the norms behind them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.models import build_model, seed_everything
 from hybridpar.partition.command import ProgressBar
 from hybridpar.process import available_cores, threads_per_worker
+from hybridpar.tvm_kernels.conv_norm_records import ConvNormKey
+from hybridpar.tvm_kernels.conv_norm_search import LONGEST_PAIR, PAIR_SHARE, ConvNormProgress, measure_conv_norms
 from hybridpar.tvm_kernels.cuda_device import KNOWN, Gpu, gpu_at
 from hybridpar.tvm_kernels.cuda_tuner import compile_all, tune_cuda
 from hybridpar.tvm_kernels.database import KernelKey, read_database, user_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.layers import tunable_layers
+from hybridpar.tvm_kernels.layers import conv_norm_shapes, tunable_layers
 from hybridpar.tvm_kernels.norm_records import NormKey, NormShape
 from hybridpar.tvm_kernels.norm_search import LONGEST, SHARE, NormProgress, measure_norms
 from hybridpar.tvm_kernels.request import TuneConfig
@@ -50,6 +53,7 @@ def run_tune(
     config: TuneConfig,
     search: Callable[..., SearchReport] | None = None,
     measure: Callable[..., SearchReport] = measure_norms,
+    measure_both: Callable[..., SearchReport] = measure_conv_norms,
 ) -> int:
     """Tune, or show what was tuned.
 
@@ -57,6 +61,7 @@ def run_tune(
         config: The request.
         search: Does the searching for convolutions; default: what suits the target and the machine.
         measure: Does the measuring of norms.
+        measure_both: Does the measuring of convolutions together with the norms behind them.
 
     Returns:
         0; 130 where the user stopped it, and what was found is kept.
@@ -74,6 +79,8 @@ def run_tune(
     work = find_work(config)
     convolutions = {key: often for key, often in work.items() if isinstance(key, KernelKey)}
     norms = [key for key in work if isinstance(key, NormKey)]
+    both = {key: often for key, often in work.items() if isinstance(key, ConvNormKey)}
+    kept = min(PAIR_SHARE * config.seconds, 2 * LONGEST_PAIR * len(both))
     path = config.output or user_database()
     end = time.monotonic() + config.seconds
     with ProgressBar() as bar:
@@ -90,7 +97,7 @@ def run_tune(
                     convolutions,
                     path,
                     # Norms may take longer than their share, and must not take the time of a last search.
-                    max(end - time.monotonic(), min(config.seconds, LEAST_SECONDS)),
+                    max(end - kept - time.monotonic(), min(config.seconds, LEAST_SECONDS)),
                     again=config.again,
                     seed=config.seed,
                     trials=config.trials,
@@ -106,6 +113,12 @@ def run_tune(
                     f"Install {needed}; training works without.",
                 ) from error
             report = report.plus(found)
+        if both and report.stopped:
+            report.left += len(both)
+        elif both:
+            # Searches that came to an end early leave more.
+            options = {"again": config.again, "seed": config.seed, "on_progress": partial(_show_norm, bar)}
+            report = report.plus(measure_both(both, path, max(end - time.monotonic(), kept), **options))
     if path.exists() and measured:
         _show(config, path, set(work))
     said = f"{report.tuned} searches done, {report.skipped} were done before"
@@ -139,13 +152,13 @@ def _search_cuda(config: TuneConfig) -> Callable[..., SearchReport]:
     return partial(search_all, tuner=tuner, weigher=lambda counts, _: weigh(counts, 0.0))
 
 
-def find_work(config: TuneConfig) -> Counter[KernelKey | NormKey]:
-    """The convolutions and norms that a request asks for, and how often each one runs in a step.
+def find_work(config: TuneConfig) -> Counter[KernelKey | NormKey | ConvNormKey]:
+    """The convolutions, norms and pairs of both that a request asks for, and how often each one runs in a step.
 
     Raises:
         UsageError: There is none, or the model does not run on such an input.
     """
-    work: Counter[KernelKey | NormKey] = Counter()
+    work: Counter[KernelKey | NormKey | ConvNormKey] = Counter()
     if config.shapes is not None:
         where = _place(config, config.threads)
         for shape in read_shapes(config.shapes):
@@ -174,6 +187,7 @@ def find_work(config: TuneConfig) -> Counter[KernelKey | NormKey]:
     if config.target == "cpu":
         # There are no kernels for norms in other layouts, so there is nothing to be measured.
         work.update(NormKey(norm.shape, *where[:2]) for norm in norms if norm.layout is Layout.CHANNELS_LAST)
+        work.update(ConvNormKey(shape, *where[:2]) for _, shape in conv_norm_shapes(convolutions, norms))
     if not work:
         raise UsageError(
             f"{config.model} has no depthwise convolution, and no BatchNorm in channels_last",
@@ -230,7 +244,7 @@ def read_shapes(path: Path) -> list[ConvShape | NormShape]:
     return shapes
 
 
-def _show(config: TuneConfig, path: Path, only: set[KernelKey | NormKey] | None) -> None:
+def _show(config: TuneConfig, path: Path, only: set[KernelKey | NormKey | ConvNormKey] | None) -> None:
     """Print the rows of a database, or of some of its keys."""
     database = read_database(path)
     rows = rows_of(database, only)
@@ -250,8 +264,8 @@ def _show(config: TuneConfig, path: Path, only: set[KernelKey | NormKey] | None)
         console.print(f"picture written to {config.draw}")
 
 
-def _show_norm(bar: ProgressBar, progress: NormProgress) -> None:
-    """Take in how far it is with norms."""
+def _show_norm(bar: ProgressBar, progress: NormProgress | ConvNormProgress) -> None:
+    """Take in how far it is with norms, or with convolutions together with them."""
     bar.announce(f"{progress.key.shape.text} {progress.key.direction}")
     bar.advance(progress.done, progress.total)
 

@@ -12,10 +12,12 @@ import torch
 from benchmarks.kernels import depthwise, epilogue, overhead
 from benchmarks.kernels.depthwise import Row, append, named_shapes, operations, read, report
 from hybridpar.errors import HybridparError
-from hybridpar.kernel_builder import Builder
-from hybridpar.tvm_kernels import Database
+from hybridpar.tvm_kernels import Database, norm_kernels
+from hybridpar.tvm_kernels.choice import active_choices, use_choices
+from hybridpar.tvm_kernels.conv_norm_records import ConvNormShape
 from hybridpar.tvm_kernels.database import KernelKey
 from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.measure import torch_threads
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from tests.tvm_kernels.standin import all_records
 
@@ -113,12 +115,29 @@ def test_overheads_are_of_the_directions_that_are_named() -> None:
         assert all(record.wins for record in chosen.records)
 
 
-def test_a_convolution_that_sums_its_results_sums_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = epilogue.Pair(ConvShape.parse("2x16x9x10 k3x3 s2x2 p1x1 d1x1"))
-    tile = {"lanes": 8, "tile_rows": 1, "tile_columns": 2, "unroll": 1, "stream": 0}
-    with Builder() as builder:
-        for outer, strip in ((0, 4), (1, 1)):
-            epilogue.build(pair, tile | {"strip": strip, "columns_outer": outer}, builder, "summed")
-        monkeypatch.setattr(epilogue, "MOST_ERROR", -1.0)
-        with pytest.raises(HybridparError, match="are wrong"):
-            epilogue.build(pair, tile | {"strip": 1, "columns_outer": 1}, builder, "summed")
+def test_the_pairs_sides_run_as_they_are_called_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
+    norm_kernels.table.cache_clear()
+    shape = ConvNormShape(ConvShape.parse("2x20x9x10 k3x3 s2x2 p1x1 d1x1"), "relu6")
+    tile = {"lanes": 8, "tile_rows": 1, "tile_columns": 2, "strip": 4, "columns_outer": 0, "unroll": 1, "stream": 0}
+    before = active_choices()
+    given: list[bool] = []
+    compute = norm_kernels.forward
+
+    def forward(*args: Any) -> Any:
+        given.append(args[8] is not None)
+        return compute(*args)
+
+    monkeypatch.setattr(norm_kernels, "forward", forward)
+    try:
+        with torch_threads(1), torch.no_grad():
+            pair = epilogue.Pair(shape, tile, tile)
+            results = [side() for side in (pair.plain, pair.plain, pair.summed, pair.summed, pair.free)]
+    finally:
+        use_choices(before)
+    assert given == [False, False, True, True, True]
+    for plain, summed in zip(results[:2], results[2:4], strict=True):
+        torch.testing.assert_close(summed, plain)
+    assert results[4].isfinite().all()
+    with pytest.raises(HybridparError, match="no tile is known"):
+        epilogue.tile_of(shape.convolution)

@@ -16,10 +16,11 @@ from benchmarks.rig.paired import Paired
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import Database
 from hybridpar.tvm_kernels.choice import use_choices
+from hybridpar.tvm_kernels.conv_norm_records import ConvNormShape
 from hybridpar.tvm_kernels.norm_records import NormKey, NormShape
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 from tests.small_nets import separable
-from tests.tvm_kernels.standin import NormStandIn, norm_record, record_of
+from tests.tvm_kernels.standin import NormStandIn, conv_norm_record, norm_record, record_of
 
 SHAPE = NormShape(4 * 64, 8, "relu")
 
@@ -76,6 +77,9 @@ def test_what_records_promise() -> None:
     norm = NormKey(SHAPE, 1, database.norms[0].device)
     other = NormKey(NormShape(9, 9, "relu"), 1, database.norms[0].device)
     assert training.promised(database, {record.key: 2, norm: 4, other: 1}) == (pytest.approx(6.0), 6)
+    both = conv_norm_record(ConvNormShape(record.key.shape, "relu"), ms=1.0, apart_ms=1.25)
+    database.add([both])
+    assert training.promised(database, {record.key: 2, norm: 4, both.key: 2}) == (pytest.approx(6.5), 6)
 
 
 class Wrong(nn.Module):

@@ -7,23 +7,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from hybridpar import TrainConfig, Trainer
+from hybridpar import TrainConfig, Trainer, run_kernels
 from hybridpar.errors import KernelError, UsageError
 from hybridpar.observe import read_metrics
 from hybridpar.observe.report import _rows
 from hybridpar.pipeline.world import World
 from hybridpar.plan import read_plan
 from hybridpar.run_kernels import prepare_kernels
-from hybridpar.tvm_kernels import choice
-from hybridpar.tvm_kernels.database import append_records
+from hybridpar.staging import lane_threads, shape_of
+from hybridpar.tvm_kernels import choice, conv_norm_choice, optimize
+from hybridpar.tvm_kernels.choice import TunedKernel
+from hybridpar.tvm_kernels.conv_norm_records import ConvNormShape
+from hybridpar.tvm_kernels.database import Database, append_records
 from hybridpar.tvm_kernels.norm_records import NormShape
-from hybridpar.tvm_kernels.shapes import Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from tests.ranks import run_ranks
 from tests.runs import check_run, small_arguments, train
 from tests.small_nets import separable
 from tests.test_cli import assert_one_error, call  # noqa: F401 - a fixture
-from tests.tvm_kernels.standin import NormStandIn, StandIn, all_records, norm_record
+from tests.tvm_kernels.standin import NormStandIn, StandIn, all_records, conv_norm_record, norm_record, record_of
 
 SHAPES = [f"{{batch}}x8x8x8 k{taps}x{taps} s1x1 p{taps // 2}x{taps // 2} d1x1" for taps in (3, 5)]
 
@@ -113,6 +117,30 @@ def test_norms_run_fused_where_a_record_says_so(tmp_path, kernels, norms, capsys
     assert list(states[0]) == list(states[1])
     for key in states[0]:
         torch.testing.assert_close(states[0][key], states[1][key], rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_run_says_which_convolutions_sum_up_for_norms(known, kernels, norms, monkeypatch):
+    config = TrainConfig(kernels="auto", data="synthetic", image_size=8, batch_size=4, channels_last=True)
+    both = ConvNormShape(ConvShape.parse("4x8x8x8 k3x3 s1x1 p1x1 d1x1"), "relu")
+    threads = lane_threads(shape_of(config, 1), torch.device("cpu"))
+    records = Database()
+    own = record_of(both.convolution, Direction.FORWARD, Layout.CHANNELS_LAST, threads=threads)
+    records.add([own, norm_record(both.norm, threads=threads)])
+    if known:
+        records.add([conv_norm_record(both, threads=threads)])
+    monkeypatch.setattr(conv_norm_choice, "moments_kernels", lambda found: [TunedKernel((), 0, 4, 1) for _ in found])
+    for place, name in enumerate(("measure_saving", "measure_norm_saving")):
+        monkeypatch.setattr(run_kernels, name, lambda *_, one=place + 1.0: one)
+    monkeypatch.setattr(run_kernels, "measure_conv_norm_saving", lambda pairs: 5.0 * len(pairs))
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU()
+    use = prepare_kernels(optimize(nn.Sequential(*layers), records), config, World(), (3, 8, 8))
+    assert use is not None
+    said = "1 of 1 convolutions sum up their results for norms" in "\n".join(use.notes())
+    assert said is known
+    (made,) = [one for one in use.section().choices if one.direction == "depthwise_batch_norm_act"]
+    assert (made.layer, made.kernel) == ("1", "tuned" if known else "apart: there is no record of both together")
+    assert use.measured(World())["saved_ms"] == (8.0 if known else 3.0)
 
 
 def test_looking_for_norms_leaves_no_trace_in_running_statistics(kernels, monkeypatch):

@@ -23,13 +23,14 @@ from hybridpar.partition.units import find_units
 from hybridpar.process import available_cores, threads_per_worker
 from hybridpar.run_kernels import prepare_kernels
 from hybridpar.tune_command import find_work, run_tune
-from hybridpar.tvm_kernels import choice, norm_search, optimize, search
+from hybridpar.tvm_kernels import choice, conv_norm_search, norm_search, optimize, search
 from hybridpar.tvm_kernels.database import Database, append_records
 from hybridpar.tvm_kernels.norm_records import NormShape
 from hybridpar.tvm_kernels.request import TuneConfig
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 from tests.small_nets import separable
 from tests.tvm_kernels.standin import all_records, norm_record
+from tests.tvm_kernels.test_conv_norm_measure import MeasureBoth
 from tests.tvm_kernels.test_norm_measure import Measure
 from tests.tvm_kernels.test_search import Tuner
 
@@ -46,6 +47,9 @@ def call(tmp_path, capsys, monkeypatch):
     norms = Measure()
     defaults = {**norm_search.measure_norms.__kwdefaults__, "measure": norms}
     monkeypatch.setattr(norm_search.measure_norms, "__kwdefaults__", defaults)
+    pairs = MeasureBoth()
+    defaults = {**conv_norm_search.measure_conv_norms.__kwdefaults__, "measure": pairs}
+    monkeypatch.setattr(conv_norm_search.measure_conv_norms, "__kwdefaults__", defaults)
 
     def run(*arguments: str) -> tuple[int, str, str]:
         try:
@@ -55,7 +59,7 @@ def call(tmp_path, capsys, monkeypatch):
         said = capsys.readouterr()
         return code, said.out, said.err
 
-    run.tuner, run.norms = tuner, norms
+    run.tuner, run.norms, run.pairs = tuner, norms, pairs
     return run
 
 
@@ -85,6 +89,9 @@ def test_a_models_convolutions_are_tuned_once_for_each_shape(call):
     assert len(call.norms.asked) == len(set(call.norms.asked)) == 19
     assert "2048x32 relu6" in table
     assert "batch_norm_act: 19 of 19 tuned, 2.00x torch as chosen" in table
+    assert len(call.pairs.asked) == len(set(call.pairs.asked)) == 10
+    assert "2x32x32x32 k3x3 s1x1 p1x1 d1x1 relu6" in table
+    assert "depthwise_batch_norm_act: 10 of 10 together, 1.25x both apart as chosen" in table
 
 
 def test_a_model_of_norms_alone_has_them_measured(call, tmp_path):
@@ -141,7 +148,8 @@ def test_what_training_asks_for_is_what_is_tuned(options, monkeypatch):
         torch.set_num_threads(threads)
     assert use is not None
     norms = {decision.key for layer, decision in use.norms if layer.layout is Layout.CHANNELS_LAST}
-    assert {decision.key for _, _, decision in use.operations} | norms == set(work)
+    pairs = {decision.key for _, decision in use.pairs}
+    assert {decision.key for _, _, decision in use.operations} | norms | pairs == set(work)
     assert len(work) == (6 if "contiguous" in options else 8)
     expected = Layout.CONTIGUOUS if "contiguous" in options else Layout.CHANNELS_LAST
     assert {key.layout for key in work} == {expected}

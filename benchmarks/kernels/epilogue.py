@@ -1,42 +1,43 @@
-"""Why: BatchNorm reads what a convolution has just written, only to sum it up; the convolution could do that itself.
+"""Why: BatchNorm reads what a convolution has just written, only to sum it up; the convolution can do that itself.
 
-Depthwise convolutions of MobileNetV2 and the BatchNorm with ReLU6 behind them, forward, batch 32, channels_last, one
-thread: as they are, and with a convolution that leaves sums and sums of squares per channel, so that the norm's first
-pass falls away. Each side writes results to the caches or past them, as is better for itself. `free` is the convolution
-without sums and the norm without its first pass: what could be gained at most.
+Depthwise convolutions of MobileNetV2 and the BatchNorm with ReLU6 behind them, forward in training, batch 32,
+channels_last, one thread, as the swapped layers run: on the kernel of each alone, and with a convolution that leaves
+its moments, so that the norm's first pass falls away, whether or not a record would say that it pays. Its results are
+written to the caches or past them, as a tune finds it. `free` is the convolution without sums and a norm that has
+moments all the same: what could be gained at most.
 
     python -m benchmarks.kernels.epilogue
 
-Writes results/epilogue.csv. Sums of strips are merged once more than they would have to be, as the norm's own small
-phase in between runs too.
+Writes results/epilogue.csv. The convolution's own tile is what the package or this machine's user database knows.
 """
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
 import torch
 import tyro
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.kernels.common import RESULTS, print_aligned, same_allocator, setting, write_rows
 from benchmarks.rig.paired import balanced_orders
 from benchmarks.rig.stats import bootstrap_ratio
 from hybridpar.errors import HybridparError
-from hybridpar.kernel_build import Session
-from hybridpar.kernel_builder import Builder, Request
-from hybridpar.tvm_kernels import norm_kernels
-from hybridpar.tvm_kernels.database import default_database
-from hybridpar.tvm_kernels.kernel import Variant
-from hybridpar.tvm_kernels.schedules.norm_rows import APPLY, JOIN, REDUCE, TABLE_ROWS, TRACK
+from hybridpar.kernel_builder import Builder
+from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
+from hybridpar.tvm_kernels.conv_norm_measure import measure_conv_norm
+from hybridpar.tvm_kernels.conv_norm_records import ConvNormKey, ConvNormRecord, ConvNormShape, conv_norm_versions
+from hybridpar.tvm_kernels.database import Database, KernelRecord, default_database
+from hybridpar.tvm_kernels.device import cpu_fingerprint, installed_versions
+from hybridpar.tvm_kernels.moments import hang_moments, take_moments
+from hybridpar.tvm_kernels.norm_records import NormRecord, norm_versions
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import reject
+from hybridpar.tvm_kernels.swap import optimize
 
 SHAPES = (
     "32x96x112x112 k3x3 s2x2 p1x1 d1x1",
@@ -44,20 +45,17 @@ SHAPES = (
     "32x192x28x28 k3x3 s1x1 p1x1 d1x1",
     "32x384x14x14 k3x3 s1x1 p1x1 d1x1",
 )
-#: What the pair of operations would have to gain for this to be built.
+#: What the pair of operations has to gain.
 WORTH = 1.05
-#: Bytes of a result that is written past the caches, as the norm does it.
-PAST_CACHES = 16 << 20
-#: Largest difference of sums from float64, relative to the largest.
-MOST_ERROR = 1e-5
-_SCHEDULE = Path(__file__).with_name("epilogue_schedule.py")
-#: Seconds to choose a tile by.
-_GLANCE = 0.4
+#: Seconds in which the convolution that leaves its moments is chosen.
+_CHOOSING = 1.0
+#: A record that wins, whatever it is of: what runs is not for these records to say.
+_WINS = {"ms": 1.0, "stock_ms": 2.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Measure what statistics from the convolution's epilogue would gain."""
+    """Measure what a norm gains by moments from the convolution in front of it."""
 
     rounds: int = 40
     """Rounds to keep."""
@@ -65,132 +63,127 @@ class Options:
     """Table to write."""
 
 
+def tile_of(shape: ConvShape) -> dict[str, int]:
+    """The tile that was found for a convolution alone.
+
+    Raises:
+        HybridparError: There is none.
+    """
+    for one in default_database().records:
+        if (one.shape, one.direction, one.layout) == (shape.text, Direction.FORWARD, Layout.CHANNELS_LAST):
+            return {name: value for name, value in one.parameters.items() if isinstance(value, int)}
+    raise HybridparError(
+        f"no tile is known for {shape.text}",
+        "What is compared is the best kernel of the convolution alone.",
+        "Run `hybridpar tune mobilenet_v2 --batch 32` first.",
+    )
+
+
 class Pair:
-    """A convolution and the norm behind it, on data of their own.
+    """A convolution and the norm behind it as swapped layers, on data of their own.
 
     Args:
-        shape: Of the convolution.
+        shape: Of the two.
+        alone: The convolution's tile.
+        summing: Its tile where it leaves moments.
     """
 
-    def __init__(self, shape: ConvShape) -> None:
-        self.shape = shape
-        draw = torch.Generator().manual_seed(0)
-        sizes = (shape.batch, shape.channels, shape.height, shape.width)
-        last = torch.channels_last
-        self._inputs = [torch.randn(sizes, generator=draw).contiguous(memory_format=last) for _ in range(2)]
+    def __init__(self, shape: ConvNormShape, alone: Mapping[str, int], summing: Mapping[str, int]) -> None:
+        one = shape.convolution
+        sizes = (one.batch, one.channels, one.height, one.width)
+        torch.manual_seed(0)
+        # Inputs take turns, so that none is in a cache.
+        self._inputs = [torch.randn(sizes).contiguous(memory_format=torch.channels_last) for _ in range(2)]
         self._turn = count()
-        self.weight = torch.randn((shape.channels, 1, *shape.kernel), generator=draw)
-        #: Of the size and layout of the convolution's result.
-        self.like = torch.empty(shape.batch, shape.channels, shape.out_height, shape.out_width, memory_format=last)
-        self._plan = norm_kernels.plan_rows(self.like.numel() // shape.channels, shape.channels)
-        self._parameters = torch.ones(shape.channels), torch.zeros(shape.channels)
-        self._running = torch.zeros(shape.channels), torch.ones(shape.channels)
+        numbers = {"stride": one.stride, "padding": one.padding, "dilation": one.dilation}
+        self.conv = nn.Conv2d(one.channels, one.channels, one.kernel, groups=one.channels, bias=False, **numbers)  # type: ignore[arg-type]
+        self.norm = nn.BatchNorm2d(one.channels)
+        records = _records(shape, alone, summing)
+        before = active_choices()
+        optimize(nn.Sequential(self.conv, self.norm, nn.ReLU6()), Database(records=records[0], norms=records[1]))
+        self._apart = active_choices()
+        self._together = Choices(Database(records=records[0], norms=records[1], conv_norms=records[2]))
+        use_choices(before)
+        self._moments: Tensor | None = None
 
-    def next_input(self) -> Tensor:
-        """Inputs take turns, so that none is in a cache."""
-        return self._inputs[next(self._turn) % len(self._inputs)]
+    def convolved(self, together: bool) -> Tensor:
+        """The convolution's result, with its moments or without."""
+        use_choices(self._together if together else self._apart)
+        y: Tensor = self.conv(self._inputs[next(self._turn) % 2])
+        return y
 
-    @functools.cached_property
-    def _sums(self) -> Tensor:
-        """Room for statistics, with those of some tensor."""
-        room = self._plan.scratch()
-        self._run_norm(torch.randn(self.like.shape).contiguous(memory_format=torch.channels_last), room, REDUCE)
-        return room
+    def plain(self) -> Tensor:
+        """Both as they are."""
+        return self._normed(self.convolved(together=False))
 
-    def normalise(self, y: Tensor, reduce: bool) -> Tensor:
-        """The norm, with or without its pass for the statistics; without it they are those of an earlier call."""
-        return self._run_norm(y, self._sums, JOIN | APPLY | TRACK | (REDUCE if reduce else 0))
+    def summed(self) -> Tensor:
+        """With moments from the convolution."""
+        return self._normed(self.convolved(together=True))
 
-    def _run_norm(self, y: Tensor, sums: Tensor, phases: int) -> Tensor:
-        z, table = torch.empty_like(y), torch.empty(TABLE_ROWS, self._plan.width)
-        places = [one.data_ptr() for one in (y, *self._parameters, *self._running, z, table, sums)]
-        stream = int(z.numel() * 4 >= PAST_CACHES)
-        kernel = norm_kernels.table()["norm_forward_relu6"]
-        kernel(*places, *self._plan.numbers, 0, self._plan.segments, phases, stream, 1e-5, 0.1)
+    def free(self) -> Tensor:
+        """With moments that are there already, those of an earlier call."""
+        if self._moments is None:
+            self._moments = self.moments()
+        y = self.convolved(together=False)
+        hang_moments(y, self._moments)
+        return self._normed(y)
+
+    def moments(self) -> Tensor:
+        """Those that the convolution leaves.
+
+        Raises:
+            HybridparError: It leaves none.
+        """
+        found = take_moments(self.convolved(together=True))
+        if found is None:
+            raise HybridparError("the convolution leaves no moments", "Its kernel cannot be had here; see the log.")
+        return found
+
+    def _normed(self, y: Tensor) -> Tensor:
+        z: Tensor = self.norm(y)
         return z
 
 
-def candidates(shape: ConvShape) -> Iterator[dict[str, int]]:
-    """The tile that was found for the convolution alone, with results written to the caches or past them."""
-    found = [
-        dict(one.parameters)
-        for one in default_database().records
-        if (one.shape, one.direction, one.layout) == (shape.text, Direction.FORWARD, Layout.CHANNELS_LAST)
-    ]
-    own = {name: value for name, value in found[0].items() if isinstance(value, int)}
-    for one in (own | {"stream": 0}, own | {"stream": 1}):
-        if reject(shape, Direction.FORWARD, Layout.CHANNELS_LAST, one) is None:
-            yield one
-
-
-def build(pair: Pair, parameters: dict[str, int], builder: Builder, kind: str) -> Callable[[], Tensor]:
-    """A convolution with the norm behind it, as one function: `plain`, `summed` or `free`.
-
-    Raises:
-        HybridparError: The sums are wrong.
-    """
-    shape, summed = pair.shape, kind == "summed"
-    variant = Variant(shape, Direction.FORWARD, Layout.CHANNELS_LAST, parameters)
-    request = Request((_SCHEDULE,), {"shape": shape.text, "parameters": parameters}) if summed else variant.request()
-    built = builder.build(request)
-    functions = Session().load(built.image, built.names, keep=False)
-    strips = variant.phases[1][1]
-    extra = shape.channels * (1 + 2 * strips) if summed else 0
-    scratch = torch.zeros(variant.scratch_bytes // 4 + extra)
-    sums = torch.empty(2, shape.channels, dtype=torch.float64)
-
-    def convolve() -> Tensor:
-        y = torch.empty_like(pair.like)
-        places = (pair.next_input().data_ptr(), pair.weight.data_ptr(), 0, y.data_ptr(), scratch.data_ptr())
-        for name, many in variant.phases:
-            functions[name](*places, 0, many)
-        if summed:
-            functions["merge"](*places[:3], sums.data_ptr(), places[4], 0, strips)
-        return y
-
-    if summed:
-        y = convolve().double()
-        right = torch.stack([y.sum((0, 2, 3)), y.square().sum((0, 2, 3))])
-        if float((sums - right).abs().max() / right.abs().max()) > MOST_ERROR:
-            raise HybridparError(f"the sums of {shape.text} are wrong with {parameters}")
-    return lambda: pair.normalise(convolve(), reduce=kind == "plain")
-
-
-def best(pair: Pair, builder: Builder, kind: str) -> tuple[Callable[[], Tensor], dict[str, int]]:
-    """The tile with which a side is fastest."""
-    found = []
-    for parameters in candidates(pair.shape):
-        run = build(pair, parameters, builder, kind)
-        run()
-        times, end = [], time.perf_counter() + _GLANCE
-        while len(times) < 3 or time.perf_counter() < end:
-            began = time.thread_time()
-            run()
-            times.append(time.thread_time() - began)
-        found.append((min(times), len(found), run, parameters))
-    _, _, run, parameters = min(found)
-    return run, parameters
+def _records(
+    shape: ConvNormShape, alone: Mapping[str, int], summing: Mapping[str, int]
+) -> tuple[list[KernelRecord], list[NormRecord], list[ConvNormRecord]]:
+    """What says that a pair runs on these tiles."""
+    norm, where = shape.norm, {"device": cpu_fingerprint(), "threads": torch.get_num_threads()}
+    convolution = {"direction": Direction.FORWARD, "shape": shape.convolution.text, "layout": Layout.CHANNELS_LAST}
+    of_norm = {"rows": norm.rows, "channels": norm.channels, "activation": norm.act}
+    both = {"shape": shape.convolution.text, "activation": shape.act, "ms": 1.0, "apart_ms": 2.0}
+    return (
+        [KernelRecord(**convolution, **where, **_WINS, parameters=dict(alone), versions=dict(installed_versions()))],  # type: ignore[arg-type]
+        [NormRecord(**of_norm, **where, **_WINS, versions=dict(norm_versions()))],  # type: ignore[arg-type]
+        [ConvNormRecord(**both, **where, parameters=dict(summing), versions=dict(conv_norm_versions()))],  # type: ignore[arg-type]
+    )
 
 
 def measure(text: str, builder: Builder, options: Options) -> dict[str, object]:
     """The row of a layer. Times are those that the thread ran."""
-    pair = Pair(ConvShape.parse(text))
-    (plain, tile), (summed, other) = (best(pair, builder, kind) for kind in ("plain", "summed"))
-    methods = {"plain": plain, "summed": summed, "free": build(pair, tile, builder, "free")}
-    orders = balanced_orders(methods, seed=0)
+    shape = ConvNormShape(ConvShape.parse(text), "relu6")
+    tile = tile_of(shape.convolution)
+    found = measure_conv_norm(ConvNormKey(shape, 1, cpu_fingerprint()), tile, builder, _CHOOSING)
+    pair = Pair(shape, tile, found.parameters)
+    methods: dict[str, Callable[[], Tensor]] = {"plain": pair.plain, "summed": pair.summed, "free": pair.free}
     ms: dict[str, list[float]] = {name: [] for name in methods}
-    for _ in range(options.rounds):
-        for name in next(orders):
-            began = time.thread_time()
-            methods[name]()
-            ms[name].append(1e3 * (time.thread_time() - began))
+    with torch.no_grad():
+        pair.moments()
+        for method in methods.values():
+            method()
+        orders = balanced_orders(methods, seed=0)
+        for _ in range(options.rounds):
+            for name in next(orders):
+                began = time.thread_time()
+                methods[name]()
+                ms[name].append(1e3 * (time.thread_time() - began))
     gain, most = bootstrap_ratio(ms["plain"], ms["summed"]), bootstrap_ratio(ms["plain"], ms["free"])
     row: dict[str, object] = {"shape": text, "activation": "relu6"}
     row |= {f"{name}_ms": f"{statistics.median(own):.4f}" for name, own in ms.items()}
     row |= {f"least_{name}_ms": f"{min(own):.4f}" for name, own in ms.items()}
     row |= {"gain": f"{gain.median:.4f}", "low": f"{gain.low:.4f}", "high": f"{gain.high:.4f}"}
     row |= {"gain_if_free": f"{most.median:.4f}", "rounds": options.rounds}
-    for name, parameters in (("plain", tile), ("summed", other)):
+    for name, parameters in (("plain", tile), ("summed", found.parameters)):
         row[f"{name}_tile"] = " ".join(f"{key}={value}" for key, value in parameters.items())
     return row | {"worth_it": gain.median >= WORTH} | setting()
 

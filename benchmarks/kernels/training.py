@@ -38,9 +38,11 @@ from benchmarks.rig.stats import Ratio, bootstrap_ratio
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import Database, optimize, read_database
 from hybridpar.tvm_kernels.choice import active_choices, use_choices
+from hybridpar.tvm_kernels.conv_norm_records import ConvNormKey
+from hybridpar.tvm_kernels.conv_norm_search import LONGEST_PAIR, PAIR_SHARE, measure_conv_norms
 from hybridpar.tvm_kernels.database import KernelKey
 from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.layers import tunable_layers
+from hybridpar.tvm_kernels.layers import conv_norm_shapes, tunable_layers
 from hybridpar.tvm_kernels.norm_records import NormKey
 from hybridpar.tvm_kernels.norm_search import measure_norms
 from hybridpar.tvm_kernels.request import TuneConfig
@@ -130,7 +132,7 @@ class Method:
         self.ms.append(1e3 * (clock() - began))
 
 
-def tune_missing(model: nn.Module, options: Options) -> Counter[KernelKey | NormKey]:
+def tune_missing(model: nn.Module, options: Options) -> Counter[KernelKey | NormKey | ConvNormKey]:
     """Tune what the database lacks for a model; returns what a step runs, and how often."""
     found, norms = tunable_layers(model, (options.batch, 3, options.size, options.size))
     device = cpu_fingerprint()
@@ -144,17 +146,25 @@ def tune_missing(model: nn.Module, options: Options) -> Counter[KernelKey | Norm
     )
     end = time.monotonic() + TuneConfig(budget=options.budget).seconds
     report = measure_norms(pairs, options.database, end - time.monotonic())
-    report = report.plus(search_all(layers, options.database, max(LEAST_SECONDS, end - time.monotonic())))
+    both = Counter(ConvNormKey(shape, options.threads, device) for _, shape in conv_norm_shapes(found, norms))
+    kept = min(PAIR_SHARE * (end - time.monotonic()), 2 * LONGEST_PAIR * len(both))
+    report = report.plus(search_all(layers, options.database, max(LEAST_SECONDS, end - kept - time.monotonic())))
+    if both and not report.stopped:
+        report = report.plus(measure_conv_norms(both, options.database, max(kept, end - time.monotonic())))
     if report.stopped:
         raise KeyboardInterrupt
     print(f"{report.tuned} tuned, {report.skipped} were before, {report.left} left for lack of time", flush=True)
-    return Counter({**layers, **pairs})
+    return Counter({**layers, **pairs, **both})
 
 
-def promised(database: Database, work: Mapping[KernelKey | NormKey, int]) -> tuple[float, int]:
+def promised(database: Database, work: Mapping[KernelKey | NormKey | ConvNormKey, int]) -> tuple[float, int]:
     """Milliseconds that a step is to take less than with torch, by records that win; and how many operations do."""
     saved, runs = 0.0, 0
     for key, often in work.items():
+        if isinstance(key, ConvNormKey):  # two operations that were counted already
+            pair = database.best_conv_norm(key)
+            saved += often * (pair.apart_ms - pair.ms) if pair is not None and pair.wins else 0.0
+            continue
         record = database.best_norm(key) if isinstance(key, NormKey) else database.best(key)
         if record is not None and record.wins and record.ms is not None and record.stock_ms is not None:
             saved, runs = saved + often * (record.stock_ms - record.ms), runs + often
@@ -239,7 +249,7 @@ def _row(
     model: str,
     name: str,
     methods: Mapping[str, Method],
-    tuned: tuple[Database, Mapping[KernelKey | NormKey, int]],
+    tuned: tuple[Database, Mapping[KernelKey | NormKey | ConvNormKey, int]],
     options: Options,
 ) -> dict[str, object]:
     method, stock = methods[name], methods["stock"]
@@ -259,7 +269,7 @@ def _row(
         "size": options.size,
         "method": name,
         "operations_on_kernels": runs,
-        "operations": sum(tuned[1].values()),
+        "operations": sum(often for key, often in tuned[1].items() if not isinstance(key, ConvNormKey)),
         "median_ms": f"{sorted(own)[len(own) // 2]:.2f}",
         "best_ms": f"{min(own):.2f}",
         "times_stock": f"{ratio.median:.4f}",

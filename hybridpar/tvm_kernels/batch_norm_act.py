@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from hybridpar.errors import HybridparError, UsageError, nearest
 from hybridpar.tvm_kernels import norm_kernels
+from hybridpar.tvm_kernels.moments import take_moments
 from hybridpar.tvm_kernels.schedules.norm_rows import ACTIVATIONS, MEAN, TABLE_ROWS, VARIANCE
 
 #: The arguments of `batch_norm_act`, in order; `batch_norm_then` says what they are.
@@ -118,32 +119,36 @@ def _eager(*given: *Given) -> Tensor:
 
 
 def fused_batch_norm_act(*given: *Given) -> Tensor:
-    """`batch_norm_then` by the kernels, for what is known to be `fusable`."""
+    """`batch_norm_then` by the kernels, for what is known to be `fusable`.
+
+    In training it takes the moments that a convolution has left on x, see `moments`.
+    """
     x, weight, bias, mean, variance, training, momentum, eps, act = given
+    moments = take_moments(x) if training else None
     if torch.is_grad_enabled() and (
         x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
     ):
-        result: Tensor = _BatchNormThen.apply(*given)
+        result: Tensor = _BatchNormThen.apply(*given, moments)
         return result
     running = None if mean is None or variance is None else (mean, variance)
-    return norm_kernels.forward(x, weight, bias, running, training, momentum, eps, act)[0]
+    return norm_kernels.forward(x, weight, bias, running, training, momentum, eps, act, moments)[0]
 
 
 class _BatchNormThen(torch.autograd.Function):
     """The kernels, called directly: small layers would else spend their time on the way through torch's dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, *given: *Given) -> Tensor:
-        x, weight, bias, mean, variance, training, momentum, eps, act = given
+    def forward(ctx: Any, *given: *tuple[*Given, Tensor | None]) -> Tensor:
+        x, weight, bias, mean, variance, training, momentum, eps, act, moments = given
         running = None if mean is None or variance is None else (mean, variance)
-        y, statistics = norm_kernels.forward(x, weight, bias, running, training, momentum, eps, act)
+        y, statistics = norm_kernels.forward(x, weight, bias, running, training, momentum, eps, act, moments)
         ctx.save_for_backward(x, statistics)
         ctx.act, ctx.fixed = act, not training
         return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        return (*_gradients(ctx, grad_y), *(None,) * 6)
+        return (*_gradients(ctx, grad_y), *(None,) * 7)
 
 
 def _gradients(ctx: Any, grad_y: Tensor) -> list[Tensor | None]:

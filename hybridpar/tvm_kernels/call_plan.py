@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridpar.tvm_kernels.choice import AnyKernel, Choices, cuda_kernel_for, kernel_for
+from hybridpar.tvm_kernels.choice import AnyKernel, Choices, TunedKernel, cuda_kernel_for, kernel_for
+from hybridpar.tvm_kernels.conv_norm_choice import choose_moments
+from hybridpar.tvm_kernels.moments import moments_in
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 
 FORMATS = {Layout.CHANNELS_LAST: torch.channels_last, Layout.CONTIGUOUS: torch.contiguous_format}
@@ -89,6 +91,8 @@ class CallPlan:
         forward: Kernel of the output.
         input_gradient: Kernel of the input's gradient.
         weight_gradient: Kernel of the weights' gradient.
+        summing: Kernel of the output that also leaves its moments, at the beginning of its scratch; None where they are
+            not wanted, too.
     """
 
     layout: Layout
@@ -99,14 +103,18 @@ class CallPlan:
     forward: AnyKernel | None
     input_gradient: AnyKernel | None
     weight_gradient: AnyKernel | None
+    summing: TunedKernel | None = None
 
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The output."""
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, moments: list[Tensor] | None = None) -> Tensor:
+        """The output; its moments, (2, C) float64, are appended to what is given where there is a kernel for both."""
         kernel = self.forward
         if kernel is None or not kernel.takes(x, weight):
             return F.conv2d(x, weight, bias, *self.numbers, self.sizes[1])
         out = x.new_empty_strided(self.sizes, self.strides)
-        kernel(x, weight, bias, out)
+        if moments is not None and self.summing is not None and self.summing.takes(x, weight):
+            moments.append(moments_in(self.summing.run(x, weight, bias, out), out.shape[1]))
+        else:
+            kernel(x, weight, bias, out)
         return out
 
     def gradients(
@@ -152,6 +160,7 @@ def plan_of(
     padding: Pair,
     dilation: Pair,
     wanted: Wanted | None = None,
+    act: str | None = None,
 ) -> CallPlan | None:
     """The plan of a call; None where torch's own operation computes all of it.
 
@@ -164,6 +173,7 @@ def plan_of(
         padding: As torch has it.
         dilation: As torch has it.
         wanted: Gradients that will be; None for those that autograd would compute.
+        act: The activation of a norm behind it that would take moments; None for none.
 
     Raises:
         KernelError: A kernel is missing, and HYBRIDPAR_KERNELS is `strict`.
@@ -175,13 +185,13 @@ def plan_of(
     form = (
         *(x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(), weight.dtype, weight.device),
         None if bias is None else (bias.stride(), bias.dtype, bias.device),
-        *(stride, padding, dilation, wanted, torch.get_num_threads()),
+        *(stride, padding, dilation, wanted, torch.get_num_threads(), act),
     )
     try:
         return choices.plans[form]  # type: ignore[no-any-return]
     except KeyError:
         pass
-    plan = _made(x, weight, bias, (stride, padding, dilation), wanted)
+    plan = _made(choices, x, weight, bias, (stride, padding, dilation), wanted, act)
     if len(choices.plans) >= _MOST_PLANS:
         choices.plans.clear()
     choices.plans[form] = plan
@@ -189,7 +199,13 @@ def plan_of(
 
 
 def _made(
-    x: Tensor, weight: Tensor, bias: Tensor | None, numbers: tuple[Pair, Pair, Pair], wanted: Wanted
+    choices: Choices,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    numbers: tuple[Pair, Pair, Pair],
+    wanted: Wanted,
+    act: str | None,
 ) -> CallPlan | None:
     layout = layout_of(x)
     if layout is None or not usable(layout, x, weight, *(() if bias is None else (bias,))):
@@ -205,4 +221,8 @@ def _made(
         return None
     sizes = out_sizes(x.shape, taps, *numbers)
     strides = torch.empty(sizes, device="meta", memory_format=FORMATS[layout]).stride()
-    return CallPlan(layout, numbers, sizes, strides, any(wanted), *kernels)
+    summing = None
+    if act is not None and x.is_cpu and layout is Layout.CHANNELS_LAST:
+        summing = choose_moments(choices, x.shape, taps, *numbers, act)
+    forward, to_x, to_weight = kernels
+    return CallPlan(layout, numbers, sizes, strides, any(wanted), forward, to_x, to_weight, summing)

@@ -76,6 +76,17 @@ class TunedKernel:
         Raises:
             KernelError: The result is not aligned, as torch's own allocator aligns it.
         """
+        self.run(first, second, third, out)
+
+    def run(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> Tensor | None:
+        """As a call.
+
+        Returns:
+            The scratch memory, with what the kernel left there; None where there is none.
+
+        Raises:
+            KernelError: The result is not aligned, as torch's own allocator aligns it.
+        """
         if out.data_ptr() % self.align_out:
             raise KernelError(
                 f"a result at address {out.data_ptr():#x}",
@@ -95,6 +106,7 @@ class TunedKernel:
                 function(*places, 0, count)
             else:
                 run_ranges(partial(function, *places), count, self.threads)
+        return scratch
 
 
 class AnyKernel(Protocol):
@@ -150,6 +162,8 @@ class Choices:
         self.found: dict[tuple[Any, ...], AnyKernel | None] = {}
         #: What calls run on, by their form; only `call_plan.plan_of` writes it.
         self.plans: dict[tuple[Any, ...], Any] = {}
+        #: Which convolutions leave moments for the norms behind them, and how; only `conv_norm_choice` writes it.
+        self.found_pairs: dict[Any, Any] = {}
         #: Whether norms run fused, by rows, channels, activation and threads; only `norm_choice` writes it.
         self.found_norms: dict[tuple[int, int, str, int], bool] = {}
 

@@ -6,8 +6,8 @@ one write under a lock, so two writers mix whole lines and a writer that dies le
 readers count and skip. Two files are merged by taking the lines of both. Nothing in a record is executed: parameters
 are numbers that the kernel's source checks.
 
-Which operation a line is of, its `op` says. Those of convolutions and of norms have fields of their own; lines of an
-operation that is not known here are passed over, so that an older reader can use what it knows.
+Which operation a line is of, its `op` says. Those of convolutions, of norms and of both together have fields of their
+own; lines of an operation that is not known here are passed over, so that an older reader can use what it knows.
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from hybridpar.cluster import cache_directory
 from hybridpar.errors import UsageError
+from hybridpar.tvm_kernels.conv_norm_records import (
+    CONV_NORM_OP,
+    CONV_NORM_RECORD_VERSION,
+    ConvNormKey,
+    ConvNormRecord,
+)
 from hybridpar.tvm_kernels.device import installed_versions
 from hybridpar.tvm_kernels.norm_records import LEAST_GAIN, NORM_OP, NORM_RECORD_VERSION, NormKey, NormRecord
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, ShapeError
@@ -127,6 +133,17 @@ class KernelRecord(BaseModel):
         return json.dumps(self.model_dump(mode="json", exclude_none=True) | {"ms": self.ms, "stock_ms": self.stock_ms})
 
 
+#: A record of any operation.
+AnyRecord = KernelRecord | NormRecord | ConvNormRecord
+
+#: The version of each operation's records that this package reads.
+_VERSIONS: dict[str, int] = {
+    _CONVOLUTION: RECORD_VERSION,
+    NORM_OP: NORM_RECORD_VERSION,
+    CONV_NORM_OP: CONV_NORM_RECORD_VERSION,
+}
+
+
 @dataclass
 class Database:
     """Records, by what they are of.
@@ -138,6 +155,7 @@ class Database:
         other_versions: Lines of a version that this package does not read.
         norms: Records of norms.
         other_operations: Lines of operations that this package does not know.
+        conv_norms: Records of convolutions together with the norms behind them.
     """
 
     name: str = "the database"
@@ -146,6 +164,7 @@ class Database:
     other_versions: int = 0
     norms: list[NormRecord] = field(default_factory=list)
     other_operations: int = 0
+    conv_norms: list[ConvNormRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._by_key: dict[KernelKey, list[KernelRecord]] = {}
@@ -154,22 +173,29 @@ class Database:
         self._norm_by_key: dict[NormKey, list[NormRecord]] = {}
         for norm in self.norms:
             self._norm_by_key.setdefault(norm.key, []).append(norm)
+        self._conv_norm_by_key: dict[ConvNormKey, list[ConvNormRecord]] = {}
+        for both in self.conv_norms:
+            self._conv_norm_by_key.setdefault(both.key, []).append(both)
 
     def __len__(self) -> int:
-        return len(self.records) + len(self.norms)
+        return len(self.records) + len(self.norms) + len(self.conv_norms)
 
     @property
-    def everything(self) -> list[KernelRecord | NormRecord]:
+    def everything(self) -> list[AnyRecord]:
         """Records of all operations."""
-        return [*self.records, *self.norms]
+        return [*self.records, *self.norms, *self.conv_norms]
 
-    def add(self, records: Iterable[KernelRecord | NormRecord]) -> None:
+    def add(self, records: Iterable[AnyRecord]) -> None:
         """Take in more records; nothing is written."""
         for record in records:
             if isinstance(record, NormRecord):
                 if record not in self._norm_by_key.setdefault(record.key, []):
                     self.norms.append(record)
                     self._norm_by_key[record.key].append(record)
+            elif isinstance(record, ConvNormRecord):
+                if record not in self._conv_norm_by_key.setdefault(record.key, []):
+                    self.conv_norms.append(record)
+                    self._conv_norm_by_key[record.key].append(record)
             elif record not in self._by_key.setdefault(record.key, []):
                 self.records.append(record)
                 self._by_key[record.key].append(record)
@@ -187,6 +213,21 @@ class Database:
             current: Only records of the versions that are installed.
         """
         found = [one for one in self._norm_by_key.get(key, ()) if one.current or not current]
+        return max(found, key=lambda one: one.tuned_at, default=None)
+
+    @property
+    def conv_norm_keys(self) -> Collection[ConvNormKey]:
+        """The keys that there are records of convolutions together with norms of."""
+        return self._conv_norm_by_key.keys()
+
+    def best_conv_norm(self, key: ConvNormKey, *, current: bool = True) -> ConvNormRecord | None:
+        """The newest record for a key.
+
+        Args:
+            key: What is to be computed.
+            current: Only records of the versions that are installed.
+        """
+        found = [one for one in self._conv_norm_by_key.get(key, ()) if one.current or not current]
         return max(found, key=lambda one: one.tuned_at, default=None)
 
     def __iter__(self) -> Iterator[KernelKey]:
@@ -212,6 +253,7 @@ def parse_records(text: str, name: str = "the database") -> Database:
     """The database in a text; lines that are no records are counted, not an error."""
     records: list[KernelRecord] = []
     norms: list[NormRecord] = []
+    conv_norms: list[ConvNormRecord] = []
     damaged, versions, operations = 0, 0, 0
     for line in text.splitlines():
         if not line.strip():
@@ -220,17 +262,19 @@ def parse_records(text: str, name: str = "the database") -> Database:
             data = json.loads(line)
             fields = data if isinstance(data, dict) else {}
             op, version = fields.get("op", _CONVOLUTION), fields.get("version")
-            if isinstance(op, str) and op not in (_CONVOLUTION, NORM_OP):
+            if isinstance(op, str) and op not in _VERSIONS:
                 operations += 1
-            elif isinstance(version, int) and version != (NORM_RECORD_VERSION if op == NORM_OP else RECORD_VERSION):
+            elif isinstance(version, int) and version != (_VERSIONS[op] if isinstance(op, str) else RECORD_VERSION):
                 versions += 1
             elif op == NORM_OP:
                 norms.append(NormRecord.model_validate(data))
+            elif op == CONV_NORM_OP:
+                conv_norms.append(ConvNormRecord.model_validate(data))
             else:
                 records.append(KernelRecord.model_validate(data))
         except (ValueError, ValidationError, RecursionError):
             damaged += 1
-    return Database(name, records, damaged, versions, norms, operations)
+    return Database(name, records, damaged, versions, norms, operations, conv_norms)
 
 
 def read_database(path: str | Path) -> Database:
@@ -271,7 +315,7 @@ def user_database() -> Path:
     return cache_directory() / "kernels.jsonl"
 
 
-def packaged_records() -> list[KernelRecord | NormRecord]:
+def packaged_records() -> list[AnyRecord]:
     """What comes with the package; on other devices, and of other versions, it says where a search may begin."""
     packaged = importlib.resources.files("hybridpar.tvm_kernels").joinpath("kernels.jsonl")
     with contextlib.suppress(FileNotFoundError):
@@ -296,7 +340,7 @@ def default_database() -> Database:
     return found
 
 
-def append_records(path: str | Path, records: Iterable[KernelRecord | NormRecord]) -> None:
+def append_records(path: str | Path, records: Iterable[AnyRecord]) -> None:
     """Add records at the end of a file, which is made if need be.
 
     Raises:

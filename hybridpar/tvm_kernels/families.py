@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridpar.tvm_kernels.schedules.cpu_gather_moments import scratch_floats
 from hybridpar.tvm_kernels.schedules.geometry import PREPARED, axis
 from hybridpar.tvm_kernels.schedules.planes import room_of, turned_room, whole_lines
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
@@ -83,6 +84,14 @@ def _gather_scratch(shape: ConvShape, direction: Direction, own: Parameters) -> 
     return (shape.kernel[0] * shape.kernel[1] + 1) * shape.channels
 
 
+def _moments_phases(shape: ConvShape, direction: Direction, own: Parameters) -> Phases:
+    return (*_gather_phases(shape, direction, own), ("merge", _blocks(shape, own)))
+
+
+def _moments_scratch(shape: ConvShape, direction: Direction, own: Parameters) -> int:
+    return scratch_floats(shape, own["lanes"], own["strip"], own["tile_rows"])
+
+
 def _weight_phases(shape: ConvShape, direction: Direction, own: Parameters) -> Phases:
     return ("rows", own["parts"] * own["groups"]), ("merge", _blocks(shape, own))
 
@@ -134,6 +143,8 @@ GATHER = Family(
     _gather_phases,
     _gather_scratch,
 )
+#: The forward of `GATHER` that also leaves the moments of its result, for a norm; no search comes to it by itself.
+GATHER_MOMENTS = Family("cpu_gather_moments", GATHER.names, ("cpu_gather", "planes"), _moments_phases, _moments_scratch)
 WEIGHT = Family(
     "cpu_weight",
     ("lanes", "tap_rows", "tap_columns", "tile_columns", "strip", "parts", "groups"),

@@ -19,7 +19,7 @@ from hybridpar.kernel_build import Function, Session, contents_of, kernel_paths,
 from hybridpar.kernel_builder import Request
 from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.process import available_cores
-from hybridpar.tvm_kernels.families import Family, Parameters, family_of
+from hybridpar.tvm_kernels.families import GATHER_MOMENTS, Family, Parameters, family_of
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 _FLOAT = 4
@@ -82,6 +82,18 @@ class Variant:
     def scratch_bytes(self) -> int:
         """Memory for all threads together that a call needs; its content is of no matter before and after."""
         return _FLOAT * self.family.scratch(self.shape, self.direction, self.parameters)
+
+
+class MomentsVariant(Variant):
+    """A forward in channels_last that leaves mean and biased variance of each channel at the beginning of its scratch.
+
+    They are 2 x C float64. Its parameters are those of the plain kernel.
+    """
+
+    @property
+    def family(self) -> Family:
+        """The schedule."""
+        return GATHER_MOMENTS
 
 
 class Kernel:

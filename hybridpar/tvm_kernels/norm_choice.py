@@ -46,24 +46,29 @@ def decide_norm(database: Database, key: NormKey) -> NormDecision:
     Raises:
         KernelError: There is no record, or no kernel, and HYBRIDPAR_KERNELS is `strict`.
     """
-    record = database.best_norm(key)
-    if not wanted():
-        return NormDecision(key, None, "HYBRIDPAR_KERNELS is off")
-    if record is None:
-        decision = NormDecision(key, None, why_no_norm_record(database, key))
-    elif not record.wins:
-        return NormDecision(key, record, "the record says that torch is as fast")
-    elif not norm_kernels.table():
-        decision = NormDecision(key, record, "its kernels cannot be had")
-    else:
-        return NormDecision(key, record)
-    if is_strict():
+    decision = judge_norm(database, key)
+    missing = not decision.fused and (decision.record is None or decision.record.wins)
+    if missing and is_strict():
         raise KernelError(
             f"no kernel for {describe_norm(key)}: {decision.why}",
             "HYBRIDPAR_KERNELS is strict, so every norm that kernels can do needs a record, and kernels.",
             how_to_tune(key),
         )
     return decision
+
+
+def judge_norm(database: Database, key: NormKey) -> NormDecision:
+    """As `decide_norm`, and never an error."""
+    record = database.best_norm(key)
+    if not wanted():
+        return NormDecision(key, None, "HYBRIDPAR_KERNELS is off")
+    if record is None:
+        return NormDecision(key, None, why_no_norm_record(database, key))
+    if not record.wins:
+        return NormDecision(key, record, "the record says that torch is as fast")
+    if not norm_kernels.table():
+        return NormDecision(key, record, "its kernels cannot be had")
+    return NormDecision(key, record)
 
 
 def choose_norm(rows: int, channels: int, act: str, threads: int) -> bool:

@@ -21,6 +21,7 @@ from hybridpar.tvm_kernels.schedules.norm_rows import (
     APPLY,
     CHUNK,
     FIXED,
+    GIVEN,
     JOIN,
     REDUCE,
     SEGMENT,
@@ -104,6 +105,7 @@ def forward(
     momentum: float,
     eps: float,
     activation: str,
+    moments: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Normalise and activate.
 
@@ -116,6 +118,7 @@ def forward(
         momentum: How far the running statistics move.
         eps: Added to the variance.
         activation: One of `ACTIVATIONS`.
+        moments: (2, C) float64, the mean and biased variance of x where they are known; it is then read once only.
 
     Returns:
         The result, laid out as x is, and a table of (6, columns): what backward needs, and the batch's statistics.
@@ -124,7 +127,7 @@ def forward(
     plan = plan_rows(x.numel() // channels, channels)
     y = torch.empty_like(x)
     statistics = torch.empty(TABLE_ROWS, plan.width)
-    scratch = plan.scratch()
+    scratch = plan.scratch() if moments is None else moments
     mean, variance = (0, 0) if running is None else (running[0].data_ptr(), running[1].data_ptr())
     addresses = (
         x.data_ptr(),
@@ -137,7 +140,8 @@ def forward(
         scratch.data_ptr(),
     )
     tracked = 0 if running is None else TRACK
-    phases = REDUCE | JOIN | APPLY | tracked if training else JOIN | APPLY | FIXED
+    found = REDUCE if moments is None else GIVEN
+    phases = found | JOIN | APPLY | tracked if training else JOIN | APPLY | FIXED
     kernel = table()[f"norm_forward_{activation}"]
     stream = _streams(y)
 
@@ -200,7 +204,7 @@ def _run(plan: RowPlan, phases: int, call: Callable[[int, int, int], object]) ->
         return
     for phase in (REDUCE, JOIN, APPLY):
         if phases & phase:
-            _run_phase(plan, phase | phases & (FIXED | TRACK), call, 1 if phase == JOIN else threads)
+            _run_phase(plan, phase | phases & (FIXED | TRACK | GIVEN), call, 1 if phase == JOIN else threads)
 
 
 def _run_phase(plan: RowPlan, phase: int, call: Callable[[int, int, int], object], threads: int) -> None:

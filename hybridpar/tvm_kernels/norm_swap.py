@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -49,12 +49,14 @@ class NormPair:
         activation: The name of the activation that is to be done with it; None for none.
         act: What kind that is.
         shared: Whether the activation is also called elsewhere.
+        convolution: The name of the convolution in front that nothing but the norm reads; None for none.
     """
 
     norm: str
     activation: str | None = None
     act: str = "none"
     shared: bool = False
+    convolution: str | None = None
 
 
 def fuse_norms(model: nn.Module, choice: Choice | None = None) -> list[NormPair]:
@@ -165,15 +167,25 @@ def _of_graph(graph: fx.Graph, model: nn.Module) -> dict[str, NormPair]:
         if node.op != "call_module" or not _is_norm(model.get_submodule(name)):
             continue
         after = next(iter(node.users)) if len(node.users) == 1 else None
-        pair = NormPair(name)
+        before = node.args[0] if node.args and calls[name] == 1 else None
+        pair = NormPair(name, convolution=_convolution_at(before, calls, model, name))
         if calls[name] == 1 and after is not None and after.op == "call_module":
             target = str(after.target)
             kind, shared = _kind(model.get_submodule(target)), calls[target] > 1
             alone = not shared or kind in _RECTIFIERS
             if kind is not None and alone and _unseen(model, name, target):
-                pair = NormPair(name, target, kind, shared)
+                pair = replace(pair, activation=target, act=kind, shared=shared)
         pairs[name] = pair
     return pairs
+
+
+def _convolution_at(node: Any, calls: Counter[str], model: nn.Module, norm: str) -> str | None:
+    """The name of the convolution at a node, if nothing but the norm reads its result."""
+    if not isinstance(node, fx.Node) or node.op != "call_module" or len(node.users) > 1:
+        return None
+    name = str(node.target)
+    whole = calls[name] == 1 and isinstance(model.get_submodule(name), nn.Conv2d)
+    return name if whole and _unseen(model, name, norm) else None
 
 
 def _in_sequence(model: nn.Module) -> list[NormPair]:
@@ -184,11 +196,14 @@ def _in_sequence(model: nn.Module) -> list[NormPair]:
         if not isinstance(module, nn.Sequential) or type(module).forward is not nn.Sequential.forward:
             continue
         children = [(f"{name}.{key}".lstrip("."), child) for key, child in module.named_children()]
-        for (own, norm), (following, activation) in pairwise(children):
-            kind = _kind(activation)
-            alone = places[id(norm)] == places[id(activation)] == 1
-            if own in pairs and kind is not None and alone and _unseen(model, own, following):
-                pairs[own] = NormPair(own, following, kind)
+        for (own, first), (following, second) in pairwise(children):
+            if not places[id(first)] == places[id(second)] == 1 or not _unseen(model, own, following):
+                continue
+            kind = _kind(second)
+            if own in pairs and kind is not None:
+                pairs[own] = replace(pairs[own], activation=following, act=kind)
+            elif following in pairs and isinstance(first, nn.Conv2d):
+                pairs[following] = replace(pairs[following], convolution=own)
     return list(pairs.values())
 
 
@@ -202,9 +217,9 @@ def _kind(module: nn.Module) -> str | None:
     return _KINDS.get(type(module))
 
 
-def _unseen(model: nn.Module, norm: str, activation: str) -> bool:
+def _unseen(model: nn.Module, first: str, second: str) -> bool:
     """Whether no hook looks at what lies between the two: of themselves, or of a module that holds one of them only."""
-    around = _paths(norm) ^ _paths(activation)
+    around = _paths(first) ^ _paths(second)
     return not any(vars(model.get_submodule(path))[key] for path in around for key in _HOOKS)
 
 
@@ -251,6 +266,11 @@ class _FusedForward(_Swapped):
         """What times of this layer depend on besides torch: whether kernels run, by which records."""
         choices = active_choices() if self._fused.choice is not None else None
         return f"{self._fused.act} {'' if choices is None else choices.digest}"
+
+    @property
+    def takes_moments_for(self: Any) -> str | None:
+        """The activation behind it, where it would take what a convolution knows of its result's moments."""
+        return str(self._fused.act) if self.training else None
 
     def forward(self: Any, input: Tensor) -> Tensor:
         self._check_input_dim(input)

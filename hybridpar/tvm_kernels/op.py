@@ -29,6 +29,7 @@ from hybridpar.tvm_kernels.call_plan import (
     usable,
 )
 from hybridpar.tvm_kernels.choice import active_choices, any_kernel
+from hybridpar.tvm_kernels.moments import hang_moments
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 
 #: The same on every call, so looked up once.
@@ -44,6 +45,8 @@ def depthwise_conv2d(
     stride: int | Numbers = 1,
     padding: int | Numbers = 0,
     dilation: int | Numbers = 1,
+    *,
+    norm_act: str | None = None,
 ) -> Tensor:
     """A depthwise convolution, by tuned kernels where a database in use says that they are faster.
 
@@ -54,6 +57,8 @@ def depthwise_conv2d(
         stride: As `torch.nn.functional.conv2d` takes it, and the next ones.
         padding: Numbers alone.
         dilation: One or two numbers.
+        norm_act: The activation of a BatchNorm that is called next, in training: where a record says that both are
+            faster so, the result carries its moments (see `moments`). None for none.
 
     Returns:
         (N, C, OH, OW) with the values, and in the memory format, of `conv2d(..., groups=C)`.
@@ -71,13 +76,17 @@ def depthwise_conv2d(
             return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[-3])
         result = torch.ops.hybridpar.depthwise_conv2d(x, weight, bias, stride, padding, dilation)
         return result
-    plan = plan_of(choices, x, weight, bias, stride, padding, dilation)
+    plan = plan_of(choices, x, weight, bias, stride, padding, dilation, act=norm_act)
     if plan is None:
         return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[-3])
+    moments: list[Tensor] | None = None if plan.summing is None else []
     if plan.differentiable:
-        result = _Convolution.apply(x, weight, bias, plan)
-        return result
-    return plan.compute(x, weight, bias)
+        result = _Convolution.apply(x, weight, bias, plan, moments)
+    else:
+        result = plan.compute(x, weight, bias, moments)
+    if moments:
+        hang_moments(result, moments[0])
+    return result
 
 
 def _is_plain() -> bool:
@@ -220,11 +229,13 @@ class _Convolution(torch.autograd.Function):
     """The operation without the dispatcher's calls back to Python, of which there would be one for each gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: CallPlan) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: CallPlan, moments: list[Tensor] | None
+    ) -> Tensor:
         """See `depthwise_conv2d`."""
         ctx.plan = plan
         ctx.save_for_backward(x, weight)
-        return plan.compute(x, weight, bias)
+        return plan.compute(x, weight, bias, moments)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -232,10 +243,10 @@ class _Convolution(torch.autograd.Function):
         wanted, plan = ctx.needs_input_grad, ctx.plan
         if not _is_last(gradient):
             ctx.numbers, ctx.has_bias = plan.numbers, wanted[2]
-            return (*_backward_of_forward(ctx, gradient)[:3], None)
+            return (*_backward_of_forward(ctx, gradient)[:3], None, None)
         x, weight = ctx.saved_tensors
         to_bias = gradient.sum((0, 2, 3)) if wanted[2] else None
-        return (*plan.gradients(x, weight, gradient, wanted), to_bias, None)
+        return (*plan.gradients(x, weight, gradient, wanted), to_bias, None, None)
 
 
 def _is_last(gradient: Tensor) -> bool:

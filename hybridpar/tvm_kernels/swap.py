@@ -11,11 +11,13 @@ import logging
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import Tensor, fx, nn
 
 from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
 from hybridpar.tvm_kernels.database import Database, default_database, read_database
 from hybridpar.tvm_kernels.layers import is_depthwise, number_padding
+from hybridpar.tvm_kernels.moments import behind, set_behind
 from hybridpar.tvm_kernels.norm_choice import choose_norm
 from hybridpar.tvm_kernels.norm_swap import fuse_norms, fused_norms, unfuse_norms
 from hybridpar.tvm_kernels.op import depthwise_conv2d
@@ -42,13 +44,17 @@ class DepthwiseConv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         """As `nn.Conv2d`."""
         padding = number_padding(self)
+        if not torch.compiler.is_compiling() and type(input) is Tensor and (norm := behind(self)) is not None:
+            numbers = self.stride, padding, self.dilation
+            return depthwise_conv2d(input, self.weight, self.bias, *numbers, norm_act=norm.wants)
         return depthwise_conv2d(input, self.weight, self.bias, self.stride, padding, self.dilation)
 
 
 def optimize(model: _Model, database: str | Path | Database | None = None, report: bool = False) -> _Model:
     """Let a model's depthwise convolutions run tuned kernels, wherever a record says that they are faster.
 
-    BatchNorm layers and the activations behind them run as one operation where a record says so.
+    BatchNorm layers and the activations behind them run as one operation where a record says so, and take their
+    statistics from a depthwise convolution in front of them where a record of both says so.
 
     The database is used by the whole process from then on.
 
@@ -69,10 +75,14 @@ def optimize(model: _Model, database: str | Path | Database | None = None, repor
     elif not isinstance(database, Database):
         database = read_database(database)
     use_choices(Choices(database))
-    fuse_norms(model, choose_norm)
+    pairs = fuse_norms(model, choose_norm)
     layers = [module for module in model.modules() if is_depthwise(module)]
     for layer in layers:
         layer.__class__ = DepthwiseConv2d
+    for pair in pairs:
+        convolution = None if pair.convolution is None else model.get_submodule(pair.convolution)
+        if type(convolution) is DepthwiseConv2d:
+            set_behind(convolution, model.get_submodule(pair.norm))
     if report:
         norms = len(fused_norms(model))
         told = "%d depthwise convolution(s) and %d BatchNorm layer(s) choose from %d and %d record(s)"
@@ -93,4 +103,5 @@ def restore(model: _Model) -> _Model:
     for module in model.modules():
         if type(module) is DepthwiseConv2d:
             module.__class__ = nn.Conv2d  # type: ignore[assignment]
+            set_behind(module, None)
     return model

@@ -1,6 +1,6 @@
 """Why: what tuning found is judged by one row for each kernel: torch, the kernel, what is possible, how exact it is.
 
-Norms stand among convolutions, as one more direction.
+Norms stand among convolutions, as one more direction, and convolutions together with the norms behind them as another.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridpar.errors import UsageError
-from hybridpar.tvm_kernels.database import Database, KernelKey, KernelRecord
-from hybridpar.tvm_kernels.norm_records import NORM_OP, NormKey, NormRecord
+from hybridpar.tvm_kernels.conv_norm_records import CONV_NORM_OP, ConvNormKey
+from hybridpar.tvm_kernels.database import AnyRecord, Database, KernelKey
+from hybridpar.tvm_kernels.norm_records import NORM_OP, NormKey
 from hybridpar.tvm_kernels.shapes import Direction
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 #: In the order of tables and pictures.
-_DIRECTIONS = (*(direction.value for direction in Direction), NORM_OP)
+_DIRECTIONS = (*(direction.value for direction in Direction), NORM_OP, CONV_NORM_OP)
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,18 @@ class Row:
 
     Attributes:
         shape: The convolution or the norm.
-        direction: What is computed; `batch_norm_act` for a norm, forward and backward together.
+        direction: What is computed; `batch_norm_act` for a norm, forward and backward together;
+            `depthwise_batch_norm_act` for the forward of a convolution and the norm behind it.
         layout: Of activations.
         threads: Threads that compute it.
         device: Where it was measured.
         current: Whether the versions that it was measured with are those that are installed.
-        stock_ms: Time of torch.
+        stock_ms: Time of torch; of a convolution and a norm the time of their kernels apart.
         tuned_ms: Time of the kernel.
         floor_ms: What neither arithmetic nor memory can beat.
-        ratio: How many times as fast as torch, in the better of its layouts, the kernel is.
+        ratio: How many times as fast as `stock_ms` the kernel is.
         error: Largest difference from float64, relative to the largest value.
-        runs: `tuned` or `stock`: which of the two is used.
+        runs: `tuned` or `stock`: which of the two is used; of a convolution and a norm `together` or `apart`.
     """
 
     shape: str
@@ -57,8 +59,8 @@ class Row:
     runs: str
 
 
-def rows_of(database: Database, only: Collection[KernelKey | NormKey] | None = None) -> list[Row]:
-    """A row for each key that was measured, in the order of shapes and directions; norms last.
+def rows_of(database: Database, only: Collection[KernelKey | NormKey | ConvNormKey] | None = None) -> list[Row]:
+    """A row for each key that was measured, in the order of shapes and directions; then norms, then both together.
 
     Args:
         database: The records.
@@ -77,10 +79,20 @@ def rows_of(database: Database, only: Collection[KernelKey | NormKey] | None = N
         record = database.best_norm(norm) or database.best_norm(norm, current=False)
         if record is not None:
             rows.append(_row(norm, record, record.ms, record.stock_ms))
+    for pair in sorted(key for key in database.conv_norm_keys if only is None or key in only):
+        both = database.best_conv_norm(pair) or database.best_conv_norm(pair, current=False)
+        if both is not None:
+            rows.append(_row(pair, both, both.ms, both.apart_ms, ("together", "apart")))
     return rows
 
 
-def _row(key: KernelKey | NormKey, best: KernelRecord | NormRecord, ms: float, stock_ms: float) -> Row:
+def _row(
+    key: KernelKey | NormKey | ConvNormKey,
+    best: AnyRecord,
+    ms: float,
+    stock_ms: float,
+    names: tuple[str, str] = ("tuned", "stock"),
+) -> Row:
     return Row(
         key.shape.text,
         str(key.direction),
@@ -90,10 +102,10 @@ def _row(key: KernelKey | NormKey, best: KernelRecord | NormRecord, ms: float, s
         best.current,
         stock_ms,
         ms,
-        best.floor_ms,
+        getattr(best, "floor_ms", None),
         round(stock_ms / ms, 3),
         best.error,
-        "tuned" if best.wins else "stock",
+        names[0] if best.wins else names[1],
     )
 
 
@@ -131,11 +143,13 @@ def summary_lines(rows: Sequence[Row]) -> list[str]:
     """Geometric means per direction, as chosen: where torch is used the ratio is 1."""
     lines = []
     for direction in _DIRECTIONS:
-        ratios = [row.ratio if row.runs == "tuned" else 1.0 for row in rows if row.direction == direction]
+        name, other = ("together", "both apart") if direction == CONV_NORM_OP else ("tuned", "torch")
+        ratios = [row.ratio if row.runs == name else 1.0 for row in rows if row.direction == direction]
         if ratios:
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            tuned = sum(row.runs == "tuned" for row in rows if row.direction == direction)
-            lines.append(f"{direction}: {tuned} of {len(ratios)} tuned, {mean:.2f}x torch as chosen (geometric mean)")
+            tuned = sum(row.runs == name for row in rows if row.direction == direction)
+            said = f"{tuned} of {len(ratios)} {name}, {mean:.2f}x {other} as chosen (geometric mean)"
+            lines.append(f"{direction}: {said}")
     return lines
 
 
@@ -156,9 +170,9 @@ def draw_rows(rows: Sequence[Row], path: Path) -> None:
         own = {(row.shape, row.layout, row.threads): row.ratio for row in rows if row.direction == direction}
         if not own:
             continue
-        # A norm's bar is the only one of its shape.
+        # The bar of a norm, and of both together, is the only one of its shape.
         places = [
-            place + (0.0 if direction == NORM_OP else 0.27 * (index - 1))
+            place + (0.0 if direction in (NORM_OP, CONV_NORM_OP) else 0.27 * (index - 1))
             for place, shape in enumerate(shapes)
             if shape in own
         ]

@@ -83,24 +83,31 @@ def test_what_is_found(name: str) -> None:
     )
 
 
+def with_silu(name: str) -> NormPair:
+    """A convolution, its norm and SiLU in a sequence."""
+    return NormPair(f"{name}.1", f"{name}.2", "silu", convolution=f"{name}.0")
+
+
 def test_only_what_nobody_else_sees() -> None:
     class Seen(Pairs):
         def forward(self, x: Tensor) -> Tensor:
             y = self.a[1](self.a[0](x))
             return self.b(self.a[2](y) + y)  # the norm's own output is used twice
 
-    assert find_norms(Seen()) == [NormPair("a.1"), NormPair("b.1", "b.2", "silu")]
+    assert find_norms(Seen()) == [NormPair("a.1", convolution="a.0"), with_silu("b")]
     hooked = Pairs()
     hooked.b[1].register_forward_hook(lambda *_: None)
-    assert find_norms(hooked) == [NormPair("a.1", "a.2", "silu"), NormPair("b.1")]
+    assert find_norms(hooked) == [with_silu("a"), NormPair("b.1")]
     hooked.a[2].register_full_backward_hook(lambda *_: None)
+    assert find_norms(hooked) == [NormPair("a.1", convolution="a.0"), NormPair("b.1")]
+    hooked.a[0].register_forward_hook(lambda *_: None)
     assert find_norms(hooked) == [NormPair("a.1"), NormPair("b.1")]
 
 
 def test_a_shared_activation_that_is_no_rectifier_stays() -> None:
     model = Shared()
     model.relu = nn.SiLU()  # type: ignore[assignment]
-    assert find_norms(model) == [NormPair("norm")]
+    assert find_norms(model) == [NormPair("norm", convolution="conv")]
 
 
 def test_a_model_that_cannot_be_traced() -> None:
@@ -108,10 +115,10 @@ def test_a_model_that_cannot_be_traced() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if x.sum() > 0 else super().forward(-x)
 
-    assert find_norms(Branches()) == [NormPair("a.1", "a.2", "silu"), NormPair("b.1", "b.2", "silu")]
+    assert find_norms(Branches()) == [with_silu("a"), with_silu("b")]
     shared = Branches()
     shared.b[2] = shared.a[2]
-    assert find_norms(shared) == [NormPair("a.1"), NormPair("b.1")]
+    assert find_norms(shared) == [NormPair(f"{name}.1", convolution=f"{name}.0") for name in "ab"]
 
 
 def test_finding_leaves_no_trace() -> None:

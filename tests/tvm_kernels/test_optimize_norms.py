@@ -16,7 +16,8 @@ from hybridpar.pipeline.batchnorm import BatchNormPool
 from hybridpar.tvm_kernels import Database, norm_kernels, optimize, restore
 from hybridpar.tvm_kernels.batch_norm_act import SecondDerivativeError
 from hybridpar.tvm_kernels.choice import use_choices
-from hybridpar.tvm_kernels.layers import NormLayer, tunable_layers
+from hybridpar.tvm_kernels.conv_norm_records import ConvNormShape
+from hybridpar.tvm_kernels.layers import NormLayer, conv_norm_shapes, tunable_layers
 from hybridpar.tvm_kernels.norm_records import NormShape
 from hybridpar.tvm_kernels.norm_swap import fused_norms
 from hybridpar.tvm_kernels.shapes import Layout
@@ -218,8 +219,11 @@ def test_norms_are_found_beside_convolutions(norms: NormStandIn, optimized: bool
     assert [layer.name for layer in convolutions] == ["depthwise"]
     assert found == [
         NormLayer("stem.1", FIRST, Layout.CHANNELS_LAST),
-        NormLayer("norm", SECOND, Layout.CHANNELS_LAST),
+        NormLayer("norm", SECOND, Layout.CHANNELS_LAST, "depthwise"),
     ]
+    (pair,) = conv_norm_shapes(convolutions, found)
+    assert pair == (convolutions[0], ConvNormShape(convolutions[0].shape, SECOND.act))
+    assert pair[1].norm == SECOND
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert not any(module._forward_pre_hooks for module in model.modules())
     assert not norms.calls["forward"], "nothing was computed"

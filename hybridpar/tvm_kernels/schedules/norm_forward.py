@@ -14,6 +14,7 @@ from hybridpar.tvm_kernels.schedules.norm_rows import (
     APPLY,
     EXTENT,
     FIXED,
+    GIVEN,
     INVERSE,
     JOIN,
     MEAN,
@@ -75,12 +76,23 @@ def _forward(w: Writer, activation: str) -> Callable[..., None]:
 
             w.when(extent.phase(TRACK), track)
 
-        def from_running() -> None:
+        def from_known() -> None:
+            known, places = w.local(2, "float64"), (t.int64(0), t.int64(1))
             with t.serial(0, extent.channels) as channel:
-                learn(channel, *(t.cast(one[channel], "float64") for one in running))
+
+                def take_running() -> None:
+                    for place, one in zip(places, running, strict=True):
+                        w.store(known, place, t.cast(one[channel], "float64"))
+
+                def take_given() -> None:
+                    for place in places:
+                        w.store(known, place, extent.doubles[extent.channels * place + channel])
+
+                w.either(extent.phase(FIXED), take_running, take_given)
+                learn(channel, *(known[place] for place in places))
 
         def join() -> None:
-            w.either(extent.phase(FIXED), from_running, lambda: _from_moments(w, extent, values, learn))
+            w.either(extent.phase(FIXED | GIVEN), from_known, lambda: _from_moments(w, extent, values, learn))
 
         w.when(extent.phase(REDUCE), lambda: _moments(w, extent, values))
         w.when(extent.phase(JOIN), join)

@@ -1,0 +1,113 @@
+"""Why: a convolution knows the statistics of its result, and the norm behind it must get those of nothing else.
+
+They hang on the tensor itself, so they live no longer than it, and whoever gets another tensor finds none. The norm
+takes them off, and uses them only where the tensor is the one that they were made for and has not been written to
+since, as autograd counts it. So a hook that puts another tensor in its place, a view, a copy and a change in place all
+lead to the norm's own pass. Copies and pickles of the tensor have no moments.
+
+Which convolution has such a norm behind it, `optimize` finds; the layer keeps a `Behind`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: The attribute of a tensor, and that of a layer.
+_NAME, _BEHIND = "_moments", "_behind"
+
+
+class _Moments:
+    """What hangs on a tensor."""
+
+    __slots__ = ("at", "of", "values", "version")
+
+    def __init__(self, values: Tensor, tensor: Tensor) -> None:
+        self.values = values
+        self.of = weakref.ref(tensor)
+        self.version, self.at = tensor._version, tensor.data_ptr()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_nothing, ())
+
+
+def _nothing() -> None:
+    return None
+
+
+def hang_moments(tensor: Tensor, values: Tensor) -> None:
+    """Leave the moments of a tensor for whoever gets it next.
+
+    Args:
+        tensor: What somebody has just computed, outside of inference mode.
+        values: (2, C) float64, mean and biased variance of its channels.
+    """
+    tensor._moments = _Moments(values, tensor)  # type: ignore[attr-defined]
+
+
+def moments_in(scratch: Tensor | None, channels: int) -> Tensor:
+    """What a kernel has left at the beginning of its scratch; the rest of this is not kept.
+
+    Args:
+        scratch: Bytes; there are some wherever moments are.
+        channels: C.
+
+    Returns:
+        (2, C) float64.
+    """
+    assert scratch is not None
+    return scratch[: 16 * channels].view(torch.float64).view(2, channels).clone()
+
+
+def take_moments(tensor: Tensor) -> Tensor | None:
+    """The moments of a tensor, once; None where there are none, or where they may be those of other values."""
+    found: _Moments | None = tensor.__dict__.pop(_NAME, None)
+    if found is None or found.of() is not tensor:
+        return None
+    return found.values if (found.version, found.at) == (tensor._version, tensor.data_ptr()) else None
+
+
+class Behind:
+    """The norm that alone reads what a convolution computes.
+
+    It does not keep the norm alive, and copies and pickles of a model have their own norm here.
+
+    Args:
+        norm: The layer.
+    """
+
+    def __init__(self, norm: nn.Module | None) -> None:
+        self._norm = None if norm is None else weakref.ref(norm)
+
+    @property
+    def norm(self) -> nn.Module | None:
+        """The layer, while there is one."""
+        return None if self._norm is None else self._norm()
+
+    @property
+    def wants(self) -> str | None:
+        """The activation of a norm that would take moments now; None where nobody would."""
+        if torch.is_inference_mode_enabled():  # tensors do not count their changes there
+            return None
+        wanted: str | None = getattr(self.norm, "takes_moments_for", None)
+        return wanted
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Behind, (self.norm,))
+
+
+def behind(layer: nn.Module) -> Behind | None:
+    """What is behind a convolution, if `optimize` found a norm there."""
+    found: Behind | None = layer.__dict__.get(_BEHIND)
+    return found
+
+
+def set_behind(layer: nn.Module, norm: nn.Module | None) -> None:
+    """Let a convolution know the norm that alone reads what it computes, or None; no state dict shows it."""
+    if norm is None:
+        layer.__dict__.pop(_BEHIND, None)
+    else:
+        layer.__dict__[_BEHIND] = Behind(norm)
