@@ -78,6 +78,13 @@ class Efficiency(_Part):
     all_to_all: _Share = 1.0
     all_gather: _Share = 1.0
     send: _Share = 1.0
+    codec_sum: _Share | None = Field(default=None, description="sums of a codec; without it, as `all_reduce`")
+    half_sum: _Share | None = Field(default=None, description="of 16-bit numbers; without it, as `codec_sum`")
+    integer_sum: _Share | None = Field(default=None, description="of integers; without it, as `codec_sum`")
+
+    def of(self, way: str) -> float:
+        """What a way reaches, or, where nobody said, the way that it is like."""
+        return _stated(self, way)
 
 
 _Use = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -91,6 +98,22 @@ class CoreUse(_Part):
     all_gather: _Use = 0.0
     send: _Use = 0.0
     receive: _Use = 0.0
+    codec_sum: _Use | None = None
+    half_sum: _Use | None = None
+    integer_sum: _Use | None = None
+
+    def of(self, way: str) -> float:
+        """What a way uses, or, where nobody said, the way that it is like."""
+        return _stated(self, way)
+
+
+#: What a way of using a link is like, where nobody said what it reaches itself.
+_LIKE = {"half_sum": "codec_sum", "integer_sum": "codec_sum", "codec_sum": "all_reduce"}
+
+
+def _stated(ways: Efficiency | CoreUse, way: str) -> float:
+    found: float | None = getattr(ways, way)
+    return _stated(ways, _LIKE[way]) if found is None else found
 
 
 class LinkLevel(_Part):
@@ -105,7 +128,8 @@ class LinkLevel(_Part):
         """The same link with so many times the bandwidth; a byte takes a core as long as before."""
         update: dict[str, object] = {"bandwidth": self.bandwidth * factor}
         if self.cores is not None:
-            update["cores"] = CoreUse(**{name: factor * use for name, use in self.cores.model_dump().items()})
+            uses = self.cores.model_dump(exclude_none=True)
+            update["cores"] = CoreUse(**{name: factor * use for name, use in uses.items()})
         return self.model_copy(update=update)
 
 
@@ -232,7 +256,11 @@ class ClusterSpec(_Part):
                 lines += ["", f"[{level}]", *_entries(plain)]
                 for name in ("efficiency", "cores"):
                     part: _Part | None = getattr(link, name)
-                    lines += [f"{name} = {{ {', '.join(_entries(part.model_dump()))} }}"] if part is not None else []
+                    lines += (
+                        [f"{name} = {{ {', '.join(_entries(part.model_dump(exclude_none=True)))} }}"]
+                        if part is not None
+                        else []
+                    )
         return "\n".join(lines) + "\n"
 
 

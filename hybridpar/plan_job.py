@@ -19,9 +19,12 @@ from hybridpar.plan import Plan, parse_plan
 from hybridpar.plan_trials import FIRST_STEPS, Trial, random_batch, time_plans
 from hybridpar.planner.command import measured_inputs, prepare, report, search
 from hybridpar.planner.links import measure_cluster
+from hybridpar.planner.measure import Together, measure_rates
 from hybridpar.planner.record import plan_of
+from hybridpar.planner.rehearse import measure_rehearsal
 from hybridpar.planner.request import PlanRequest
 from hybridpar.planner.step_costs import measure_crowd
+from hybridpar.planner.steps import planned_codecs
 from hybridpar.planner.verify import finalists, verified
 from hybridpar.worker import tune_worker
 
@@ -72,11 +75,18 @@ def _plan(request: PlanRequest, world: World, bar: ProgressBar, base: TrainConfi
     each = max(2, min(-(-request.batch_size // world.size), 64))
     images, _ = random_batch(shape, each, request.classes, world.device)
     bar.announce("measuring workers beside each other")
-    crowd = measure_crowd(model, images, world, cache=cache_directory() if request.cache else None)
+    kept = cache_directory() if request.cache else None
+    crowd = measure_crowd(model, images, world, cache=kept)
+    bar.announce("timing codecs")
+    trained = [one for one in model.parameters() if one.requires_grad]
+    # Those of a looser fidelity too: what it would gain is said.
+    rates = measure_rates(planned_codecs("lossy"), trained, world.size, world.device, world=world, cache=kept)
+    bar.announce("running plain data parallelism for some steps")
+    took = measure_rehearsal(model, images, world, cluster, copies=request.optimizer_copies)
     found: list[tuple[PlannerInputs, Answer, list[Outcome]]] = []
 
     def decide() -> list[str]:
-        inputs = measured_inputs(request, cluster, bar, crowd)
+        inputs = measured_inputs(request, cluster, bar, Together(crowd, rates, took))
         answer = search(inputs, bar)
         found.append((inputs, answer, finalists(answer, request.verify) if request.verify else []))
         return [plan_of(answer, one).to_json() for one in found[0][2]]

@@ -36,6 +36,7 @@ from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.measure import has_tuned_kernels, measure_rates, profile_model
 from hybridpar.planner.profile import ModelProfile
+from hybridpar.planner.rehearse import measure_rehearsal, rehearsed
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
 from hybridpar.planner.steps import planned_codecs
 from hybridpar.planner.store import load, store
@@ -53,12 +54,12 @@ MOST_SECONDS = 15.0
 
 #: Passes of a profile, and steps that are timed with workers beside each other.
 PASSES, CROWD_STEPS = 3, 3
-#: What measuring takes: steps for each way to compute the model, steps for the rest; and seconds for the cores of a
-#: worker, and for the links between several.
-_STEPS_EACH, _STEPS_BESIDE, _CORE_SECONDS, _LINK_SECONDS = 2 + 3 * PASSES, 22, 1.0, 4.0
+#: What measuring takes: steps for each way to compute the model, for the rest of a step in each memory format, and for
+#: workers beside each other; and seconds for the cores of a worker, and for the links between several.
+_STEPS_EACH, _STEPS_REST, _STEPS_BESIDE, _CORE_SECONDS, _LINK_SECONDS = 2 + 3 * PASSES, 12, 7, 1.0, 6.0
 
 #: What is kept.
-KIND = "profile"
+KIND, REHEARSAL = "profile", "rehearsal"
 
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 
@@ -218,7 +219,48 @@ def measure_inputs(
             return Measured(None, why)
     # What is remembered of the links may have got its name elsewhere.
     cluster = measure_cluster(world).model_copy(update={"name": f"workers over {world.transport}"})
-    return Measured(None if kept is None else _inputs(config, cluster, fixed, kept, name), "", cached)
+    why, took = _rehearse(model, config, world, sample_shape, cluster, key)
+    if why:
+        return Measured(None, why)
+    return Measured(None if kept is None else _inputs(config, cluster, fixed, kept, name, took), "", cached)
+
+
+def _rehearse(
+    model: nn.Module,
+    config: TrainConfig,
+    world: World,
+    sample_shape: Sequence[int],
+    cluster: ClusterSpec,
+    key: Mapping[str, Any],
+) -> tuple[str, float | None]:
+    """What a step of plain data parallelism takes, measured or remembered; a collective.
+
+    Returns:
+        Why it could not be measured, or nothing; and the milliseconds, where they say something.
+    """
+    if world.size == 1:
+        return "", None
+    key = {**key, "transport": world.transport, "bucket": config.bucket_bytes}
+    known: dict[str, float | None] | None = world.from_main(lambda: load(REHEARSAL, key))
+    if known is not None:
+        return "", known["ms"]
+    draw = torch.Generator().manual_seed(0)
+    example = torch.randn(key["sizes"][-1], *sample_shape, generator=draw).to(world.device)
+    with _ToldToAll(world) as first, autocast(config, world.device):
+        took = measure_rehearsal(
+            model,
+            example,
+            world,
+            cluster,
+            copies=_copies(config),
+            bucket_bytes=config.bucket_bytes,
+            memory_format=key["formats"][0],
+        )
+    if first.problem:
+        return first.problem, None
+    if world.is_main:
+        store(REHEARSAL, key, {"ms": took})
+    return "", took
 
 
 def _measure(
@@ -261,11 +303,15 @@ def _measure(
                 optimizer_copies=_copies(config),
                 crowd=crowd,
             )
-            rates = measure_rates(key["codecs"], profile.parameters, world.size, world.device)
             overhead = measure_hand_over(world.device) if world.device.type == "cpu" else 0.0
-            kept = _Kept(profile, rates, overhead, complete, steps)
-    if second.problem or kept is None:
+            kept = _Kept(profile, {}, overhead, complete, steps)
+    if second.problem:
         return second.problem, None
+    trained = [one for one in model.parameters() if one.requires_grad]
+    rates = measure_rates(key["codecs"], trained, world.size, world.device, world=world)
+    if kept is None:
+        return "", None
+    kept = replace(kept, rates=rates)
     store(KIND, key, _KEPT.dump_python(kept, mode="json", exclude_defaults=True))
     return "", kept
 
@@ -310,7 +356,9 @@ def _copies(config: TrainConfig) -> int:
     return 1 if config.momentum > 0 else 0
 
 
-def _inputs(config: TrainConfig, cluster: ClusterSpec, fixed: Fixed, kept: _Kept, name: str) -> PlannerInputs:
+def _inputs(
+    config: TrainConfig, cluster: ClusterSpec, fixed: Fixed, kept: _Kept, name: str, took_ms: float | None
+) -> PlannerInputs:
     """What was measured, as a search reads it, with what earlier runs corrected."""
     if fixed.codecs is not None:
         fixed = replace(fixed, codecs={one: text for one, text in fixed.codecs.items() if text in kept.rates})
@@ -328,7 +376,7 @@ def _inputs(config: TrainConfig, cluster: ClusterSpec, fixed: Fixed, kept: _Kept
         most_micro_batches=max(1, min(32, config.batch_size // (2 * cluster.workers))),
         fixed=fixed,
     )
-    return calibrated(inputs)
+    return calibrated(rehearsed(inputs, took_ms))
 
 
 def _sizes(model: nn.Module, batch: int, workers: int, fixed: Fixed) -> list[int]:
@@ -361,7 +409,7 @@ def _codecs(config: TrainConfig, world: World, fixed: Fixed) -> list[str]:
 def _steps(sizes: Sequence[int], formats: Sequence[str], kernels: bool) -> float:
     """What profiling takes, in steps at the largest size."""
     ways = sum(sizes) / sizes[-1] * len(formats) * (2 if kernels else 1)
-    return _STEPS_EACH * ways + _STEPS_BESIDE
+    return _STEPS_EACH * ways + _STEPS_REST * len(formats) + _STEPS_BESIDE
 
 
 def _step_ms(model: nn.Module, example: torch.Tensor) -> float:

@@ -21,7 +21,9 @@ from hybridpar.planner.explain import describe
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.measure import measure_rates, profile_model
+from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.record import plan_of
+from hybridpar.planner.rehearse import measure_rehearsal, rehearsed
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
 from hybridpar.planner.steps import planned_codecs
@@ -110,8 +112,8 @@ def planner_inputs(setting: Setting, world: World, cluster: ClusterSpec, fidelit
     images = random_batch(shape, each, CLASSES, world.device)[0]
     crowd = measure_crowd(model, images, world)
 
-    def measure() -> PlannerInputs:
-        profile = profile_model(
+    def profile() -> ModelProfile:
+        return profile_model(
             model,
             [images[: max(2, each // 4)], images],
             name=setting.name,
@@ -120,11 +122,12 @@ def planner_inputs(setting: Setting, world: World, cluster: ClusterSpec, fidelit
             optimizer_copies=1,
             crowd=crowd,
         )
-        rates = measure_rates(planned_codecs("lossy"), profile.parameters, world.size, world.device)
-        overhead = measure_hand_over(world.device)
-        return PlannerInputs(profile, cluster, setting.batch, fidelity, rates, overhead_ms=overhead)
 
-    return world.from_main(measure)
+    found = world.from_main(profile)
+    rates = measure_rates(planned_codecs("lossy"), found.parameters, world.size, world.device, world=world)
+    overhead = world.from_main(lambda: measure_hand_over(world.device))
+    took = measure_rehearsal(model, images, world, cluster)
+    return rehearsed(PlannerInputs(found, cluster, setting.batch, fidelity, rates, overhead_ms=overhead), took)
 
 
 def make_trial(setting: Setting, plan: Plan, world: World) -> Trial:

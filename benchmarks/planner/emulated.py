@@ -155,7 +155,7 @@ def _emulated(setting: Setting, world: World, cluster: ClusterSpec) -> tuple[Pla
     world.barrier()
     rest = measure_step_costs(net, images)
     world.barrier()
-    rates = measure_rates(planned_codecs("lossy"), profile.parameters, world.size, world.device)
+    rates = measure_rates(planned_codecs("lossy"), profile.parameters, world.size, world.device, world=world)
     parameters = tuple(replace(one, name=net.names[one.name]) for one in profile.parameters)
     profile = replace(profile, parameters=parameters)
     # Waits add nothing to gradients, and take as long as they were told.

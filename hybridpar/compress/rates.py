@@ -11,6 +11,7 @@ import functools
 import math
 import statistics
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,8 @@ _SMALL_REPEATS, _LARGE_REPEATS = 7, 3
 
 #: Elements of the largest piece of a parameter that a codec is tried on.
 _MOST_ELEMENTS = 1 << 20
+#: Bytes of gradients that are tried together, more than caches near a core hold; pieces of them at most; and tries.
+_COLD_BYTES, _MOST_PIECES, _TRIES = 16 << 20, 16, 4
 
 
 @dataclass(frozen=True)
@@ -151,10 +154,22 @@ class CodecRate:
     tried: Mapping[int, tuple[float, float]]
 
     def times(self, count: int) -> tuple[float, float]:
-        """Milliseconds to write and to read a parameter of so many elements: in proportion to the nearest tried."""
-        nearest = min(self.tried, key=lambda known: abs(math.log(known / count)))
-        encode, decode = self.tried[nearest]
-        return encode * count / nearest, decode * count / nearest
+        """Milliseconds to write and to read a parameter of so many elements.
+
+        On the line between the two nearest that were tried. A smaller parameter than any takes as long as the smallest,
+        a larger one longer in proportion; so does every one where only one was tried.
+        """
+        known = sorted(self.tried)
+        if count >= known[-1] or len(known) == 1:
+            encode, decode = self.tried[known[-1]]
+            return encode * count / known[-1], decode * count / known[-1]
+        place = min(max(bisect_right(known, count), 1), len(known) - 1)
+        low, high = known[place - 1], known[place]
+        part = max(0.0, (count - low) / (high - low))
+        encode, decode = (
+            before + part * (after - before) for before, after in zip(self.tried[low], self.tried[high], strict=True)
+        )
+        return encode, decode
 
 
 @torch.no_grad()
@@ -175,7 +190,7 @@ def measure_codec(
     tried = {}
     for place in sorted({0, len(fitting) // 2, len(fitting) - 1}):
         shape = _piece(codec, fitting[place])
-        tried[math.prod(shape)] = _time_exchange(codec, shape, workers, device)
+        tried[math.prod(shape)] = _time_exchanges(codec, shape, workers, device)
     return CodecRate(tried)
 
 
@@ -192,15 +207,24 @@ def _piece(codec: Codec, shape: tuple[int, ...]) -> tuple[int, ...]:
     return cut if codec.fits(cut) else shape
 
 
-def _time_exchange(codec: Codec, shape: tuple[int, ...], workers: int, device: torch.device) -> tuple[float, float]:
-    exchange = Exchange([bind(codec, TensorSpec("trial", shape, workers=workers, device=device))])
-    gradient = torch.randn(math.prod(shape), generator=torch.Generator().manual_seed(0)).to(device)
-    out = torch.empty_like(gradient)
-    best = (math.inf, math.inf)
-    for _ in range(3):  # the first one makes the scratch memory
-        laps = exchange.run(_Alone(workers), [gradient], [out]).laps
+def _time_exchanges(codec: Codec, shape: tuple[int, ...], workers: int, device: torch.device) -> tuple[float, float]:
+    """Milliseconds to write and to read the messages of one piece of several that are exchanged together.
+
+    In a step a bucket comes to the codec from memory, after all others; one piece again and again would stay in cache.
+    """
+    draw = torch.Generator().manual_seed(0)
+    count = math.prod(shape)
+    pieces = max(1, min(_MOST_PIECES, _COLD_BYTES // (4 * count)))
+    exchange = Exchange(
+        [bind(codec, TensorSpec(f"trial {place}", shape, workers=workers, device=device)) for place in range(pieces)]
+    )
+    gradients = [torch.randn(count, generator=draw).to(device) for _ in range(pieces)]
+    results = [torch.empty_like(one) for one in gradients]
+    times = []
+    for _ in range(1 + _TRIES):  # the first one makes the scratch memory
+        laps = exchange.run(_Alone(workers), gradients, results).laps
         exchange.commit()
         assert laps is not None
-        times = laps.times()
-        best = min(best, (times.encode, times.decode), key=sum)
-    return best
+        times.append(laps.times())
+    encode, decode = (statistics.median(getattr(one, way) for one in times[1:]) for way in ("encode", "decode"))
+    return encode / pieces, decode / pieces

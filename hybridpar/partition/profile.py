@@ -1,13 +1,14 @@
 """Why: a partition is as good as the times it balances, and those must be measured where the model will run.
 
 Every pass runs the whole graph at the true micro-batch, and plain steps of the unsplit model run between the passes.
-The minimum over passes is the time; a machine that others use only ever adds to it. How far two halves of the passes
-disagree is the profile's noise, and no partition is called better by less than that. One factor, the plain step over
-the sum of the units, calibrates the level.
+The minimum over passes is the time of a unit; a machine that others use only ever adds to it. How far two halves of
+the passes disagree is the profile's noise, and no partition is called better by less than that. One factor, the median
+plain step over the sum of the units, calibrates the level: a training takes steps as they come, not the best of them.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def measure_units(
             steps += [whole_step_ms(units.model, inputs, clock) for _ in range(2)]
             if progress is not None:
                 progress(done + 1, passes)
-    return _summarise(torch.tensor(rows, dtype=torch.float64), min(steps))
+    return _summarise(torch.tensor(rows, dtype=torch.float64), statistics.median(steps))
 
 
 def measure_backward_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor], passes: int = 3) -> float:

@@ -116,7 +116,8 @@ class Machine:
             bytes_phase = Phase(time, uses)
         return [
             Phase(bucket.encode_ms, worker.core_time(1.0)),
-            Phase(latency),
+            # Where threads of this worker move bytes, handing a message from one to the next keeps a core busy as well.
+            Phase(latency, () if bucket.core_ms is None else worker.core_time(1.0)),
             bytes_phase,
             Phase(bucket.decode_ms, worker.core_time(1.0)),
         ]

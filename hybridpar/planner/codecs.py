@@ -133,7 +133,7 @@ class BucketPrices:
         sent, wire = factor * size, size * self._plain.ms_per_byte
         latency = self._plain.latency_ms if plain else 0.0
         encode = decode = 0.0
-        core = wire * (self._network.core_use(PLAIN[0]) or 0.0)
+        core = wire * (self._network.core_use(PLAIN) or 0.0)
         collectives = set()
         share = self._group.each if self._group.two_levels else 1  # leaders take turns
         for one in bucket:
@@ -142,14 +142,17 @@ class BucketPrices:
             text = travel.codecs[one.name]
             rounds = lasting_rounds(self._codecs[text], one.shape, self._peers)
             kinds = [(entry.meeting, entry.dtype) for entry in rounds]
-            costs = (self._network.between_hosts if self._group.two_levels else self._network.exchange)(kinds)
+            if self._group.two_levels:
+                costs = self._network.between_hosts(kinds)
+            else:
+                costs = self._network.exchange(kinds, codec=True)
             writing, reading = self._rates[text].times(one.count)
             encode += writing / (share * self._throughput)
             decode += reading / (share * self._throughput)
             for entry, kind in zip(rounds, kinds, strict=True):
                 moving = entry.bytes * costs[kind].ms_per_byte
                 wire += moving
-                core += moving * (self._network.core_use(kind[0], codec=True) or 0.0)
+                core += moving * (self._network.core_use(kind, codec=True) or 0.0)
             sent += sum(entry.sent(self._peers) for entry in rounds) / share
             collectives |= {(index, kind, costs[kind].latency_ms) for index, kind in enumerate(kinds)}
             if self._group.two_levels:
@@ -159,7 +162,7 @@ class BucketPrices:
         latency += sum(ms for _, _, ms in collectives)
         if collectives and self._group.two_levels:
             latency += self._network.inside_cost().latency_ms
-        known = self._network.core_use(PLAIN[0]) is not None
+        known = self._network.core_use(PLAIN) is not None
         speed = self._network.bytes_per_ms
         part = 1.0 if speed is None or wire <= 0 else min(1.0, sent / speed / wire)
         return BucketTimes(sent if workers > 1 else 0.0, encode, wire, latency, decode, core if known else None, part)

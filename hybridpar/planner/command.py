@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hybridpar.planner.inputs import PlannerInputs
+    from hybridpar.planner.measure import Together
     from hybridpar.planner.profile import ModelProfile
     from hybridpar.planner.scaling import KHat, Point
     from hybridpar.planner.search import Answer
@@ -116,7 +116,7 @@ def _inputs(request: PlanRequest, bar: ProgressBar) -> PlannerInputs:
 
 
 def measured_inputs(
-    request: PlanRequest, cluster: ClusterSpec, bar: ProgressBar, crowd: Mapping[int, float] | None = None
+    request: PlanRequest, cluster: ClusterSpec, bar: ProgressBar, together: Together | None = None
 ) -> PlannerInputs:
     """What the search reads, with the model measured now.
 
@@ -124,7 +124,7 @@ def measured_inputs(
         request: What was asked for.
         cluster: The machine.
         bar: Tells what is being done.
-        crowd: How much workers of a host slow each other down, where a worker of a job asks; None elsewhere.
+        together: What the workers of a job measured together, where one of them asks; None elsewhere.
 
     Raises:
         HybridparError: The model cannot be traced, or does not run.
@@ -135,7 +135,7 @@ def measured_inputs(
         cap = parse_bytes(request.memory)
         hosts = tuple(host.model_copy(update={"memory": cap}) for host in cluster.hosts)
         cluster = cluster.model_copy(update={"hosts": hosts})
-    profile, rates = _profile(request, cluster, bar, crowd)
+    profile, rates = _profile(request, cluster, bar, together)
     inputs = PlannerInputs(
         profile,
         cluster,
@@ -146,8 +146,9 @@ def measured_inputs(
         overhead_ms=_overhead_ms(profile) if request.measure else 0.0,
     )
     from hybridpar.planner.calibrate import calibrated
+    from hybridpar.planner.rehearse import rehearsed
 
-    return calibrated(inputs)
+    return calibrated(rehearsed(inputs, None if together is None else together.rehearsal_ms))
 
 
 def _overhead_ms(profile: ModelProfile) -> float:
@@ -186,7 +187,7 @@ def _measured_cluster(request: PlanRequest, bar: ProgressBar) -> ClusterSpec:
 
 
 def _profile(
-    request: PlanRequest, cluster: ClusterSpec, bar: ProgressBar, crowd: Mapping[int, float] | None
+    request: PlanRequest, cluster: ClusterSpec, bar: ProgressBar, together: Together | None
 ) -> tuple[ModelProfile, dict[str, dict[int, tuple[float, float]]]]:
     import torch
 
@@ -205,7 +206,7 @@ def _profile(
     here = cluster.hosts[0].devices if request.cluster is None else 1
     # A worker of a job has been given its threads; else they are those that one of so many would be given.
     threads = request.threads or (
-        torch.get_num_threads() if crowd is not None else threads_per_worker(here, available_cores())
+        torch.get_num_threads() if together is not None else threads_per_worker(here, available_cores())
     )
     try:
         examples = [torch.randn(samples, *shape, device=device) for samples in _sizes(request.batch_size, workers)]
@@ -228,13 +229,13 @@ def _profile(
         kernels=device.type == "cpu",
         lanes=(2,) if on_gpu or threads > 1 else (),
         optimizer_copies=request.optimizer_copies,
-        crowd=crowd,
+        crowd=None if together is None else together.crowd,
         cache=cache_directory() if request.cache else None,
         progress=bar.advance,
         announce=bar.announce,
     )
-    rates: dict[str, dict[int, tuple[float, float]]] = {}
-    if workers > 1:
+    rates = {} if together is None else together.rates
+    if workers > 1 and together is None:
         bar.announce("timing codecs")
         before = torch.get_num_threads()
         torch.set_num_threads(threads)

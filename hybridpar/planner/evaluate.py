@@ -140,7 +140,7 @@ class Evaluator:
                 max(_LEAST_MS, time + extra * part) / throughput
                 for time, part in zip(figures.backward_ms, self._parts_of_model(figures), strict=True)
             ),
-            step_ms=self._update_ms(shape, figures),
+            step_ms=self._update_ms(shape, figures, candidate.variant),
             overhead_ms=inputs.overhead_ms if shape.stages > 1 else 0.0,
             saved_bytes=figures.saved_bytes,
             link=link,
@@ -241,7 +241,9 @@ class Evaluator:
         """Of the slowest device that is used: the others wait for it. Workers of one host may slow each other down."""
         used = self._workers[: shape.workers]
         beside = max(Counter(host for host, _ in used).values())
-        return used[-1][1].throughput / self._inputs.profile.crowding(beside)
+        profile = self._inputs.profile
+        slower = profile.crowding(beside) * (profile.together if shape.workers > 1 else 1.0)
+        return used[-1][1].throughput / slower
 
     def _core_seconds(self, host: Hosts) -> tuple[float, float, float]:
         """What a byte takes of a core: in an exchange, sending it, receiving it."""
@@ -258,8 +260,10 @@ class Evaluator:
         counts = [sum(one.count for one in own) for own in figures.parameters]
         return [count / max(1, sum(counts)) for count in counts]
 
-    def _update_ms(self, shape: Shape, figures: StageFigures) -> tuple[float, ...]:
-        known = self._inputs.profile.update_ms
+    def _update_ms(self, shape: Shape, figures: StageFigures, variant: int) -> tuple[float, ...]:
+        profile = self._inputs.profile
+        own = profile.variants[variant].update_ms
+        known = profile.update_ms if own is None else own
         if known is not None:
             return tuple(part * known / self._throughput(shape) for part in self._parts_of_model(figures))
         speed = self._least_bandwidth[shape.workers - 1]

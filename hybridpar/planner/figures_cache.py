@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -44,7 +45,7 @@ def recalled(name: str, key: Mapping[str, Any], directory: Path | None) -> dict[
         figures = {str(name): float(value) for name, value in data["figures"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return figures if all(0 <= value < float("inf") for value in figures.values()) else None
+    return figures if all(map(math.isfinite, figures.values())) else None
 
 
 def keep(name: str, key: Mapping[str, Any], directory: Path | None, figures: Mapping[str, float]) -> None:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hybridpar.cluster_file import CoreUse, Efficiency, LinkLevel
-from hybridpar.compress import TorchGroup
+from hybridpar.compress import Meeting, TorchGroup
+from hybridpar.pipeline.collective import BackendSum
 from hybridpar.pipeline.grid import Grid
 from hybridpar.pipeline.transport import MessagePart
 from hybridpar.pipeline.world import World
@@ -95,6 +96,16 @@ def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_W
         piece = message[: message.numel() // size]
         group.all_gather(message.new_empty(piece.numel() * size), piece)
 
+    def codec_sum(message: Tensor) -> None:
+        assert group is not None
+        group.all_reduce(message, Meeting.SUM)
+
+    def half_sum(message: Tensor) -> None:
+        codec_sum(message.view(torch.float16))
+
+    def integer_sum(message: Tensor) -> None:
+        codec_sum(message.view(torch.int32))
+
     def send(message: Tensor) -> None:
         peer, part = pair[rank == pair[0]], [MessagePart(tuple(message.shape))]
         sending = threading.Thread(target=grid.senders[peer].send, args=([message], part))
@@ -107,6 +118,10 @@ def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_W
     ways["all_reduce"] = (None if alone else party.lane_sums[0].all_reduce, 2 * share)
     ways["all_to_all"] = (None if alone else all_to_all, share)
     ways["all_gather"] = (None if alone else all_gather, share)
+    if not isinstance(party.lane_sums[0], BackendSum):
+        ways["codec_sum"] = (None if alone else codec_sum, 2 * share)
+    ways["half_sum"] = (None if alone else half_sum, 2 * share)
+    ways["integer_sum"] = (None if alone else integer_sum, 2 * share)
     return ways
 
 

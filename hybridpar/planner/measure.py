@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -25,11 +27,12 @@ from hybridpar.partition.profile import Progress, UnitTimes, measure_units
 from hybridpar.partition.profile_cache import device_name, load_profile, profile_key, store_profile
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import ModelUnits, find_units
+from hybridpar.pipeline.world import World
 from hybridpar.plan import ModelInfo
-from hybridpar.planner.figures_cache import remembered
+from hybridpar.planner.figures_cache import keep, recalled, remembered
 from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant, merged
 from hybridpar.planner.step_costs import StepCosts, figures_key, measure_step_costs
-from hybridpar.process import describe_allocator
+from hybridpar.process import describe_allocator, host_identity
 from hybridpar.tvm_kernels.database import default_database
 from hybridpar.tvm_kernels.layers import is_depthwise
 from hybridpar.tvm_kernels.swap import optimize, restore
@@ -41,6 +44,22 @@ _WAYS = ("encode", "decode")
 #: A profile with more noise than this is measured again, so often at most, and not after so many seconds: a machine
 #: that is busy for longer is not worth waiting for.
 NOISY, MOST_TRIES, MOST_SECONDS = 0.1, 3, 5.0
+
+
+@dataclass(frozen=True)
+class Together:
+    """What only the workers of a job together can measure.
+
+    Attributes:
+        crowd: How much workers of a host slow each other down, see `measure_crowd`.
+        rates: How fast codecs are while all workers use them, see `measure_rates`.
+        rehearsal_ms: A step of plain data parallelism, see `measure_rehearsal`.
+    """
+
+    crowd: Mapping[int, float]
+    rates: dict[str, dict[int, tuple[float, float]]]
+    rehearsal_ms: float | None = None
+
 
 #: Layers that normalise over the micro-batch.
 _BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -91,7 +110,9 @@ def profile_model(
     units: ModelUnits | None = None
     tuned = ("stock", "tuned") if kernels and measure and has_tuned_kernels(model) else ("stock",)
     co_run: dict[int, float] = {}
-    rest: StepCosts | None = None
+    rest: dict[str, StepCosts] = {}
+    largest = max(examples, key=len)
+    key = figures_key(model, largest, threads)
     try:
         for form, kernel in itertools.product(formats, tuned):
             layout = torch.channels_last if form == "channels_last" else torch.contiguous_format
@@ -105,17 +126,16 @@ def profile_model(
                 sized = SizedTimes(given.shape[0], times.forward_ms, times.backward_ms)
                 variants.append(Variant(form, kernel, (sized,), times.noise))
                 units = units or found
+            if measure and optimizer_copies is not None and form not in rest:
+                say(f"measuring the rest of a step, {form}")
+                found_rest = partial(_step_costs, model, largest.to(memory_format=layout), optimizer_copies, threads)
+                of = {**key, "copies": optimizer_copies, "format": form}
+                rest[form] = StepCosts(**remembered("step", of, cache, found_rest))
         restore(model).to(memory_format=torch.contiguous_format)
-        largest = max(examples, key=len)
-        key = figures_key(model, largest, threads)
         for count in lanes if measure else ():
             say(f"measuring {count} lanes beside each other")
             figures = remembered("lanes", {**key, "lanes": count}, cache, partial(_co_run, model, largest, count))
             co_run[count] = max(1.0, figures["co_run"])
-        if measure and optimizer_copies is not None:
-            say("measuring the rest of a step")
-            found_rest = partial(_step_costs, model, largest, optimizer_copies, threads)
-            rest = StepCosts(**remembered("step", {**key, "copies": optimizer_copies}, cache, found_rest))
     finally:
         restore(model).to(memory_format=torch.contiguous_format)
     assert units is not None
@@ -131,18 +151,22 @@ def profile_model(
         graph=replace(units.graph, units=tuple(replace(unit, nodes=()) for unit in units.graph.units)),
         samples=first.shape[0],
         parameters=parameters_of(units),
-        variants=merged(variants),
+        variants=merged([replace(one, update_ms=_update_ms(rest, one.memory_format)) for one in variants]),
         batch_norm=any(isinstance(module, _BATCH_NORMS) for module in model.modules()),
         device=device_name(first.device),
         threads=threads or torch.get_num_threads(),
         source="measured" if measure else "analytic",
         co_run=co_run,
         crowd=dict(crowd or {}),
-        update_ms=None if rest is None else rest.update_ms,
-        collect_ms=0.0 if rest is None else rest.collect_ms,
-        accumulate_ms=0.0 if rest is None else rest.accumulate_ms,
+        update_ms=_update_ms(rest, formats[0]),
+        collect_ms=rest[formats[0]].collect_ms if rest else 0.0,
+        accumulate_ms=rest[formats[0]].accumulate_ms if rest else 0.0,
         versions={"torch": str(torch.__version__)},
     )
+
+
+def _update_ms(rest: Mapping[str, StepCosts], memory_format: str) -> float | None:
+    return rest[memory_format].update_ms if memory_format in rest else None
 
 
 def parameters_of(units: ModelUnits) -> tuple[Parameter, ...]:
@@ -166,10 +190,11 @@ def parameters_of(units: ModelUnits) -> tuple[Parameter, ...]:
 
 def measure_rates(
     codecs: Sequence[str],
-    parameters: Sequence[Parameter],
+    parameters: Iterable[Parameter | torch.nn.Parameter],
     workers: int,
     device: torch.device,
     *,
+    world: World | None = None,
     cache: Path | None = None,
 ) -> dict[str, dict[int, tuple[float, float]]]:
     """How fast codecs are on a device; those that fit no layer, or cannot run here, are left out.
@@ -177,17 +202,30 @@ def measure_rates(
     Args:
         codecs: Their texts.
         parameters: Of the model.
+        world: All workers of the job, who then measure at the same time, as they share the memory of a host in a step
+            as well; a collective, the mean of all is the answer. None measures on this worker alone.
         workers: How many exchange them; more than eight are tried as eight, as time per element hardly depends on it.
         device: Where gradients are.
         cache: Where rates are kept; None measures always.
     """
-    shapes = sorted({one.shape for one in parameters})
+    shapes = sorted({tuple(one.shape) for one in parameters})
     tried_by = min(max(workers, 2), 8)
-    key = {"shapes": shapes, "workers": tried_by, "device": device_name(device), "threads": torch.get_num_threads()}
+    beside = Counter(world.gather(host_identity())).most_common(1)[0][1] if world is not None else 1
+    key = {
+        "shapes": shapes,
+        "beside": beside,
+        "workers": tried_by,
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+    }
     key |= {"allocator": describe_allocator(), "torch": str(torch.__version__)}
     rates: dict[str, dict[int, tuple[float, float]]] = {}
     for text in codecs:
-        found = remembered("codec", {**key, "codec": text}, cache, partial(_rate, text, shapes, tried_by, device))
+        measure = partial(_rate, text, shapes, tried_by, device)
+        if world is None:
+            found = remembered("codec", {**key, "codec": text}, cache, measure)
+        else:
+            found = _rate_of_all(world, {**key, "codec": text}, cache, measure)
         counts = sorted({int(name.partition(" ")[0]) for name in found})
         if counts:
             rates[text] = {count: (found[f"{count} encode"], found[f"{count} decode"]) for count in counts}
@@ -202,6 +240,21 @@ def _rate(text: str, shapes: Sequence[tuple[int, ...]], workers: int, device: to
         return {}
     tried = {} if rate is None else rate.tried
     return {f"{count} {way}": took for count, both in tried.items() for way, took in zip(_WAYS, both, strict=True)}
+
+
+def _rate_of_all(
+    world: World, key: dict[str, object], cache: Path | None, measure: Callable[[], dict[str, float]]
+) -> dict[str, float]:
+    """What the first worker remembers, or else the mean of what all measure at the same time; a collective."""
+    known = world.from_main(lambda: recalled("codec", key, cache))
+    if known is not None:
+        return known
+    world.barrier()
+    told: list[dict[str, float]] = world.gather(measure())  # type: ignore[assignment]
+    found = {name: statistics.mean(one[name] for one in told) for name in told[0] if all(name in one for one in told)}
+    if world.is_main:
+        keep("codec", key, cache, found)
+    return found
 
 
 def has_tuned_kernels(model: nn.Module) -> bool:

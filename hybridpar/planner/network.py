@@ -21,6 +21,7 @@ from functools import cached_property
 
 from hybridpar.cluster_file import ClusterSpec, LinkLevel
 from hybridpar.compress import Meeting
+from hybridpar.compress.auto import PLAIN
 from hybridpar.compress.rates import Kind, LinkCost
 from hybridpar.pipeline.costs import Link
 
@@ -118,22 +119,26 @@ class Network:
         inside, between = log_rounds(max(workers.values())), log_rounds(len(workers))
         return 2 * (inside * self._inside.latency_ms + between * self._between.latency_ms)
 
-    def exchange(self, kinds: Iterable[Kind]) -> Mapping[Kind, LinkCost]:
+    def exchange(self, kinds: Iterable[Kind], *, codec: bool = False) -> Mapping[Kind, LinkCost]:
         """What messages take until they have met, where all workers of a group send their own.
 
         Of groups on two levels that is right for sums alone; codecs then work between hosts, see `between_hosts`.
+
+        Args:
+            kinds: How they meet.
+            codec: They are those of a codec, whose sums go over a backend's group also where others do not.
         """
         group = self.grouping
         if group.two_levels:
-            return {kind: self._two_levels(kind[0]) for kind in kinds}
+            return {kind: self._two_levels(kind) for kind in kinds}
         level = self._inside if group.hosts == 1 else self._between
         sharing = 1 if group.hosts == 1 else group.sharing
-        return {kind: _flat(kind[0], level, group.workers, sharing) for kind in kinds}
+        return {kind: _flat(kind, level, group.workers, sharing, codec) for kind in kinds}
 
     def between_hosts(self, kinds: Iterable[Kind]) -> Mapping[Kind, LinkCost]:
         """What the messages of a codec take between the leaders of hosts, which share the link of their host."""
         group = self.grouping
-        return {kind: _flat(kind[0], self._between, group.hosts, group.sharing) for kind in kinds}
+        return {kind: _flat(kind, self._between, group.hosts, group.sharing, codec=True) for kind in kinds}
 
     @property
     def bytes_per_ms(self) -> float | None:
@@ -145,34 +150,34 @@ class Network:
 
     def inside_cost(self) -> LinkCost:
         """What a codec between hosts needs inside of them: a sum before it, and one that hands the result out."""
-        once = _flat(Meeting.SUM, self._inside, self.grouping.each, 1)
+        once = _flat(PLAIN, self._inside, self.grouping.each, 1)
         return LinkCost(2 * once.latency_ms, 2 * once.ms_per_byte)
 
-    def core_use(self, meeting: Meeting, *, codec: bool = False) -> float | None:
+    def core_use(self, kind: Kind, *, codec: bool = False) -> float | None:
         """Cores of a worker that messages keep busy while they are on their way; None where nobody measured that.
 
         Args:
-            meeting: How they meet.
+            kind: How they meet.
             codec: They are those of a codec, which on two levels works between hosts.
         """
         group = self.grouping
         levels = [self._inside] if group.hosts == 1 else [self._between]
         if group.two_levels and not codec:
             levels = [self._inside, self._between]
-        uses = [_core_use(meeting, level) for level in levels]
+        uses = [_core_use(kind, level, codec) for level in levels]
         known = [use for use in uses if use is not None]
         if len(known) < len(uses):
             return None
         if len(known) == 1:
             return known[0]
-        times = [_flat(meeting, self._inside, group.each, 1), _flat(meeting, self._between, group.hosts, group.sharing)]
+        times = [_flat(kind, self._inside, group.each, 1), _flat(kind, self._between, group.hosts, group.sharing)]
         whole = sum(one.ms_per_byte for one in times)
         return sum(use * one.ms_per_byte for use, one in zip(known, times, strict=True)) / whole if whole else 0.0
 
-    def _two_levels(self, meeting: Meeting) -> LinkCost:
+    def _two_levels(self, kind: Kind) -> LinkCost:
         group = self.grouping
-        inner = _flat(meeting, self._inside, group.each, 1)
-        outer = _flat(meeting, self._between, group.hosts, group.sharing)
+        inner = _flat(kind, self._inside, group.each, 1)
+        outer = _flat(kind, self._between, group.hosts, group.sharing)
         return LinkCost(inner.latency_ms + outer.latency_ms, inner.ms_per_byte + outer.ms_per_byte)
 
     def _sends(self, level: LinkLevel, sharing: int) -> Link:
@@ -180,15 +185,24 @@ class Network:
         return Link(level.latency_ms, speed)
 
 
-def _core_use(meeting: Meeting, level: LinkLevel) -> float | None:
+def _core_use(kind: Kind, level: LinkLevel, codec: bool) -> float | None:
     """On one level; a sharded exchange goes there and comes back, at speeds of their own."""
     use, reached = level.cores, level.efficiency
     if use is None:
         return None
-    if meeting is Meeting.SHARD:
+    if kind[0] is Meeting.SHARD:
         there, back = 1 / reached.all_to_all, 1 / reached.all_gather
         return (use.all_to_all * there + use.all_gather * back) / (there + back)
-    return use.all_gather if meeting is Meeting.GATHER else use.all_reduce
+    return use.all_gather if kind[0] is Meeting.GATHER else use.of(_sum_way(kind, codec))
+
+
+def _sum_way(kind: Kind, codec: bool) -> str:
+    """Which way of using a link a sum is."""
+    if not codec:
+        return "all_reduce"
+    if not kind[1].is_floating_point:
+        return "integer_sum"
+    return "half_sum" if kind[1].itemsize == 2 else "codec_sum"
 
 
 def log_rounds(workers: int) -> int:
@@ -196,8 +210,9 @@ def log_rounds(workers: int) -> int:
     return math.ceil(math.log2(workers)) if workers > 1 else 0
 
 
-def _flat(meeting: Meeting, level: LinkLevel, workers: int, sharing: int) -> LinkCost:
+def _flat(kind: Kind, level: LinkLevel, workers: int, sharing: int, codec: bool = False) -> LinkCost:
     """One level; `sharing` groups use the link beside each other."""
+    meeting = kind[0]
     if workers == 1:
         return LinkCost(0.0, 0.0)
     use, latency = level.efficiency, level.latency_ms
@@ -209,4 +224,4 @@ def _flat(meeting: Meeting, level: LinkLevel, workers: int, sharing: int) -> Lin
         return LinkCost(messages * latency, part / (speed * use.all_to_all) + part / (speed * use.all_gather))
     if meeting is Meeting.GATHER:
         return LinkCost(log_rounds(workers) * latency, (workers - 1) / (speed * use.all_gather))
-    return LinkCost(2 * log_rounds(workers) * latency, 2 * part / (speed * use.all_reduce))
+    return LinkCost(2 * log_rounds(workers) * latency, 2 * part / (speed * use.of(_sum_way(kind, codec))))

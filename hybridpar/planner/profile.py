@@ -57,12 +57,14 @@ class Variant:
         kernels: `stock`, or `tuned` where tuned kernels take torch's place.
         sizes: Times at each micro-batch size that was measured, ascending.
         noise: Relative noise of these times.
+        update_ms: As of the profile, where it was measured for this way.
     """
 
     memory_format: str
     kernels: str
     sizes: tuple[SizedTimes, ...]
     noise: float = 0.0
+    update_ms: float | None = None
 
     @property
     def name(self) -> str:
@@ -114,10 +116,12 @@ class ModelProfile:
         source: `measured` or `analytic`.
         co_run: For numbers of lanes on one device that were measured: how much slower each runs while all are busy.
         crowd: For numbers of workers on one host that compute at a time: how much slower each is than one alone.
+        together: How much slower several workers compute in a step than the parts of it say, see `planner.rehearse`.
         update_ms: What a step takes after the last backward pass, on one worker with the whole model: agreeing,
             statistics of BatchNorm, the optimizer; None where it was not measured.
         collect_ms: Copying all gradients into buckets.
-        accumulate_ms: Adding all gradients to those of the micro-batch before, which is in all backward times.
+        accumulate_ms: By how much backward passes that add gradients to those of the micro-batch before, as all that
+            were timed do, take longer than those that make the first ones; it can be less than nothing.
         versions: Of what it was measured with.
     """
 
@@ -132,6 +136,7 @@ class ModelProfile:
     source: str = "measured"
     co_run: Mapping[int, float] = field(default_factory=dict)
     crowd: Mapping[int, float] = field(default_factory=dict)
+    together: float = 1.0
     update_ms: float | None = None
     collect_ms: float = 0.0
     accumulate_ms: float = 0.0
@@ -203,6 +208,7 @@ def merged(variants: Sequence[Variant]) -> tuple[Variant, ...]:
             *key,
             tuple(sorted((size for one in same for size in one.sizes), key=lambda size: size.samples)),
             max(one.noise for one in same),
+            next((one.update_ms for one in same if one.update_ms is not None), None),
         )
         for key, same in found.items()
     )

@@ -33,6 +33,10 @@ SCHEDULES_TRIED: dict[str, tuple[str, ...]] = {
 MOST_GREEDY = 128
 
 
+#: The plan that every search contains.
+DATA_PARALLEL = "data parallel"
+
+
 @dataclass(frozen=True)
 class Shape:
     """How many of everything.
@@ -147,7 +151,7 @@ class Space:
         """What a plan must beat: plain data parallelism over all workers, and one device, where they are allowed."""
         whole = self.library.cuts(1)[0]
         named = {}
-        for name, workers in (("data parallel", self.workers), ("one device", 1)):
+        for name, workers in ((DATA_PARALLEL, self.workers), ("one device", 1)):
             count = self.micro_batch_counts(workers)
             candidate = Candidate(Shape(1, workers, 1, 1, "linear", count[0]), whole, "accumulate")
             if self._allows(candidate):

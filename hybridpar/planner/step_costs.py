@@ -30,6 +30,8 @@ from hybridpar.process import describe_allocator, host_identity
 
 #: Steps of each measurement; the median of them counts.
 STEPS = 5
+#: And of the rest of a step, which is little of it.
+REST_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class StepCosts:
     Attributes:
         update_ms: Opening and closing a step: the guard, BatchNorm's statistics, the optimizer.
         collect_ms: Copying all gradients into buckets.
-        accumulate_ms: Adding all gradients to others. Profiles hold it in every backward pass, as in all micro-batches
-            but the first, whose gradients have nothing to be added to.
+        accumulate_ms: By how much a pass whose gradients are added to others takes longer than one that makes the first
+            ones. Profiles are of the former kind. Below 0 where new memory costs more than adding does.
     """
 
     update_ms: float
@@ -62,7 +64,7 @@ def optimizer_like(model: nn.Module, copies: int) -> torch.optim.Optimizer:
 
 
 def measure_step_costs(
-    model: nn.Module, example: Tensor, *, copies: int = 1, bucket_bytes: int = 8 << 20, steps: int = STEPS
+    model: nn.Module, example: Tensor, *, copies: int = 1, bucket_bytes: int = 8 << 20, steps: int = REST_STEPS
 ) -> StepCosts:
     """Time what a step does besides its passes.
 
@@ -71,21 +73,21 @@ def measure_step_costs(
         example: A micro-batch.
         copies: As for `optimizer_like`.
         bucket_bytes: Size at which a bucket of gradients is full.
-        steps: Steps to time, after two that are not counted.
+        steps: Steps to time, after one that is not counted.
 
     Raises:
         RuntimeError: The model's training step fails.
     """
-    update, collect, accumulate = [], [], []
+    update, collect, kept, fresh = [], [], [], []
     clock = Clock(example.device)
     with untouched(model, training=True), Lanes(example.device) as lanes:
         # With two micro-batches BatchNorm's statistics are pooled, as they are between replicas.
         sync = GradientSync(model, World(device=example.device), lanes, SyncOptions(), micro_batches=2)
         optimizer = optimizer_like(model, copies)
         try:
-            for _ in range(steps + 2):
+            for _ in range(steps + 1):
                 sync.begin(len(example))  # frees the gradients of the step before
-                between = _passes(sync, model, example, clock)
+                between = forward_backward(sync, model, example, clock)
                 began = clock.mark()
                 outcome = sync.finish()
                 if outcome.committed:
@@ -98,26 +100,22 @@ def measure_step_costs(
             sync.close()
         order = [(name, one) for name, one in reversed(list(model.named_parameters())) if one.requires_grad]
         buckets = make_buckets(order, bucket_bytes)
-        for _ in range(steps + 2):
-            whole_step_ms(model, (example,), clock)
-            gradients = [parameter.grad for _, parameter in order]
-            fresh = [gradient.clone() for gradient in gradients if gradient is not None]
+        for _ in range(steps + 1):
+            for _, parameter in order:
+                parameter.grad = None
+            fresh.append(whole_step_ms(model, (example,), clock))
+            kept.append(whole_step_ms(model, (example,), clock))
             began = clock.mark()
-            for gradient, other in zip((one for one in gradients if one is not None), fresh, strict=True):
-                gradient.add_(other)
-            middle = clock.mark()
             for bucket in buckets:
                 bucket.collect()
             ended = clock.mark()
             clock.wait()
-            accumulate.append(clock.between(began, middle))
-            collect.append(clock.between(middle, ended))
-            for (_, parameter), before in zip(order, gradients, strict=True):
-                parameter.grad = before
-    return StepCosts(*(statistics.median(times[2:]) for times in (update, collect, accumulate)))
+            collect.append(clock.between(began, ended))
+    updating, collecting, adding, making = (statistics.median(times[1:]) for times in (update, collect, kept, fresh))
+    return StepCosts(updating, collecting, adding - making)
 
 
-def _passes(sync: GradientSync, model: nn.Module, example: Tensor, clock: Clock) -> tuple[Any, Any]:
+def forward_backward(sync: GradientSync, model: nn.Module, example: Tensor, clock: Clock) -> tuple[Any, Any]:
     """Forward and backward pass; marks of the clock around what the sync does between them."""
     sync.micro_batch(len(example), last=True)
     leaves = [leaf for _, leaf in tensor_leaves(model(example)) if leaf.requires_grad]

@@ -157,6 +157,16 @@ def test_a_codec_is_tried_on_pieces_of_the_model(text):
     assert measure_codec(parse_codec("powersgd"), {(8,), (3, 3)}, 3, torch.device("cpu")) is None
 
 
+def test_between_sizes_that_were_tried_a_codec_takes_what_the_line_between_says():
+    rate = CodecRate({100: (1.0, 3.0), 1100: (2.0, 3.0), 2100: (6.0, 4.0)})
+    assert rate.times(100) == (1.0, 3.0)
+    assert rate.times(600) == pytest.approx((1.5, 3.0))
+    assert rate.times(1600) == pytest.approx((4.0, 3.5))
+    assert rate.times(4200) == pytest.approx((12.0, 8.0)), "beyond, in proportion"
+    assert rate.times(1) == (1.0, 3.0), "a call takes its time, however little it is given"
+    assert CodecRate({1000: (1.0, 2.0)}).times(500) == (0.5, 1.0), "one size says nothing about calls"
+
+
 def test_a_warm_up_is_not_what_is_predicted():
     assert lasting_rounds(parse_codec("onebit:warmup=5"), (64, 64), 3)[0].meeting is Meeting.SHARD
 

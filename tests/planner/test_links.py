@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from hybridpar.cluster_file import ClusterSpec, parse_cluster
 from hybridpar.compress import Meeting
+from hybridpar.compress.auto import PLAIN
 from hybridpar.errors import SyncError
 from hybridpar.pipeline.world import World
 from hybridpar.planner import links
@@ -41,8 +43,11 @@ def test_workers_measure_the_links_between_them_and_agree(tmp_path, shared_memor
     assert level.bandwidth > 1e6
     assert level.latency_ms > 0
     assert level.cores is not None
-    assert max(level.efficiency.model_dump().values()) == 1.0
-    assert all(0 <= use < 16 for use in level.cores.model_dump().values())
+    assert max(level.efficiency.model_dump(exclude_none=True).values()) == 1.0
+    assert all(0 <= use < 16 for use in level.cores.model_dump(exclude_none=True).values())
+    assert (level.efficiency.codec_sum is None) == (not shared_memory), "over a group sums of codecs are as all others"
+    assert level.efficiency.half_sum is not None
+    assert level.efficiency.integer_sum is not None
     assert level.cores.all_reduce > 0
 
 
@@ -108,11 +113,11 @@ def test_cores_that_a_link_keeps_busy_are_those_of_what_uses_it():
         }
     )
     network = Network(spec, 1, 2)
-    assert network.core_use(Meeting.SUM) == 0.4
-    assert network.core_use(Meeting.GATHER) == 0.4
+    assert network.core_use(PLAIN) == 0.4
+    assert network.core_use((Meeting.GATHER, torch.uint8)) == 0.4
     # There at half of the bandwidth, back at a quarter: a third of the time, and two thirds.
-    assert network.core_use(Meeting.SHARD) == pytest.approx(0.1 / 3 + 0.4 * 2 / 3)
-    assert Network(spec.model_copy(update={"between": spec.between.faster(1)}), 1, 2).core_use(Meeting.SUM) == 0.4
+    assert network.core_use((Meeting.SHARD, torch.uint8)) == pytest.approx(0.1 / 3 + 0.4 * 2 / 3)
+    assert Network(spec.model_copy(update={"between": spec.between.faster(1)}), 1, 2).core_use(PLAIN) == 0.4
     faster = spec.faster_links(10).between
     assert faster.cores.all_reduce / faster.bandwidth == pytest.approx(0.4 / 1e8), "a byte takes a core as long"
 

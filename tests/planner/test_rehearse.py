@@ -1,0 +1,83 @@
+"""Plain data parallelism runs before others are predicted, and what it took goes into what is predicted of all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpar.cluster_file import ClusterSpec
+from hybridpar.pipeline.world import World
+from hybridpar.planner.evaluate import Evaluator
+from hybridpar.planner.fixed import Fixed
+from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.rehearse import LEAST, MOST, measure_rehearsal, rehearsed
+from hybridpar.planner.search import find_plan
+from hybridpar.planner.space import DATA_PARALLEL, Space
+from tests.planner.small import cluster, inputs
+from tests.ranks import run_ranks
+
+
+def plain_ms(asked: PlannerInputs) -> float:
+    found = find_plan(replace(asked, fixed=Fixed())).baselines[DATA_PARALLEL]
+    assert found is not None
+    return found.step_ms
+
+
+@pytest.mark.parametrize("fixed", [Fixed(), Fixed(stages=2)])
+def test_what_plain_data_parallelism_took_is_what_is_predicted_of_it(fixed):
+    asked = inputs(spec=cluster(2, 1e9), fixed=fixed)
+    before = plain_ms(asked)
+    found = rehearsed(asked, 1.1 * before)
+    assert plain_ms(found) == pytest.approx(1.1 * before, rel=2e-3)
+    assert found.fixed == fixed
+    assert 1 < found.profile.together < MOST
+
+
+def test_one_device_has_nobody_to_be_slowed_by_and_pipelines_have():
+    asked = inputs(spec=cluster(2, 1e10))
+    slower = rehearsed(asked, 1.2 * plain_ms(asked))
+    for candidate in Space(asked).candidates():
+        one, other = (Evaluator(Space(each)).outcome(candidate).step_ms for each in (asked, slower))
+        if candidate.shape.workers == 1:
+            assert other == one
+        elif candidate.schedule != "greedy":
+            assert other > one
+
+
+def test_a_disturbance_is_not_believed_and_no_rehearsal_changes_nothing():
+    asked = inputs()
+    assert rehearsed(asked, None) is asked
+    assert rehearsed(asked, 1e6).profile.together == pytest.approx(MOST, abs=2e-3)
+    assert rehearsed(asked, 1e-6).profile.together == pytest.approx(LEAST, abs=2e-3)
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+
+
+def rehearse(world: World, bandwidth: float, memory_format: str) -> tuple[float | None, bool]:
+    model = net()
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    spec = ClusterSpec.model_validate({"hosts": [{"devices": world.size}], "inside": {"bandwidth": bandwidth}})
+    took = measure_rehearsal(model, torch.randn(4, 3, 8, 8), world, spec, memory_format=memory_format, steps=2)
+    same = all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    layouts = all(one.is_contiguous() for one in model.parameters())
+    return took, same and layouts and all(one.grad is None for one in model.parameters())
+
+
+@pytest.mark.parametrize("memory_format", ["contiguous", "channels_last"])
+def test_steps_of_the_job_are_timed_and_the_model_is_left_alone(memory_format):
+    one, other = run_ranks(rehearse, 2, 1e12, memory_format)
+    assert one == other, "the slowest worker's time is everybody's"
+    assert one[0] is not None
+    assert one[0] > 0
+    assert one[1]
+
+
+def test_where_the_link_says_what_a_step_takes_there_is_no_rehearsal():
+    assert run_ranks(rehearse, 2, 1.0, "contiguous") == [(None, True)] * 2
+    assert run_ranks(rehearse, 1, 1e12, "contiguous") == [(None, True)]
