@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.measure import has_tuned_kernels, measure_rates, profile_model
 from hybridpar.planner.profile import ModelProfile
-from hybridpar.planner.rehearse import measure_rehearsal, rehearsed
+from hybridpar.planner.rehearse import CODEC, Rehearsal, measure_rehearsal, rehearsed
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
 from hybridpar.planner.steps import planned_codecs
 from hybridpar.planner.store import load, store
@@ -232,18 +232,18 @@ def _rehearse(
     sample_shape: Sequence[int],
     cluster: ClusterSpec,
     key: Mapping[str, Any],
-) -> tuple[str, float | None]:
-    """What a step of plain data parallelism takes, measured or remembered; a collective.
+) -> tuple[str, Rehearsal | None]:
+    """What a step of data parallelism takes, measured or remembered; a collective.
 
     Returns:
-        Why it could not be measured, or nothing; and the milliseconds, where they say something.
+        Why it could not be measured, or nothing; and the steps, where they say something.
     """
     if world.size == 1:
         return "", None
     key = {**key, "transport": world.transport, "bucket": config.bucket_bytes}
-    known: dict[str, float | None] | None = world.from_main(lambda: load(REHEARSAL, key))
+    known: dict[str, Any] | None = world.from_main(lambda: load(REHEARSAL, key))
     if known is not None:
-        return "", known["ms"]
+        return "", Rehearsal(**known["took"]) if known["took"] else None
     draw = torch.Generator().manual_seed(0)
     example = torch.randn(key["sizes"][-1], *sample_shape, generator=draw).to(world.device)
     with _ToldToAll(world) as first, autocast(config, world.device):
@@ -259,7 +259,7 @@ def _rehearse(
     if first.problem:
         return first.problem, None
     if world.is_main:
-        store(REHEARSAL, key, {"ms": took})
+        store(REHEARSAL, key, {"took": None if took is None else asdict(took)})
     return "", took
 
 
@@ -308,7 +308,9 @@ def _measure(
     if second.problem:
         return second.problem, None
     trained = [one for one in model.parameters() if one.requires_grad]
-    rates = measure_rates(key["codecs"], trained, world.size, world.device, world=world)
+    shared = not isinstance(world.lane_sums[0], BackendSum)
+    codecs = key["codecs"] if shared or world.size == 1 else sorted({*key["codecs"], CODEC})  # it may be rehearsed
+    rates = measure_rates(codecs, trained, world.size, world.device, world=world)
     if kept is None:
         return "", None
     kept = replace(kept, rates=rates)
@@ -357,7 +359,7 @@ def _copies(config: TrainConfig) -> int:
 
 
 def _inputs(
-    config: TrainConfig, cluster: ClusterSpec, fixed: Fixed, kept: _Kept, name: str, took_ms: float | None
+    config: TrainConfig, cluster: ClusterSpec, fixed: Fixed, kept: _Kept, name: str, took: Rehearsal | None
 ) -> PlannerInputs:
     """What was measured, as a search reads it, with what earlier runs corrected."""
     if fixed.codecs is not None:
@@ -376,7 +378,7 @@ def _inputs(
         most_micro_batches=max(1, min(32, config.batch_size // (2 * cluster.workers))),
         fixed=fixed,
     )
-    return calibrated(rehearsed(inputs, took_ms))
+    return calibrated(rehearsed(inputs, took))
 
 
 def _sizes(model: nn.Module, batch: int, workers: int, fixed: Fixed) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from benchmarks.rig.paired import FOREIGN_LOAD
 from hybridpar.cluster_file import ClusterSpec
 from hybridpar.config import TrainConfig
 from hybridpar.models import build_model, seed_everything
+from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan
 from hybridpar.plan_trials import Trial, random_batch
@@ -23,7 +25,7 @@ from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.measure import measure_rates, profile_model
 from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.record import plan_of
-from hybridpar.planner.rehearse import measure_rehearsal, rehearsed
+from hybridpar.planner.rehearse import Rehearsal, measure_rehearsal, rehearsed
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
 from hybridpar.planner.steps import planned_codecs
@@ -98,8 +100,10 @@ SETTINGS = {
 QUICK = Setting("benchmarks.planner.common:tiny_net", 16, 16)
 
 
-def planner_inputs(setting: Setting, world: World, cluster: ClusterSpec, fidelity: Fidelity) -> PlannerInputs:
-    """What a search reads, measured by the workers that will run it; a collective.
+def planner_inputs(
+    setting: Setting, world: World, cluster: ClusterSpec, fidelity: Fidelity
+) -> tuple[PlannerInputs, Rehearsal | None]:
+    """What a search reads, measured by the workers that will run it, and what ran for that; a collective.
 
     Args:
         setting: What is trained.
@@ -127,7 +131,37 @@ def planner_inputs(setting: Setting, world: World, cluster: ClusterSpec, fidelit
     rates = measure_rates(planned_codecs("lossy"), found.parameters, world.size, world.device, world=world)
     overhead = world.from_main(lambda: measure_hand_over(world.device))
     took = measure_rehearsal(model, images, world, cluster)
-    return rehearsed(PlannerInputs(found, cluster, setting.batch, fidelity, rates, overhead_ms=overhead), took)
+    inputs = PlannerInputs(found, cluster, setting.batch, fidelity, rates, overhead_ms=overhead)
+    return rehearsed(inputs, took), took
+
+
+class Reference:
+    """How fast the machine is: plain training steps of a model, by all workers at a time.
+
+    Machines that others share change their speed by a tenth within minutes, which is no error of what was predicted
+    before; so it is told beside every row.
+
+    Args:
+        setting: What is trained.
+        world: All workers of the job.
+    """
+
+    def __init__(self, setting: Setting, world: World) -> None:
+        self._model, self._world = setting.build(), world
+        each = setting.batch // world.size
+        self._images = random_batch((3, setting.side, setting.side), each, CLASSES, world.device)[0]
+        self._first = self._step_ms()
+
+    def _step_ms(self) -> float:
+        clock = Clock(self._world.device)
+        self._world.barrier()
+        took = [whole_step_ms(self._model, (self._images,), clock) for _ in range(4)]
+        told: list[float] = self._world.gather(statistics.median(took[1:]))  # type: ignore[assignment]
+        return statistics.mean(told)
+
+    def slower(self) -> float:
+        """How much slower it is than when this was made; a collective."""
+        return self._step_ms() / self._first
 
 
 def make_trial(setting: Setting, plan: Plan, world: World) -> Trial:

@@ -1,13 +1,15 @@
 """Why: what the planner says a step takes is held against what it takes, and what it chooses against everything else.
 
-Plans over the whole predicted range live side by side in the ranks and take turns, torch's DDP among them. From the
-same steps come two tables: the error of every prediction, and how much slower the chosen plan is than the best one.
+Plans over the whole predicted range take turns, torch's DDP among them, each alone in its processes for some steps as
+in a training. From the same steps come two tables: the error of every prediction, and how much slower the chosen plan
+is than the best one.
 """
 
 from __future__ import annotations
 
 import csv
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from benchmarks.planner.common import (
     SETTINGS,
     Drawn,
     ForeignLoad,
+    Reference,
     Setting,
     cluster_of,
     drawn_plans,
@@ -33,12 +36,15 @@ from benchmarks.planner.regret import regret_rows
 from benchmarks.rig.rank import link, process_group
 from hybridpar.pipeline.world import World
 from hybridpar.plan_trials import FIRST_STEPS, random_batch, time_plans
+from hybridpar.planner.rehearse import CODEC
 
 #: What is promised over all rows of `predicted.csv`.
 MEDIAN_AT_MOST, WORST_AT_MOST = 0.07, 0.15
 DDP = "torch's DDP"
-#: Plain data parallelism of two workers, as a plan is called.
-DATA_PARALLEL = "data parallel over 2 devices"
+#: The plan that ran before anything was predicted, by its codec; see `hybridpar.planner.rehearse`.
+REHEARSED = {"none": "data parallel over 2 devices", CODEC: f"data parallel over 2 devices, {CODEC}"}
+#: Visits of every plan, and seconds of one after its first steps.
+LEAST_VISITS, MOST_VISITS, VISIT_SECONDS = 2, 4, 2.5
 
 
 def measure(
@@ -65,15 +71,18 @@ def measure(
         if rank == 0:
             print(cluster.to_toml(), flush=True)
         for setting in [QUICK] if quick else [SETTINGS[name] for name in models]:
-            inputs = planner_inputs(setting, world, cluster, "lossy")
+            reference = Reference(setting, world)
+            inputs, took = planner_inputs(setting, world, cluster, "lossy")
             drawn, chosen = world.from_main(lambda inputs=inputs: drawn_plans(inputs, plans))  # type: ignore[misc]
             with ForeignLoad(world) as load:
-                times = measured(setting, drawn, world, rounds, seconds)
+                times, slower = measured(setting, drawn, world, rounds, seconds, reference)
             if rank == 0:
                 if "predicted" in tables:
-                    # Plain data parallelism has run before anything was predicted, where that says something.
-                    known = DATA_PARALLEL if inputs.profile.together != 1 else None
-                    rows = [error_row(setting, one, times[one.name], load.told, one.name == known) for one in drawn]
+                    ran = None if took is None else REHEARSED[took.codec]
+                    rows = [
+                        error_row(setting, one, times[one.name], load.told, slower[one.name], one.name == ran)
+                        for one in drawn
+                    ]
                     write_checks(rows, tables["predicted"], "predicted")
                 if "regret" in tables:
                     found = regret_rows(setting, drawn, chosen, times, times[DDP], load.told)
@@ -81,19 +90,48 @@ def measure(
         world.close()
 
 
-def measured(setting: Setting, drawn: list[Drawn], world: World, rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds of the steps of plans and of DDP, which live side by side and take turns; a collective."""
-    trials = {one.name: make_trial(setting, one.plan, world) for one in drawn}
-    steps: dict[str, Callable[[], object]] = {name: one.step for name, one in trials.items()}
-    steps[DDP] = _ddp(setting, world)
-    try:
-        for step in steps.values():
-            for _ in range(FIRST_STEPS):
-                step()
-        return time_plans(steps, world, rounds=rounds, seconds=seconds)
-    finally:
-        for trial in trials.values():
-            trial.close()
+def measured(
+    setting: Setting, drawn: list[Drawn], world: World, rounds: int, seconds: float, reference: Reference
+) -> tuple[dict[str, list[float]], dict[str, float]]:
+    """Steps of plans and of DDP, which take turns; a collective.
+
+    Each is visited as often as there is time for, at least twice, in changing order; nothing else lives in the
+    processes meanwhile.
+
+    Args:
+        setting: What is trained.
+        drawn: The plans.
+        world: All workers of the job.
+        rounds: Steps of a visit that count, at most; at least three do.
+        seconds: No new round of visits begins later than this.
+        reference: Tells how fast the machine is.
+
+    Returns:
+        The median milliseconds of every visit by name, and how much slower the machine was then than before.
+    """
+    names: list[str] = [*(one.name for one in drawn), DDP]
+    plans = {one.name: one.plan for one in drawn}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    speeds: dict[str, list[float]] = {name: [] for name in names}
+    begin = time.perf_counter()
+    for number in range(MOST_VISITS):
+        late: list[bool] = world.gather(time.perf_counter() - begin > seconds)  # type: ignore[assignment]
+        if number >= LEAST_VISITS and any(late):
+            break
+        for name in names if number % 2 == 0 else reversed(names):
+            trial = make_trial(setting, plans[name], world) if name in plans else None
+            step = trial.step if trial is not None else _ddp(setting, world)
+            try:
+                for _ in range(FIRST_STEPS):
+                    step()
+                took = time_plans({name: step}, world, rounds=rounds, seconds=VISIT_SECONDS)[name]
+            finally:
+                if trial is not None:
+                    trial.close()
+            del step, trial
+            times[name].append(statistics.median(took))
+            speeds[name].append(reference.slower())
+    return times, {name: statistics.median(own) for name, own in speeds.items()}
 
 
 def _ddp(setting: Setting, world: World) -> Callable[[], None]:
@@ -111,9 +149,21 @@ def _ddp(setting: Setting, world: World) -> Callable[[], None]:
     return step
 
 
-def error_row(setting: Setting, one: Drawn, times: list[float], load: str, rehearsed: bool = False) -> Check:
-    """The error of a plan: what was predicted over the median that was measured, less one."""
+def error_row(
+    setting: Setting, one: Drawn, times: list[float], load: str, slower: float = 1.0, rehearsed: bool = False
+) -> Check:
+    """The error of a plan: what was predicted over the median that was measured, less one.
+
+    Args:
+        setting: What is trained.
+        one: The plan.
+        times: Milliseconds of its steps, or of visits.
+        load: How busy the machine was otherwise, in words.
+        slower: How much slower it was than when it was measured for the prediction; told, and not corrected for.
+        rehearsed: It ran before anything was predicted.
+    """
     real = statistics.median(times)
+    speed = f"machine {slower:.3f} times as slow"
     errors = sorted(one.predicted_ms / time - 1 for time in times)
     return Check(
         setting=str(setting),
@@ -122,7 +172,7 @@ def error_row(setting: Setting, one: Drawn, times: list[float], load: str, rehea
         value=one.predicted_ms / real - 1,
         low=errors[0],
         high=errors[-1],
-        extra=f"predicted {one.predicted_ms:.1f} ms (place {one.place}), measured {real:.1f} ms; {load}",
+        extra=f"predicted {one.predicted_ms:.1f} ms (place {one.place}), measured {real:.1f} ms; {speed}; {load}",
     )
 
 
@@ -133,8 +183,8 @@ def summarise(table: Path) -> list[Check]:
     """
     with table.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["what"].startswith("error of the predicted")]
-    newest = {(row["setting"], row["link"], row["what"]): abs(float(row["value"])) for row in rows}
-    errors = sorted(newest.values())
+    newest = {(row["setting"], row["link"], row["what"]): row for row in rows}
+    errors = sorted(abs(float(row["value"])) for row in newest.values())
     links = ", ".join(dict.fromkeys(row["link"] for row in rows))
 
     def check(what: str, value: float, at_most: float) -> Check:

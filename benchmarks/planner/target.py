@@ -108,7 +108,7 @@ class Call:
 def _plan(call: Call) -> None:
     world = World.join(lanes=2, timeout=900)
     began = time.perf_counter()
-    inputs = planner_inputs(Planned("resnet18", 32, 16 * call.ranks), world, cluster_of(world), "lossy")
+    inputs, _ = planner_inputs(Planned("resnet18", 32, 16 * call.ranks), world, cluster_of(world), "lossy")
     noted = world.from_main(lambda: _decide(inputs))
     noted["seconds"] = time.perf_counter() - began
     if call.rank == 0:

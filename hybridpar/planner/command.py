@@ -148,7 +148,7 @@ def measured_inputs(
     from hybridpar.planner.calibrate import calibrated
     from hybridpar.planner.rehearse import rehearsed
 
-    return calibrated(rehearsed(inputs, None if together is None else together.rehearsal_ms))
+    return calibrated(rehearsed(inputs, None if together is None else together.rehearsal))
 
 
 def _overhead_ms(profile: ModelProfile) -> float:

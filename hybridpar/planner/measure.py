@@ -31,6 +31,7 @@ from hybridpar.pipeline.world import World
 from hybridpar.plan import ModelInfo
 from hybridpar.planner.figures_cache import keep, recalled, remembered
 from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant, merged
+from hybridpar.planner.rehearse import Rehearsal
 from hybridpar.planner.step_costs import StepCosts, figures_key, measure_step_costs
 from hybridpar.process import describe_allocator, host_identity
 from hybridpar.tvm_kernels.database import default_database
@@ -53,12 +54,12 @@ class Together:
     Attributes:
         crowd: How much workers of a host slow each other down, see `measure_crowd`.
         rates: How fast codecs are while all workers use them, see `measure_rates`.
-        rehearsal_ms: A step of plain data parallelism, see `measure_rehearsal`.
+        rehearsal: Steps of plain data parallelism, see `measure_rehearsal`.
     """
 
     crowd: Mapping[int, float]
     rates: dict[str, dict[int, tuple[float, float]]]
-    rehearsal_ms: float | None = None
+    rehearsal: Rehearsal | None = None
 
 
 #: Layers that normalise over the micro-batch.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from hybridpar.compress.auto import PLAIN
 from hybridpar.lanes import Lanes
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
+from hybridpar.pipeline.collective import BackendSum
 from hybridpar.pipeline.sync import GradientSync, SyncOptions
 from hybridpar.pipeline.world import World
 from hybridpar.planner.evaluate import Evaluator
@@ -35,6 +36,24 @@ STEPS, FIRST_STEPS = 5, 2
 #: Parts are never so wrong; what lies beyond was a disturbance.
 LEAST, MOST = 0.9, 1.4
 
+#: What gradients travel as where the link is too slow for them as they are.
+CODEC = "onebit:decay=0.9"
+#: By how much that shortens an exchange, at least.
+_LESS = 20
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Steps of data parallelism that were run before anything was predicted.
+
+    Attributes:
+        codec: What gradients travelled as.
+        step_ms: The slowest worker's step, the median over steps.
+    """
+
+    codec: str
+    step_ms: float
+
 
 def measure_rehearsal(
     model: nn.Module,
@@ -46,8 +65,8 @@ def measure_rehearsal(
     bucket_bytes: int = 8 << 20,
     memory_format: str = "contiguous",
     steps: int = STEPS,
-) -> float | None:
-    """Time steps of plain data parallelism; a collective.
+) -> Rehearsal | None:
+    """Time steps of data parallelism, as plain as the link allows; a collective.
 
     Args:
         model: The model, on its device; it is left as it was.
@@ -60,9 +79,9 @@ def measure_rehearsal(
         steps: Steps that count.
 
     Returns:
-        Milliseconds of the slowest worker's step, the median over steps. None where one worker has nobody to wait for,
-        and where exchanging gradients takes longer than computing them: then the link says what a step takes, and it
-        has been measured.
+        What it took. Where exchanging gradients takes longer than computing them, the link says what a step takes, and
+        it has been measured; there they travel compressed. None where that is still so, or is not possible, and where
+        one worker has nobody to wait for.
 
     Raises:
         SyncError: A worker died or did not answer in time.
@@ -78,12 +97,13 @@ def measure_rehearsal(
         model.to(memory_format=layout)
         whole_step_ms(model, (example,), clock)
         told: list[float] = world.gather(whole_step_ms(model, (example,), clock))  # type: ignore[assignment]
-        if exchange > max(told):
+        codec = _affordable(exchange, max(told), world)
+        if codec is None:
             model.to(memory_format=torch.contiguous_format)
             return None
         for parameter in model.parameters():
             parameter.grad = None
-        sync = GradientSync(model, world, lanes, SyncOptions(bucket_bytes=bucket_bytes))
+        sync = GradientSync(model, world, lanes, SyncOptions(bucket_bytes=bucket_bytes, codec=codec))
         optimizer = optimizer_like(model, copies)
         times = []
         try:
@@ -102,25 +122,37 @@ def measure_rehearsal(
         finally:
             sync.close()
             model.to(memory_format=torch.contiguous_format)
-    return statistics.median(times[FIRST_STEPS:])
+    return Rehearsal(codec, statistics.median(times[FIRST_STEPS:]))
 
 
-def rehearsed(inputs: PlannerInputs, took_ms: float | None) -> PlannerInputs:
-    """Inputs whose prediction for plain data parallelism is what it took.
+def _affordable(exchange_ms: float, compute_ms: float, world: World) -> str | None:
+    """What gradients can travel as without taking longer than computing."""
+    if exchange_ms <= compute_ms:
+        return "none"
+    if exchange_ms / _LESS <= compute_ms and isinstance(world.lane_sums[0], BackendSum):
+        return CODEC
+    return None
+
+
+def rehearsed(inputs: PlannerInputs, took: Rehearsal | None) -> PlannerInputs:
+    """Inputs whose prediction for the plan that was rehearsed is what it took.
 
     Args:
         inputs: As measured, part by part.
-        took_ms: See `measure_rehearsal`; None changes nothing.
+        took: See `measure_rehearsal`; None changes nothing, and so does a codec whose rates nobody measured.
     """
-    free = replace(inputs, fixed=Fixed(), calibration={})
-    plain = Space(free).baselines().get(DATA_PARALLEL)
-    if took_ms is None or plain is None:
+    if took is None:
         return inputs
+    codecs = {} if took.codec == "none" else dict.fromkeys((one.name for one in inputs.profile.parameters), took.codec)
+    if codecs and took.codec not in inputs.rates:
+        return inputs
+    free = replace(inputs, fixed=Fixed(codecs=codecs), calibration={})
+    plain = replace(Space(replace(free, fixed=Fixed())).baselines()[DATA_PARALLEL], travel=1 if codecs else 0)
     low, high = LEAST, MOST
     while high - low > 1e-3:  # a step grows with the factor, in no simple way
         middle = (low + high) / 2
         tried = replace(free, profile=replace(inputs.profile, together=middle))
-        if Evaluator(Space(tried)).outcome(plain).step_ms < took_ms:
+        if Evaluator(Space(tried)).outcome(plain).step_ms < took.step_ms:
             low = middle
         else:
             high = middle
