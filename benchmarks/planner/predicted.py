@@ -60,10 +60,10 @@ def measure(
     Args:
         models: Names of settings.
         plans: How many of each, at least.
-        rounds: Steps of each plan.
-        seconds: Of measuring a setting, at most.
+        rounds: Steps of each visit of a plan.
+        seconds: After which no new round of visits begins.
         quick: A small net.
-        tables: Files of the tables that are wanted, `predicted` and `regret`; None prints only.
+        tables: Files of the tables `predicted` and `regret`; None prints only.
     """
     with process_group(timeout=900) as (rank, _):
         world = World.join(lanes=2, timeout=900)
@@ -77,16 +77,14 @@ def measure(
             with ForeignLoad(world) as load:
                 times, slower = measured(setting, drawn, world, rounds, seconds, reference)
             if rank == 0:
-                if "predicted" in tables:
-                    ran = None if took is None else REHEARSED[took.codec]
-                    rows = [
-                        error_row(setting, one, times[one.name], load.told, slower[one.name], one.name == ran)
-                        for one in drawn
-                    ]
-                    write_checks(rows, tables["predicted"], "predicted")
-                if "regret" in tables:
-                    found = regret_rows(setting, drawn, chosen, times, times[DDP], load.told)
-                    write_checks(found, tables["regret"], "regret")
+                ran = None if took is None else REHEARSED[took.codec]
+                rows = [
+                    error_row(setting, one, times[one.name], load.told, slower[one.name], one.name == ran)
+                    for one in drawn
+                ]
+                write_checks(rows, tables["predicted"], "predicted")
+                found = regret_rows(setting, drawn, chosen, times, times[DDP], load.told)
+                write_checks(found, tables["regret"], "regret")
         world.close()
 
 

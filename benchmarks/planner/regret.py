@@ -23,13 +23,13 @@ def regret_rows(
 ) -> list[Check]:
     """How much slower the chosen plan is than the best that was measured, and than DDP, for each fidelity.
 
-    A step counts with the steps to the same loss. Ratios are taken round by round.
+    A step counts with the steps to the same loss. Ratios are taken between visits of the same round.
 
     Args:
         setting: What is trained.
         drawn: The plans that were measured.
         chosen: The plan that each fidelity chose, by name.
-        times: Milliseconds of the steps of every plan, by name, in the same rounds.
+        times: Milliseconds of a step in every visit of a plan, by name.
         ddp: Those of DDP.
         load: How busy the machine was otherwise, in words.
     """
