@@ -21,6 +21,7 @@ from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan
+from hybridpar.planned_run import follow
 from hybridpar.trainer import Trainer
 
 #: Steps of each plan that are not counted: shapes are found, buckets are cut anew.
@@ -41,22 +42,9 @@ def config_of_plan(plan: Plan, base: TrainConfig) -> TrainConfig:
         plan: The plan.
         base: What the plan does not say: optimizer, batch size, ...
     """
-    placement, pipeline, sync, measured = plan.placement, plan.pipeline, plan.sync, plan.measured
-    update: dict[str, object] = {"stages": len(plan.partition.stages)}
-    if placement is not None:
-        update |= {"replicas": placement.replicas, "placement": placement.kind}
-    if pipeline is not None:
-        staged = len(plan.partition.stages) > 1
-        update |= {"micro_batches": pipeline.micro_batches, "schedule": pipeline.schedule if staged else None}
-    if sync is not None:
-        update |= {"sync_lanes": sync.lanes, "bucket_mb": sync.bucket_bytes / 2**20}
-        one_for_all = len(sync.policy) == 1 and sync.policy[0].pattern == "*"
-        rules = [rule.codec if one_for_all else f"{rule.pattern} -> {rule.codec}" for rule in sync.policy]
-        update["compress"] = "; ".join(rules) or "none"
-    if measured is not None and measured.memory_format is not None:
-        update["memory_format"] = measured.memory_format
-    update["kernels"] = "auto" if plan.kernels is not None else "off"
-    return replace(base, **update)  # type: ignore[arg-type]
+    followed = follow(base, plan, frozenset(), workers_of(plan))
+    lanes = base.sync_lanes if plan.sync is None else plan.sync.lanes
+    return replace(followed, sync_lanes=lanes, kernels="auto" if plan.kernels is not None else "off")
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from hybridpar.recipes.gain import predicted_gain
 from hybridpar.trainer import Trainer
 
 #: Steps that are timed as one.
-REPEATS = 4
+REPEATS = 12
 CODEC = "onebit"
 #: The same codec without overlap of buckets: one bucket, which leaves when backward is over.
 PLAIN = "one bucket"

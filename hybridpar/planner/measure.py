@@ -29,10 +29,10 @@ from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import ModelUnits, find_units
 from hybridpar.pipeline.world import World
 from hybridpar.plan import ModelInfo
-from hybridpar.planner.figures_cache import keep, recalled, remembered
 from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant, merged
 from hybridpar.planner.rehearse import Rehearsal
 from hybridpar.planner.step_costs import StepCosts, figures_key, measure_step_costs
+from hybridpar.planner.store import figures, remembered, store
 from hybridpar.process import describe_allocator, host_identity
 from hybridpar.tvm_kernels.database import default_database
 from hybridpar.tvm_kernels.layers import is_depthwise
@@ -135,8 +135,8 @@ def profile_model(
         restore(model).to(memory_format=torch.contiguous_format)
         for count in lanes if measure else ():
             say(f"measuring {count} lanes beside each other")
-            figures = remembered("lanes", {**key, "lanes": count}, cache, partial(_co_run, model, largest, count))
-            co_run[count] = max(1.0, figures["co_run"])
+            told = remembered("lanes", {**key, "lanes": count}, cache, partial(_co_run, model, largest, count))
+            co_run[count] = max(1.0, told["co_run"])
     finally:
         restore(model).to(memory_format=torch.contiguous_format)
     assert units is not None
@@ -247,14 +247,14 @@ def _rate_of_all(
     world: World, key: dict[str, object], cache: Path | None, measure: Callable[[], dict[str, float]]
 ) -> dict[str, float]:
     """What the first worker remembers, or else the mean of what all measure at the same time; a collective."""
-    known = world.from_main(lambda: recalled("codec", key, cache))
+    known = world.from_main(lambda: figures("codec", key, cache))
     if known is not None:
         return known
     world.barrier()
     told: list[dict[str, float]] = world.gather(measure())  # type: ignore[assignment]
     found = {name: statistics.mean(one[name] for one in told) for name in told[0] if all(name in one for one in told)}
-    if world.is_main:
-        keep("codec", key, cache, found)
+    if world.is_main and cache is not None:
+        store("codec", key, found, cache)
     return found
 
 

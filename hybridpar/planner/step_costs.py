@@ -25,7 +25,7 @@ from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.pipeline.buckets import make_buckets
 from hybridpar.pipeline.sync import GradientSync, SyncOptions
 from hybridpar.pipeline.world import World
-from hybridpar.planner.figures_cache import keep, recalled
+from hybridpar.planner.store import figures, store
 from hybridpar.process import describe_allocator, host_identity
 
 #: Steps of each measurement; the median of them counts.
@@ -179,7 +179,7 @@ def measure_crowd(
     if most == 1 or world.device.type == "cuda":
         return {}
     key = {"host": places[0], "beside": most, **figures_key(model, example)}
-    known = world.from_main(lambda: recalled("crowd", key, cache))
+    known = world.from_main(lambda: figures("crowd", key, cache))
     if known is not None:
         return {most: known["slower"]}
     clock = Clock(example.device)
@@ -195,8 +195,8 @@ def measure_crowd(
     told: list[tuple[list[float], list[float]]] = world.gather((alone, together))  # type: ignore[assignment]
     slowest = [max(times) for times in zip(*(beside for _, beside in told), strict=True)]
     slower = max(1.0, statistics.median(slowest) / statistics.median(told[0][0]))
-    if world.is_main:
-        keep("crowd", key, cache, {"slower": slower})
+    if world.is_main and cache is not None:
+        store("crowd", key, {"slower": slower}, cache)
     return {most: slower}
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +24,28 @@ def folder() -> Path:
     return cache_directory() / "planner"
 
 
-def path_of(kind: str, key: Mapping[str, Any]) -> Path:
+def path_of(kind: str, key: Mapping[str, Any], directory: Path | None = None) -> Path:
     """The file of something that was measured.
 
     Args:
         kind: What sort of thing it is.
         key: All that it depends on, as JSON would have it.
+        directory: Where it is kept; default: `folder()`.
     """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return folder() / f"{kind}-{digest}.json"
+    return (directory or folder()) / f"{kind}-{digest}.json"
 
 
-def load(kind: str, key: Mapping[str, Any]) -> Any | None:
+def load(kind: str, key: Mapping[str, Any], directory: Path | None = None) -> Any | None:
     """What was kept under a key; None where there is nothing that can be used.
 
     Args:
         kind: As for `path_of`.
         key: Likewise.
+        directory: Likewise.
     """
     try:
-        entry = json.loads(path_of(kind, key).read_text(encoding="utf-8"))
+        entry = json.loads(path_of(kind, key, directory).read_text(encoding="utf-8"))
         if entry["key"] != json.loads(json.dumps(key)):
             return None
         return entry.get("data")
@@ -50,9 +53,9 @@ def load(kind: str, key: Mapping[str, Any]) -> Any | None:
         return None
 
 
-def store(kind: str, key: Mapping[str, Any], data: object) -> None:
-    """Keep something; the file is replaced as a whole or not at all."""
-    path = path_of(kind, key)
+def store(kind: str, key: Mapping[str, Any], data: object, directory: Path | None = None) -> None:
+    """Keep something; the file is replaced as a whole or not at all. See `path_of`."""
+    path = path_of(kind, key, directory)
     entry = {"key": key, "data": data}
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -64,6 +67,41 @@ def store(kind: str, key: Mapping[str, Any], data: object) -> None:
         except BaseException:
             os.unlink(aside)
             raise
+
+
+def figures(kind: str, key: Mapping[str, Any], directory: Path | None) -> dict[str, float] | None:
+    """Numbers by name that were kept; None where there are none that can be used.
+
+    Args:
+        kind: As for `path_of`.
+        key: Likewise.
+        directory: Where they are kept; None keeps nothing.
+    """
+    data = None if directory is None else load(kind, key, directory)
+    try:
+        found = {str(name): float(value) for name, value in data.items()}  # type: ignore[union-attr]
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return found if all(map(math.isfinite, found.values())) else None
+
+
+def remembered(
+    kind: str, key: Mapping[str, Any], directory: Path | None, measure: Callable[[], Mapping[str, float]]
+) -> dict[str, float]:
+    """Numbers by name that were kept, or are measured now and kept.
+
+    Args:
+        kind: As for `path_of`.
+        key: Likewise.
+        directory: Where they are kept; None measures always.
+        measure: Measures them.
+    """
+    known = figures(kind, key, directory)
+    if known is None:
+        known = dict(measure())
+        if directory is not None:
+            store(kind, key, known, directory)
+    return known
 
 
 def forget(kind: str, key: Mapping[str, Any]) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.tvm_kernels.choice import AnyKernel, TunedKernel
@@ -10,37 +11,74 @@ from hybridpar.tvm_kernels.cuda_compiled import make_cuda_kernels
 from hybridpar.tvm_kernels.cuda_device import is_gpu
 from hybridpar.tvm_kernels.database import KernelRecord
 from hybridpar.tvm_kernels.kernel import Variant, load_variants
-from hybridpar.tvm_kernels.shapes import ConvShape
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.space import reject
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A kernel that a record asks for.
+
+    Attributes:
+        shape: What is computed.
+        direction: Which of the three.
+        layout: Of activations.
+        parameters: Of the schedule, as the record has them.
+        align: What the addresses of all tensors must be multiples of.
+        threads: Threads that compute it.
+    """
+
+    shape: ConvShape
+    direction: Direction
+    layout: Layout
+    parameters: Mapping[str, object]
+    align: int
+    threads: int
+
+
+def compiled_kernels(kind: type[Variant], asked: Sequence[Asked]) -> list[TunedKernel | KernelsUnavailable]:
+    """Kernels for the CPU, together: what is not in the cache is built.
+
+    Args:
+        kind: Of all of them.
+        asked: What records ask for.
+
+    Returns:
+        For each its kernel, or why there is none, for instance because its parameters are no kernel's: a database may
+        come from anywhere, and only what the space allows is compiled.
+    """
+    made: dict[int, TunedKernel | KernelsUnavailable] = {}
+    variants: dict[int, Variant] = {}
+    for place, one in enumerate(asked):
+        numbers = {name: value for name, value in one.parameters.items() if type(value) is int}
+        reason = reject(one.shape, one.direction, one.layout, numbers)
+        if reason is not None or len(numbers) < len(one.parameters):
+            made[place] = KernelsUnavailable(reason or "its parameters are not whole numbers")
+        else:
+            variants[place] = kind(one.shape, one.direction, one.layout, numbers)
+    for (place, variant), kernel in zip(variants.items(), load_variants([*variants.values()]), strict=True):
+        if isinstance(kernel, KernelsUnavailable):
+            made[place] = kernel
+        else:
+            one = asked[place]
+            made[place] = TunedKernel(kernel.phases, kernel.scratch_bytes, one.align, one.threads, variant.align_out)
+    return [made[place] for place in range(len(asked))]
 
 
 def make_kernels(records: Sequence[KernelRecord]) -> list[AnyKernel | KernelsUnavailable]:
     """The kernels of some records, together: what is not in the cache is built.
 
     Returns:
-        For each record its kernel, or why there is none, for instance because its parameters are no kernel's: a
-        database may come from anywhere, and only what the space allows is compiled.
+        For each record its kernel, or why there is none; see `compiled_kernels`.
     """
     made: dict[int, AnyKernel | KernelsUnavailable] = {}
-    variants: dict[int, Variant] = {}
-    on_gpu = [place for place, record in enumerate(records) if is_gpu(record.device)]
-    made |= zip(on_gpu, make_cuda_kernels([records[place] for place in on_gpu]), strict=True)
+    places: dict[bool, list[int]] = {True: [], False: []}
     for place, record in enumerate(records):
-        if place in made:
-            continue
-        shape = ConvShape.parse(record.shape)
-        numbers = {name: value for name, value in record.parameters.items() if type(value) is int}
-        reason = reject(shape, record.direction, record.layout, numbers)
-        if reason is not None or len(numbers) < len(record.parameters):
-            made[place] = KernelsUnavailable(reason or "its parameters are not whole numbers")
-        else:
-            variants[place] = Variant(shape, record.direction, record.layout, numbers)
-    for (place, _), kernel in zip(variants.items(), load_variants([*variants.values()]), strict=True):
-        if isinstance(kernel, KernelsUnavailable):
-            made[place] = kernel
-        else:
-            record = records[place]
-            made[place] = TunedKernel(
-                kernel.phases, kernel.scratch_bytes, record.align, record.threads, variants[place].align_out
-            )
+        places[is_gpu(record.device)].append(place)
+    made |= zip(places[True], make_cuda_kernels([records[place] for place in places[True]]), strict=True)
+    asked = [
+        Asked(ConvShape.parse(one.shape), one.direction, one.layout, one.parameters, one.align, one.threads)
+        for one in (records[place] for place in places[False])
+    ]
+    made |= zip(places[False], compiled_kernels(Variant, asked), strict=True)
     return [made[place] for place in range(len(records))]

@@ -15,13 +15,13 @@ import torch
 
 from hybridpar.kernel_cache import KernelsUnavailable, wanted
 from hybridpar.tvm_kernels.choice import Choices, TunedKernel
+from hybridpar.tvm_kernels.compiled import Asked, compiled_kernels
 from hybridpar.tvm_kernels.conv_norm_records import ConvNormKey, ConvNormRecord, ConvNormShape
 from hybridpar.tvm_kernels.database import KernelKey
 from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.kernel import MomentsVariant, load_variants
+from hybridpar.tvm_kernels.kernel import MomentsVariant
 from hybridpar.tvm_kernels.norm_choice import judge_norm
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import reject
 
 _log = logging.getLogger(__name__)
 
@@ -123,23 +123,11 @@ def moments_kernels(records: Sequence[ConvNormRecord]) -> list[TunedKernel | Ker
     Returns:
         For each record its kernel, or why there is none, for instance because its parameters are no kernel's.
     """
-    made: dict[int, TunedKernel | KernelsUnavailable] = {}
-    variants: dict[int, MomentsVariant] = {}
-    for place, record in enumerate(records):
-        numbers = {name: value for name, value in record.parameters.items() if type(value) is int}
-        shape = record.key.shape.convolution
-        reason = reject(shape, Direction.FORWARD, Layout.CHANNELS_LAST, numbers)
-        if reason is not None or len(numbers) < len(record.parameters):
-            made[place] = KernelsUnavailable(reason or "its parameters are not whole numbers")
-        else:
-            variants[place] = MomentsVariant(shape, Direction.FORWARD, Layout.CHANNELS_LAST, numbers)
-    for (place, variant), kernel in zip(variants.items(), load_variants([*variants.values()]), strict=True):
-        if isinstance(kernel, KernelsUnavailable):
-            made[place] = kernel
-        else:
-            threads = records[place].threads
-            made[place] = TunedKernel(kernel.phases, kernel.scratch_bytes, 4, threads, variant.align_out)
-    return [made[place] for place in range(len(records))]
+    asked = [
+        Asked(one.key.shape.convolution, Direction.FORWARD, Layout.CHANNELS_LAST, one.parameters, 4, one.threads)
+        for one in records
+    ]
+    return compiled_kernels(MomentsVariant, asked)
 
 
 def describe_conv_norm_decision(decision: ConvNormDecision) -> str:

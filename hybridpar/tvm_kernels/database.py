@@ -22,7 +22,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -43,6 +43,10 @@ RECORD_VERSION: Literal[1] = 1
 _CONVOLUTION = "depthwise_conv2d"
 
 _log = logging.getLogger(__name__)
+
+_Key = TypeVar("_Key")
+_Record = TypeVar("_Record")
+_Timed = TypeVar("_Timed", NormRecord, ConvNormRecord)
 
 
 @dataclass(frozen=True, order=True)
@@ -189,16 +193,11 @@ class Database:
         """Take in more records; nothing is written."""
         for record in records:
             if isinstance(record, NormRecord):
-                if record not in self._norm_by_key.setdefault(record.key, []):
-                    self.norms.append(record)
-                    self._norm_by_key[record.key].append(record)
+                _keep(record, record.key, self.norms, self._norm_by_key)
             elif isinstance(record, ConvNormRecord):
-                if record not in self._conv_norm_by_key.setdefault(record.key, []):
-                    self.conv_norms.append(record)
-                    self._conv_norm_by_key[record.key].append(record)
-            elif record not in self._by_key.setdefault(record.key, []):
-                self.records.append(record)
-                self._by_key[record.key].append(record)
+                _keep(record, record.key, self.conv_norms, self._conv_norm_by_key)
+            else:
+                _keep(record, record.key, self.records, self._by_key)
 
     @property
     def norm_keys(self) -> Collection[NormKey]:
@@ -212,8 +211,7 @@ class Database:
             key: What is to be computed.
             current: Only records of the versions that are installed.
         """
-        found = [one for one in self._norm_by_key.get(key, ()) if one.current or not current]
-        return max(found, key=lambda one: one.tuned_at, default=None)
+        return _newest(self._norm_by_key.get(key, ()), current)
 
     @property
     def conv_norm_keys(self) -> Collection[ConvNormKey]:
@@ -227,8 +225,7 @@ class Database:
             key: What is to be computed.
             current: Only records of the versions that are installed.
         """
-        found = [one for one in self._conv_norm_by_key.get(key, ()) if one.current or not current]
-        return max(found, key=lambda one: one.tuned_at, default=None)
+        return _newest(self._conv_norm_by_key.get(key, ()), current)
 
     def __iter__(self) -> Iterator[KernelKey]:
         """The keys that there are records of convolutions of."""
@@ -247,6 +244,20 @@ class Database:
         newest = max((one.tuned_at for one in found), default=0.0)
         # Records without a time were left out above, so every one of these has one.
         return min((one for one in found if one.tuned_at == newest), key=lambda one: one.ms or 0.0, default=None)
+
+
+def _keep(record: _Record, key: _Key, records: list[_Record], by_key: dict[_Key, list[_Record]]) -> None:
+    """Take in a record of one operation, unless it is there."""
+    known = by_key.setdefault(key, [])
+    if record not in known:
+        records.append(record)
+        known.append(record)
+
+
+def _newest(records: Sequence[_Timed], current: bool) -> _Timed | None:
+    """The newest of the records of one key; with `current`, of those of the versions that are installed."""
+    found = [one for one in records if one.current or not current]
+    return max(found, key=lambda one: one.tuned_at, default=None)
 
 
 def parse_records(text: str, name: str = "the database") -> Database:

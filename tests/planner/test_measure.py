@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
+from hybridpar.pipeline.world import World
 from hybridpar.planner.cuts import cuts_of, figures_of
 from hybridpar.planner.measure import measure_rates, parameters_of, profile_model
+from tests.ranks import run_ranks
 
 
 def net() -> nn.Sequential:
@@ -99,3 +103,25 @@ def test_codecs_that_fit_a_layer_are_timed():
     assert rates.keys() == {"fp16", "onebit:decay=0.9"}
     assert all(write > 0 and read > 0 for tried in rates.values() for write, read in tried.values())
     assert measure_rates(("fp16",), (), 2, torch.device("cpu")) == {}
+
+
+def rates_together(world: World, cache: Path | None) -> list[object]:
+    parameters = profile_model(net(), images(2), measure=False).parameters
+    codecs = ("fp16", "onebit:decay=0.9")
+    return [measure_rates(codecs, parameters, world.size, world.device, world=world, cache=cache) for _ in range(2)]
+
+
+def test_workers_time_codecs_at_the_same_time_and_all_know_the_mean(tmp_path):
+    first, second = run_ranks(rates_together, 2, tmp_path)
+    assert first == second
+    assert first[0] == first[1], "it is remembered"
+    assert first[0].keys() == {"fp16", "onebit:decay=0.9"}
+    assert len(list(tmp_path.glob("codec-*.json"))) == 2, "the first worker keeps it"
+
+
+def test_every_memory_format_has_an_update_of_its_own():
+    profile = profile_model(net(), images(2), formats=("contiguous", "channels_last"), passes=2, optimizer_copies=1)
+    plain, last = profile.variants
+    assert plain.update_ms == profile.update_ms
+    assert last.update_ms is not None
+    assert last.update_ms > 0

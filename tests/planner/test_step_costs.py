@@ -12,12 +12,12 @@ from torch import nn
 from hybridpar.partition.profile import UnitTimes
 from hybridpar.pipeline.world import World
 from hybridpar.planner.evaluate import Evaluator
-from hybridpar.planner.figures_cache import remembered
 from hybridpar.planner.measure import steadied
 from hybridpar.planner.profile import MOST_NOISE
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.space import Space
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over, measure_step_costs, optimizer_like
+from hybridpar.planner.store import remembered
 from tests.planner.small import chain, cluster, inputs
 from tests.ranks import run_ranks
 
