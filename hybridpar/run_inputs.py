@@ -232,18 +232,18 @@ def _rehearse(
     sample_shape: Sequence[int],
     cluster: ClusterSpec,
     key: Mapping[str, Any],
-) -> tuple[str, Rehearsal | None]:
+) -> tuple[str, tuple[Rehearsal, ...]]:
     """What a step of data parallelism takes, measured or remembered; a collective.
 
     Returns:
         Why it could not be measured, or nothing; and the steps, where they say something.
     """
     if world.size == 1:
-        return "", None
+        return "", ()
     key = {**key, "transport": world.transport, "bucket": config.bucket_bytes}
     known: dict[str, Any] | None = world.from_main(lambda: load(REHEARSAL, key))
     if known is not None:
-        return "", Rehearsal(**known["took"]) if known["took"] else None
+        return "", tuple(Rehearsal(**one) for one in known["took"])
     draw = torch.Generator().manual_seed(0)
     example = torch.randn(key["sizes"][-1], *sample_shape, generator=draw).to(world.device)
     with _ToldToAll(world) as first, autocast(config, world.device):
@@ -257,9 +257,9 @@ def _rehearse(
             memory_format=key["formats"][0],
         )
     if first.problem:
-        return first.problem, None
+        return first.problem, ()
     if world.is_main:
-        store(REHEARSAL, key, {"took": None if took is None else asdict(took)})
+        store(REHEARSAL, key, {"took": [asdict(one) for one in took]})
     return "", took
 
 
@@ -359,7 +359,7 @@ def _copies(config: TrainConfig) -> int:
 
 
 def _inputs(
-    config: TrainConfig, cluster: ClusterSpec, fixed: Fixed, kept: _Kept, name: str, took: Rehearsal | None
+    config: TrainConfig, cluster: ClusterSpec, fixed: Fixed, kept: _Kept, name: str, took: Sequence[Rehearsal]
 ) -> PlannerInputs:
     """What was measured, as a search reads it, with what earlier runs corrected."""
     if fixed.codecs is not None:

@@ -102,7 +102,7 @@ QUICK = Setting("benchmarks.planner.common:tiny_net", 16, 16)
 
 def planner_inputs(
     setting: Setting, world: World, cluster: ClusterSpec, fidelity: Fidelity
-) -> tuple[PlannerInputs, Rehearsal | None]:
+) -> tuple[PlannerInputs, tuple[Rehearsal, ...]]:
     """What a search reads, measured by the workers that will run it, and what ran for that; a collective.
 
     Args:

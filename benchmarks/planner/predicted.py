@@ -77,9 +77,9 @@ def measure(
             with ForeignLoad(world) as load:
                 times, slower = measured(setting, drawn, world, rounds, seconds, reference)
             if rank == 0:
-                ran = None if took is None else REHEARSED[took.codec]
+                ran = {REHEARSED[one.codec] for one in took}
                 rows = [
-                    error_row(setting, one, times[one.name], load.told, slower[one.name], one.name == ran)
+                    error_row(setting, one, times[one.name], load.told, slower[one.name], one.name in ran)
                     for one in drawn
                 ]
                 write_checks(rows, tables["predicted"], "predicted")

@@ -148,7 +148,7 @@ def measured_inputs(
     from hybridpar.planner.calibrate import calibrated
     from hybridpar.planner.rehearse import rehearsed
 
-    return calibrated(rehearsed(inputs, None if together is None else together.rehearsal))
+    return calibrated(rehearsed(inputs, () if together is None else together.rehearsals))
 
 
 def _overhead_ms(profile: ModelProfile) -> float:

@@ -123,7 +123,9 @@ class Evaluator:
             exchange: Whether gradients are exchanged; without them costs are the same for all that they travel as.
         """
         inputs, shape = self._inputs, candidate.shape
-        figures, throughput, worst = self.figures(candidate), self._throughput(shape), self._workers[0][1]
+        # Without an exchange costs are a bound for all that gradients may travel as.
+        coded = (candidate.travel > 0 and shape.replicas > 1) if exchange else None
+        figures, throughput, worst = self.figures(candidate), self._throughput(shape, coded), self._workers[0][1]
         network = self._network(shape.positions, shape.replicas)
         layout = self.layout(candidate)
         pairs = frozenset((layout.home(edge.source), layout.home(edge.target)) for edge in layout.edges)
@@ -133,14 +135,16 @@ class Evaluator:
         # added to any; both once a step, and spread here over its micro-batches.
         extra = inputs.profile.collect_ms if shape.replicas > 1 and exchange else 0.0
         extra = (extra - inputs.profile.accumulate_ms) / shape.micro_batches
-        buckets = self._buckets(candidate.cut, candidate.variant, shape, candidate.travel) if exchange else ()
+        buckets = (
+            self._buckets(candidate.cut, candidate.variant, shape, candidate.travel, throughput) if exchange else ()
+        )
         return Costs(
             forward_ms=tuple(time / throughput for time in figures.forward_ms),
             backward_ms=tuple(
                 max(_LEAST_MS, time + extra * part) / throughput
                 for time, part in zip(figures.backward_ms, self._parts_of_model(figures), strict=True)
             ),
-            step_ms=self._update_ms(shape, figures, candidate.variant),
+            step_ms=self._update_ms(throughput, shape, figures, candidate.variant),
             overhead_ms=inputs.overhead_ms if shape.stages > 1 else 0.0,
             saved_bytes=figures.saved_bytes,
             link=link,
@@ -237,12 +241,12 @@ class Evaluator:
 
     # ---------------------------------------------------------------- made once
 
-    def _make_throughput(self, shape: Shape) -> float:
+    def _make_throughput(self, shape: Shape, coded: bool | None) -> float:
         """Of the slowest device that is used: the others wait for it. Workers of one host may slow each other down."""
         used = self._workers[: shape.workers]
         beside = max(Counter(host for host, _ in used).values())
         profile = self._inputs.profile
-        slower = profile.crowding(beside) * (profile.together if shape.workers > 1 else 1.0)
+        slower = profile.crowding(beside) * (profile.slowing(coded) if shape.workers > 1 else 1.0)
         return used[-1][1].throughput / slower
 
     def _core_seconds(self, host: Hosts) -> tuple[float, float, float]:
@@ -260,12 +264,12 @@ class Evaluator:
         counts = [sum(one.count for one in own) for own in figures.parameters]
         return [count / max(1, sum(counts)) for count in counts]
 
-    def _update_ms(self, shape: Shape, figures: StageFigures, variant: int) -> tuple[float, ...]:
+    def _update_ms(self, throughput: float, shape: Shape, figures: StageFigures, variant: int) -> tuple[float, ...]:
         profile = self._inputs.profile
         own = profile.variants[variant].update_ms
         known = profile.update_ms if own is None else own
         if known is not None:
-            return tuple(part * known / self._throughput(shape) for part in self._parts_of_model(figures))
+            return tuple(part * known / throughput for part in self._parts_of_model(figures))
         speed = self._least_bandwidth[shape.workers - 1]
         # Parameter, gradient and every tensor of the state are read; parameter and state are written.
         passes = 3 + 2 * self._inputs.optimizer_copies
@@ -285,11 +289,13 @@ class Evaluator:
     def _make_prices(self, positions: int, replicas: int, throughput: float) -> BucketPrices:
         return BucketPrices(self._network(positions, replicas), self._inputs.codec_rates, throughput)
 
-    def _make_buckets(self, cut: Cut, variant: int, shape: Shape, travel: int) -> tuple[tuple[BucketCost, ...], ...]:
+    def _make_buckets(
+        self, cut: Cut, variant: int, shape: Shape, travel: int, throughput: float
+    ) -> tuple[tuple[BucketCost, ...], ...]:
         if shape.replicas == 1:
             return ((),) * cut.stages
         figures = self._figures(cut, variant, self.samples(shape))
-        prices = self._prices(shape.positions, shape.replicas, self._throughput(shape))
+        prices = self._prices(shape.positions, shape.replicas, throughput)
         factor = 2 * (shape.replicas - 1) / shape.replicas
         made = []
         for parameters in figures.parameters:

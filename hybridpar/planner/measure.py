@@ -54,12 +54,12 @@ class Together:
     Attributes:
         crowd: How much workers of a host slow each other down, see `measure_crowd`.
         rates: How fast codecs are while all workers use them, see `measure_rates`.
-        rehearsal: Steps of plain data parallelism, see `measure_rehearsal`.
+        rehearsals: Steps of data parallelism, see `measure_rehearsal`.
     """
 
     crowd: Mapping[int, float]
     rates: dict[str, dict[int, tuple[float, float]]]
-    rehearsal: Rehearsal | None = None
+    rehearsals: tuple[Rehearsal, ...] = ()
 
 
 #: Layers that normalise over the micro-batch.

@@ -117,6 +117,7 @@ class ModelProfile:
         co_run: For numbers of lanes on one device that were measured: how much slower each runs while all are busy.
         crowd: For numbers of workers on one host that compute at a time: how much slower each is than one alone.
         together: How much slower several workers compute in a step than the parts of it say, see `planner.rehearse`.
+        together_coded: The same where gradients travel compressed; None for `together`.
         update_ms: What a step takes after the last backward pass, on one worker with the whole model: agreeing,
             statistics of BatchNorm, the optimizer; None where it was not measured.
         collect_ms: Copying all gradients into buckets.
@@ -137,6 +138,7 @@ class ModelProfile:
     co_run: Mapping[int, float] = field(default_factory=dict)
     crowd: Mapping[int, float] = field(default_factory=dict)
     together: float = 1.0
+    together_coded: float | None = None
     update_ms: float | None = None
     collect_ms: float = 0.0
     accumulate_ms: float = 0.0
@@ -177,6 +179,15 @@ class ModelProfile:
         if workers == 1 or not self.crowd:
             return 1.0
         return max(1.0, self.crowd[min(self.crowd, key=lambda known: (abs(known - workers), known))])
+
+    def slowing(self, coded: bool | None) -> float:
+        """How much slower several workers compute in a step than alone.
+
+        Args:
+            coded: Whether their gradients travel compressed; None for whichever is less.
+        """
+        ways = (self.together, self.together if self.together_coded is None else self.together_coded)
+        return min(ways) if coded is None else ways[coded]
 
     @property
     def parameter_bytes(self) -> int:

@@ -3,13 +3,15 @@ predicted.
 
 Threads that move gradients push what the computing one needs out of the caches, wake up late, and wait for the slowest
 worker. None of that shows in parts that are timed alone. Plain data parallelism, which every search contains, shows it:
-by as much as it takes longer than was predicted, computing on several workers is taken to be slower for all plans.
+by as much as it takes longer than was predicted, computing on several workers is taken to be slower for all plans. Data
+parallelism with a codec shows it for those that use one.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,7 +29,7 @@ from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.network import Network
-from hybridpar.planner.space import DATA_PARALLEL, Space
+from hybridpar.planner.space import DATA_PARALLEL, Candidate, Space
 from hybridpar.planner.step_costs import forward_backward, optimizer_like
 
 #: Steps that count, and steps before them, in which buckets are cut.
@@ -36,7 +38,7 @@ STEPS, FIRST_STEPS = 5, 2
 #: Parts are never so wrong; what lies beyond was a disturbance.
 LEAST, MOST = 0.9, 1.4
 
-#: What gradients travel as where the link is too slow for them as they are.
+#: The codec that stands for all.
 CODEC = "onebit:decay=0.9"
 #: By how much that shortens an exchange, at least.
 _LESS = 20
@@ -65,8 +67,8 @@ def measure_rehearsal(
     bucket_bytes: int = 8 << 20,
     memory_format: str = "contiguous",
     steps: int = STEPS,
-) -> Rehearsal | None:
-    """Time steps of data parallelism, as plain as the link allows; a collective.
+) -> tuple[Rehearsal, ...]:
+    """Time steps of data parallelism; a collective.
 
     Args:
         model: The model, on its device; it is left as it was.
@@ -79,15 +81,15 @@ def measure_rehearsal(
         steps: Steps that count.
 
     Returns:
-        What it took. Where exchanging gradients takes longer than computing them, the link says what a step takes, and
-        it has been measured; there they travel compressed. None where that is still so, or is not possible, and where
-        one worker has nobody to wait for.
+        What it took, with gradients as they are and with a codec, as far as that says something: where exchanging
+        takes longer than computing, the link says what a step takes, and it has been measured; codecs need process
+        groups; and one worker has nobody to wait for.
 
     Raises:
         SyncError: A worker died or did not answer in time.
     """
     if world.size == 1:
-        return None
+        return ()
     clock = Clock(example.device)
     size = sum(4 * one.numel() for one in model.parameters() if one.requires_grad)
     exchange = size * Network(cluster, 1, world.size).exchange([PLAIN])[PLAIN].ms_per_byte
@@ -95,65 +97,83 @@ def measure_rehearsal(
     example = example.contiguous(memory_format=layout)
     with untouched(model, training=True), Lanes(example.device) as lanes:
         model.to(memory_format=layout)
-        whole_step_ms(model, (example,), clock)
-        told: list[float] = world.gather(whole_step_ms(model, (example,), clock))  # type: ignore[assignment]
-        codec = _affordable(exchange, max(told), world)
-        if codec is None:
-            model.to(memory_format=torch.contiguous_format)
-            return None
-        for parameter in model.parameters():
-            parameter.grad = None
-        sync = GradientSync(model, world, lanes, SyncOptions(bucket_bytes=bucket_bytes, codec=codec))
-        optimizer = optimizer_like(model, copies)
-        times = []
         try:
-            for _ in range(FIRST_STEPS + steps):
-                world.barrier()
-                began = time.perf_counter()
-                sync.begin(len(example))
-                forward_backward(sync, model, example, clock)
-                outcome = sync.finish()
-                if outcome.committed:
-                    optimizer.step()
-                sync.end(outcome)
-                clock.wait()
-                told = world.gather(1e3 * (time.perf_counter() - began))  # type: ignore[assignment]
-                times.append(max(told))
+            whole_step_ms(model, (example,), clock)
+            told: list[float] = world.gather(whole_step_ms(model, (example,), clock))  # type: ignore[assignment]
+            codecs = ["none"] if exchange <= max(told) else []
+            if exchange / _LESS <= max(told) and isinstance(world.lane_sums[0], BackendSum):
+                codecs.append(CODEC)
+            found = []
+            for codec in codecs:
+                options = SyncOptions(bucket_bytes=bucket_bytes, codec=codec)
+                took = _steps(model, example, world, lanes, options, optimizer_like(model, copies), steps)
+                found.append(Rehearsal(codec, took))
         finally:
-            sync.close()
             model.to(memory_format=torch.contiguous_format)
-    return Rehearsal(codec, statistics.median(times[FIRST_STEPS:]))
+    return tuple(found)
 
 
-def _affordable(exchange_ms: float, compute_ms: float, world: World) -> str | None:
-    """What gradients can travel as without taking longer than computing."""
-    if exchange_ms <= compute_ms:
-        return "none"
-    if exchange_ms / _LESS <= compute_ms and isinstance(world.lane_sums[0], BackendSum):
-        return CODEC
-    return None
+def _steps(
+    model: nn.Module,
+    example: Tensor,
+    world: World,
+    lanes: Lanes,
+    options: SyncOptions,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+) -> float:
+    """Milliseconds of the slowest worker's step, the median; a collective."""
+    clock, times = Clock(example.device), []
+    for parameter in model.parameters():
+        parameter.grad = None
+    sync = GradientSync(model, world, lanes, options)
+    try:
+        for _ in range(FIRST_STEPS + steps):
+            world.barrier()
+            began = time.perf_counter()
+            sync.begin(len(example))
+            forward_backward(sync, model, example, clock)
+            outcome = sync.finish()
+            if outcome.committed:
+                optimizer.step()
+            sync.end(outcome)
+            clock.wait()
+            told: list[float] = world.gather(1e3 * (time.perf_counter() - began))  # type: ignore[assignment]
+            times.append(max(told))
+    finally:
+        sync.close()
+    return statistics.median(times[FIRST_STEPS:])
 
 
-def rehearsed(inputs: PlannerInputs, took: Rehearsal | None) -> PlannerInputs:
-    """Inputs whose prediction for the plan that was rehearsed is what it took.
+def rehearsed(inputs: PlannerInputs, rehearsals: Sequence[Rehearsal]) -> PlannerInputs:
+    """Inputs whose predictions for the plans that were rehearsed are what these took.
 
     Args:
         inputs: As measured, part by part.
-        took: See `measure_rehearsal`; None changes nothing, and so does a codec whose rates nobody measured.
+        rehearsals: See `measure_rehearsal`; one with a codec whose rates nobody measured changes nothing.
     """
-    if took is None:
-        return inputs
-    codecs = {} if took.codec == "none" else dict.fromkeys((one.name for one in inputs.profile.parameters), took.codec)
-    if codecs and took.codec not in inputs.rates:
-        return inputs
-    free = replace(inputs, fixed=Fixed(codecs=codecs), calibration={})
-    plain = replace(Space(replace(free, fixed=Fixed())).baselines()[DATA_PARALLEL], travel=1 if codecs else 0)
+    names = [one.name for one in inputs.profile.parameters]
+    free = replace(inputs, fixed=Fixed(), calibration={})
+    plain = Space(free).baselines()[DATA_PARALLEL]
+    profile = inputs.profile
+    for one in rehearsals:
+        coded = one.codec != "none"
+        if coded and one.codec not in inputs.rates:
+            continue
+        asked = replace(free, fixed=Fixed(codecs=dict.fromkeys(names, one.codec) if coded else {}))
+        found = _factor(asked, replace(plain, travel=1 if coded else 0), one.step_ms)
+        profile = replace(profile, together_coded=found) if coded else replace(profile, together=found)
+    return replace(inputs, profile=profile)
+
+
+def _factor(inputs: PlannerInputs, candidate: Candidate, step_ms: float) -> float:
+    """How much slower computing must be for a candidate's step to be predicted as it was."""
     low, high = LEAST, MOST
     while high - low > 1e-3:  # a step grows with the factor, in no simple way
         middle = (low + high) / 2
-        tried = replace(free, profile=replace(inputs.profile, together=middle))
-        if Evaluator(Space(tried)).outcome(plain).step_ms < took.step_ms:
+        tried = replace(inputs, profile=replace(inputs.profile, together=middle, together_coded=None))
+        if Evaluator(Space(tried)).outcome(candidate).step_ms < step_ms:
             low = middle
         else:
             high = middle
-    return replace(inputs, profile=replace(inputs.profile, together=round((low + high) / 2, 4)))
+    return round((low + high) / 2, 4)

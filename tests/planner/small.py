@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -88,6 +89,11 @@ def random_inputs(draw: st.DrawFn, most_workers: int = 4) -> PlannerInputs:
         draw(st.sampled_from([1_000, 100_000, 4_000_000])),
         noise=draw(st.sampled_from([0.0, 0.02, 0.3])),
         batch_norm=draw(st.booleans()),
+    )
+    profile = replace(
+        profile,
+        together=draw(st.sampled_from([1.0, 1.2])),
+        together_coded=draw(st.sampled_from([None, 0.9, 1.3])),
     )
     devices, hosts = draw(st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (1, 3)]))
     link = {"bandwidth": draw(st.sampled_from([1e7, 1.25e8, 1e10])), "latency_ms": draw(st.sampled_from([0.0, 0.5]))}

@@ -30,7 +30,7 @@ def plain_ms(asked: PlannerInputs) -> float:
 def test_what_plain_data_parallelism_took_is_what_is_predicted_of_it(fixed):
     asked = inputs(spec=cluster(2, 1e9), fixed=fixed)
     before = plain_ms(asked)
-    found = rehearsed(asked, Rehearsal("none", 1.1 * before))
+    found = rehearsed(asked, [Rehearsal("none", 1.1 * before)])
     assert plain_ms(found) == pytest.approx(1.1 * before, rel=2e-3)
     assert found.fixed == fixed
     assert 1 < found.profile.together < MOST
@@ -38,7 +38,7 @@ def test_what_plain_data_parallelism_took_is_what_is_predicted_of_it(fixed):
 
 def test_one_device_has_nobody_to_be_slowed_by_and_pipelines_have():
     asked = inputs(spec=cluster(2, 1e10))
-    slower = rehearsed(asked, Rehearsal("none", 1.2 * plain_ms(asked)))
+    slower = rehearsed(asked, [Rehearsal("none", 1.2 * plain_ms(asked))])
     for candidate in Space(asked).candidates():
         one, other = (Evaluator(Space(each)).outcome(candidate).step_ms for each in (asked, slower))
         if candidate.shape.workers == 1:
@@ -49,9 +49,9 @@ def test_one_device_has_nobody_to_be_slowed_by_and_pipelines_have():
 
 def test_a_disturbance_is_not_believed_and_no_rehearsal_changes_nothing():
     asked = inputs()
-    assert rehearsed(asked, None) is asked
-    assert rehearsed(asked, Rehearsal("none", 1e6)).profile.together == pytest.approx(MOST, abs=2e-3)
-    assert rehearsed(asked, Rehearsal("none", 1e-6)).profile.together == pytest.approx(LEAST, abs=2e-3)
+    assert rehearsed(asked, ()) == asked
+    assert rehearsed(asked, [Rehearsal("none", 1e6)]).profile.together == pytest.approx(MOST, abs=2e-3)
+    assert rehearsed(asked, [Rehearsal("none", 1e-6)]).profile.together == pytest.approx(LEAST, abs=2e-3)
 
 
 def test_what_travelled_compressed_is_predicted_as_it_went():
@@ -60,9 +60,9 @@ def test_what_travelled_compressed_is_predicted_as_it_went():
         asked, fixed=Fixed(stages=1, codecs=dict.fromkeys((one.name for one in asked.profile.parameters), CODEC))
     )
     before = find_plan(of_codec).chosen.step_ms
-    found = rehearsed(asked, Rehearsal(CODEC, 1.1 * before))
+    found = rehearsed(asked, [Rehearsal(CODEC, 1.1 * before)])
     assert find_plan(replace(of_codec, profile=found.profile)).chosen.step_ms == pytest.approx(1.1 * before, rel=2e-3)
-    assert rehearsed(replace(asked, rates={}), Rehearsal(CODEC, 1.1 * before)).profile == asked.profile
+    assert rehearsed(replace(asked, rates={}), [Rehearsal(CODEC, 1.1 * before)]).profile == asked.profile
 
 
 def net() -> nn.Sequential:
@@ -70,7 +70,7 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
 
 
-def rehearse(world: World, bandwidth: float, memory_format: str) -> tuple[Rehearsal | None, bool]:
+def rehearse(world: World, bandwidth: float, memory_format: str) -> tuple[tuple[Rehearsal, ...], bool]:
     model = net()
     before = {name: one.clone() for name, one in model.state_dict().items()}
     spec = ClusterSpec.model_validate({"hosts": [{"devices": world.size}], "inside": {"bandwidth": bandwidth}})
@@ -84,12 +84,11 @@ def rehearse(world: World, bandwidth: float, memory_format: str) -> tuple[Rehear
 def test_steps_of_the_job_are_timed_and_the_model_is_left_alone(memory_format):
     one, other = run_ranks(rehearse, 2, 1e12, memory_format)
     assert one == other, "the slowest worker's time is everybody's"
-    assert one[0] is not None
-    assert one[0].codec == "none"
-    assert one[0].step_ms > 0
+    assert [took.codec for took in one[0]] == ["none"]
+    assert one[0][0].step_ms > 0
     assert one[1]
 
 
 def test_where_the_link_says_what_a_step_takes_there_is_no_rehearsal():
-    assert run_ranks(rehearse, 2, 1.0, "contiguous") == [(None, True)] * 2
-    assert run_ranks(rehearse, 1, 1e12, "contiguous") == [(None, True)]
+    assert run_ranks(rehearse, 2, 1.0, "contiguous") == [((), True)] * 2
+    assert run_ranks(rehearse, 1, 1e12, "contiguous") == [((), True)]
