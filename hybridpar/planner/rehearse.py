@@ -38,6 +38,10 @@ STEPS, FIRST_STEPS = 5, 2
 #: Parts are never so wrong; what lies beyond was a disturbance.
 LEAST, MOST = 0.9, 1.4
 
+#: Where plain data parallelism was not rehearsed: so much of what a codec showed is taken to be in all plans, as threads
+#: that move bytes are. In between what pipelines and codecs were seen to need (benchmarks/planner).
+SHARED = 0.5
+
 #: The codec that stands for all.
 CODEC = "onebit:decay=0.9"
 #: By how much that shortens an exchange, at least.
@@ -163,6 +167,8 @@ def rehearsed(inputs: PlannerInputs, rehearsals: Sequence[Rehearsal]) -> Planner
         asked = replace(free, fixed=Fixed(codecs=dict.fromkeys(names, one.codec) if coded else {}))
         found = _factor(asked, replace(plain, travel=1 if coded else 0), one.step_ms)
         profile = replace(profile, together_coded=found) if coded else replace(profile, together=found)
+    if profile.together_coded is not None and all(one.codec != "none" for one in rehearsals):
+        profile = replace(profile, together=round(1 + SHARED * (profile.together_coded - 1), 4))
     return replace(inputs, profile=profile)
 
 

@@ -62,6 +62,10 @@ def test_what_travelled_compressed_is_predicted_as_it_went():
     before = find_plan(of_codec).chosen.step_ms
     found = rehearsed(asked, [Rehearsal(CODEC, 1.1 * before)])
     assert find_plan(replace(of_codec, profile=found.profile)).chosen.step_ms == pytest.approx(1.1 * before, rel=2e-3)
+    assert found.profile.together - 1 == pytest.approx((found.profile.together_coded - 1) / 2, abs=1e-4)
+    both = rehearsed(asked, [Rehearsal("none", plain_ms(asked)), Rehearsal(CODEC, 1.1 * before)]).profile
+    assert both.together == pytest.approx(1, abs=2e-3)
+    assert both.together_coded == found.profile.together_coded
     assert rehearsed(replace(asked, rates={}), [Rehearsal(CODEC, 1.1 * before)]).profile == asked.profile
 
 
