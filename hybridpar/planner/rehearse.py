@@ -38,8 +38,8 @@ STEPS, FIRST_STEPS = 5, 2
 #: Parts are never so wrong; what lies beyond was a disturbance.
 LEAST, MOST = 0.9, 1.4
 
-#: Where plain data parallelism was not rehearsed: so much of what a codec showed is taken to be in all plans, as threads
-#: that move bytes are. In between what pipelines and codecs were seen to need (benchmarks/planner).
+#: Where plain data parallelism was not rehearsed: so much of what a codec showed is taken to be in all plans, as
+#: threads that move bytes are. In between what pipelines and codecs were seen to need (benchmarks/planner).
 SHARED = 0.5
 
 #: The codec that stands for all.
