@@ -382,7 +382,7 @@ def _inputs(
 
 
 def _sizes(model: nn.Module, batch: int, workers: int, fixed: Fixed) -> list[int]:
-    """Sizes of micro-batches to profile: all that can be where they are few, else two that lines are drawn through."""
+    """Sizes of micro-batches to profile: all that can be where they are few, else some that lines are drawn through."""
     whole = max(2, -(-batch // workers))
     if fixed.micro_batches is not None:
         counts = [fixed.replicas] if fixed.replicas else [one for one in range(1, workers + 1) if workers % one == 0]
@@ -390,7 +390,7 @@ def _sizes(model: nn.Module, batch: int, workers: int, fixed: Fixed) -> list[int
         return sorted({min(found), max(found)})
     if any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
         return [whole]  # they normalise over a micro-batch, so its size stays
-    return sorted({max(2, whole // 4), whole})
+    return sorted({max(2, whole // 16), max(2, whole // 4), whole})
 
 
 def _formats(fixed: Fixed, sample_shape: Sequence[int]) -> list[str]:

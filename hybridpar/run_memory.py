@@ -34,9 +34,7 @@ class MemoryMeter:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             return
-        gc.collect()
-        with contextlib.suppress(OSError, AttributeError):  # glibc has it; what it kept of measuring is no need
-            ctypes.CDLL(None).malloc_trim(0)
+        give_back_memory()  # what was kept of measuring is no need
         try:
             _PEAK_RESET.write_text("5")  # of all that this file resets, 5 is the peak of resident memory (proc(5))
         except OSError:
@@ -50,6 +48,13 @@ class MemoryMeter:
         if peak is None or self._before is None or not self._resettable:
             return None
         return max(0, 1024 * (peak - self._before))
+
+
+def give_back_memory() -> None:
+    """Give what was freed back to the system, where the C library can; the next allocations get new pages."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _kilobytes(name: str) -> int | None:

@@ -119,7 +119,7 @@ def planner_inputs(
     def profile() -> ModelProfile:
         return profile_model(
             model,
-            [images[: max(2, each // 4)], images],
+            [images[:size] for size in sorted({max(2, each // 16), max(2, each // 4), each})],
             name=setting.name,
             threads=torch.get_num_threads(),
             formats=("contiguous", "channels_last"),

@@ -37,6 +37,7 @@ from benchmarks.rig.rank import link, process_group
 from hybridpar.pipeline.world import World
 from hybridpar.plan_trials import FIRST_STEPS, random_batch, time_plans
 from hybridpar.planner.rehearse import CODEC
+from hybridpar.run_memory import give_back_memory
 
 #: What is promised over all rows of `predicted.csv`.
 MEDIAN_AT_MOST, WORST_AT_MOST = 0.07, 0.15
@@ -117,6 +118,7 @@ def measured(
         if number >= LEAST_VISITS and any(late):
             break
         for name in names if number % 2 == 0 else reversed(names):
+            give_back_memory()  # a training begins with an empty heap
             trial = make_trial(setting, plans[name], world) if name in plans else None
             step = trial.step if trial is not None else _ddp(setting, world)
             try:
