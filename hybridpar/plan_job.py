@@ -80,7 +80,8 @@ def _plan(request: PlanRequest, world: World, bar: ProgressBar, base: TrainConfi
     bar.announce("timing codecs")
     trained = [one for one in model.parameters() if one.requires_grad]
     # Those of a looser fidelity too: what it would gain is said.
-    rates = measure_rates(planned_codecs("lossy"), trained, world.size, world.device, world=world, cache=kept)
+    codecs = planned_codecs("lossy") if world.size > 1 else ()
+    rates = measure_rates(codecs, trained, world.size, world.device, world=world, cache=kept)
     bar.announce("running plain data parallelism for some steps")
     took = measure_rehearsal(model, images, world, cluster, copies=request.optimizer_copies)
     found: list[tuple[PlannerInputs, Answer, list[Outcome]]] = []
