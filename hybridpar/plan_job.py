@@ -83,7 +83,7 @@ def _plan(request: PlanRequest, world: World, bar: ProgressBar, base: TrainConfi
     codecs = planned_codecs("lossy") if world.size > 1 else ()
     rates = measure_rates(codecs, trained, world.size, world.device, world=world, cache=kept)
     bar.announce("running plain data parallelism for some steps")
-    took = measure_rehearsal(model, images, world, cluster, copies=request.optimizer_copies)
+    took = measure_rehearsal(model, images, world, cluster, copies=request.optimizer_copies, cache=kept)
     found: list[tuple[PlannerInputs, Answer, list[Outcome]]] = []
 
     def decide() -> list[str]:

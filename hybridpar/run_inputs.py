@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rehearse import CODEC, Rehearsal, measure_rehearsal, rehearsed
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
 from hybridpar.planner.steps import planned_codecs
-from hybridpar.planner.store import load, store
+from hybridpar.planner.store import folder, load, store
 from hybridpar.process import available_cores, describe_allocator, host_identity
 from hybridpar.replica_engine import autocast
 
@@ -59,7 +59,7 @@ PASSES, CROWD_STEPS = 3, 3
 _STEPS_EACH, _STEPS_REST, _STEPS_BESIDE, _CORE_SECONDS, _LINK_SECONDS = 2 + 3 * PASSES, 12, 23, 1.0, 6.0
 
 #: What is kept.
-KIND, REHEARSAL = "profile", "rehearsal"
+KIND = "profile"
 
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 
@@ -240,10 +240,6 @@ def _rehearse(
     """
     if world.size == 1:
         return "", ()
-    key = {**key, "transport": world.transport, "bucket": config.bucket_bytes}
-    known: dict[str, Any] | None = world.from_main(lambda: load(REHEARSAL, key))
-    if known is not None:
-        return "", tuple(Rehearsal(**one) for one in known["took"])
     draw = torch.Generator().manual_seed(0)
     example = torch.randn(key["sizes"][-1], *sample_shape, generator=draw).to(world.device)
     with _ToldToAll(world) as first, autocast(config, world.device):
@@ -255,11 +251,11 @@ def _rehearse(
             copies=_copies(config),
             bucket_bytes=config.bucket_bytes,
             memory_format=key["formats"][0],
+            cache=folder(),
+            note=config.amp,
         )
     if first.problem:
         return first.problem, ()
-    if world.is_main:
-        store(REHEARSAL, key, {"took": [asdict(one) for one in took]})
     return "", took
 
 

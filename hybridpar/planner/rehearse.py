@@ -12,7 +12,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,11 @@ from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.network import Network
 from hybridpar.planner.space import DATA_PARALLEL, Candidate, Space
-from hybridpar.planner.step_costs import forward_backward, optimizer_like
+from hybridpar.planner.step_costs import figures_key, forward_backward, optimizer_like
+from hybridpar.planner.store import load, store
+
+#: What is kept.
+KIND = "rehearsal"
 
 #: Steps that count, and steps before them, in which buckets are cut.
 STEPS, FIRST_STEPS = 5, 2
@@ -71,6 +76,8 @@ def measure_rehearsal(
     bucket_bytes: int = 8 << 20,
     memory_format: str = "contiguous",
     steps: int = STEPS,
+    cache: Path | None = None,
+    note: str = "",
 ) -> tuple[Rehearsal, ...]:
     """Time steps of data parallelism; a collective.
 
@@ -83,6 +90,9 @@ def measure_rehearsal(
         bucket_bytes: Size at which a bucket of gradients is full.
         memory_format: `contiguous` or `channels_last`.
         steps: Steps that count.
+        cache: Where the first worker keeps what was found, for as long as the cluster stays the same; None measures
+            always.
+        note: What else it depends on, for instance autocast.
 
     Returns:
         What it took, with gradients as they are and with a codec, as far as that says something: where exchanging
@@ -94,6 +104,15 @@ def measure_rehearsal(
     """
     if world.size == 1:
         return ()
+    key = {
+        **figures_key(model, example),
+        "cluster": cluster.key,
+        "transport": world.transport,
+        "how": [copies, bucket_bytes, memory_format, steps, note],
+    }
+    known = world.from_main(lambda: None if cache is None else load(KIND, key, cache))
+    if known is not None:
+        return tuple(Rehearsal(**one) for one in known)
     clock = Clock(example.device)
     size = sum(4 * one.numel() for one in model.parameters() if one.requires_grad)
     exchange = size * Network(cluster, 1, world.size).exchange([PLAIN])[PLAIN].ms_per_byte
@@ -114,6 +133,8 @@ def measure_rehearsal(
                 found.append(Rehearsal(codec, took))
         finally:
             model.to(memory_format=torch.contiguous_format)
+    if world.is_main and cache is not None:
+        store(KIND, key, [asdict(one) for one in found], cache)
     return tuple(found)
 
 

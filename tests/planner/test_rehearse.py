@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,3 +97,18 @@ def test_steps_of_the_job_are_timed_and_the_model_is_left_alone(memory_format):
 def test_where_the_link_says_what_a_step_takes_there_is_no_rehearsal():
     assert run_ranks(rehearse, 2, 1.0, "contiguous") == [((), True)] * 2
     assert run_ranks(rehearse, 1, 1e12, "contiguous") == [((), True)]
+
+
+def twice(world: World, cache: Path) -> tuple[bool, bool]:
+    first = ClusterSpec.model_validate({"hosts": [{"devices": world.size}], "inside": {"bandwidth": 1e12}})
+    other = ClusterSpec.model_validate({"hosts": [{"devices": world.size}], "inside": {"bandwidth": 2e12}})
+    found = [
+        measure_rehearsal(net(), torch.randn(4, 3, 8, 8), world, spec, steps=2, cache=cache)
+        for spec in (first, first, other)
+    ]
+    return found[0] == found[1], found[0] == found[2]
+
+
+def test_it_is_remembered_for_as_long_as_the_cluster_is_the_same(tmp_path):
+    assert run_ranks(twice, 2, tmp_path) == [(True, False)] * 2
+    assert len(list(tmp_path.glob("rehearsal-*.json"))) == 2
