@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -118,7 +119,7 @@ def measure_rehearsal(
     exchange = size * Network(cluster, 1, world.size).exchange([PLAIN])[PLAIN].ms_per_byte
     layout = torch.channels_last if memory_format == "channels_last" else torch.contiguous_format
     example = example.contiguous(memory_format=layout)
-    with untouched(model, training=True), Lanes(example.device) as lanes:
+    with untouched(model, training=True):
         model.to(memory_format=layout)
         try:
             whole_step_ms(model, (example,), clock)
@@ -129,7 +130,7 @@ def measure_rehearsal(
             found = []
             for codec in codecs:
                 options = SyncOptions(bucket_bytes=bucket_bytes, codec=codec)
-                took = _steps(model, example, world, lanes, options, optimizer_like(model, copies), steps)
+                took = _steps(model, example, world, options, optimizer_like(model, copies), steps)
                 found.append(Rehearsal(codec, took))
         finally:
             model.to(memory_format=torch.contiguous_format)
@@ -142,7 +143,6 @@ def _steps(
     model: nn.Module,
     example: Tensor,
     world: World,
-    lanes: Lanes,
     options: SyncOptions,
     optimizer: torch.optim.Optimizer,
     steps: int,
@@ -151,8 +151,7 @@ def _steps(
     clock, times = Clock(example.device), []
     for parameter in model.parameters():
         parameter.grad = None
-    sync = GradientSync(model, world, lanes, options)
-    try:
+    with Lanes(example.device) as lanes, closing(GradientSync(model, world, lanes, options)) as sync:
         for _ in range(FIRST_STEPS + steps):
             world.barrier()
             began = time.perf_counter()
@@ -165,8 +164,6 @@ def _steps(
             clock.wait()
             told: list[float] = world.gather(1e3 * (time.perf_counter() - began))  # type: ignore[assignment]
             times.append(max(told))
-    finally:
-        sync.close()
     return statistics.median(times[FIRST_STEPS:])
 
 

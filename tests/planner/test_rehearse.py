@@ -94,6 +94,12 @@ def test_steps_of_the_job_are_timed_and_the_model_is_left_alone(memory_format):
     assert one[1]
 
 
+def test_over_process_groups_a_codec_is_rehearsed_as_well():
+    found, _ = run_ranks(rehearse, 2, 1e12, "contiguous", shared_memory=False)[0]
+    assert [took.codec for took in found] == ["none", CODEC]
+    assert all(took.step_ms > 0 for took in found)
+
+
 def test_where_the_link_says_what_a_step_takes_there_is_no_rehearsal():
     assert run_ranks(rehearse, 2, 1.0, "contiguous") == [((), True)] * 2
     assert run_ranks(rehearse, 1, 1e12, "contiguous") == [((), True)]
