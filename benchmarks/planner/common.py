@@ -138,7 +138,10 @@ def planner_inputs(
         coded = measure_rehearsal(model, images, groups, cluster)
         took += tuple(one for one in coded if one.codec != "none")
         groups.close()
-    inputs = PlannerInputs(found, cluster, setting.batch, fidelity, rates, overhead_ms=overhead)
+    most = max(1, min(32, setting.batch // (2 * world.size)))  # as in a run: each part of a step has two samples
+    inputs = PlannerInputs(
+        found, cluster, setting.batch, fidelity, rates, overhead_ms=overhead, most_micro_batches=most
+    )
     return rehearsed(inputs, took), took
 
 
