@@ -8,6 +8,7 @@ is than the best one.
 from __future__ import annotations
 
 import csv
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -42,6 +43,8 @@ from hybridpar.run_memory import give_back_memory
 #: What is promised over all rows of `predicted.csv`.
 MEDIAN_AT_MOST, WORST_AT_MOST = 0.07, 0.15
 DDP = "torch's DDP"
+#: How much slower the machine was, in a row's `extra`.
+_SLOWER = re.compile(r"machine ([\d.]+) times as slow")
 #: The plan that ran before anything was predicted, by its codec; see `hybridpar.planner.rehearse`.
 REHEARSED = {"none": "data parallel over 2 devices", CODEC: f"data parallel over 2 devices, {CODEC}"}
 #: Visits of every plan, and seconds of one after its first steps.
@@ -185,9 +188,14 @@ def summarise(table: Path) -> list[Check]:
         rows = [row for row in csv.DictReader(file) if row["what"].startswith("error of the predicted")]
     newest = {(row["setting"], row["link"], row["what"]): row for row in rows}
     errors = sorted(abs(float(row["value"])) for row in newest.values())
+    found = {key: _SLOWER.search(row["extra"]) for key, row in newest.items()}
+    steady = sorted(
+        abs((1 + float(row["value"])) * (1.0 if (slower := found[key]) is None else float(slower[1])) - 1)
+        for key, row in newest.items()
+    )
     links = ", ".join(dict.fromkeys(row["link"] for row in rows))
 
-    def check(what: str, value: float, at_most: float) -> Check:
+    def check(what: str, value: float, at_most: float | None, errors: list[float]) -> Check:
         return Check(
             setting=f"{len(errors)} plans",
             link=links,
@@ -199,6 +207,8 @@ def summarise(table: Path) -> list[Check]:
         )
 
     return [
-        check("median absolute error of the predicted step", statistics.median(errors), MEDIAN_AT_MOST),
-        check("worst absolute error of the predicted step", errors[-1], WORST_AT_MOST),
+        check("median absolute error of the predicted step", statistics.median(errors), MEDIAN_AT_MOST, errors),
+        check("worst absolute error of the predicted step", errors[-1], WORST_AT_MOST, errors),
+        check("median, had the machine kept its speed", statistics.median(steady), None, steady),
+        check("worst, had the machine kept its speed", steady[-1], None, steady),
     ]
