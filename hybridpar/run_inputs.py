@@ -304,8 +304,9 @@ def _measure(
     if second.problem:
         return second.problem, None
     trained = [one for one in model.parameters() if one.requires_grad]
-    shared = not isinstance(world.lane_sums[0], BackendSum)
-    codecs = key["codecs"] if shared or world.size == 1 else sorted({*key["codecs"], CODEC})  # it may be rehearsed
+    codecs = key["codecs"]
+    if world.size > 1 and isinstance(world.lane_sums[0], BackendSum):
+        codecs = sorted({*codecs, CODEC})  # it may be rehearsed
     rates = measure_rates(codecs, trained, world.size, world.device, world=world)
     if kept is None:
         return "", None
