@@ -130,3 +130,5 @@ def _bind_in_place(graph: fx.Graph, facts: dict[fx.Node, NodeFacts]) -> None:
                 for user in [*target.users]:
                     if place[user] > place[node]:
                         user.replace_input_with(target, node)
+                        if user in facts:  # where it changes the value once more, that is the one it changes now
+                            facts[user].changes = tuple(node if one is target else one for one in facts[user].changes)

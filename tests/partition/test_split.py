@@ -33,7 +33,7 @@ from tests.partition.nets import (
     Shared,
     Views,
 )
-from tests.partition.random_nets import WIDTH, RandomNet, random_nets
+from tests.partition.random_nets import WIDTH, RandomNet, Step, random_nets
 
 
 def units_of(model: torch.nn.Module, example: torch.Tensor) -> ModelUnits:
@@ -68,6 +68,21 @@ def test_any_cut_of_any_model_trains_as_the_whole(model: RandomNet, data: st.Dat
     cut = random_convex_stages(units.graph, stages, random.Random(data.draw(st.integers(0, 9))))
     difference = compare_split(units, cut, example, reference)
     assert difference.is_equal, (cut, difference)
+
+
+def test_a_value_that_is_changed_twice_under_one_name_is_each_time_the_one_before() -> None:
+    steps = [
+        *(Step("linear", 0, 0), Step("change", 1, 0), Step("linear", 0, 0), Step("linear", 0, 0)),
+        *(Step("linear", 0, 2), Step("change", 1, 0), Step("linear", 0, 0)),
+    ]
+    torch.manual_seed(0)
+    model, example = RandomNet(steps).double(), torch.randn(3, WIDTH, dtype=torch.float64)
+    units, reference = units_of(model, example), reference_step(model, example)
+    for stages in range(1, 6):
+        for seed in range(10):
+            cut = random_convex_stages(units.graph, stages, random.Random(seed))
+            difference = compare_split(units, cut, example, reference)
+            assert difference.is_equal, (cut, difference)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "shufflenet_v2_x1_0", "lraspp_mobilenet_v3_large"])
