@@ -13,7 +13,7 @@ import json
 import math
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from hybridpar.models import seed_everything
 from hybridpar.pipeline.world import World
 from hybridpar.plan_trials import FIRST_STEPS, config_of_plan, time_plans
 from hybridpar.planner.explain import describe
+from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import find_plan
@@ -118,10 +119,9 @@ def _plan(call: Call) -> None:
 
 
 def _decide(inputs: PlannerInputs) -> dict[str, Any]:
-    answer = find_plan(inputs)
     # A pipeline or one device is the right answer somewhere, but this table is about data parallelism.
-    ranked = (answer.chosen, *answer.ranked)
-    chosen = next(one for one in ranked if one.candidate.shape.replicas == inputs.workers)
+    answer = find_plan(replace(inputs, fixed=Fixed(stages=1, replicas=inputs.workers)))
+    chosen = answer.chosen
     config = config_of_plan(plan_of(answer, chosen), TrainConfig())
     options = {name: getattr(config, name) for name in ("compress", "memory_format", "kernels")}
     return {"options": options, "told": describe(chosen.candidate, answer)}
