@@ -50,12 +50,24 @@ def test_errors_are_those_of_the_median_and_the_newest_row_of_a_plan_counts(tmp_
     assert "predicted 110.0 ms" in first.extra
     append_checks([error_row(SETTING, drawn("a", 300.0), [100.0], ""), first], table)
     append_checks([error_row(SETTING, drawn("b", 96.0), [100.0], "")], table)
-    middle, worst = summarise(table)
+    middle, worst, *_ = summarise(table)
     assert middle.value == pytest.approx(0.07)
     assert (middle.verdict, worst.verdict) == ("met", "met")
     assert worst.value == pytest.approx(0.1)
     append_checks([error_row(SETTING, drawn("c", 50.0), [100.0], "")], table)
-    assert [one.verdict for one in summarise(table)] == ["missed", "missed"]
+    assert [one.verdict for one in summarise(table)] == ["missed", "missed", "", ""]
+
+
+def test_a_slower_machine_is_told_beside_the_promise_and_a_rehearsal_counts_in_neither(tmp_path):
+    table = tmp_path / "predicted.csv"
+    rows = [
+        error_row(SETTING, drawn("a", 90.0), [100.0], "", slower=1.1),
+        error_row(SETTING, drawn("b", 50.0), [100.0], "", rehearsed=True),
+    ]
+    append_checks(rows, table)
+    middle, worst, steady, _ = summarise(table)
+    assert middle.value == worst.value == pytest.approx(0.1)
+    assert steady.value == pytest.approx(0.01), "0.9 of what it took on a machine 1.1 times as slow"
 
 
 def test_regret_counts_steps_to_the_target_and_only_what_a_fidelity_allows():
