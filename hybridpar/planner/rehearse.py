@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -60,10 +60,12 @@ class Rehearsal:
 
     Attributes:
         codec: What gradients travelled as.
-        step_ms: The slowest worker's step, the median over steps.
+        samples: Of each worker.
+        step_ms: The slowest worker's step, in milliseconds, the median over steps.
     """
 
     codec: str
+    samples: int
     step_ms: float
 
 
@@ -111,9 +113,9 @@ def measure_rehearsal(
         "transport": world.transport,
         "how": [copies, bucket_bytes, memory_format, steps, note],
     }
-    known = world.from_main(lambda: None if cache is None else load(KIND, key, cache))
+    known = world.from_main(lambda: None if cache is None else _known(key, cache))
     if known is not None:
-        return tuple(Rehearsal(**one) for one in known)
+        return known
     clock = Clock(example.device)
     size = sum(4 * one.numel() for one in model.parameters() if one.requires_grad)
     exchange = size * Network(cluster, 1, world.size).exchange([PLAIN])[PLAIN].ms_per_byte
@@ -131,12 +133,23 @@ def measure_rehearsal(
             for codec in codecs:
                 options = SyncOptions(bucket_bytes=bucket_bytes, codec=codec)
                 took = _steps(model, example, world, options, optimizer_like(model, copies), steps)
-                found.append(Rehearsal(codec, took))
+                found.append(Rehearsal(codec, len(example), took))
         finally:
             model.to(memory_format=torch.contiguous_format)
     if world.is_main and cache is not None:
         store(KIND, key, [asdict(one) for one in found], cache)
     return tuple(found)
+
+
+def _known(key: Mapping[str, object], cache: Path) -> tuple[Rehearsal, ...] | None:
+    """What was found before; what is damaged is measured again."""
+    data = load(KIND, key, cache)
+    if data is None:
+        return None
+    try:
+        return tuple(Rehearsal(str(one["codec"]), int(one["samples"]), float(one["step_ms"])) for one in data)
+    except (TypeError, ValueError, KeyError):
+        return None
 
 
 def _steps(
@@ -175,14 +188,15 @@ def rehearsed(inputs: PlannerInputs, rehearsals: Sequence[Rehearsal]) -> Planner
         rehearsals: See `measure_rehearsal`; one with a codec whose rates nobody measured changes nothing.
     """
     names = [one.name for one in inputs.profile.parameters]
-    free = replace(inputs, fixed=Fixed(), calibration={})
-    plain = Space(free).baselines()[DATA_PARALLEL]
     profile = inputs.profile
     for one in rehearsals:
         coded = one.codec != "none"
         if coded and one.codec not in inputs.rates:
             continue
-        asked = replace(free, fixed=Fixed(codecs=dict.fromkeys(names, one.codec) if coded else {}))
+        # It ran whatever was decided, and maybe with fewer samples than a step of the plan has.
+        fixed = Fixed(codecs=dict.fromkeys(names, one.codec) if coded else {})
+        asked = replace(inputs, fixed=fixed, calibration={}, batch=one.samples * inputs.workers)
+        plain = Space(replace(asked, fixed=Fixed(codecs={}))).baselines()[DATA_PARALLEL]
         found = _factor(asked, replace(plain, travel=1 if coded else 0), one.step_ms)
         profile = replace(profile, together_coded=found) if coded else replace(profile, together=found)
     if profile.together_coded is not None and all(one.codec != "none" for one in rehearsals):

@@ -13,6 +13,7 @@ from hybridpar.errors import HybridparError, UsageError
 from hybridpar.planner.cuts import CutLibrary
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.search import Answer, Progress, find_plan
+from hybridpar.planner.space import DATA_PARALLEL
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def scaling_curve(inputs: PlannerInputs, progress: Progress | None = None) -> li
     for place, count in enumerate(counts):
         try:
             answer = find_plan(inputs, workers=count, keep=1, library=library)
-            plain = answer.baselines["data parallel"]
+            plain = answer.baselines[DATA_PARALLEL]
             points.append(Point(count, answer, None if plain is None else plain.score))
         except HybridparError:
             points.append(Point(count, None, None))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from hybridpar.planner.evaluate import Outcome
 from hybridpar.planner.search import Answer
+from hybridpar.planner.space import DATA_PARALLEL
 
 #: Plans that are nearer than this are equal, however often they were run.
 LEAST_DIFFERENCE = 0.01
@@ -47,7 +48,7 @@ def finalists(answer: Answer, count: int) -> list[Outcome]:
     """
     workers = answer.evaluator.space.workers
     found: dict[tuple[object, ...], Outcome] = {}
-    plain = answer.baselines["data parallel"]
+    plain = answer.baselines[DATA_PARALLEL]
     for one in (answer.chosen, *([] if plain is None else [plain]), *answer.ranked):
         shape = one.candidate.shape
         if shape.stages > 1 and shape.workers not in (1, workers):
