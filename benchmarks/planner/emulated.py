@@ -8,6 +8,7 @@ held against the prediction, with four workers on each of them.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,46 +16,78 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.pipeline.checks import write_checks
-from benchmarks.planner.common import CLASSES, QUICK, RATE, SETTINGS, ForeignLoad, Setting, cluster_of, drawn_plans
-from benchmarks.planner.predicted import error_row
+from benchmarks.planner.common import CLASSES, QUICK, RATE, SETTINGS, Drawn, ForeignLoad, Setting, cluster_of
+from benchmarks.planner.predicted import Running, error_row, in_turns, planned
 from benchmarks.rig.rank import process_group
-from hybridpar.cluster_file import ClusterSpec
+from hybridpar.cluster_file import ClusterSpec, LinkLevel
 from hybridpar.config import TrainConfig
+from hybridpar.pipeline.costs import Costs
 from hybridpar.pipeline.world import World
-from hybridpar.plan_trials import FIRST_STEPS, Trial, random_batch, time_plans, workers_of
+from hybridpar.plan_trials import Trial, random_batch
+from hybridpar.planner.evaluate import Evaluator
+from hybridpar.planner.explain import describe
+from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.measure import measure_rates, profile_model
 from hybridpar.planner.profile import ModelProfile, Parameter
+from hybridpar.planner.record import plan_of
+from hybridpar.planner.search import find_plan
+from hybridpar.planner.space import Candidate
 from hybridpar.planner.step_costs import measure_step_costs
 from hybridpar.planner.steps import planned_codecs
+from hybridpar.process import available_cores
+
+_CONFIG = TrainConfig(lr=RATE, weight_decay=0.0)
+
+
+class _Device:
+    """Waits as long as a device computes; what one wait lasts too long, the next ones make up for."""
+
+    def __init__(self) -> None:
+        self._late = 0.0
+
+    def compute(self, seconds: float, began: float) -> None:
+        """Wait until it would be done.
+
+        Args:
+            seconds: What it computes.
+            began: When it began.
+        """
+        until = began + seconds - self._late
+        time.sleep(max(0.0, until - time.perf_counter()))
+        self._late = max(0.0, time.perf_counter() - until)
 
 
 class _Wait(torch.autograd.Function):
     """Waits in the forward and in the backward pass, and has a gradient for every parameter."""
 
     @staticmethod
-    def forward(context: Any, signal: Tensor, ahead: float, back: float, *parameters: Tensor) -> Tensor:
-        time.sleep(ahead)
-        context.back = back
+    def forward(
+        context: Any, signal: Tensor, device: _Device, ahead: float, back: float, *parameters: Tensor
+    ) -> Tensor:
+        device.compute(ahead, time.perf_counter())
+        context.device, context.back = device, back
         context.save_for_backward(*parameters)
         return signal.clone()
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        time.sleep(context.back)
+        began = time.perf_counter()
         # Of the size that gradients have, so that what codecs write does not shrink to nothing.
-        own = [1e-3 * torch.ones_like(one) for one in context.saved_tensors]
-        return gradients[0], None, None, *own
+        own = [torch.full_like(one, 1e-3) for one in context.saved_tensors]
+        context.device.compute(context.back, began)
+        return gradients[0], None, None, None, *own
 
 
 class _Layer(nn.Module):
-    def __init__(self, shapes: list[tuple[int, ...]], forward_ms: float, backward_ms: float) -> None:
+    def __init__(self, shapes: list[tuple[int, ...]], forward_ms: float, backward_ms: float, device: _Device) -> None:
         super().__init__()
         self.weights = nn.ParameterList([nn.Parameter(1e-2 * torch.randn(shape)) for shape in shapes])
         self._times = (forward_ms / 1e3, backward_ms / 1e3)
+        self._device = device
 
     def forward(self, signal: Tensor) -> Tensor:
-        waited: Tensor = _Wait.apply(signal, *self._times, *self.weights)
+        waited: Tensor = _Wait.apply(signal, self._device, *self._times, *self.weights)
         return waited
 
 
@@ -66,7 +99,7 @@ class EmulatedNet(nn.Module):
 
     Args:
         profile: Of the other.
-        samples: Of a micro-batch.
+        samples: Of a step.
     """
 
     def __init__(self, profile: ModelProfile, samples: int) -> None:
@@ -76,13 +109,14 @@ class EmulatedNet(nn.Module):
         for one in profile.parameters:
             owned.setdefault(one.unit, []).append(one)
         self.names: dict[str, str] = {}
+        device = _Device()
         layers, ahead, back = [], 0.0, 0.0
         for index, unit in enumerate(graph.units):
             ahead, back = ahead + unit.forward_ms, back + unit.backward_ms
             if index in owned or index == len(graph.units) - 1:
                 own = owned.get(index, [])
                 self.names |= {one.name: f"layers.{len(layers)}.weights.{place}" for place, one in enumerate(own)}
-                layers.append(_Layer([one.shape for one in own], ahead, back))
+                layers.append(_Layer([one.shape for one in own], ahead, back, device))
                 ahead = back = 0.0
         self.layers = nn.Sequential(*layers)
         self.scale = nn.Parameter(torch.ones(1))
@@ -93,53 +127,82 @@ class EmulatedNet(nn.Module):
         return result
 
 
+class EmulatedDevices(Evaluator):
+    """Predicts steps of workers that compute on devices of their own, and do all else on their part of the cores."""
+
+    def costs(self, candidate: Candidate, *, exchange: bool = True) -> Costs:
+        """See `Evaluator`. What takes one core was measured by all workers at a time, and so takes a worker's part."""
+        return replace(super().costs(candidate, exchange=exchange), cores=1.0, compute_cores=0.0)
+
+
 def measure(models: list[str], plans: int, rounds: int, seconds: float, quick: bool, output: str | None) -> None:
     """Predict and measure data-parallel plans of every model with four emulated devices; rank 0 writes the rows.
 
     Args:
         models: Names of settings.
         plans: How many of each.
-        rounds: Steps of each plan.
-        seconds: Of measuring a setting, at most.
+        rounds: Steps of each visit of a plan.
+        seconds: After which no new round of visits begins.
         quick: A small net.
         output: The table.
     """
     with process_group(timeout=900) as (rank, _):
         world = World.join(lanes=2, timeout=900)
-        cluster = _of_devices(cluster_of(world))
+        cluster = _in_parts_of_cores(cluster_of(world))
         if rank == 0:
             print(cluster.to_toml(), flush=True)
         for setting in [QUICK] if quick else [SETTINGS[name] for name in models]:
             inputs, net = _emulated(setting, world, cluster)
-            drawn = world.from_main(lambda inputs=inputs: drawn_plans(inputs, 4 * plans)[0])  # type: ignore[misc]
-            drawn = [one for one in drawn if len(one.plan.partition.stages) == 1 and workers_of(one.plan) > 1][:plans]
-            images, targets = random_batch((3, setting.side, setting.side), setting.batch, CLASSES, world.device)
-            config = TrainConfig(lr=RATE, weight_decay=0.0)
-            trials = {one.name: Trial(one.plan, net, images, targets, world, config) for one in drawn}
-            for trial in trials.values():
-                for _ in range(FIRST_STEPS):
-                    trial.step()
-            steps = {name: trial.step for name, trial in trials.items()}
+            drawn = world.from_main(lambda inputs=inputs: _drawn(inputs, plans))  # type: ignore[misc]
+            batch = random_batch((3, setting.side, setting.side), setting.batch, CLASSES, world.device)
+            made: dict[str, Callable[[], Running]] = {
+                one.name: lambda one=one, net=net, batch=batch: planned(Trial(one.plan, net, *batch, world, _CONFIG))  # type: ignore[misc]
+                for one in drawn
+            }
             with ForeignLoad(world) as load:
-                times = time_plans(steps, world, rounds=rounds, seconds=seconds)
-            for trial in trials.values():
-                trial.close()
+                times = in_turns(made, world, rounds, seconds)
             if rank == 0:
-                emulated = Setting(f"{setting.model} on 4 emulated devices", setting.side, setting.batch)
-                write_checks(
-                    [error_row(emulated, one, times[one.name], load.told) for one in drawn], output, "emulated"
-                )
+                emulated = Setting(f"{setting.name} on 4 emulated devices", setting.side, setting.batch)
+                rows = [error_row(emulated, one, times[one.name], load.told) for one in drawn]
+                write_checks(rows, output, "emulated")
         world.close()
 
 
-def _of_devices(cluster: ClusterSpec) -> ClusterSpec:
-    """The cluster with devices of their own in place of cores: what moves bytes takes nothing from what computes."""
-    hosts = tuple(one.model_copy(update={"kind": "cuda", "communication_cores": 2.0}) for one in cluster.hosts)
-    update: dict[str, object] = {"hosts": hosts}
-    for name in ("inside", "between"):
-        if (level := getattr(cluster, name)) is not None:
-            update[name] = level.model_copy(update={"cores": None})
-    return cluster.model_copy(update=update)
+def _drawn(inputs: PlannerInputs, count: int) -> list[Drawn]:
+    """Data-parallel plans on all devices over the whole predicted range; float32 is among them."""
+    answer = find_plan(replace(inputs, fixed=Fixed(stages=1, replicas=inputs.workers)), prune=False)
+    evaluator = EmulatedDevices(answer.evaluator.space)
+    shapes = [one.candidate for one in answer.ranked if one.candidate.shape.replicas == inputs.workers]
+    ranked = sorted((evaluator.outcome(one) for one in shapes), key=lambda one: one.step_ms)
+    plain = next(place for place, one in enumerate(ranked) if one.candidate.travel == 0)
+    step = max(1.0, (len(ranked) - 1) / max(1, count - 2))
+    places = sorted({plain, *(min(len(ranked) - 1, round(number * step)) for number in range(count - 1))})
+    return [
+        Drawn(
+            describe(ranked[place].candidate, answer),
+            plan_of(answer, ranked[place]),
+            ranked[place].step_ms,
+            place + 1,
+            1.0,
+            (),
+        )
+        for place in places
+    ]
+
+
+def _in_parts_of_cores(cluster: ClusterSpec) -> ClusterSpec:
+    """The cluster with the cores that links keep busy counted in parts that a worker has."""
+    parts = cluster.workers / len(available_cores())
+
+    def scaled(level: LinkLevel | None) -> LinkLevel | None:
+        if level is None or level.cores is None:
+            return level
+        uses = level.cores.model_dump(exclude_none=True)
+        return level.model_copy(
+            update={"cores": type(level.cores)(**{name: parts * use for name, use in uses.items()})}
+        )
+
+    return cluster.model_copy(update={"inside": scaled(cluster.inside), "between": scaled(cluster.between)})
 
 
 def _emulated(setting: Setting, world: World, cluster: ClusterSpec) -> tuple[PlannerInputs, EmulatedNet]:

@@ -11,7 +11,8 @@ import csv
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,7 +37,7 @@ from benchmarks.planner.common import (
 from benchmarks.planner.regret import regret_rows
 from benchmarks.rig.rank import link, process_group
 from hybridpar.pipeline.world import World
-from hybridpar.plan_trials import FIRST_STEPS, random_batch, time_plans
+from hybridpar.plan_trials import FIRST_STEPS, Trial, random_batch, time_plans
 from hybridpar.planner.rehearse import CODEC
 from hybridpar.run_memory import give_back_memory
 
@@ -111,30 +112,72 @@ def measured(
     Returns:
         The median milliseconds of every visit by name, and how much slower the machine was then than before.
     """
-    names: list[str] = [*(one.name for one in drawn), DDP]
-    plans = {one.name: one.plan for one in drawn}
-    times: dict[str, list[float]] = {name: [] for name in names}
-    speeds: dict[str, list[float]] = {name: [] for name in names}
+    made: dict[str, Callable[[], Running]] = {
+        one.name: lambda one=one: planned(make_trial(setting, one.plan, world))  # type: ignore[misc]
+        for one in drawn
+    }
+    made[DDP] = lambda: Running(_ddp(setting, world), lambda: None)
+    speeds: dict[str, list[float]] = {name: [] for name in made}
+    times = in_turns(made, world, rounds, seconds, after=lambda name: speeds[name].append(reference.slower()))
+    return times, {name: statistics.median(own) for name, own in speeds.items()}
+
+
+@dataclass(frozen=True)
+class Running:
+    """Something that takes steps.
+
+    Attributes:
+        step: Takes one, to its end.
+        close: Ends it.
+    """
+
+    step: Callable[[], object]
+    close: Callable[[], object]
+
+
+def planned(trial: Trial) -> Running:
+    """A plan that is tried."""
+    return Running(trial.step, trial.close)
+
+
+def in_turns(
+    made: Mapping[str, Callable[[], Running]],
+    world: World,
+    rounds: int,
+    seconds: float,
+    after: Callable[[str], object] = lambda name: None,
+) -> dict[str, list[float]]:
+    """Steps of several that take turns, each alone in its turn; a collective.
+
+    Args:
+        made: Makes each, by name.
+        world: All workers of the job.
+        rounds: Steps of a visit that count, at most; at least three do.
+        seconds: No new round of visits begins later than this.
+        after: Called with the name after every visit.
+
+    Returns:
+        The median milliseconds of every visit by name.
+    """
+    times: dict[str, list[float]] = {name: [] for name in made}
     begin = time.perf_counter()
     for number in range(MOST_VISITS):
         late: list[bool] = world.gather(time.perf_counter() - begin > seconds)  # type: ignore[assignment]
         if number >= LEAST_VISITS and any(late):
             break
-        for name in names if number % 2 == 0 else reversed(names):
+        for name in made if number % 2 == 0 else [*reversed([*made])]:
             give_back_memory()  # a training begins with an empty heap
-            trial = make_trial(setting, plans[name], world) if name in plans else None
-            step = trial.step if trial is not None else _ddp(setting, world)
+            running = made[name]()
             try:
                 for _ in range(FIRST_STEPS):
-                    step()
-                took = time_plans({name: step}, world, rounds=rounds, seconds=VISIT_SECONDS)[name]
+                    running.step()
+                took = time_plans({name: running.step}, world, rounds=rounds, seconds=VISIT_SECONDS)[name]
             finally:
-                if trial is not None:
-                    trial.close()
-            del step, trial
+                running.close()
+            del running
             times[name].append(statistics.median(took))
-            speeds[name].append(reference.slower())
-    return times, {name: statistics.median(own) for name, own in speeds.items()}
+            after(name)
+    return times
 
 
 def _ddp(setting: Setting, world: World) -> Callable[[], None]:

@@ -78,8 +78,9 @@ class Costs:
         link: The network of every worker. All that a worker sends at one time shares its speed, and so does all that
             it receives.
         links: Connections of ordered pairs of workers that are a wire of their own.
-        cores: Processor cores of a worker; computing takes one, and moving bytes as much as the next three say. What
-            wants less than an equal part of them gets it whole. None where nothing shares cores.
+        cores: Processor cores of a worker; computing takes `compute_cores`, and moving bytes as much as the next three
+            say. What wants less than an equal part of them gets it whole. None where nothing shares cores.
+        compute_cores: What a lane that computes takes of them: 0 where a device of its own computes.
         send_cpu: Core time of a sender, in seconds per byte.
         receive_cpu: Core time of a receiver, in seconds per byte.
         sync_cpu: Core time of an all-reduce, in seconds per byte of the bucket.
@@ -107,6 +108,7 @@ class Costs:
     link: Link = field(default_factory=Link)
     links: Mapping[tuple[int, int], Link] = field(default_factory=lambda: MappingProxyType({}))
     cores: float | None = None
+    compute_cores: float = 1.0
     send_cpu: float = 0.0
     receive_cpu: float = 0.0
     sync_cpu: float = 0.0
@@ -123,6 +125,7 @@ class Costs:
     def __post_init__(self) -> None:
         rules = (
             ("cores", self.cores, self.cores is None or self.cores > 0, "above 0"),
+            ("compute_cores", self.compute_cores, self.compute_cores >= 0, "at least 0"),
             ("co_run", self.co_run, self.co_run >= 1, "at least 1"),
             ("overlap", self.overlap, 0 <= self.overlap <= 1, "between 0 and 1"),
             ("replicas", self.replicas, self.replicas >= 1, "at least 1"),

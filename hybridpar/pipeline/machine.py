@@ -21,7 +21,7 @@ class _Worker:
     def __init__(self, lanes: int, costs: Costs) -> None:
         self.cores = None if costs.cores is None else Resource(costs.cores, fair=True)
         self.out, self.into = Resource(1), Resource(1)
-        self.compute = self.core_time(1.0)
+        self.compute = self.core_time(costs.compute_cores)
         self.communicate: _Uses = ()
         if costs.co_run > 1 and lanes > 1:
             # All lanes together want co_run times what there is, whatever it is that they share.

@@ -105,7 +105,8 @@ def _cores(layout: Layout, costs: Costs, count: int, forward: list[float], backw
     needed = [0.0] * layout.workers
     for stage in range(layout.stages):
         home = layout.home(stage)
-        needed[home] += count * (forward[stage] + backward[stage]) + costs.compute_ms(stage, Kind.STEP)
+        computing = count * (forward[stage] + backward[stage]) + costs.compute_ms(stage, Kind.STEP)
+        needed[home] += costs.compute_cores * computing
         if costs.replicas > 1 and stage < len(costs.buckets):
             for one in costs.buckets[stage]:
                 needed[home] += one.encode_ms + one.decode_ms + costs.sync_core_ms(one)
