@@ -92,7 +92,7 @@ class Links:
             flight.end = end | {"unused": list(missing)}
             if flight is self._flights[0]:
                 flight.statistics = statistics
-            flight.ready.put(None)
+            flight.finish()
         return _results(self._futures)
 
     def states(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -115,7 +115,7 @@ class Links:
     def close(self, *, polite: bool = True) -> None:
         """Leave all shards."""
         for flight in self._flights:
-            flight.ready.put(None)
+            flight.finish()
         for link in self.links:
             link.close(polite=polite)
 

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from hybridpar.compress import Policy
 from hybridpar.errors import HybridparError, UsageError
 from hybridpar.server.encoding import PushDecoder
@@ -49,6 +51,7 @@ class Peer:
         clock: Of the weights that it has; None where it has none of this shard.
         decoder: What decodes its pushes.
         push: Push that has arrived but for its end.
+        gradient: What that push stands for, where it has been decoded already.
         told: When it was last told anything.
         saved: The last wish to save that it has been told.
         rows: Step up to which it has been told what the steps did; None for one that does not want to know.
@@ -59,6 +62,7 @@ class Peer:
     decoder: PushDecoder
     clock: int | None = None
     push: Frame | None = None
+    gradient: Tensor | None = None
     told: float = field(default_factory=time.monotonic)
     saved: int = 0
     rows: int | None = None

@@ -18,8 +18,9 @@ from hybridpar.server.encoding import PushDecoder
 from hybridpar.server.loop import SocketLoop
 from hybridpar.server.meetings import Meetings
 from hybridpar.server.peers import Peer, ServerOptions, refusal
+from hybridpar.server.push import Answer, Push
 from hybridpar.server.running import RunningBuffers
-from hybridpar.server.shard import Answer, Push, Shard
+from hybridpar.server.shard import Shard
 from hybridpar.server.stripes import Piece, Stripe
 from hybridpar.server.wire import Connection, Frame, Garbled, bytes_of, pack
 
@@ -208,6 +209,7 @@ class ShardServer(SocketLoop):
             raise Garbled(f"a {kind} of one that was not let in")
         if kind == "push":
             peer.push = frame
+            self._draft()
         elif kind == "end":
             self._end_push(worker, peer, frame)
         elif kind == "gather":
@@ -322,21 +324,54 @@ class ShardServer(SocketLoop):
             sound=bool(meta["sound"]),
             unused=frozenset(meta["unused"]),
         )
-        gradient = torch.empty(0)
+        gradient, peer.gradient = peer.gradient, None
         if shard.expects(worker, push.sequence) and push.sound:
-            gradient = torch.empty(shard.stripe.count)
-            if meta["coded"]:
-                peer.decoder.decode(arrived.payload, gradient, meta["warm"])
-            elif arrived.payload.numel() == 4 * shard.stripe.count:
-                gradient = arrived.payload.view(torch.float32)
-            else:
-                raise Garbled(f"a gradient of {arrived.payload.numel()} bytes for a stripe of {shard.stripe.count}")
+            if gradient is None:
+                gradient = self._gradient(peer, arrived)
             self._buffers.take(worker, frame.payload)
-        answers = shard.push(push, gradient)
+        answers = shard.push(push, torch.empty(0) if gradient is None else gradient)
         if answers:
             self._buffers.meet(all(answer.applied for answer in answers))
         for answer in answers:
             self._answer(answer)
+
+    def _gradient(self, peer: Peer, push: Frame) -> Tensor:
+        """What a push stands for: 1-D float32 of the stripe's size."""
+        shard = self.shard
+        assert shard is not None
+        if push.meta["coded"]:
+            gradient = torch.empty(shard.stripe.count)
+            peer.decoder.decode(push.payload, gradient, push.meta["warm"])
+            return gradient
+        if push.payload.numel() != 4 * shard.stripe.count:
+            raise Garbled(f"a gradient of {push.payload.numel()} bytes for a stripe of {shard.stripe.count}")
+        return push.payload.view(torch.float32)
+
+    def _draft(self) -> None:
+        """With all gradients of an update there: have the weights on their way while workers still compute.
+
+        Whether a gradient is finite a worker knows when it has all of it, which is late: most of it went to other
+        shards. Until then nobody uses the new weights.
+        """
+        shard, peers = self.shard, self._peers
+        assert shard is not None
+        rules = self._options.rules
+        if not rules.barrier or len(peers) < rules.learners or shard.done or not shard.drafts_pay:
+            return
+        ended = {worker: one for worker in peers if (one := shard.arrived(worker)) is not None}
+        begun = {worker: peer.push for worker, peer in peers.items() if peer.push is not None}
+        new = all(shard.expects(worker, int(frame.meta["sequence"])) for worker, frame in begun.items())
+        if len(ended) + len(begun) < len(peers) or not new or not all(push.sound for push, _ in ended.values()):
+            return
+        for worker, frame in begun.items():
+            meta, gradient = frame.meta, self._gradient(peers[worker], frame)
+            peers[worker].gradient = gradient
+            push = Push(worker, int(meta["sequence"]), int(meta["clock"]), weight=1.0, rate=float(meta["rate"]))
+            ended[worker] = push, gradient
+        shard.draft([ended[worker] for worker in sorted(ended)])
+        weights = bytes_of(shard.values.half() if self._options.half else shard.values)
+        for peer in list(peers.values()):
+            self._send(peer, {"kind": "draft"}, weights)
 
     def _answer(self, answer: Answer) -> None:
         """A worker may go on."""
@@ -354,6 +389,7 @@ class ShardServer(SocketLoop):
             "applied": answer.applied,
             "repeated": answer.repeated,
             "same": same,
+            "drafted": answer.drafted,
             "buffers": self._buffers.size,
             "step": shard.step,
             "done": shard.done,
@@ -366,7 +402,7 @@ class ShardServer(SocketLoop):
             meta |= {"rows": rows, "news": self._news, "workers": len(self._peers)}
             self._news = []
         peer.saved, peer.clock = self._save, answer.clock
-        weights = memoryview(b"") if same else self._weights_now()
+        weights = memoryview(b"") if same or answer.drafted else self._weights_now()
         self._send(peer, meta, weights, self._buffers.memory())
 
     def _weights_now(self) -> memoryview:

@@ -19,61 +19,14 @@ from torch import Tensor, nn
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.optim import fill_momentum
 from hybridpar.server.ledger import Ledger
+from hybridpar.server.push import Answer, Push
 from hybridpar.server.rules import Rules
+from hybridpar.server.snapshot import Snapshot
 from hybridpar.server.staleness import StalenessHistogram
 from hybridpar.server.stripes import Stripe
 
 #: Makes the optimizer of a stripe, from groups of parameters with their weight decay (`decays`).
 OptimizerOf = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Push:
-    """What a learner says of a gradient.
-
-    Attributes:
-        learner: Who.
-        sequence: Number of this push of the learner, from 1; a repeated push has the number of the first one.
-        clock: Clock of the weights that the gradient was computed on.
-        weight: What it counts in the sum of an update, before staleness; None for 1 / c, a mean over c gradients.
-        rate: Learning rate, as a fraction of the peak rate.
-        samples: Samples that it is of.
-        loss: Their mean loss.
-        sound: Whether it is finite, on all shards. One that is not counts as a push and changes nothing; where an
-            update takes one of each learner, it does not happen.
-        unused: Numbers of the stripe's pieces for which there was no gradient.
-    """
-
-    learner: int
-    sequence: int
-    clock: int
-    weight: float | None = None
-    rate: float = 1.0
-    samples: int = 1
-    loss: float = 0.0
-    sound: bool = True
-    unused: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A learner may go on.
-
-    Attributes:
-        learner: Who.
-        sequence: Of the push that is answered.
-        clock: Clock of the weights that it gets.
-        staleness: Of its gradient.
-        applied: Whether its gradient counts, or will in the update that it waits for.
-        repeated: Whether the push had come before; it was not counted again.
-    """
-
-    learner: int
-    sequence: int
-    clock: int
-    staleness: int
-    applied: bool
-    repeated: bool = False
 
 
 @dataclass
@@ -150,6 +103,10 @@ class Shard:
         self._departed: dict[int, _Learner] = {}
         self._collected = _Collection()
         self._arrived: dict[int, tuple[Push, Tensor]] = {}
+        #: Whether drafts are usually kept: pieces that once had no gradient will often have none.
+        self.drafts_pay = True
+        self._before: Snapshot | None = None
+        self._drafted = False
 
     # ---------------------------------------------------------------- learners
 
@@ -308,20 +265,59 @@ class Shard:
         arrived = [self._arrived[number] for number in sorted(self._arrived)]
         self._arrived.clear()
         sound = all(push.sound for push, _ in arrived)
-        for push, gradient in arrived if sound else ():
-            self._collect(push, gradient, 1.0)
-        if sound:
-            self._update()
+        unused = any(push.unused for push, _ in arrived)
+        drafted = self._keep_draft(sound and not unused)
+        self.drafts_pay &= not unused
+        if sound and not drafted:
+            for push, gradient in arrived:
+                self._collect(push, gradient, 1.0)
+            self._apply()
+        self.clock += sound
         answers = []
         for push, _ in arrived:
             known = self._learners[push.learner]
             known.waiting = False
-            known.last = Answer(push.learner, push.sequence, self.clock, 0, sound)
+            known.last = Answer(push.learner, push.sequence, self.clock, 0, sound, drafted=drafted)
             answers.append(known.last)
         return answers
 
+    def arrived(self, learner: int) -> tuple[Push, Tensor] | None:
+        """The push of a learner that waits for others in front of a barrier, with its gradient; None for none."""
+        return self._arrived.get(learner)
+
+    def draft(self, pushes: Sequence[tuple[Push, Tensor]]) -> None:
+        """Make the update of gradients of which nobody knows yet whether they count.
+
+        With a barrier, and with a gradient of every learner, in the learners' order. The weights are then those after
+        the update, so that they can be on their way while the rest is found out. The pushes of the same gradients keep
+        it, or undo it to the bit: where one is not finite, or has pieces without a gradient.
+
+        Args:
+            pushes: What `push` will be given, as far as it is known.
+        """
+        if self._before is None:
+            self._before = Snapshot(self.values, self._pieces, self.optimizer)
+        self._before.take()
+        with torch.no_grad():
+            for push, gradient in pushes:
+                self._collect(push, gradient, 1.0)
+            self._apply()
+        self._drafted = True
+
+    def _keep_draft(self, counts: bool) -> bool:
+        """Whether there is a draft that is the update; one that is not is undone."""
+        drafted, self._drafted = self._drafted, False
+        if drafted and not counts:
+            assert self._before is not None
+            self._before.restore()
+        return drafted and counts
+
     def _update(self) -> None:
-        """One step of the optimizer along the collected gradients."""
+        """One step of the optimizer along the collected gradients, which the clock counts."""
+        self._apply()
+        self.clock += 1
+
+    def _apply(self) -> None:
         collected, self._collected = self._collected, _Collection()
         factor = self.rules.rate * collected.rate / collected.count
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
@@ -330,7 +326,6 @@ class Shard:
             piece.grad = self._total[first:last] if number in collected.used else None
         fill_momentum(self.optimizer)  # for pieces that are used for the first time
         self.optimizer.step()
-        self.clock += 1
 
     def _release(self) -> list[Answer]:
         """Answer everybody who is not too far ahead of the slowest."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import select
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -68,6 +69,7 @@ class PushFlight:
         messages: The pieces as they were sent, by number.
         turn: Set when it may leave: other shards of the same process get theirs one after the other.
         gone: Set when it has left, or never will.
+        bell: Rung when the end is known: whoever waits for that may be waiting for the shard as well.
     """
 
     meta: dict[str, Any]
@@ -78,6 +80,14 @@ class PushFlight:
     messages: dict[int, Tensor] = field(default_factory=dict)
     turn: threading.Event = field(default_factory=threading.Event)
     gone: threading.Event = field(default_factory=threading.Event)
+    bell: socket.socket | None = None
+
+    def finish(self) -> None:
+        """The end is known, or never will be."""
+        self.ready.put(None)
+        if self.bell is not None:
+            with contextlib.suppress(OSError):  # full, so it rings
+                self.bell.send(b".")
 
 
 class ShardLink:
@@ -107,7 +117,10 @@ class ShardLink:
         self._session = os.urandom(8).hex()
         self._socket: socket.socket | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"shard-{number}")
-        self._half = torch.empty(stripe.count, dtype=torch.float16) if options.half else None
+        self._bell = socket.socketpair()
+        self._bell[1].setblocking(False)
+        #: Weights that are not, or not yet, those of this worker.
+        self._room = torch.empty(0, dtype=torch.float16 if options.half else torch.float32)
         #: Whether the shard has said that it has weights; they are then those of this worker.
         self.has_weights = False
         self.clock = 0
@@ -165,6 +178,7 @@ class ShardLink:
             SyncError: The shard is gone.
         """
         self.sequence += 1
+        flight.bell = self._bell[1]
         flight.meta |= {"kind": "push", "sequence": self.sequence, "clock": self.clock}
         flight.meta["warm"] = self.encoder.warm if self.encoder is not None else []
         try:
@@ -214,9 +228,10 @@ class ShardLink:
                     self._send({"kind": "bye"})
                 self._socket.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread that reads
         self._thread.shutdown(wait=True, cancel_futures=True)
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        for one in (self._socket, *self._bell):
+            if one is not None:
+                one.close()
+        self._socket = None
 
     # ------------------------------------------------------------------- parts
 
@@ -273,9 +288,26 @@ class ShardLink:
                 raise SyncError(f"the gradient of {self.stripe.pieces[number].label} was not handed over")
             self._raw(bytes_of(self._message(flight, number)))
         flight.gone.set()
-        while not ended:
-            ended = flight.ready.get() is None
+        if not ended:
+            self._wait_for_end(flight)
         self._finish(flight)
+
+    def _wait_for_end(self, flight: PushFlight) -> None:
+        """Until it is known what the gradient turned out to be; weights may come even before that."""
+        poll = select.poll()
+        for waited_for in (self._open, self._bell[0]):
+            poll.register(waited_for, select.POLLIN)
+        while flight.ready.empty():
+            for number, _ in poll.poll():
+                if number == self._bell[0].fileno():
+                    self._bell[0].recv(16)  # rung for this gradient, or for one before
+                    continue
+                meta, length = self._frame()
+                if meta["kind"] == "draft":
+                    self._take_draft(length)
+                elif meta["kind"] != "wait":
+                    raise Garbled(f"{meta['kind']} in the middle of a push")
+        flight.ready.get()
 
     def _message(self, flight: PushFlight, number: int) -> Tensor:
         """A piece as it travels; it is encoded once, however often it is sent."""
@@ -291,9 +323,14 @@ class ShardLink:
     def _answer(self) -> dict[str, Any]:
         while True:
             meta, length = self._next()
+            if meta["kind"] == "draft":
+                self._take_draft(length)
+                continue
             if meta["kind"] != "weights":
                 raise Garbled(f"{meta['kind']} instead of weights")
             self._take_weights(meta, length)
+            if meta["drafted"]:
+                self._put_draft()
             if meta["sequence"] == self.sequence:
                 break
         if self.encoder is not None:
@@ -326,30 +363,46 @@ class ShardLink:
         """Read weights into the parameters, and what comes behind them."""
         statistics = 4 * int(meta["buffers"])
         if length > statistics:
-            if self._half is None:
+            if self._options.half:
+                self._take_draft(length - statistics)
+                self._put_draft()
+            else:
                 for view in self._views:
                     self._read(bytes_of(view))
-            else:
-                self._read(bytes_of(self._half))
-                with torch.no_grad():
-                    for view, (first, last) in zip(self._views, self.stripe.ranges, strict=True):
-                        view.copy_(self._half[first:last])
         if statistics:
             self.statistics = torch.empty(statistics // 4)
             self._read(bytes_of(self.statistics))
         self.clock = int(meta["clock"])
+
+    def _take_draft(self, length: int) -> None:
+        """Read weights that are not yet to be used."""
+        if not self._room.numel():
+            self._room = self._room.new_empty(self.stripe.count)
+        if length != self._room.nbytes:
+            raise Garbled(f"weights of {length} bytes for a stripe of {self.stripe.count}")
+        self._read(bytes_of(self._room))
+
+    @torch.no_grad()
+    def _put_draft(self) -> None:
+        """What came is to be the weights."""
+        for view, (first, last) in zip(self._views, self.stripe.ranges, strict=True):
+            view.copy_(self._room[first:last])
 
     # -------------------------------------------------------------------- wire
 
     def _next(self) -> tuple[dict[str, Any], int]:
         """Meta data of the next frame that is no `wait`."""
         while True:
-            meta, length = read_head(self._open)
-            if meta["kind"] == "refused":
-                kind = UsageError if meta["error"] == "usage" else SyncError
-                raise kind(meta["what"], meta["why"], meta["fix"])
+            meta, length = self._frame()
             if meta["kind"] != "wait":
                 return meta, length
+
+    def _frame(self) -> tuple[dict[str, Any], int]:
+        meta, length = read_head(self._open)
+        if meta["kind"] == "refused":
+            kind = UsageError if meta["error"] == "usage" else SyncError
+            raise kind(meta["what"], meta["why"], meta["fix"])
+        return meta, length
 
     @property
     def _open(self) -> socket.socket:

@@ -18,8 +18,9 @@ from torch import Tensor
 from hybridpar.compress import Policy, parse_codec
 from hybridpar.errors import UsageError
 from hybridpar.server.encoding import PushDecoder, PushEncoder
+from hybridpar.server.push import Answer, Push
 from hybridpar.server.rules import Rules
-from hybridpar.server.shard import Answer, OptimizerOf, Push, Shard
+from hybridpar.server.shard import OptimizerOf, Shard
 from hybridpar.server.stripes import Stripe, cut_model
 
 #: Gradient of a learner: called with its number, how many it has computed, and the weights that it holds, 1-D.

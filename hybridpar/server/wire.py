@@ -11,6 +11,7 @@ with `weights_only`, so that reading a frame runs no code.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import socket
@@ -83,10 +84,21 @@ def frame_of(meta: dict[str, Any], *payload: memoryview) -> list[memoryview]:
     return [memoryview(head_of(meta, sum(len(part) for part in payload))), *(part for part in payload if len(part))]
 
 
+#: What a connection may have on its way. Links carry gradients there and weights back at a time; with more, queues fill
+#: up in front of them, and what acknowledges the other direction waits in these. Enough for 10 Gbit/s and 0.2 ms.
+_ON_ITS_WAY = 1 << 18
+
+
 def tune(connection: socket.socket) -> None:
-    """Have small frames leave at once, and a host that vanished be noticed some day."""
+    """Have small frames leave at once, queues stay short, and a host that vanished be noticed some day."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _ON_ITS_WAY)
+    if hasattr(socket, "TCP_CONGESTION"):
+        # The usual one, also where hosts default to BBR: that learns a rate per connection, and here shards take turns
+        # on a link, so that a rate is out of date by the time it is known.
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 
 
 def read_exactly(connection: socket.socket, into: memoryview) -> None:

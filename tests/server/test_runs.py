@@ -71,7 +71,7 @@ def test_an_asynchronous_run_in_figures(tmp_path):
     summary = check_run(tmp_path / "run", steps=12)
     ages = summary["staleness"]
     assert sum(ages["histogram"].values()) == 24
-    assert 0 < ages["mean"] <= 1  # one other worker: (lambda - 1) / c, but for what is still on its way
+    assert 0 <= ages["mean"] <= 1  # one other worker: (lambda - 1) / c, but for what is still on its way
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "event" not in row]
     assert all(row["staleness"] is not None and row["queued"] >= 1 for row in steps)

@@ -16,6 +16,7 @@ from hybridpar.errors import SyncError, UsageError
 from hybridpar.optim import build_optimizer
 from hybridpar.server import Rules
 from hybridpar.server.present import PresentWorkers, exchange
+from hybridpar.server.serve import ShardServer
 from tests.server.serving import Worker, copies, images, serving, together
 
 OPTIMIZER = OptimizerConfig(lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -69,6 +70,32 @@ def test_sync_is_one_process_on_the_concatenated_batch_bit_by_bit(shards, hosts)
         assert [row["step"] for one in results[0] for row in one.rows] == [1, 2, 3, 4]
         together([worker.close for worker in team])
     assert not served.problems
+
+
+@pytest.mark.parametrize(("codec", "half"), [("none", False), ("onebit:least=1", False), ("none", True)])
+def test_weights_that_are_on_their_way_early_are_those_that_come_late(codec, half, monkeypatch):
+    rules, found, drafts = Rules.synchronous(2), [], []
+    early = ShardServer._draft
+    for drafting in (True, False):
+        way = (lambda server: drafts.append(early(server))) if drafting else (lambda server: None)
+        monkeypatch.setattr(ShardServer, "_draft", way)
+        with serving(rules, 4, codec=codec, half=half) as served:
+            team = [Worker(served, n, one, rules, codec=codec, half=half) for n, one in enumerate(copies(2))]
+            for worker in team:
+                worker.model.uses_spare = True
+            together([worker.begin for worker in team])
+            for number in range(4):
+                results = together([lambda w=w, number=number: w.step(10 * number + w.number, 2) for w in team])
+                assert all(one.applied for one in results)
+            assert same(team[0].model, team[1].model)
+            found.append((team[0].model, sum(server.shard.clock for server in served.servers)))
+            used = [len(link._room) > 0 for link in team[0].links.links]
+            together([worker.close for worker in team])
+        assert not served.problems
+        assert used == [half or drafting] * 4
+    assert len(drafts) == 2 * 4 * 4, "every push asks whether all are there"
+    assert same(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1] == 16
 
 
 def test_shares_of_a_batch_may_be_uneven():

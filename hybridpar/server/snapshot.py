@@ -1,0 +1,56 @@
+"""Why: an update can be made before anybody knows whether it counts, where it can be undone to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Snapshot:
+    """Values and an optimizer's state of a stripe as they were; the memory is used again by the next one.
+
+    Args:
+        values: All values of the stripe, 1-D.
+        pieces: The optimizer's parameters, views of them.
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, values: Tensor, pieces: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        self._live, self._pieces, self._optimizer = values, pieces, optimizer
+        self._values = torch.empty_like(values)
+        self._states: list[dict[str, Any]] = [{} for _ in pieces]
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Keep what is there now."""
+        self._values.copy_(self._live)
+        state = self._optimizer.state
+        self._states = [
+            _kept(state.get(piece, {}), before) for piece, before in zip(self._pieces, self._states, strict=True)
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Bring back what was kept."""
+        self._live.copy_(self._values)
+        for piece, kept in zip(self._pieces, self._states, strict=True):
+            if kept:
+                self._optimizer.state[piece] = _kept(kept, self._optimizer.state.get(piece, {}))
+            else:
+                self._optimizer.state.pop(piece, None)
+
+
+def _kept(state: Mapping[str, Any], room: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a state, in the memory of another one where that fits."""
+    return {key: _copied(value, room.get(key)) for key, value in state.items()}
+
+
+def _copied(value: Any, room: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(room, Tensor) and room.shape == value.shape and room.dtype == value.dtype:
+        return room.copy_(value)
+    return value.clone()
