@@ -151,19 +151,24 @@ def measure(models: list[str], plans: int, rounds: int, seconds: float, quick: b
         cluster = _in_parts_of_cores(cluster_of(world))
         if rank == 0:
             print(cluster.to_toml(), flush=True)
-        for setting in [QUICK] if quick else [SETTINGS[name] for name in models]:
+        for one in [QUICK] if quick else [SETTINGS[name] for name in models]:
+            # Each device has what two have in the other tables: it must compute for longer than a core needs for its
+            # gradients.
+            setting = replace(one, batch=world.size * one.batch)
             inputs, net = _emulated(setting, world, cluster)
             drawn = world.from_main(lambda inputs=inputs: _drawn(inputs, plans))  # type: ignore[misc]
             batch = random_batch((3, setting.side, setting.side), setting.batch, CLASSES, world.device)
             made: dict[str, Callable[[], Running]] = {
-                one.name: lambda one=one, net=net, batch=batch: planned(Trial(one.plan, net, *batch, world, _CONFIG))  # type: ignore[misc]
-                for one in drawn
+                each.name: lambda plan=each.plan, net=net, batch=batch: planned(  # type: ignore[misc]
+                    Trial(plan, net, *batch, world, _CONFIG)
+                )
+                for each in drawn
             }
             with ForeignLoad(world) as load:
                 times = in_turns(made, world, rounds, seconds)
             if rank == 0:
                 emulated = Setting(f"{setting.name} on 4 emulated devices", setting.side, setting.batch)
-                rows = [error_row(emulated, one, times[one.name], load.told) for one in drawn]
+                rows = [error_row(emulated, each, times[each.name], load.told) for each in drawn]
                 write_checks(rows, output, "emulated")
         world.close()
 
