@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 
 import pytest
@@ -11,7 +12,8 @@ from benchmarks.pipeline.checks import append_checks
 from benchmarks.planner.common import Drawn, Setting, drawn_plans
 from benchmarks.planner.emulated import EmulatedNet
 from benchmarks.planner.main import Options, main
-from benchmarks.planner.predicted import error_row, summarise
+from benchmarks.planner.predicted import error_row
+from benchmarks.planner.promises import summarise, write_promises
 from benchmarks.planner.regret import regret_rows
 from benchmarks.planner.target import _rows
 from hybridpar.errors import UsageError
@@ -55,7 +57,21 @@ def test_errors_are_those_of_the_median_and_the_newest_row_of_a_plan_counts(tmp_
     assert (middle.verdict, worst.verdict) == ("met", "met")
     assert worst.value == pytest.approx(0.1)
     append_checks([error_row(SETTING, drawn("c", 50.0), [100.0], "")], table)
-    assert [one.verdict for one in summarise(table)] == ["missed", "missed", "", ""]
+    assert [one.verdict for one in summarise(table)] == ["missed", "missed"]
+
+
+def test_verdicts_stand_beside_the_tables_that_they_are_of(tmp_path):
+    for name, predicted in (("predicted", 104.0), ("emulated", 130.0)):
+        append_checks([error_row(SETTING, drawn("a", predicted), [100.0], "")], tmp_path / f"{name}.csv")
+    for _ in range(2):
+        write_promises(tmp_path)
+        rows = list(csv.DictReader((tmp_path / "promises.csv").open(newline="")))
+        assert [(row["setting"], row["verdict"]) for row in rows] == [
+            ("1 plans", "met"),
+            ("1 plans", "met"),
+            ("1 plans, 4 emulated devices", "missed"),
+            ("1 plans, 4 emulated devices", "missed"),
+        ]
 
 
 def test_a_slower_machine_is_told_beside_the_promise_and_a_rehearsal_counts_in_neither(tmp_path):

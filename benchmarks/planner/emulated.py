@@ -41,21 +41,36 @@ _CONFIG = TrainConfig(lr=RATE, weight_decay=0.0)
 
 
 class _Device:
-    """Waits as long as a device computes; what one wait lasts too long, the next ones make up for."""
+    """Computes one thing after the other, from the start of a pass on; whoever is late does not hold it up."""
 
     def __init__(self) -> None:
-        self._late = 0.0
+        self._done = 0.0
 
-    def compute(self, seconds: float, began: float) -> None:
-        """Wait until it would be done.
+    def start(self) -> None:
+        """A pass begins."""
+        self._done = time.perf_counter()
 
-        Args:
-            seconds: What it computes.
-            began: When it began.
-        """
-        until = began + seconds - self._late
-        time.sleep(max(0.0, until - time.perf_counter()))
-        self._late = max(0.0, time.perf_counter() - until)
+    def compute(self, seconds: float) -> None:
+        """Wait until it has computed for so much longer."""
+        self._done += seconds
+        time.sleep(max(0.0, self._done - time.perf_counter()))
+
+
+class _Pass(torch.autograd.Function):
+    """The forward pass begins with what comes after this, or the backward pass with what came before it."""
+
+    @staticmethod
+    def forward(context: Any, signal: Tensor, device: _Device, back: bool) -> Tensor:
+        context.device, context.back = device, back
+        if not back:
+            device.start()
+        return signal.clone()
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if context.back:
+            context.device.start()
+        return gradients[0], None, None
 
 
 class _Wait(torch.autograd.Function):
@@ -65,17 +80,16 @@ class _Wait(torch.autograd.Function):
     def forward(
         context: Any, signal: Tensor, device: _Device, ahead: float, back: float, *parameters: Tensor
     ) -> Tensor:
-        device.compute(ahead, time.perf_counter())
+        device.compute(ahead)
         context.device, context.back = device, back
         context.save_for_backward(*parameters)
         return signal.clone()
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        began = time.perf_counter()
         # Of the size that gradients have, so that what codecs write does not shrink to nothing.
         own = [torch.full_like(one, 1e-3) for one in context.saved_tensors]
-        context.device.compute(context.back, began)
+        context.device.compute(context.back)
         return gradients[0], None, None, None, *own
 
 
@@ -109,7 +123,7 @@ class EmulatedNet(nn.Module):
         for one in profile.parameters:
             owned.setdefault(one.unit, []).append(one)
         self.names: dict[str, str] = {}
-        device = _Device()
+        self._device = device = _Device()
         layers, ahead, back = [], 0.0, 0.0
         for index, unit in enumerate(graph.units):
             ahead, back = ahead + unit.forward_ms, back + unit.backward_ms
@@ -122,8 +136,8 @@ class EmulatedNet(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, images: Tensor) -> Tensor:
-        signal = self.scale * images.flatten(1)[:, :CLASSES]
-        result: Tensor = self.layers(signal)
+        signal = _Pass.apply(self.scale * images.flatten(1)[:, :CLASSES], self._device, False)
+        result: Tensor = _Pass.apply(self.layers(signal), self._device, True)
         return result
 
 
@@ -226,7 +240,7 @@ def _emulated(setting: Setting, world: World, cluster: ClusterSpec) -> tuple[Pla
     rates = measure_rates(planned_codecs("lossy"), profile.parameters, world.size, world.device, world=world)
     parameters = tuple(replace(one, name=net.names[one.name]) for one in profile.parameters)
     profile = replace(profile, parameters=parameters)
-    # Waits add nothing to gradients, and take as long as they were told.
-    profile = replace(profile, update_ms=rest.update_ms, collect_ms=rest.collect_ms)
+    # Waits add nothing to gradients, and gradients are copied while the device computes the next ones.
+    profile = replace(profile, update_ms=rest.update_ms, collect_ms=0.0, accumulate_ms=0.0)
     inputs = PlannerInputs(profile, cluster, setting.batch, "lossy", rates, most_micro_batches=1)
     return world.from_main(lambda: inputs), net

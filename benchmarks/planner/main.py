@@ -74,11 +74,10 @@ def main(options: Options) -> int:
             told = {"seeds": 1 if options.quick else options.seeds, "notes": notes, "output": _file(options, "target")}
             for phase, links in (("plan", shaped), ("train", (LOOPBACK,)), ("time", shaped)):
                 _on_links(replace(options, links=links), "target", 2, phase=phase, **told)
-    if "predicted" in wanted and (table := _file(options, "predicted")) and Path(table).exists():
-        from benchmarks.pipeline.checks import write_checks
-        from benchmarks.planner.predicted import summarise
+    if {"predicted", "emulated"} & set(wanted) and not options.quick:
+        from benchmarks.planner.promises import write_promises
 
-        write_checks(summarise(Path(table)), str(options.output / "promises.csv"), "predicted, over all rows")
+        write_promises(options.output)
     return 0
 
 

@@ -7,13 +7,10 @@ is than the best one.
 
 from __future__ import annotations
 
-import csv
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -41,11 +38,7 @@ from hybridpar.plan_trials import FIRST_STEPS, Trial, random_batch, time_plans
 from hybridpar.planner.rehearse import CODEC
 from hybridpar.run_memory import give_back_memory
 
-#: What is promised over all rows of `predicted.csv`.
-MEDIAN_AT_MOST, WORST_AT_MOST = 0.07, 0.15
 DDP = "torch's DDP"
-#: How much slower the machine was, in a row's `extra`.
-_SLOWER = re.compile(r"machine ([\d.]+) times as slow")
 #: The plan that ran before anything was predicted, by its codec; see `hybridpar.planner.rehearse`.
 REHEARSED = {"none": "data parallel over 2 devices", CODEC: f"data parallel over 2 devices, {CODEC}"}
 #: Visits of every plan, and seconds of one after its first steps.
@@ -196,7 +189,7 @@ def _ddp(setting: Setting, world: World) -> Callable[[], None]:
 
 
 def error_row(
-    setting: Setting, one: Drawn, times: list[float], load: str, slower: float = 1.0, rehearsed: bool = False
+    setting: Setting, one: Drawn, times: list[float], load: str, slower: float | None = None, rehearsed: bool = False
 ) -> Check:
     """The error of a plan: what was predicted over the median that was measured, less one.
 
@@ -205,11 +198,12 @@ def error_row(
         one: The plan.
         times: Milliseconds of its steps, or of visits.
         load: How busy the machine was otherwise, in words.
-        slower: How much slower it was than when it was measured for the prediction; told, and not corrected for.
+        slower: How much slower the machine was than when it was measured for the prediction; told, and not corrected
+            for. None where nobody looked.
         rehearsed: It ran before anything was predicted.
     """
     real = statistics.median(times)
-    speed = f"machine {slower:.3f} times as slow"
+    speed = "" if slower is None else f"machine {slower:.3f} times as slow; "
     errors = sorted(one.predicted_ms / time - 1 for time in times)
     return Check(
         setting=str(setting),
@@ -218,40 +212,5 @@ def error_row(
         value=one.predicted_ms / real - 1,
         low=errors[0],
         high=errors[-1],
-        extra=f"predicted {one.predicted_ms:.1f} ms (place {one.place}), measured {real:.1f} ms; {speed}; {load}",
+        extra=f"predicted {one.predicted_ms:.1f} ms (place {one.place}), measured {real:.1f} ms; {speed}{load}",
     )
-
-
-def summarise(table: Path) -> list[Check]:
-    """The promises over the rows of a table: median and worst error; of rows that were taken again the last counts.
-
-    A plan that ran before it was predicted counts in neither.
-    """
-    with table.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["what"].startswith("error of the predicted")]
-    newest = {(row["setting"], row["link"], row["what"]): row for row in rows}
-    errors = sorted(abs(float(row["value"])) for row in newest.values())
-    found = {key: _SLOWER.search(row["extra"]) for key, row in newest.items()}
-    steady = sorted(
-        abs((1 + float(row["value"])) * (1.0 if (slower := found[key]) is None else float(slower[1])) - 1)
-        for key, row in newest.items()
-    )
-    links = ", ".join(dict.fromkeys(row["link"] for row in rows))
-
-    def check(what: str, value: float, at_most: float | None, errors: list[float]) -> Check:
-        return Check(
-            setting=f"{len(errors)} plans",
-            link=links,
-            what=what,
-            value=value,
-            low=errors[0],
-            high=errors[-1],
-            at_most=at_most,
-        )
-
-    return [
-        check("median absolute error of the predicted step", statistics.median(errors), MEDIAN_AT_MOST, errors),
-        check("worst absolute error of the predicted step", errors[-1], WORST_AT_MOST, errors),
-        check("median, had the machine kept its speed", statistics.median(steady), None, steady),
-        check("worst, had the machine kept its speed", steady[-1], None, steady),
-    ]
