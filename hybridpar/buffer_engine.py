@@ -94,7 +94,7 @@ class DoubleBufferEngine(ReplicaEngine):
         if self._halves:
             self.repace(1.0)
         self._watching = config.double_buffer == "auto" and world.size > 1
-        self._watched: list[tuple[float, float, float]] = []
+        self._watched: list[tuple[float, float, float, float]] = []
         #: What `auto` predicted, once it has, and whether the user knows.
         self.prediction: PredictedGain | None = None
         self.told = False
@@ -180,7 +180,8 @@ class DoubleBufferEngine(ReplicaEngine):
         """Take a step of the beginning into account; after the last of them all workers decide, and alike."""
         exposed = outcome.exposed_sync_ms
         sync = outcome.sync.sync_ms
-        self._watched.append((host_ms - exposed, exposed if sync is None else sync, exposed))
+        stays = exposed * _own_share(outcome.sync) if self._world.device.type == "cpu" else 0.0
+        self._watched.append((host_ms - exposed, exposed if sync is None else sync, exposed, stays))
         if len(self._watched) < LEFT_OUT + WATCHED:
             return
         medians = [statistics.median(column) for column in zip(*self._watched[LEFT_OUT:], strict=True)]
@@ -189,7 +190,8 @@ class DoubleBufferEngine(ReplicaEngine):
         compute = max(one[0] for one in answers)  # type: ignore[index]
         sync = min(one[1] for one in answers)  # type: ignore[index]
         exposed = min(one[2] for one in answers)  # type: ignore[index]
-        self.prediction = predicted_gain(compute, sync, exposed_ms=min(sync, exposed))
+        stays = min(exposed, min(one[3] for one in answers))  # type: ignore[index]
+        self.prediction = predicted_gain(compute, sync, fixed_ms=stays, exposed_ms=min(sync, exposed - stays))
         self._watching = False
         if self.prediction.pays:
             self.sync.delay()
@@ -208,6 +210,13 @@ class DoubleBufferEngine(ReplicaEngine):
             self.sync.delay()
         self._watching = self._watching and bool(saved["watching"])
         super().load_state_dict(state["sync"])
+
+
+def _own_share(figures: SyncFigures) -> float:
+    """Part of a sync in which this worker computes, writing and reading messages: on a core, that is never hidden."""
+    own = (figures.encode_ms or 0.0) + (figures.decode_ms or 0.0)
+    whole = own + (figures.wire_ms or 0.0)
+    return own / whole if whole else 0.0
 
 
 def _check_halves(optimizer: torch.optim.Optimizer) -> None:

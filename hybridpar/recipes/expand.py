@@ -13,7 +13,7 @@ from hybridpar.compress.codecs.onebit_sgd import OneBitSgd
 from hybridpar.compress.owner import OwnerRule
 from hybridpar.config import TrainConfig
 from hybridpar.optim import build_optimizer, parameter_groups
-from hybridpar.recipe_config import ADAM_RATE, warm_steps
+from hybridpar.recipe_config import RATES, warm_steps
 from hybridpar.recipes.adagrad_sgd import AdaGradSGD
 from hybridpar.recipes.onebit_adam import FrozenAdam
 from hybridpar.recipes.per_sample import rate_per_step
@@ -37,8 +37,8 @@ def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> Tr
         return config
     buffering = config.double_buffer
     codec = "none" if replicas == 1 else codec_text(config, total_steps)
+    lr = RATES[config.recipe] if config.lr == TrainConfig.lr else config.lr
     if config.recipe == "onebit-adam":
-        lr = ADAM_RATE if config.lr == TrainConfig.lr else config.lr
         return replace(config, recipe="none", compress=codec, lr=lr, warm_start_steps=None)
     if buffering is None:
         buffering = "off" if config.is_staged or config.cuda_graph else "auto"
@@ -46,6 +46,7 @@ def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> Tr
         config,
         recipe="none",
         compress=codec,
+        lr=lr,
         momentum=0.0,
         # Not part of the owners' momentum, which would have added it up.
         weight_decay=config.weight_decay / (1 - _rule(config).momentum),

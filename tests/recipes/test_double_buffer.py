@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hybridpar.buffer_engine import _own_share
 from hybridpar.errors import UsageError
+from hybridpar.pipeline.sync_figures import SyncFigures
 from hybridpar.recipes import gain
 from tests.ranks import RankError, run_ranks
 from tests.recipes.training import close, config, delayed_oracle, same, train_rank
@@ -87,6 +89,11 @@ def test_auto_decides_by_what_is_predicted_and_all_alike():
         for rank in run_ranks(_decided, 2, least, shared_memory=False):
             assert rank["delayed"] is delayed
             assert rank["staleness"] == [0.0] * 12 + [float(delayed)]
+
+
+def test_what_codecs_compute_on_a_core_is_not_hidden_by_being_late():
+    assert _own_share(SyncFigures(encode_ms=10.0, wire_ms=40.0, decode_ms=30.0)) == pytest.approx(0.5)
+    assert _own_share(SyncFigures(wire_ms=40.0)) == _own_share(SyncFigures()) == 0.0
 
 
 def test_halves_need_sgd():

@@ -64,6 +64,7 @@ def test_what_the_recipes_stand_for():
     sgd = expand(TrainConfig(recipe="onebit-sgd", momentum=0.8), total_steps=100, replicas=2)
     assert (sgd.compress, sgd.momentum, sgd.double_buffer) == ("onebit_sgd:warm=8,momentum=0.8", 0.0, "auto")
     assert sgd.weight_decay == pytest.approx(TrainConfig.weight_decay / 0.2)
+    assert sgd.lr == 5e-3 < TrainConfig.lr
     adam = expand(TrainConfig(recipe="onebit-adam"), total_steps=100, replicas=3)
     assert (adam.compress, adam.lr) == ("onebit_adam:warm=20", 1e-3)
     alone = expand(TrainConfig(recipe="onebit-sgd"), total_steps=None, replicas=1)
@@ -75,8 +76,8 @@ def test_options_go_before_what_a_recipe_would_set():
     expanded = expand(config, total_steps=None, replicas=2)
     assert expanded.compress == "onebit_sgd:adagrad=off,momentum=0.5,warm=3"
     assert expanded.weight_decay == 2 * TrainConfig.weight_decay
-    off = expand(TrainConfig(recipe="onebit-sgd", double_buffer="off"), total_steps=9, replicas=2)
-    assert off.double_buffer == "off"
+    off = expand(TrainConfig(recipe="onebit-sgd", double_buffer="off", lr=0.03), total_steps=9, replicas=2)
+    assert (off.double_buffer, off.lr) == ("off", 0.03)
     rate = expand(TrainConfig(lr_per_sample=0.001, batch_size=32), total_steps=None, replicas=1)
     assert rate.lr == pytest.approx(0.032)
 
