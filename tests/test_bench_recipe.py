@@ -33,11 +33,14 @@ def test_methods_of_double_buffering_are_options():
 
 
 def test_best_worker_counts_stand_beside_what_was_measured(tmp_path):
-    share = workers.SAMPLES * workers.SAMPLE_S
+    sample_s = workers.SAMPLE_S[0]
+    share = workers.SAMPLES * sample_s
     for ranks in (2, 3):
-        times = {"sync_s": share / 2, "update_s": 0.0, "step_s": share / ranks + share / 2}
-        times["buffered_s"] = max(share / ranks, share / 2)
-        (tmp_path / f"{ranks}.json").write_text(json.dumps({"none": times, workers.CODEC: times}))
+        steps = {"sync_s": share / 2, "update_s": 0.0, "step_s": share / ranks + share / 2}
+        steps["buffered_s"] = max(share / ranks, share / 2)
+        times = {name: [value] * 4 for name, value in steps.items()}
+        told = {f"{text} {sample_s}": times for text in ("none", workers.CODEC)}
+        (tmp_path / f"{ranks}.json").write_text(json.dumps(told))
     workers.conclude(tmp_path, False, str(tmp_path / "table.csv"))
     rows = [row for row in csv.DictReader((tmp_path / "table.csv").open()) if workers.CODEC in row["setting"]]
     assert [float(row["value"]) for row in rows] == [1.0, 2.0, 2.0]
