@@ -30,7 +30,7 @@ from hybridpar.pipeline.sync import refused_by_others
 from hybridpar.pipeline.sync_figures import SyncFigures, add_up
 from hybridpar.pipeline.world import World
 from hybridpar.recipes.adagrad_sgd import AdaGradSGD
-from hybridpar.recipes.gain import PredictedGain, predicted_gain
+from hybridpar.recipes.gain import ObservedStep, PredictedGain, gain_over
 from hybridpar.replica_engine import ReplicaEngine
 
 #: Steps by which `auto` decides, after as many that are left out.
@@ -94,7 +94,7 @@ class DoubleBufferEngine(ReplicaEngine):
         if self._halves:
             self.repace(1.0)
         self._watching = config.double_buffer == "auto" and world.size > 1
-        self._watched: list[tuple[float, float, float, float]] = []
+        self._watched: list[ObservedStep] = []
         #: What `auto` predicted, once it has, and whether the user knows.
         self.prediction: PredictedGain | None = None
         self.told = False
@@ -178,20 +178,11 @@ class DoubleBufferEngine(ReplicaEngine):
 
     def _watch(self, host_ms: float, outcome: StepOutcome) -> None:
         """Take a step of the beginning into account; after the last of them all workers decide, and alike."""
-        exposed = outcome.exposed_sync_ms
-        sync = outcome.sync.sync_ms
-        stays = exposed * _own_share(outcome.sync) if self._world.device.type == "cpu" else 0.0
-        self._watched.append((host_ms - exposed, exposed if sync is None else sync, exposed, stays))
+        self._watched.append(observed_step(host_ms, outcome, self._world.device))
         if len(self._watched) < LEFT_OUT + WATCHED:
             return
-        medians = [statistics.median(column) for column in zip(*self._watched[LEFT_OUT:], strict=True)]
-        answers = self._world.gather(tuple(medians))
-        # All wait for the slowest, and a sync that waits for others is no longer than the shortest one seen.
-        compute = max(one[0] for one in answers)  # type: ignore[index]
-        sync = min(one[1] for one in answers)  # type: ignore[index]
-        exposed = min(one[2] for one in answers)  # type: ignore[index]
-        stays = min(exposed, min(one[3] for one in answers))  # type: ignore[index]
-        self.prediction = predicted_gain(compute, sync, fixed_ms=stays, exposed_ms=min(sync, exposed - stays))
+        answers = self._world.gather(tuple(ObservedStep.median(self._watched[LEFT_OUT:])))
+        self.prediction = gain_over([ObservedStep(*one) for one in answers])  # type: ignore[misc]
         self._watching = False
         if self.prediction.pays:
             self.sync.delay()
@@ -212,11 +203,22 @@ class DoubleBufferEngine(ReplicaEngine):
         super().load_state_dict(state["sync"])
 
 
-def _own_share(figures: SyncFigures) -> float:
-    """Part of a sync in which this worker computes, writing and reading messages: on a core, that is never hidden."""
+def observed_step(host_ms: float, outcome: StepOutcome, device: torch.device) -> ObservedStep:
+    """What a step whose gradients are not late says about how long a late one would take.
+
+    On a CPU the part of the sync in which codecs compute needs the very core that the model does: nothing hides it.
+
+    Args:
+        host_ms: Duration of the step.
+        outcome: What it left.
+        device: Where the worker computes.
+    """
+    exposed, figures = outcome.exposed_sync_ms, outcome.sync
     own = (figures.encode_ms or 0.0) + (figures.decode_ms or 0.0)
     whole = own + (figures.wire_ms or 0.0)
-    return own / whole if whole else 0.0
+    stays = exposed * own / whole if whole and device.type == "cpu" else 0.0
+    sync = exposed if figures.sync_ms is None else figures.sync_ms
+    return ObservedStep(compute_ms=host_ms - exposed, sync_ms=sync, exposed_ms=exposed, stays_ms=stays)
 
 
 def _check_halves(optimizer: torch.optim.Optimizer) -> None:

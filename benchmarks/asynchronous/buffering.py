@@ -16,16 +16,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.rig.paired import FOREIGN_LOAD, paired
 from benchmarks.rig.rank import link, process_group, sent_bytes
 from benchmarks.rig.rows import row
 from benchmarks.rig.table import append_rows, print_rows
 from benchmarks.sync.methods import TINY, Setting
-from hybridpar.buffer_engine import DoubleBufferEngine
+from hybridpar.buffer_engine import DoubleBufferEngine, observed_step
 from hybridpar.config import TrainConfig
 from hybridpar.pipeline.delayed import DelayedReducer
 from hybridpar.pipeline.world import World
-from hybridpar.recipes.gain import predicted_gain
+from hybridpar.recipes.gain import ObservedStep, gain_over
 from hybridpar.trainer import Trainer
 
 #: Samples of a rank. Codecs compute on the very core that the model does, which no delay can hide; the more samples,
@@ -53,11 +55,12 @@ class _Method:
         config = TrainConfig(compress=CODEC, lr=setting.rate, momentum=0.9, weight_decay=0.0, **options)
         self._trainer = Trainer(setting.build(), config=config, world=world)
         self._batch = setting.noise(world.rank)
-        self.exposed: list[float] = []
+        self.observed: list[ObservedStep] = []
 
     def step(self) -> None:
-        result = self._trainer.step(self._batch)
-        self.exposed.append(result.outcome.exposed_sync_ms)
+        started = time.perf_counter()
+        outcome = self._trainer.step(self._batch).outcome
+        self.observed.append(observed_step((time.perf_counter() - started) * 1e3, outcome, torch.device("cpu")))
 
     def steps(self) -> None:
         """So many steps, to the end of what they sent."""
@@ -100,7 +103,7 @@ def measure(quick: bool, rounds: int, keep_busy: bool, notes: str, probe: bool, 
             steps: dict[str, Callable[[], object]] = {name: method.steps for name, method in made.items()}
             limit = float("inf") if keep_busy else FOREIGN_LOAD
             result = paired(steps, rounds, warmup=1, foreign_load=limit)
-            exposed = {name: statistics.median(method.exposed) for name, method in made.items()}
+            observed = {name: ObservedStep.median(method.observed) for name, method in made.items()}
         finally:
             for method in made.values():
                 method.close()
@@ -110,15 +113,15 @@ def measure(quick: bool, rounds: int, keep_busy: bool, notes: str, probe: bool, 
         return
     facts = json.loads(Path(notes).read_text())
     plain_ms = result.median_ms(PLAIN) / REPEATS
-    sync_ms = exposed[PLAIN]
-    gain = predicted_gain(plain_ms - sync_ms, sync_ms, exposed_ms=exposed["overlapped"])
+    sync_ms = observed[PLAIN].exposed_ms
+    gain = gain_over([observed["overlapped"]])
     predicted = {PLAIN: gain.plain_ms, "overlapped": gain.overlapped_ms, "delay": gain.delay_ms, "half": gain.half_ms}
     rows = []
     for name in made:
         extra = {
             "steps_as_one": REPEATS,
             "codec": CODEC,
-            "exposed_ms": round(exposed[name], 2),
+            "exposed_ms": round(observed[name].exposed_ms, 2),
             "predicted_ms_of_a_step": round(predicted[name], 2),
             "sync_over_half_a_batch": round(2 * sync_ms / max(1e-9, plain_ms - sync_ms), 2),
             "compute_ms_when_the_link_was_chosen": facts["compute_ms"],
@@ -156,7 +159,7 @@ def _probe(setting: Setting, rank: int, notes: Path) -> None:
         if number >= 3:
             times.append((time.perf_counter() - started) * 1e3)
             sent.append(sent_bytes() - before)
-    exposed = statistics.median(method.exposed[3:])
+    exposed = statistics.median(step.exposed_ms for step in method.observed[3:])
     compute = statistics.median(times) - exposed
     method.close()
     world.close()

@@ -8,7 +8,10 @@ exchange take equally long (section 2.2, equation 4).
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybridpar.errors import UsageError
 
@@ -84,6 +87,41 @@ def predicted_gain(
         delay_ms=max(compute_ms, sync_ms) + fixed_ms,
         half_ms=2 * (max(compute_ms / 2, sync_ms) + fixed_ms),
     )
+
+
+class ObservedStep(NamedTuple):
+    """Times of a step whose gradients are not late.
+
+    Attributes:
+        compute_ms: All of it but what it waited for its sync.
+        sync_ms: From the first message of the exchange to the last.
+        exposed_ms: What the step waited for it.
+        stays_ms: Part of that which would not be hidden by being late either.
+    """
+
+    compute_ms: float
+    sync_ms: float
+    exposed_ms: float
+    stays_ms: float
+
+    @classmethod
+    def median(cls, steps: Sequence[ObservedStep]) -> ObservedStep:
+        """The median of each time."""
+        return cls(*(statistics.median(column) for column in zip(*steps, strict=True)))
+
+
+def gain_over(workers: Sequence[ObservedStep]) -> PredictedGain:
+    """What double buffering is to gain over the steps that were observed.
+
+    Args:
+        workers: A step of each worker.
+    """
+    # All wait for the slowest, and a sync that waits for others is no longer than the shortest one seen.
+    sync, exposed = (min(column) for column in list(zip(*workers, strict=True))[1:3])
+    stays = min(exposed, min(one.stays_ms for one in workers))
+    compute = max(one.compute_ms for one in workers)
+    hidden = max(0.0, sync - stays)
+    return predicted_gain(compute, hidden, fixed_ms=stays, exposed_ms=min(hidden, exposed - stays))
 
 
 @dataclass(frozen=True)

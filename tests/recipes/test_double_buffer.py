@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
 
-from hybridpar.buffer_engine import _own_share
+import pytest
+import torch
+
+from hybridpar.buffer_engine import observed_step
 from hybridpar.errors import UsageError
 from hybridpar.pipeline.sync_figures import SyncFigures
 from hybridpar.recipes import gain
@@ -92,8 +95,22 @@ def test_auto_decides_by_what_is_predicted_and_all_alike():
 
 
 def test_what_codecs_compute_on_a_core_is_not_hidden_by_being_late():
-    assert _own_share(SyncFigures(encode_ms=10.0, wire_ms=40.0, decode_ms=30.0)) == pytest.approx(0.5)
-    assert _own_share(SyncFigures(wire_ms=40.0)) == _own_share(SyncFigures()) == 0.0
+    def stays(device, **figures):
+        outcome = SimpleNamespace(exposed_sync_ms=60.0, sync=SyncFigures(sync_ms=90.0, **figures))
+        step = observed_step(200.0, outcome, torch.device(device))
+        assert (step.compute_ms, step.sync_ms, step.exposed_ms) == (140.0, 90.0, 60.0)
+        return step.stays_ms
+
+    figures = {"encode_ms": 10.0, "wire_ms": 40.0, "decode_ms": 30.0}
+    assert stays("cpu", **figures) == pytest.approx(30.0)
+    assert stays("cuda", **figures) == stays("cpu", wire_ms=40.0) == stays("cpu") == 0.0
+
+
+def test_workers_predict_from_the_slowest_and_the_shortest_wait():
+    quick, slow = gain.ObservedStep(100.0, 90.0, 60.0, 20.0), gain.ObservedStep(120.0, 70.0, 40.0, 30.0)
+    found = gain.gain_over([quick, slow])
+    assert (found.plain_ms, found.overlapped_ms, found.delay_ms, found.half_ms) == (190.0, 160.0, 140.0, 160.0)
+    assert found == gain.gain_over([slow, quick])
 
 
 def test_halves_need_sgd():
