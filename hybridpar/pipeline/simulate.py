@@ -6,6 +6,7 @@ action after what it needs, a transfer only when both ends have come to it.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -265,14 +266,15 @@ def _peak_saved_bytes(compute: list[Span], costs: Costs, workers: int) -> tuple[
     peak, held = [0] * workers, [0] * workers
     if costs.saved_bytes is None:
         return tuple(peak)
-    changes = []
+    changes: dict[int, list[tuple[float, int, int]]] = {}
     for span in compute:
-        size = costs.saved_bytes[span.action.stage]
+        size, lane = costs.saved_bytes[span.action.stage], changes.setdefault(span.lane, [])
         if span.action.kind is Kind.FORWARD:
-            changes.append((span.start_ms, size, span.worker))
+            lane.append((span.start_ms, size, span.worker))
         elif span.action.kind is not Kind.BACKWARD_INPUT:
-            changes.append((span.end_ms, -size, span.worker))
-    for _, change, worker in sorted(changes):  # at one time, what is freed comes first
+            lane.append((span.end_ms, -size, span.worker))
+    # At one time, what is freed comes first; but a lane keeps its order, also where passes take no time.
+    for _, change, worker in heapq.merge(*changes.values()):
         held[worker] += change
         peak[worker] = max(peak[worker], held[worker])
     return tuple(peak)

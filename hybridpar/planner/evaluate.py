@@ -229,11 +229,15 @@ class Evaluator:
         whole = inputs.profile.parameter_bytes
         return inputs.memory_margin * max(whole + copies * mine + held for mine, held in zip(own, saved, strict=True))
 
-    def least_memory(self, candidate: Candidate) -> float:
-        """What a candidate needs at least, without simulating it; see `_make_peaks`."""
-        return self.memory(
-            candidate, self._peaks(candidate.schedule, candidate.shape, candidate.cut, candidate.variant)
-        )
+    def least_memory(self, candidate: Candidate, *, make_order: bool = False) -> float:
+        """What a candidate needs at least, without simulating it; see `_make_peaks`.
+
+        Args:
+            candidate: The candidate.
+            make_order: Also where `greedy` simulates to find the order of the passes.
+        """
+        name = candidate.schedule if make_order or candidate.schedule != "greedy" else None
+        return self.memory(candidate, self._peaks(name, candidate.shape, candidate.cut, candidate.variant))
 
     def limit(self, candidate: Candidate) -> float:
         """The least memory of the devices that a candidate uses."""
@@ -331,20 +335,19 @@ class Evaluator:
         )
         return make(name, request)
 
-    def _make_peaks(self, name: str, shape: Shape, cut: Cut, variant: int) -> tuple[int, ...]:
+    def _make_peaks(self, name: str | None, shape: Shape, cut: Cut, variant: int) -> tuple[int, ...]:
         """For every worker what its activations take at least, whatever the times of its actions are.
 
         A lane runs its passes one after the other, so their order alone says what it holds at most; of several lanes
-        on a worker the fullest counts. Two cases have no order to ask: `greedy`, whose order is found by simulating,
-        and stages that take no time, whose passes may begin and end together. Every schedule keeps one micro-batch of
-        each stage, at different times.
+        on a worker the fullest counts. Where no schedule is named: each keeps one micro-batch of each stage, at
+        different times.
         """
         figures = self._figures(cut, variant, self.samples(shape))
         layout, sizes = self._layout(shape, cut, variant), figures.saved_bytes
         peaks = [0] * layout.workers
         for stage, size in enumerate(sizes):
             peaks[layout.home(stage)] = max(peaks[layout.home(stage)], size)
-        if name == "greedy" or min(*figures.forward_ms, *figures.backward_ms, 1.0) <= 0:
+        if name is None:
             return tuple(peaks)
         for lane, row in enumerate(self._schedule(name, shape, cut, variant).rows):
             held, home = 0, layout.worker_of[lane]

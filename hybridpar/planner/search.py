@@ -95,7 +95,7 @@ def find_plan(
         place += 1
         if progress is not None and place % 64 == 0:
             progress(place, bounded.total)
-        if candidate in known:
+        if candidate in known or not _may_fit(evaluator, candidate, make_order=True):
             continue
         known[candidate] = outcome = evaluator.outcome(candidate)
         if _fits(evaluator, outcome):
@@ -164,9 +164,9 @@ def _fits(evaluator: Evaluator, outcome: Outcome) -> bool:
     return outcome.memory_bytes <= evaluator.limit(outcome.candidate)
 
 
-def _may_fit(evaluator: Evaluator, candidate: Candidate) -> bool:
+def _may_fit(evaluator: Evaluator, candidate: Candidate, *, make_order: bool = False) -> bool:
     """Whether a candidate may fit, by what its schedule keeps at least."""
-    return evaluator.least_memory(candidate) <= evaluator.limit(candidate)
+    return evaluator.least_memory(candidate, make_order=make_order) <= evaluator.limit(candidate)
 
 
 def _too_little_memory(evaluator: Evaluator, candidates: list[Candidate]) -> PlanError:

@@ -392,6 +392,9 @@ def test_memory_over_time():
     program = lower(make("1f1b", ScheduleRequest(layout, 8)), layout)
     costs = Costs((1.0,) * 4, (2.0,) * 4, saved_bytes=(1, 10, 100, 1000))
     assert simulate(program, costs).peak_saved_bytes == (4, 30, 200, 1000)
+    # A pass that takes no time still holds what it holds.
+    timeless = replace(costs, forward_ms=(0.0,) * 4, backward_ms=(0.0,) * 4)
+    assert simulate(program, timeless).peak_saved_bytes == (4, 30, 200, 1000)
 
 
 def test_the_timeline_has_the_queues_of_the_program():

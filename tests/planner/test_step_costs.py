@@ -131,7 +131,10 @@ def test_the_least_memory_of_a_schedule_is_what_its_order_keeps():
         outcome = evaluator.outcome(candidate)
         least = evaluator.least_memory(candidate)
         assert least <= outcome.memory_bytes * (1 + 1e-9)
-        if candidate.schedule in ("1f1b", "gpipe") and candidate.shape.lanes == 1:
-            assert least == pytest.approx(outcome.memory_bytes)
+        ordered = evaluator.least_memory(candidate, make_order=True)
+        assert least <= ordered <= outcome.memory_bytes * (1 + 1e-9)
+        if candidate.shape.lanes == 1:
+            assert ordered == pytest.approx(outcome.memory_bytes)
+            assert least == ordered or candidate.schedule == "greedy"
             checked.add(candidate.schedule)
-    assert checked == {"1f1b", "gpipe"}
+    assert {"1f1b", "gpipe", "greedy"} <= checked

@@ -64,7 +64,7 @@ def test_what_the_recipes_stand_for():
     sgd = expand(TrainConfig(recipe="onebit-sgd", momentum=0.8), total_steps=100, replicas=2)
     assert (sgd.compress, sgd.momentum, sgd.double_buffer) == ("onebit_sgd:warm=8,momentum=0.8", 0.0, "auto")
     assert sgd.weight_decay == pytest.approx(TrainConfig.weight_decay / 0.2)
-    assert sgd.lr == 5e-3 < TrainConfig.lr
+    assert sgd.lr == 1e-2 < TrainConfig.lr
     adam = expand(TrainConfig(recipe="onebit-adam"), total_steps=100, replicas=3)
     assert (adam.compress, adam.lr) == ("onebit_adam:warm=20", 1e-3)
     alone = expand(TrainConfig(recipe="onebit-sgd"), total_steps=None, replicas=1)
