@@ -2,9 +2,9 @@
 
 ResNet-18 on digits, two workers, with weights, order and augmentation by seed. How many steps a method takes to 97 % of
 the test images does not depend on the link, so that is found once per seed, on the loopback; how long a step takes on
-the link is measured in turns. The time to the target is the one times the other, and for the planner's plan the
-seconds of measuring and searching come on top. Each method has the learning rate of a grid at which it needs the fewest
-steps.
+the link is measured in turns, each method alone in its processes. The time to the target is the one times the other,
+and for the planner's plan the seconds of measuring and searching come on top. Each method has the learning rate of a
+grid at which it needs the fewest steps.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +24,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.pipeline.checks import Check, write_checks
+from benchmarks.planner.common import CLASSES, cluster_of, planner_inputs
 from benchmarks.planner.common import Setting as Planned
-from benchmarks.planner.common import cluster_of, planner_inputs
+from benchmarks.planner.predicted import Running, in_turns
 from benchmarks.rig.network import LOOPBACK
 from benchmarks.rig.rank import link, process_group
-from benchmarks.sync.methods import Method, Setting, Workplace, make_method
+from benchmarks.sync.methods import Setting, Workplace, make_method
 from hybridpar.config import TrainConfig
 from hybridpar.data import TestBatches, TrainBatches, load_dataset
 from hybridpar.models import seed_everything
 from hybridpar.pipeline.world import World
-from hybridpar.plan_trials import FIRST_STEPS, config_of_plan, time_plans
+from hybridpar.plan import Plan, parse_plan
+from hybridpar.plan_trials import Batch, config_of_plan, random_batch
 from hybridpar.planner.explain import describe
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import find_plan
-from hybridpar.trainer import Trainer
+from hybridpar.trainer import MicroBatches, Trainer
 
 TARGET = 0.97
 RATES = (0.005, 0.01)
@@ -46,24 +50,81 @@ PLANNED = "planned"
 DDP = ("ddp", "ddp-fp16", "ddp-psgd1", "ddp-psgd2", "ddp-psgd4")
 #: By which factor the planner's plan is to be faster than the best of them.
 AT_LEAST = {"1gbit": 1.8, "100mbit": 2.0}
-MOST_EPOCHS, CHECKS_PER_EPOCH, ROUNDS = 8, 3, 7
+MOST_EPOCHS, CHECKS_PER_EPOCH = 8, 3
+#: Steps of a method in each of its turns, and seconds after which no new round of turns begins.
+ROUNDS, SECONDS = 7, 30.0
 
 
-class _Planned(Method):
-    """The plan of `--fidelity lossy`, followed by the trainer."""
+class _Hooked:
+    """DDP, with a hook or without.
 
-    def __init__(self, place: Workplace, config: TrainConfig) -> None:
-        setting = place.setting
-        world = place.world(config.sum_groups, shared_memory=config.shares_memory)
-        self.model = setting.build()
-        self._trainer = Trainer(self.model, setting.optimizer, nn.CrossEntropyLoss(), config, world=world)
+    Args:
+        name: See `benchmarks.sync.methods`.
+        place: Where.
+    """
 
-    def step(self, images: Tensor, labels: Tensor) -> float:
-        """See `Method`."""
-        return self._trainer.step((images, labels)).loss
+    #: Into how many parts a batch is divided: parts that workers are given, and micro-batches of each.
+    micro_batches = 1
+
+    def __init__(self, name: str, place: Workplace) -> None:
+        self.part, self.parts = place.rank, place.ranks
+        self._method = make_method(name, place)
+
+    def step(self, batch: MicroBatches) -> None:
+        """A step on this worker's part."""
+        self._method.step(*batch.micro_batches[0])
+
+    def accuracy(self, test: Iterable[tuple[Tensor, Tensor]]) -> float:
+        """Over the test images of all workers; a collective."""
+        model = self._method.model
+        model.eval()
+        right = torch.zeros(2, dtype=torch.float64)
+        with torch.no_grad():
+            for images, labels in test:
+                right += torch.tensor([float((model(images).argmax(1) == labels).sum()), float(len(labels))])
+        model.train()
+        dist.all_reduce(right)
+        return float(right[0] / right[1])
 
     def close(self) -> None:
-        """See `Method`."""
+        """End what it holds."""
+        self._method.close()
+
+
+class _Planned:
+    """A plan, followed by the trainer.
+
+    Args:
+        plan: The plan, of all workers.
+        place: Where.
+    """
+
+    def __init__(self, plan: Plan, place: Workplace) -> None:
+        setting = place.setting
+        config = config_of_plan(plan, TrainConfig(batch_size=setting.batch * place.ranks))
+        replicas = config.replicas or 1
+        self.part, self.parts, self.micro_batches = place.rank % replicas, replicas, config.parts_per_step
+        self._trainer = Trainer(
+            setting.build(),
+            setting.optimizer,
+            nn.CrossEntropyLoss(),
+            config,
+            world=place.world(config.sum_groups, shared_memory=config.shares_memory),
+            plan=plan if len(plan.partition.stages) > 1 else None,
+            example=torch.zeros(config.batch_size // (replicas * config.parts_per_step), 3, setting.side, setting.side),
+        )
+
+    def step(self, batch: MicroBatches) -> None:
+        """See `_Hooked`."""
+        self._trainer.step(batch)
+        self._trainer.wait()
+
+    def accuracy(self, test: Iterable[tuple[Tensor, Tensor]]) -> float:
+        """See `_Hooked`."""
+        return self._trainer.evaluate(test).accuracy
+
+    def close(self) -> None:
+        """See `_Hooked`."""
         self._trainer.close()
 
 
@@ -100,10 +161,15 @@ class Call:
         """Those of DDP."""
         return DDP[:2] if self.quick else DDP
 
-    def planned(self) -> dict[str, Any]:
-        """What was chosen on this link."""
-        noted: dict[str, Any] = json.loads((self.notes / f"plan-{link()}.json").read_text())
-        return noted
+    def noted(self, name: str) -> Path:
+        """What was chosen on the link of that name."""
+        return self.notes / f"plan-{name}.json"
+
+    def made(self, name: str, place: Workplace) -> _Hooked | _Planned:
+        """A method of DDP, or by the name of its link a plan."""
+        if name in DDP:
+            return _Hooked(name, place)
+        return _Planned(parse_plan(json.loads(self.noted(name).read_text())["plan"]), place)
 
 
 def _plan(call: Call) -> None:
@@ -113,100 +179,91 @@ def _plan(call: Call) -> None:
     noted = world.from_main(lambda: _decide(inputs))
     noted["seconds"] = time.perf_counter() - began
     if call.rank == 0:
-        (call.notes / f"plan-{link()}.json").write_text(json.dumps(noted))
-        print(f"{link()}: {noted}", flush=True)
+        call.noted(link()).write_text(json.dumps(noted))
+        print(f"{link()}: {noted['told']}, {noted['seconds']:.1f} s", flush=True)
     world.close()
 
 
 def _decide(inputs: PlannerInputs) -> dict[str, Any]:
-    # A pipeline or one device is the right answer somewhere, but this table is about data parallelism.
-    answer = find_plan(replace(inputs, fixed=Fixed(stages=1, replicas=inputs.workers)))
-    chosen = answer.chosen
-    config = config_of_plan(plan_of(answer, chosen), TrainConfig())
-    options = {name: getattr(config, name) for name in ("compress", "memory_format", "kernels")}
-    return {"options": options, "told": describe(chosen.candidate, answer)}
+    # One device is the right answer somewhere, but then there is nothing that DDP could be compared with.
+    answer = find_plan(replace(inputs, fixed=Fixed(workers=inputs.workers)))
+    plan = plan_of(answer, answer.chosen)
+    return {"plan": json.loads(plan.to_json()), "told": describe(answer.chosen.candidate, answer)}
 
 
 def _train_all(call: Call) -> None:
     found: dict[str, list[float]] = {}
-    wanted = {name: (name, TrainConfig()) for name in call.methods}
-    for path in sorted(call.notes.glob("plan-*.json")):
-        options = json.loads(path.read_text())["options"]
-        wanted[_key(options)] = (PLANNED, TrainConfig(**options))
-    for key, (name, config) in wanted.items():
+    for name in (*call.methods, *(one for one in AT_LEAST if call.noted(one).exists())):
         trained = {
-            rate: [_steps(name, config, seed, rate, call) for seed in range(call.seeds)]
+            rate: [_steps(name, seed, rate, call) for seed in range(call.seeds)]
             for rate in (RATES[:1] if call.quick else RATES)
         }
-        found[key] = trained[min(trained, key=lambda one: statistics.median(trained[one]))]
+        found[name] = trained[min(trained, key=lambda one: statistics.median(trained[one]))]
         if call.rank == 0:
-            print(f"{key}: steps to {TARGET:.0%} by rate and seed: {trained}", flush=True)
+            what = name if name in DDP else f"planned for {name}"
+            print(f"{what}: steps to {TARGET:.0%} by rate and seed: {trained}", flush=True)
     if call.rank == 0:
         (call.notes / "steps.json").write_text(json.dumps(found))
 
 
-def _key(options: dict[str, Any]) -> str:
-    return f"{PLANNED} {json.dumps(options, sort_keys=True)}"
-
-
 def _time(call: Call) -> None:
     world = World.join(lanes=2, timeout=900)
-    noted, steps = call.planned(), json.loads((call.notes / "steps.json").read_text())
-    steps = {PLANNED: steps[_key(noted["options"])], **{name: steps[name] for name in call.methods}}
-    config = TrainConfig(**noted["options"])
-    place = Workplace(Setting(rate=RATES[0]), call.rank, call.ranks)
-    methods = {name: _made(name, place, config) for name in steps}
-    batch = place.setting.noise(call.rank)
-    runs = {name: (lambda method=method: method.step(*batch)) for name, method in methods.items()}
-    for run in runs.values():
-        for _ in range(FIRST_STEPS):
-            run()
-    times = time_plans(runs, world, rounds=3 if call.quick else ROUNDS)
-    for method in methods.values():
-        method.close()
-    place.close()
+    noted, found = json.loads(call.noted(link()).read_text()), json.loads((call.notes / "steps.json").read_text())
+    steps = {PLANNED: found[link()], **{name: found[name] for name in call.methods}}
+    made = {name: partial(_running, link() if name == PLANNED else name, call) for name in steps}
+    times = in_turns(made, world, rounds=3 if call.quick else ROUNDS, seconds=SECONDS)
     world.close()
     if call.rank == 0:
         write_checks(_rows(steps, times, noted["seconds"], noted["told"]), call.output, "target")
 
 
-def _made(name: str, place: Workplace, config: TrainConfig) -> Method:
-    return _Planned(place, config) if name == PLANNED else make_method(name, place)
+def _running(name: str, call: Call) -> Running:
+    """A method that takes steps on noise."""
+    place = Workplace(Setting(rate=RATES[0]), call.rank, call.ranks)
+    method = call.made(name, place)
+    every = place.setting.batch * call.ranks
+    images, labels = random_batch((3, place.setting.side, place.setting.side), every, CLASSES, torch.device("cpu"))
+    own = (
+        whole.tensor_split(method.parts)[method.part].tensor_split(method.micro_batches) for whole in (images, labels)
+    )
+    micro_batches = list(zip(*own, strict=True))
+    batch = Batch(micro_batches, sum(len(one) for _, one in micro_batches), every)
+
+    def close() -> None:
+        method.close()
+        place.close()
+
+    return Running(lambda: method.step(batch), close)
 
 
-def _steps(name: str, config: TrainConfig, seed: int, rate: float, call: Call) -> float:
+def _steps(name: str, seed: int, rate: float, call: Call) -> float:
     """Steps until the target, looked at three times an epoch; infinite where it is not reached. A collective."""
     setting, rank, ranks = Setting(rate=rate, seed=seed), call.rank, call.ranks
     data = load_dataset(TrainConfig(data="digits", seed=seed))
-    batches = TrainBatches(data, seed=seed, batch_size=setting.batch * ranks, rank=rank, workers=ranks, micro_batches=1)
     test = TestBatches(data, batch_size=64, rank=rank, workers=ranks)
     place = Workplace(setting, rank, ranks)
     seed_everything(1000 * seed + rank)
-    method = _made(name, place, config)
+    method = call.made(name, place)
+    batches = TrainBatches(
+        data,
+        seed=seed,
+        batch_size=setting.batch * ranks,
+        rank=method.part,
+        workers=method.parts,
+        micro_batches=method.micro_batches,
+    )
     every, done = max(1, batches.steps_per_epoch // CHECKS_PER_EPOCH), 0
     try:
         for epoch in range(1 if call.quick else MOST_EPOCHS):
             for batch in batches.epoch(epoch):
-                method.step(*batch.micro_batches[0])
+                method.step(batch)
                 done += 1
-                if done % every == 0 and _accuracy(method.model, test) >= TARGET:
+                if done % every == 0 and method.accuracy(test) >= TARGET:
                     return float(done)
         return math.inf
     finally:
         method.close()
         place.close()
-
-
-@torch.no_grad()
-def _accuracy(model: nn.Module, test: TestBatches) -> float:
-    """Over the test images of all workers; a collective."""
-    model.eval()
-    right = torch.zeros(2, dtype=torch.float64)
-    for images, labels in test:
-        right += torch.tensor([float((model(images).argmax(1) == labels).sum()), float(len(labels))])
-    model.train()
-    dist.all_reduce(right)
-    return float(right[0] / right[1])
 
 
 def _rows(steps: dict[str, list[float]], times: dict[str, list[float]], planning: float, told: str) -> list[Check]:
