@@ -33,6 +33,7 @@ WAYS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "ps-async": (3, ("--sync", "ps-async")),
     "plain, 2 workers": (2, ("--plan", "none")),
     "onebit-sgd": (2, ("--recipe", "onebit-sgd")),
+    "onebit-sgd, a step late": (2, ("--recipe", "onebit-sgd", "--double-buffer", "delay")),
     "onebit-adam": (2, ("--recipe", "onebit-adam")),
     "local:4": (2, ("--sync", "local:4")),
 }
