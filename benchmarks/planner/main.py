@@ -47,6 +47,8 @@ class Options:
     """After which no plan of a setting gets another turn; each gets two in any case."""
     seeds: int = 3
     """Trainings of each method, for `target`."""
+    notes: Path | None = None
+    """Folder where `target` keeps what it has found, to go on from there after it was cut short."""
     quick: bool = False
     """Small settings, nothing written."""
     output: Path = RESULTS
@@ -70,8 +72,11 @@ def main(options: Options) -> int:
         _on_links(options, "emulated", 4, **_plans(options), output=_file(options, "emulated"))
     if "target" in wanted:
         shaped = tuple(link for link in options.links if link != LOOPBACK)  # nothing is promised without a limit
-        with tempfile.TemporaryDirectory() as notes:
-            told = {"seeds": 1 if options.quick else options.seeds, "notes": notes, "output": _file(options, "target")}
+        with tempfile.TemporaryDirectory() as passing:
+            notes = options.notes or Path(passing)
+            notes.mkdir(parents=True, exist_ok=True)
+            told: dict[str, Any] = {"seeds": 1 if options.quick else options.seeds, "notes": str(notes.resolve())}
+            told["output"] = _file(options, "target")
             for phase, links in (("plan", shaped), ("train", (LOOPBACK,)), ("time", shaped)):
                 _on_links(replace(options, links=links), "target", 2, phase=phase, **told)
     if {"predicted", "emulated"} & set(wanted) and not options.quick:
