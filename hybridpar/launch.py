@@ -22,11 +22,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from hybridpar.errors import HybridparError, LaunchError, SyncError
-from hybridpar.process import available_cores, threads_per_worker, worker_environment
+from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError
+from hybridpar.process import available_cores, threads_per_worker, usable_memory, worker_environment
 
 VERDICT_VARIABLE = "HYBRIDPAR_VERDICT"
 TUNED_VARIABLE = "HYBRIDPAR_TUNED"
+
+#: Processes of a job that a core may have; so many already take minutes to start.
+MOST_PER_CORE = 8
+#: Main memory that a process needs for itself at least, before it has a model.
+LEAST_BYTES = 150 << 20
 
 #: Seconds that workers have after Ctrl-C or SIGTERM to end their step and save.
 STOP_SECONDS = 60
@@ -35,6 +40,28 @@ STOP_SECONDS = 60
 def in_job() -> bool:
     """Whether this process is a worker that some launcher started."""
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+
+
+def check_processes(workers: int, servers: int = 0) -> None:
+    """Refuse to start more processes than the machine has room for: it would stand still for hours.
+
+    Args:
+        workers: Workers of a job on this machine.
+        servers: Its server processes.
+
+    Raises:
+        UsageError: There are too many.
+    """
+    cores = len(available_cores())
+    most = max(2, min(MOST_PER_CORE * cores, usable_memory() // LEAST_BYTES))
+    if workers + servers > most:
+        given = f"--workers {workers}" + (f" and --servers {servers}" if servers else "")
+        raise UsageError(
+            f"{given} on one machine",
+            f"Each is a process of {LEAST_BYTES >> 20} MiB at least, and there are at most {MOST_PER_CORE} per core: "
+            f"with {cores} core(s) and {usable_memory() >> 30} GiB no more than {most}.",
+            "Start fewer.",
+        )
 
 
 def launch_workers(arguments: Sequence[str], workers: int, *, tune: bool, restarts: int = 3) -> int:
@@ -48,7 +75,11 @@ def launch_workers(arguments: Sequence[str], workers: int, *, tune: bool, restar
 
     Returns:
         The exit code: 0, what the verdict says, 1 when no restarts are left, or 128 + the signal that stopped the job.
+
+    Raises:
+        UsageError: More workers than this machine has room for.
     """
+    check_processes(workers)
     if tune:
         # The allocator reads these variables when a process starts, so they are set before there are workers.
         os.environ.update(worker_environment(workers, available_cores()))

@@ -202,6 +202,23 @@ def verdict(tmp_path, monkeypatch):
     return place
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--workers", "100000"], "--workers 100000 on"),
+        (["--sync", "ps", "--servers", "90000"], "and --servers 90000 on"),
+    ],
+)
+def test_more_processes_than_a_machine_has_room_for_are_not_started(options, said, tmp_path):
+    arguments = ["train", "resnet18", "--data", "digits", "--run-dir", str(tmp_path / "run"), *options]
+    job = command(arguments)
+    _, error = job.communicate(timeout=120)
+    assert job.returncode == 2
+    assert said in error
+    assert "at most 8 per core" in error
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_first_verdict_stands(verdict, capsys):
     assert leave_verdict(DataError("the first"), debug=False)
     assert leave_verdict(DataError("the second"), debug=False)

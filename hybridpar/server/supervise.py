@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from hybridpar.launch import STOP_SECONDS, TUNED_VARIABLE, VERDICT_VARIABLE, report_verdict
+from hybridpar.launch import STOP_SECONDS, TUNED_VARIABLE, VERDICT_VARIABLE, check_processes, report_verdict
 from hybridpar.process import available_cores, threads_per_worker, worker_environment
 
 #: How long processes that have failed are waited for, so that the one which failed first is found.
@@ -116,7 +116,11 @@ def launch_with_servers(
 
     Returns:
         The exit code, as of `hybridpar.launch.launch_workers`.
+
+    Raises:
+        UsageError: More processes than this machine has room for.
     """
+    check_processes(workers, servers)
     import torch.distributed as dist
 
     environment = {"OMP_NUM_THREADS": str(threads_per_worker(workers, available_cores()))}
