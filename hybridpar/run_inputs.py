@@ -50,7 +50,7 @@ LEAST_STEPS = 100
 WORTH = 0.5
 
 #: Seconds that measuring takes at most, where that leaves anything to choose from.
-MOST_SECONDS = 15.0
+MOST_SECONDS = 12.0
 
 #: Passes of a profile, and steps that are timed with workers beside each other.
 PASSES, CROWD_STEPS = 3, 3
