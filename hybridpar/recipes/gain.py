@@ -94,7 +94,7 @@ class ObservedStep(NamedTuple):
 
     Attributes:
         compute_ms: All of it but what it waited for its sync.
-        sync_ms: From the first message of the exchange to the last.
+        sync_ms: Time in which any lane exchanged.
         exposed_ms: What the step waited for it.
         stays_ms: Part of that which would not be hidden by being late either.
     """
@@ -114,7 +114,10 @@ def gain_over(workers: Sequence[ObservedStep]) -> PredictedGain:
     """What double buffering is to gain over the steps that were observed.
 
     Args:
-        workers: A step of each worker.
+        workers: A step of each worker, at least one.
+
+    Raises:
+        UsageError: As of `predicted_gain`.
     """
     # All wait for the slowest, and a sync that waits for others is no longer than the shortest one seen.
     sync, exposed = (min(column) for column in list(zip(*workers, strict=True))[1:3])
