@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,7 @@ from hybridpar.errors import HybridparError, UsageError, nearest
 
 RESULTS = Path(__file__).parent / "results"
 _TOLD = "PLANNER_BENCH"
-_TABLES = ("search", "predicted", "emulated", "target")
+_TABLES = ("search", "closing", "predicted", "emulated", "target")
 _MODELS = ("resnet18", "mobilenet_v2", "vgg11_cifar")
 
 
@@ -32,9 +33,9 @@ _MODELS = ("resnet18", "mobilenet_v2", "vgg11_cifar")
 class Options:
     """Hold the planner's promises against clocks."""
 
-    table: Literal["predicted", "emulated", "search", "target", "all"] = "all"
+    table: Literal["predicted", "emulated", "search", "closing", "target", "all"] = "all"
     """Predicted against measured steps, and from the same steps the chosen plan against the others; four emulated
-    devices; seconds of a search; time to 97 % on digits against DDP."""
+    devices; seconds of a search; what closing tables of the command say; time to 97 % on digits against DDP."""
     links: tuple[str, ...] = (LOOPBACK, "1gbit", "100mbit")
     """Links between the workers."""
     models: tuple[str, ...] = _MODELS
@@ -45,6 +46,8 @@ class Options:
     """Steps of each plan in each of its turns."""
     seconds: float = 60.0
     """After which no plan of a setting gets another turn; each gets two in any case."""
+    runs: int = 3
+    """Of the command on each link, for `closing`."""
     seeds: int = 3
     """Trainings of each method, for `target`."""
     notes: Path | None = None
@@ -65,6 +68,11 @@ def main(options: Options) -> int:
         from benchmarks.planner.search_time import measure
 
         measure(options.quick, _file(options, "search"))
+    if "closing" in wanted:
+        from benchmarks.planner import closing
+
+        for link in _possible(options.links, 2):
+            closing.measure(link, options.runs, options.quick, _file(options, "closing"))
     if "predicted" in wanted:
         tables = {name: _file(options, name) for name in ("predicted", "regret")}
         _on_links(options, "predicted", 2, **_plans(options), tables=tables)
@@ -99,12 +107,18 @@ def _plans(options: Options) -> dict[str, Any]:
     }
 
 
-def _on_links(options: Options, module: str, ranks: int, **told: Any) -> None:
-    """Start `benchmarks.planner.MODULE.measure` in every rank, on every link."""
-    for link in options.links:
+def _possible(links: Sequence[str], ranks: int) -> Iterator[str]:
+    """The links that can be made here; the others are told of."""
+    for link in links:
         if link != LOOPBACK and (lack := missing()):
             print(f"{link}, {ranks} ranks: skipped, {lack}")
-            continue
+        else:
+            yield link
+
+
+def _on_links(options: Options, module: str, ranks: int, **told: Any) -> None:
+    """Start `benchmarks.planner.MODULE.measure` in every rank, on every link."""
+    for link in _possible(options.links, ranks):
         asked = json.dumps({"module": module, "told": {"quick": options.quick, **told}})
         environment = {_TOLD: asked, "PYTHONWARNINGS": "ignore::FutureWarning"}
         with Network(ranks, link) as network:

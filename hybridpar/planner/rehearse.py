@@ -38,8 +38,11 @@ from hybridpar.planner.store import load, store
 #: What is kept.
 KIND = "rehearsal"
 
-#: Steps that count, and steps before them, in which buckets are cut.
+#: Steps that count at least, and steps before them, in which buckets are cut.
 STEPS, FIRST_STEPS = 5, 2
+
+#: Seconds that they are repeated for, as one moment of a machine is not the next, and how many steps are enough.
+SECONDS, ENOUGH = 3.0, 20
 
 #: Parts are never so wrong; what lies beyond was a disturbance.
 LEAST, MOST = 0.9, 1.4
@@ -79,6 +82,7 @@ def measure_rehearsal(
     bucket_bytes: int = 8 << 20,
     memory_format: str = "contiguous",
     steps: int = STEPS,
+    seconds: float = SECONDS,
     cache: Path | None = None,
     note: str = "",
 ) -> tuple[Rehearsal, ...]:
@@ -92,7 +96,8 @@ def measure_rehearsal(
         copies: Tensors per parameter that the optimizer keeps.
         bucket_bytes: Size at which a bucket of gradients is full.
         memory_format: `contiguous` or `channels_last`.
-        steps: Steps that count.
+        steps: Steps that count, at least.
+        seconds: They go on for so long, to `ENOUGH` of them; shared by those with and without a codec.
         cache: Where the first worker keeps what was found, for as long as the cluster stays the same; None measures
             always.
         note: What else it depends on, for instance autocast.
@@ -111,7 +116,7 @@ def measure_rehearsal(
         **figures_key(model, example),
         "cluster": cluster.key,
         "transport": world.transport,
-        "how": [copies, bucket_bytes, memory_format, steps, note],
+        "how": [copies, bucket_bytes, memory_format, steps, seconds, note],
     }
     known = world.from_main(lambda: None if cache is None else _known(key, cache))
     if known is not None:
@@ -132,7 +137,8 @@ def measure_rehearsal(
             found = []
             for codec in codecs:
                 options = SyncOptions(bucket_bytes=bucket_bytes, codec=codec)
-                took = _steps(model, example, world, options, optimizer_like(model, copies), steps)
+                optimizer = optimizer_like(model, copies)
+                took = _steps(model, example, world, options, optimizer, steps, seconds / len(codecs))
                 found.append(Rehearsal(codec, len(example), took))
         finally:
             model.to(memory_format=torch.contiguous_format)
@@ -159,13 +165,16 @@ def _steps(
     options: SyncOptions,
     optimizer: torch.optim.Optimizer,
     steps: int,
+    seconds: float,
 ) -> float:
     """Milliseconds of the slowest worker's step, the median; a collective."""
-    clock, times = Clock(example.device), []
+    clock = Clock(example.device)
+    times: list[float] = []
     for parameter in model.parameters():
         parameter.grad = None
     with Lanes(example.device) as lanes, closing(GradientSync(model, world, lanes, options)) as sync:
-        for _ in range(FIRST_STEPS + steps):
+        # What is gathered is the same everywhere, so all workers stop after the same step.
+        while len(times) < FIRST_STEPS + steps or (len(times) < ENOUGH and sum(times[FIRST_STEPS:]) < 1e3 * seconds):
             world.barrier()
             began = time.perf_counter()
             sync.begin(len(example))
