@@ -7,6 +7,7 @@ own would compete with the step for the interpreter, and could hold the console'
 from __future__ import annotations
 
 import contextlib
+import textwrap
 import time
 from collections.abc import Callable
 
@@ -32,6 +33,8 @@ MOST_COLUMNS = 100
 
 _REPAINT_SECONDS = 0.25
 _NARROWEST_BAR = 5
+#: Columns that labels at the start have, and the least that a note is broken into.
+_LABEL, _NARROWEST_NOTE = 9, 40
 
 
 class LiveProgress(Progress):
@@ -61,7 +64,7 @@ class LiveProgress(Progress):
             grid.add_row(label, Text(text, style="bold" if label == "model" else ""))
         self._console.print(grid, width=min(self._console.width, MOST_COLUMNS))
         for note in info.notes:
-            self.message(note)
+            self.message(_under_label(note, min(self._console.width, MOST_COLUMNS)))
         if done:
             self.message(f"resumed after step {done:,}")
         self._live = Live(self._frame(), console=self._console, auto_refresh=False, vertical_overflow="crop")
@@ -136,3 +139,12 @@ class LiveProgress(Progress):
         if figures.skipped:
             parts.append((f"  {figures.skipped:,} skipped", "yellow"))
         return parts
+
+
+def _under_label(note: str, width: int) -> str:
+    """A note broken into lines whose further ones begin below its text, as its label has a column of its own."""
+    indent = " " * (_LABEL if not note.startswith(" ") else _LABEL + 2)
+    lines = textwrap.wrap(
+        note, max(width, _NARROWEST_NOTE), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines)
