@@ -11,6 +11,7 @@ import math
 import os
 import time
 from collections.abc import Collection, Iterator
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -125,7 +126,8 @@ class Run:
             stored=self.place.directory / "plan.json" if self.place.continues else None,
         )
         self.config = config = self.planned.config
-        self.memory.restart()
+        # What planning left behind is not for training; the model is, and is there already.
+        self.memory.restart(sum(one.nbytes for one in chain(model.parameters(), model.buffers())))
         alone_on_gpus = world.device.type == "cuda" and world.size == 1
         world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
         # Rank = position * replicas + replica: the workers of one replica are given the same samples.

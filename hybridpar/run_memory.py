@@ -17,7 +17,8 @@ class MemoryMeter:
     """Measures how much memory of a device a worker needs, from its making on.
 
     On a GPU that is what torch has handed out at its peak. On a CPU it is by how much the process has grown at its
-    peak; systems that do not tell give None.
+    peak, without pages of files: code that is first run meanwhile is no need of the model, and the system can drop it.
+    Systems that do not tell give None.
 
     Args:
         device: The worker's device.
@@ -25,11 +26,15 @@ class MemoryMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.restart()  # before the process is weighed: what that frees must not count as having been there
-        self._before = 0 if device.type == "cuda" else _kilobytes("VmRSS")
+        self.restart()
 
-    def restart(self) -> None:
-        """Forget the peak so far, for instance that of measuring."""
+    def restart(self, holding: int = 0) -> None:
+        """Begin here: forget the peak so far, and what something else than training left behind, such as measuring.
+
+        Args:
+            holding: Bytes that are there already and count, for instance those of the model.
+        """
+        self._before: int | None = 0
         self._resettable = True
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -39,12 +44,15 @@ class MemoryMeter:
             _PEAK_RESET.write_text("5")  # of all that this file resets, 5 is the peak of resident memory (proc(5))
         except OSError:
             self._resettable = False
+        # The process is weighed afterwards: what is freed above must not count as having been there.
+        own = _without_files("VmRSS")
+        self._before = None if own is None else own - holding // 1024
 
     def peak_bytes(self) -> int | None:
         """The peak; None where the system does not tell it."""
         if self._device.type == "cuda":
             return int(torch.cuda.max_memory_allocated(self._device))
-        peak = _kilobytes("VmHWM")
+        peak = _without_files("VmHWM")
         if peak is None or self._before is None or not self._resettable:
             return None
         return max(0, 1024 * (peak - self._before))
@@ -55,6 +63,12 @@ def give_back_memory() -> None:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # glibc has it
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def _without_files(name: str) -> int | None:
+    """A figure of the process in kB, less the pages of files that it has in memory now."""
+    whole, files = _kilobytes(name), _kilobytes("RssFile")
+    return None if whole is None or files is None else whole - files
 
 
 def _kilobytes(name: str) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import sys
 
 import pytest
@@ -21,9 +22,28 @@ def test_the_peak_is_that_since_the_restart():
     if grown is None:
         pytest.skip("this system does not let the peak be reset")
     assert grown > 0.9 * BIG
+    meter.restart()
+    assert meter.peak_bytes() < 0.5 * BIG
+    meter.restart(holding=held.nbytes)
+    assert meter.peak_bytes() > 0.9 * BIG
     del held
     meter.restart()
     assert meter.peak_bytes() < 0.5 * BIG
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="procfs tells it")
+def test_pages_of_files_are_not_the_model_s(tmp_path):
+    file = tmp_path / "library"
+    with file.open("wb") as stream:
+        stream.truncate(BIG)
+    meter = MemoryMeter(torch.device("cpu"))
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        sum(mapped[at] for at in range(0, BIG, mmap.PAGESIZE))
+        files = run_memory._kilobytes("RssFile")
+        grown = meter.peak_bytes()
+    if grown is None or files is None or files * 1024 < BIG:
+        pytest.skip("this system does not tell what of a process are files")
+    assert grown < 0.5 * BIG
 
 
 def test_a_system_that_does_not_tell_gives_none(tmp_path, monkeypatch):
