@@ -27,6 +27,7 @@ from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan, Sync, parse_plan, read_plan
 from hybridpar.planner.explain import Row, rows
 from hybridpar.planner.inputs import PlannerInputs, check_made_for
+from hybridpar.planner.link_ways import PLAIN_WAYS
 from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import Answer, find_plan
@@ -225,7 +226,7 @@ def _follow_file(
 ) -> PlannedRun:
     plan.check_model(model_fingerprint(model), name)
     if plan.inputs is not None:
-        check_made_for(plan, measure_cluster(world))
+        check_made_for(plan, measure_cluster(world, ways=PLAIN_WAYS))
     followed = _as_followed(config, plan, decided, world.size)
     lines = (f"plan     from {config.plan_file}{_expected(followed)}",)
     return PlannedRun(follow(config, plan, decided, world.size), followed, lines)

@@ -33,6 +33,7 @@ from hybridpar.pipeline.world import World
 from hybridpar.planner.calibrate import calibrated
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.link_ways import PLAIN_WAYS, STRIPED_WAYS, WAYS
 from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.measure import has_tuned_kernels, measure_rates, profile_model
 from hybridpar.planner.profile import ModelProfile
@@ -217,8 +218,9 @@ def measure_inputs(
         why, kept = _measure(model, config, world, sample_shape, steps, key)
         if why:
             return Measured(None, why)
+    cluster = measure_cluster(world, ways=_ways(wanted, world))
     # What is remembered of the links may have got its name elsewhere.
-    cluster = measure_cluster(world).model_copy(update={"name": f"workers over {world.transport}"})
+    cluster = cluster.model_copy(update={"name": f"workers over {world.transport}"})
     why, took = _rehearse(model, config, world, sample_shape, cluster, key)
     if why:
         return Measured(None, why)
@@ -305,7 +307,7 @@ def _measure(
         return second.problem, None
     trained = [one for one in model.parameters() if one.requires_grad]
     codecs = key["codecs"]
-    if world.size > 1 and isinstance(world.lane_sums[0], BackendSum):
+    if _carries_codecs(world):
         codecs = sorted({*codecs, CODEC})  # it may be rehearsed
     rates = measure_rates(codecs, trained, world.size, world.device, world=world)
     if kept is None:
@@ -398,11 +400,23 @@ def _formats(fixed: Fixed, sample_shape: Sequence[int]) -> list[str]:
 
 def _codecs(config: TrainConfig, world: World, fixed: Fixed) -> list[str]:
     """What gradients may travel as; workers that share memory only add."""
-    if world.size == 1 or not isinstance(world.lane_sums[0], BackendSum):
+    if not _carries_codecs(world):
         return []
     if fixed.codecs is not None:
         return sorted(set(fixed.codecs.values()))
     return list(planned_codecs(config.fidelity))
+
+
+def _ways(codecs: Sequence[str], world: World) -> tuple[str, ...]:
+    """Which ways of using links a plan may take."""
+    if codecs:
+        return WAYS
+    return STRIPED_WAYS if _carries_codecs(world) else PLAIN_WAYS
+
+
+def _carries_codecs(world: World) -> bool:
+    """Whether gradients can travel as a codec: process groups carry it, shared memory only adds."""
+    return world.size > 1 and isinstance(world.lane_sums[0], BackendSum)
 
 
 def _steps(sizes: Sequence[int], formats: Sequence[str], kernels: bool) -> float:

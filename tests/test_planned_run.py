@@ -307,7 +307,9 @@ def planned_rank(world: World, run_dir: Path, cache: str, options: dict, planted
     measured = run_inputs.measure_cluster
     with (
         always_planned(),
-        mock.patch.object(run_inputs, "measure_cluster", lambda world: slower_links(measured(world), planted)),
+        mock.patch.object(
+            run_inputs, "measure_cluster", lambda world, **how: slower_links(measured(world, **how), planted)
+        ),
     ):
         train_rank(world, run_dir, "plain", None, options)
     world.barrier()  # rank 0 has more to write at the end

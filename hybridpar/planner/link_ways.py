@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,11 @@ from hybridpar.planner.network import log_rounds
 _SMALL_BYTES, LEAST_BYTES, MOST_BYTES = 4 << 10, 1 << 20, 8 << 20
 #: Elements on a side of the matrices that stand for computing; their product takes about a millisecond.
 _SIDE = 384
+
+#: What every plan uses; that and what codecs use whose messages are stripes; that and what those use that are added.
+PLAIN_WAYS = ("send", "all_reduce")
+STRIPED_WAYS = (*PLAIN_WAYS, "all_to_all", "all_gather")
+WAYS = (*STRIPED_WAYS, "codec_sum", "half_sum", "integer_sum")
 
 _Work = Callable[[Tensor], object]
 
@@ -46,7 +51,13 @@ class Way:
     cores: float
 
 
-def measure_level(world: World, parties: Sequence[Sequence[int]], pair: tuple[int, int], seconds: float) -> LinkLevel:
+def measure_level(
+    world: World,
+    parties: Sequence[Sequence[int]],
+    pair: tuple[int, int],
+    seconds: float,
+    ways: Collection[str] = WAYS,
+) -> LinkLevel:
     """Measure the links of parties of workers that do the same at a time; a collective, what the slowest found counts.
 
     Args:
@@ -54,16 +65,22 @@ def measure_level(world: World, parties: Sequence[Sequence[int]], pair: tuple[in
         parties: The ranks of every party; together they are all.
         pair: Two ranks of one party, between which messages are timed.
         seconds: Time for each way of using the link.
+        ways: Which of `WAYS` are measured, `PLAIN_WAYS` among them; the others are taken to be like `all_reduce`.
     """
     party = world.split(parties, lanes=1)
     grid = Grid(world, world.size, [pair, pair[::-1]], lanes=1)
     try:
-        mine = {name: _time(work, factor, world, seconds) for name, (work, factor) in _ways(party, grid, pair).items()}
+        mine = {
+            name: _time(work, factor, world, seconds)
+            for name, (work, factor) in _ways(party, grid, pair).items()
+            if name in ways
+        }
     finally:
         grid.close()
         party.close()
     answers: list[dict[str, Way | None]] = world.gather(mine)  # type: ignore[assignment]
     known = {name: _slowest([way for one in answers if (way := one[name]) is not None]) for name in mine}
+    known = dict.fromkeys(STRIPED_WAYS, known["all_reduce"]) | known  # of sums a level says the same by itself
     most = max(way.bytes_per_second for way in known.values())
     uses = {name: way.cores for name, way in known.items()}
     uses["send"] /= 2  # what was measured is sending and receiving

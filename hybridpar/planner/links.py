@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -24,6 +24,9 @@ from hybridpar.pipeline.world import World
 from hybridpar.planner.link_ways import (
     LEAST_BYTES,
     MOST_BYTES,
+    PLAIN_WAYS,
+    STRIPED_WAYS,
+    WAYS,
     laps_of,
     least_of_all,
     measure_level,
@@ -41,7 +44,12 @@ LINK_SECONDS = 0.25
 
 
 def measure_cluster(
-    world: World, *, fresh: bool = False, seconds: float = LINK_SECONDS, name: str = "this job"
+    world: World,
+    *,
+    fresh: bool = False,
+    seconds: float = LINK_SECONDS,
+    ways: Collection[str] = WAYS,
+    name: str = "this job",
 ) -> ClusterSpec:
     """The hosts and links of a job, measured now or remembered; a collective, all workers get the same answer.
 
@@ -53,13 +61,15 @@ def measure_cluster(
         world: All workers of the job. Nothing else is under way on it.
         fresh: Measure whatever is remembered.
         seconds: Time for each way of using a link. A slow link takes longer: 1 MiB is sent some times.
+        ways: Which ways are measured, as `link_ways` has them: `PLAIN_WAYS`, `STRIPED_WAYS` or `WAYS`. Those that are
+            remembered with others are taken from there.
         name: What to call the cluster.
 
     Raises:
         SyncError: A worker died, or a link between two of them does not work; the message says what the backend says.
     """
     told: list[_Place] = world.gather(_own_place(world))  # type: ignore[assignment]
-    key = {
+    key: dict[str, object] = {
         "places": [[one.host, one.cores] for one in told],
         "shared": world.transport,
         "device": told[0].name,
@@ -67,15 +77,15 @@ def measure_cluster(
     }
     load = machine_load()
     if not fresh:
-        known = world.from_main(lambda: _read(key, load))
+        known = world.from_main(lambda: _remembered(key, ways, load))
         if known is not None and _still_true(known, world):
             return known
     spare = least_of_all(spare_cores(world, seconds / 2), world) if world.device.type == "cpu" else 0.0
     hosts = _hosts(told, world, spare)
     with world.named_errors("measuring the links between workers"):
-        levels = _levels(world, [one.host for one in told], seconds) if world.size > 1 else {}
+        levels = _levels(world, [one.host for one in told], seconds, ways) if world.size > 1 else {}
     found = ClusterSpec(name=name, hosts=hosts, **levels)
-    world.from_main(lambda: _write(key, load, found))
+    world.from_main(lambda: _remember(key, ways, load, found))
     return found
 
 
@@ -122,6 +132,26 @@ def _path(key: Mapping[str, object]) -> Path:
     return cache_directory() / f"links-{digest}.json"
 
 
+def _remembered(key: Mapping[str, object], ways: Collection[str], load: float) -> ClusterSpec | None:
+    """What was measured before in these ways at least."""
+    found = (_read(one, load) for one in _keys(key, ways))
+    return next((one for one in found if one is not None), None)
+
+
+def _remember(key: Mapping[str, object], ways: Collection[str], load: float, spec: ClusterSpec) -> None:
+    """Keep what was measured; what was remembered of more ways is as old as the rest, and would be found first."""
+    *more, own = _keys(key, ways)
+    for one in more:
+        with contextlib.suppress(OSError):
+            _path(one).unlink()
+    _write(own, load, spec)
+
+
+def _keys(key: Mapping[str, object], ways: Collection[str]) -> list[dict[str, object]]:
+    """Under what ways may be kept, with most others first."""
+    return [{**key, "ways": sorted(one)} for one in (WAYS, STRIPED_WAYS, PLAIN_WAYS) if set(ways) <= set(one)]
+
+
 def _read(key: Mapping[str, object], load: float) -> ClusterSpec | None:
     """What was measured between these workers before; None where that cannot be read, or was taken on a busier machine.
 
@@ -165,7 +195,7 @@ def _still_true(spec: ClusterSpec, world: World) -> bool:
     return 1 / DRIFT <= took / expected <= DRIFT
 
 
-def _levels(world: World, hosts: Sequence[str], seconds: float) -> dict[str, LinkLevel]:
+def _levels(world: World, hosts: Sequence[str], seconds: float, ways: Collection[str]) -> dict[str, LinkLevel]:
     """The links inside of hosts and between them, as far as there are any."""
     places = list(dict.fromkeys(hosts))
     inside = [[rank for rank, host in enumerate(hosts) if host == place] for place in places]
@@ -175,8 +205,8 @@ def _levels(world: World, hosts: Sequence[str], seconds: float) -> dict[str, Lin
     if most > 1:
         # Of hosts with several workers the first one's links count; all are measured at a time.
         pair = next((ranks[0], ranks[1]) for ranks in inside if len(ranks) > 1)
-        found["inside"] = measure_level(world, inside, pair, seconds)
+        found["inside"] = measure_level(world, inside, pair, seconds, ways)
     if len(places) > 1:
         rest = [[rank] for rank in range(world.size) if rank not in leaders]
-        found["between"] = measure_level(world, [leaders, *rest], (leaders[0], leaders[1]), seconds)
+        found["between"] = measure_level(world, [leaders, *rest], (leaders[0], leaders[1]), seconds, ways)
     return found

@@ -14,6 +14,7 @@ from hybridpar.compress.auto import PLAIN
 from hybridpar.errors import SyncError
 from hybridpar.pipeline.world import World
 from hybridpar.planner import links
+from hybridpar.planner.link_ways import PLAIN_WAYS, WAYS
 from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.network import Network
 from tests.ranks import run_ranks
@@ -85,6 +86,36 @@ def remembered_alone(world: World, cache: str) -> list[str]:
 def test_a_link_that_has_not_changed_is_not_measured_again(tmp_path):
     for one, other in run_ranks(remembered_alone, 2, str(tmp_path)):
         assert one == other
+
+
+def ways_measured(world: World, cache: str) -> list[object]:
+    import os
+
+    os.environ["HYBRIDPAR_CACHE"] = cache
+    before = links.DRIFT
+    found: list[object] = []
+    try:
+        for drift, ways in ((1e9, PLAIN_WAYS), (1e9, WAYS), (1e9, PLAIN_WAYS), (1.0, PLAIN_WAYS), (1e9, PLAIN_WAYS)):
+            links.DRIFT = drift
+            level = measure_cluster(world, seconds=0.002, ways=ways).inside
+            assert level is not None
+            assert level.cores is not None
+            found.append((level.efficiency.half_sum is not None, level.bandwidth))
+            if ways == PLAIN_WAYS and level.efficiency.half_sum is None:
+                assert level.efficiency.all_to_all == level.efficiency.all_gather == level.efficiency.all_reduce
+    finally:
+        links.DRIFT = before
+        del os.environ["HYBRIDPAR_CACHE"]
+    return found
+
+
+def test_ways_that_no_plan_would_take_are_not_measured_and_all_of_them_hold_for_some(tmp_path):
+    plain, whole, some, changed, again = run_ranks(ways_measured, 2, str(tmp_path))[0]
+    assert not plain[0]
+    assert whole[0]
+    assert some == whole, "what is remembered of all ways holds for some of them"
+    assert not changed[0], "the link has changed, so these are measured, and no others"
+    assert again == changed, "and what was remembered of all is forgotten"
 
 
 def test_one_worker_has_no_links_and_a_calmer_machine_is_measured_again(tmp_path, monkeypatch):
