@@ -35,7 +35,7 @@ from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.link_ways import PLAIN_WAYS, STRIPED_WAYS, WAYS
 from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.measure import has_tuned_kernels, measure_rates, profile_model
+from hybridpar.planner.measure import TURNS, has_tuned_kernels, measure_rates, profile_model
 from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rehearse import CODEC, Rehearsal, measure_rehearsal, rehearsed
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
@@ -421,8 +421,9 @@ def _carries_codecs(world: World) -> bool:
 
 def _steps(sizes: Sequence[int], formats: Sequence[str], kernels: bool) -> float:
     """What profiling takes, in steps at the largest size."""
-    ways = sum(sizes) / sizes[-1] * len(formats) * (2 if kernels else 1)
-    return _STEPS_EACH * ways + _STEPS_REST * len(formats) + _STEPS_BESIDE
+    ways = len(formats) * (2 if kernels else 1)
+    turns = 2 * TURNS * ways if ways > 1 else 0
+    return _STEPS_EACH * ways * sum(sizes) / sizes[-1] + turns + _STEPS_REST * len(formats) + _STEPS_BESIDE
 
 
 def _step_ms(model: nn.Module, example: torch.Tensor) -> float:

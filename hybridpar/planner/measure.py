@@ -25,14 +25,16 @@ from hybridpar.partition.co_run import measure_co_run
 from hybridpar.partition.graph_facts import resolve_attribute
 from hybridpar.partition.profile import Progress, UnitTimes, measure_units
 from hybridpar.partition.profile_cache import device_name, load_profile, profile_key, store_profile
+from hybridpar.partition.state import untouched
 from hybridpar.partition.trace import trace_model
+from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.partition.units import ModelUnits, find_units
 from hybridpar.pipeline.world import World
 from hybridpar.plan import ModelInfo
 from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant, merged
 from hybridpar.planner.rehearse import Rehearsal
 from hybridpar.planner.step_costs import StepCosts, figures_key, measure_step_costs
-from hybridpar.planner.store import figures, remembered, store
+from hybridpar.planner.store import remembered
 from hybridpar.process import describe_allocator, host_identity
 from hybridpar.tvm_kernels.database import default_database
 from hybridpar.tvm_kernels.layers import is_depthwise
@@ -45,6 +47,9 @@ _WAYS = ("encode", "decode")
 #: A profile with more noise than this is measured again, so often at most, and not after so many seconds: a machine
 #: that is busy for longer is not worth waiting for.
 NOISY, MOST_TRIES, MOST_SECONDS = 0.1, 3, 5.0
+
+#: In which ways to compute a model are compared, a step of each that counts and one before it.
+TURNS = 3
 
 
 @dataclass(frozen=True)
@@ -115,12 +120,10 @@ def profile_model(
     largest = max(examples, key=len)
     key = figures_key(model, largest, threads)
     try:
-        for form, kernel in itertools.product(formats, tuned):
-            layout = torch.channels_last if form == "channels_last" else torch.contiguous_format
-            model.to(memory_format=layout)
-            (optimize if kernel == "tuned" else restore)(model)
+        ways = list(itertools.product(formats, tuned))
+        for form, kernel in ways:
             for example in sorted(examples, key=lambda one: one.shape[0]):
-                given = example.contiguous(memory_format=layout if example.dim() == 4 else torch.contiguous_format)
+                given = _set_way(model, example, form, kernel)
                 say(f"profiling {form}, {kernel} kernels, micro-batches of {given.shape[0]}")
                 found = find_units(trace_model(model, (given,)), (given,))
                 times = _times(found, given, measure, passes, threads, cache, progress)
@@ -129,9 +132,17 @@ def profile_model(
                 units = units or found
             if measure and optimizer_copies is not None and form not in rest:
                 say(f"measuring the rest of a step, {form}")
-                found_rest = partial(_step_costs, model, largest.to(memory_format=layout), optimizer_copies, threads)
+                found_rest = partial(
+                    _step_costs, model, _set_way(model, largest, form, kernel), optimizer_copies, threads
+                )
                 of = {**key, "copies": optimizer_copies, "format": form}
                 rest[form] = StepCosts(**remembered("step", of, cache, found_rest))
+        variants = list(merged([replace(one, update_ms=_update_ms(rest, one.memory_format)) for one in variants]))
+        if measure and len(ways) > 1:
+            say("comparing memory formats and kernels in turns")
+            of = {**key, "ways": [list(way) for way in ways], "turns": TURNS}
+            steps = remembered("turns", of, cache, partial(_steps_in_turns, model, largest, ways, threads))
+            variants = [one.scaled_to(steps[_way_name(one.memory_format, one.kernels)]) for one in variants]
         restore(model).to(memory_format=torch.contiguous_format)
         for count in lanes if measure else ():
             say(f"measuring {count} lanes beside each other")
@@ -152,7 +163,7 @@ def profile_model(
         graph=replace(units.graph, units=tuple(replace(unit, nodes=()) for unit in units.graph.units)),
         samples=first.shape[0],
         parameters=parameters_of(units),
-        variants=merged([replace(one, update_ms=_update_ms(rest, one.memory_format)) for one in variants]),
+        variants=tuple(variants),
         batch_norm=any(isinstance(module, _BATCH_NORMS) for module in model.modules()),
         device=device_name(first.device),
         threads=threads or torch.get_num_threads(),
@@ -164,6 +175,40 @@ def profile_model(
         accumulate_ms=rest[formats[0]].accumulate_ms if rest else 0.0,
         versions={"torch": str(torch.__version__)},
     )
+
+
+def _set_way(model: nn.Module, example: torch.Tensor, form: str, kernel: str) -> torch.Tensor:
+    """Let a model compute in one of its ways; the example, in that memory format."""
+    layout = torch.channels_last if form == "channels_last" else torch.contiguous_format
+    restore(model).to(memory_format=layout)
+    if kernel == "tuned":
+        optimize(model)
+    return example.contiguous(memory_format=layout if example.dim() == 4 else torch.contiguous_format)
+
+
+def _steps_in_turns(
+    model: nn.Module, example: torch.Tensor, ways: Sequence[tuple[str, str]], threads: int | None
+) -> dict[str, float]:
+    """Milliseconds of a step in each way to compute a model, in turns: what the machine does meanwhile meets them all.
+
+    Units are timed one way after the other, seconds apart, in which a shared machine changes by more than ways differ.
+    """
+    clock, times = Clock(example.device), {way: list[float]() for way in ways}
+
+    def turn(way: tuple[str, str]) -> float:
+        given = _set_way(model, example, *way)
+        with untouched(model, training=True):
+            whole_step_ms(model, (given,), clock)  # weights have just moved
+            return whole_step_ms(model, (given,), clock)
+
+    for _ in range(TURNS):
+        for way in ways:
+            times[way].append(_with_threads(threads, partial(turn, way)))
+    return {_way_name(*way): statistics.median(own) for way, own in times.items()}
+
+
+def _way_name(form: str, kernel: str) -> str:
+    return f"{form}, {kernel}"
 
 
 def _update_ms(rest: Mapping[str, StepCosts], memory_format: str) -> float | None:
@@ -223,10 +268,8 @@ def measure_rates(
     rates: dict[str, dict[int, tuple[float, float]]] = {}
     for text in codecs:
         measure = partial(_rate, text, shapes, tried_by, device)
-        if world is None:
-            found = remembered("codec", {**key, "codec": text}, cache, measure)
-        else:
-            found = _rate_of_all(world, {**key, "codec": text}, cache, measure)
+        of_all = measure if world is None else partial(_rate_of_all, world, measure)
+        found = remembered("codec", {**key, "codec": text}, cache, of_all, world)
         counts = sorted({int(name.partition(" ")[0]) for name in found})
         if counts:
             rates[text] = {count: (found[f"{count} encode"], found[f"{count} decode"]) for count in counts}
@@ -243,19 +286,11 @@ def _rate(text: str, shapes: Sequence[tuple[int, ...]], workers: int, device: to
     return {f"{count} {way}": took for count, both in tried.items() for way, took in zip(_WAYS, both, strict=True)}
 
 
-def _rate_of_all(
-    world: World, key: dict[str, object], cache: Path | None, measure: Callable[[], dict[str, float]]
-) -> dict[str, float]:
-    """What the first worker remembers, or else the mean of what all measure at the same time; a collective."""
-    known = world.from_main(lambda: figures("codec", key, cache))
-    if known is not None:
-        return known
+def _rate_of_all(world: World, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """The mean of what all measure at the same time; a collective."""
     world.barrier()
     told: list[dict[str, float]] = world.gather(measure())  # type: ignore[assignment]
-    found = {name: statistics.mean(one[name] for one in told) for name in told[0] if all(name in one for one in told)}
-    if world.is_main and cache is not None:
-        store("codec", key, found, cache)
-    return found
+    return {name: statistics.mean(one[name] for one in told) for name in told[0] if all(name in one for one in told)}
 
 
 def has_tuned_kernels(model: nn.Module) -> bool:

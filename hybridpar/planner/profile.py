@@ -72,6 +72,18 @@ class Variant:
         parts = [self.memory_format] if self.memory_format != "contiguous" else []
         return ", ".join(parts + (["tuned kernels"] if self.kernels != "stock" else []))
 
+    def scaled_to(self, step_ms: float) -> Variant:
+        """The same, whose units at the largest size add up to a step that was measured otherwise."""
+        largest = self.sizes[-1]
+        factor = step_ms / (sum(largest.forward_ms) + sum(largest.backward_ms))
+        sizes = [
+            SizedTimes(
+                one.samples, tuple(factor * ms for ms in one.forward_ms), tuple(factor * ms for ms in one.backward_ms)
+            )
+            for one in self.sizes
+        ]
+        return replace(self, sizes=tuple(sizes))
+
     def unit_ms(self, samples: float) -> tuple[list[float], list[float]]:
         """Forward and backward time of every unit at a micro-batch size.
 

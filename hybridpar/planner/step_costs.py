@@ -25,7 +25,7 @@ from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.pipeline.buckets import make_buckets
 from hybridpar.pipeline.sync import GradientSync, SyncOptions
 from hybridpar.pipeline.world import World
-from hybridpar.planner.store import figures, store
+from hybridpar.planner.store import remembered
 from hybridpar.process import describe_allocator, host_identity
 
 #: Steps of each measurement; the median of them counts.
@@ -179,9 +179,12 @@ def measure_crowd(
     if most == 1 or world.device.type == "cuda":
         return {}
     key = {"host": places[0], "beside": most, **figures_key(model, example)}
-    known = world.from_main(lambda: figures("crowd", key, cache))
-    if known is not None:
-        return {most: known["slower"]}
+    found = remembered("crowd", key, cache, lambda: {"slower": _crowding(model, example, world, steps)}, world)
+    return {most: found["slower"]}
+
+
+def _crowding(model: nn.Module, example: Tensor, world: World, steps: int) -> float:
+    """Time of a pass with all workers computing over that of one alone; a collective."""
     clock = Clock(example.device)
     alone: list[float] = []
     together: list[float] = []
@@ -194,10 +197,8 @@ def measure_crowd(
             together.append(whole_step_ms(model, (example,), clock))
     told: list[tuple[list[float], list[float]]] = world.gather((alone, together))  # type: ignore[assignment]
     slowest = [max(times) for times in zip(*(beside for _, beside in told), strict=True)]
-    slower = max(1.0, statistics.median(slowest) / statistics.median(told[0][0]))
-    if world.is_main and cache is not None:
-        store("crowd", key, {"slower": slower}, cache)
-    return {most: slower}
+    slower: float = max(1.0, statistics.median(slowest) / statistics.median(told[0][0]))
+    return slower
 
 
 def figures_key(model: nn.Module, example: Tensor, threads: int | None = None) -> dict[str, object]:

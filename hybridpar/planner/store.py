@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridpar.cluster import cache_directory
+from hybridpar.pipeline.world import World
 
 
 def folder() -> Path:
@@ -86,7 +87,11 @@ def figures(kind: str, key: Mapping[str, Any], directory: Path | None) -> dict[s
 
 
 def remembered(
-    kind: str, key: Mapping[str, Any], directory: Path | None, measure: Callable[[], Mapping[str, float]]
+    kind: str,
+    key: Mapping[str, Any],
+    directory: Path | None,
+    measure: Callable[[], Mapping[str, float]],
+    world: World | None = None,
 ) -> dict[str, float]:
     """Numbers by name that were kept, or are measured now and kept.
 
@@ -94,12 +99,14 @@ def remembered(
         kind: As for `path_of`.
         key: Likewise.
         directory: Where they are kept; None measures always.
-        measure: Measures them.
+        measure: Measures them; with a world it is a collective that gives all workers the same.
+        world: All workers of a job that measure together: what the first of them knows counts, and it keeps what is
+            found. None for a worker alone.
     """
-    known = figures(kind, key, directory)
+    known = figures(kind, key, directory) if world is None else world.from_main(lambda: figures(kind, key, directory))
     if known is None:
         known = dict(measure())
-        if directory is not None:
+        if directory is not None and (world is None or world.is_main):
             store(kind, key, known, directory)
     return known
 

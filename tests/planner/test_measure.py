@@ -12,7 +12,7 @@ from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from hybridpar.pipeline.world import World
 from hybridpar.planner.cuts import cuts_of, figures_of
-from hybridpar.planner.measure import measure_rates, parameters_of, profile_model
+from hybridpar.planner.measure import TURNS, measure_rates, parameters_of, profile_model
 from tests.ranks import run_ranks
 
 
@@ -64,7 +64,7 @@ def test_a_measured_profile_has_every_size_and_format_and_leaves_the_model_alone
     assert profile.source == "measured"
     assert profile.samples == 2
     assert profile.co_run[2] >= 1
-    assert len(told) == 5
+    assert len(told) == 6
     assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
     assert all(one.is_contiguous() for one in model.parameters())
     again = profile_model(model, images(2, 4), passes=2, formats=("contiguous", "channels_last"), cache=tmp_path)
@@ -117,6 +117,26 @@ def test_workers_time_codecs_at_the_same_time_and_all_know_the_mean(tmp_path):
     assert first[0] == first[1], "it is remembered"
     assert first[0].keys() == {"fp16", "onebit:decay=0.9"}
     assert len(list(tmp_path.glob("codec-*.json"))) == 2, "the first worker keeps it"
+
+
+def test_ways_to_compute_are_compared_in_turns_and_units_add_up_to_that(monkeypatch):
+    turns: list[bool] = []
+
+    def step(model, inputs, clock):
+        last = inputs[0].is_contiguous(memory_format=torch.channels_last) and not inputs[0].is_contiguous()
+        assert last == (not next(model.parameters()).is_contiguous()), "the model is in the format of what it is given"
+        turns.append(last)
+        return 30.0 if last else 20.0
+
+    monkeypatch.setattr("hybridpar.planner.measure.whole_step_ms", step)
+    profile = profile_model(net(), images(2, 4), formats=("contiguous", "channels_last"), passes=2)
+    for one, whole in zip(profile.variants, (20.0, 30.0), strict=True):
+        assert sum(one.sizes[-1].forward_ms) + sum(one.sizes[-1].backward_ms) == pytest.approx(whole)
+        assert sum(one.sizes[0].forward_ms) > 0
+    assert turns == [False, False, True, True] * TURNS, "one that counts after one that does not, and then the other's"
+    turns.clear()
+    profile_model(net(), images(2), passes=2)
+    assert not turns, "one way alone has nothing to be compared with"
 
 
 def test_every_memory_format_has_an_update_of_its_own():
