@@ -194,7 +194,10 @@ class Comparison:
 
 _SIZE_CAUSES = {
     "bytes_sent_per_step": "gradients did not travel as the plan says",
-    "memory_bytes": "libraries or the allocator keep more than the model needs",
+    "memory_bytes": (
+        "a checkpoint, for which the first worker of a pipeline gathers the state of all stages, or libraries and the "
+        "allocator took more than steps do"
+    ),
 }
 
 
