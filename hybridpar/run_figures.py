@@ -10,6 +10,7 @@ from typing import Any
 from hybridpar.cluster import machine_load
 from hybridpar.errors import RunDirectoryError
 from hybridpar.observe.files import replace_file
+from hybridpar.observe.summary import step_without_data_ms
 from hybridpar.plan import Plan, Ran, StepFigures
 from hybridpar.planner.compare import Comparison
 from hybridpar.timings import Share, combine
@@ -75,10 +76,10 @@ def ran_of(summary: Mapping[str, Any]) -> Ran | None:
     Args:
         summary: Of the run.
     """
-    if summary["compute_ms"] is None:
+    step_ms = step_without_data_ms(summary)
+    if summary["compute_ms"] is None or step_ms is None:
         return None
-    exposed = summary["exposed_sync_ms"] or 0.0
-    return Ran(step_ms=round(summary["compute_ms"] + exposed, 3), **{key: summary[key] for key in _KEYS})
+    return Ran(step_ms=round(step_ms, 3), **{key: summary[key] for key in _KEYS})
 
 
 def close_plan(plan: Plan, summary: dict[str, Any], place: Path) -> list[str]:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hybridpar.observe.summary import step_without_data_ms
 from hybridpar.observe.text import format_accuracy, format_bytes, format_duration, format_rate
 
 #: Parts of a step: key of the summary and name on the screen.
@@ -168,7 +169,7 @@ def _prediction_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """What was predicted, beside what was measured of it."""
     if summary.get("predicted_step_ms") is None:
         return []
-    measured = {**summary, "step_ms": _busy_ms(summary) or None}
+    measured = {**summary, "step_ms": step_without_data_ms(summary) or None}
     rows: list[tuple[str, str, str]] = []
     for key, name, told in _PREDICTED:
         predicted, found = summary.get(f"predicted_{key}"), measured.get(key)
@@ -179,11 +180,6 @@ def _prediction_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         beside = f"{told(predicted):>9}  measured {told(found):>9}  {apart:>5}  {name}"
         rows.append(("" if rows else "predicted", beside, ""))
     return rows
-
-
-def _busy_ms(summary: Mapping[str, Any]) -> float:
-    """A step without waiting for data, which is not predicted either."""
-    return sum(summary[key] or 0.0 for key in ("compute_ms", "exposed_sync_ms"))
 
 
 def _count(number: int, noun: str) -> str:

@@ -215,3 +215,15 @@ def _is_a(value: Any, kind: str) -> bool:
     if kind == "integer" and isinstance(value, float):
         return value.is_integer()  # 3.0 is an integer in JSON Schema
     return isinstance(value, _TYPES[kind])
+
+
+def step_without_data_ms(summary: Mapping[str, Any]) -> float | None:
+    """The median step of a run less what it waited for data, which nothing predicts; None without a step.
+
+    Medians of a step's parts do not add up to it: the longer a worker waits for gradients, the less it had to compute.
+
+    Args:
+        summary: Of the run.
+    """
+    step = summary["step_ms_median"]
+    return None if step is None else max(0.0, float(step) - (summary["data_ms"] or 0.0))
