@@ -203,7 +203,7 @@ def _serve() -> None:
     # What TVM or LLVM print must not get between the answers.
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    # TVM imports torch where it is there, for tensors of its that are never seen here: 1 s instead of 5.
+    # TVM imports torch where it is there, for tensors of its that are never seen here, which takes most of the time.
     sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
     import tvm
     from tvm.script import ir_builder  # noqa: F401 - the writer reaches it as tvm.script.ir_builder

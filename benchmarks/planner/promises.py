@@ -26,10 +26,9 @@ def write_promises(folder: Path) -> None:
 
 
 def summarise(table: Path, devices: str = "") -> list[Check]:
-    """The promises over the rows of a table: median and worst error; of a setting taken again the last run counts.
+    """The promises over the rows of a table: median and worst error; of rows that were taken again the last counts.
 
-    Each run measures model and link anew, and draws its own plans, so runs are not mixed. A plan that ran before it was
-    predicted counts in neither.
+    A plan that ran before it was predicted counts in neither.
 
     Args:
         table: Its file.
@@ -37,10 +36,6 @@ def summarise(table: Path, devices: str = "") -> list[Check]:
     """
     with table.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["what"].startswith("error of the predicted")]
-    runs = {
-        (row["setting"], row["link"]): row["date"] for row in rows
-    }  # the last one stays, rows of a run share a date
-    rows = [row for row in rows if row["date"] == runs[row["setting"], row["link"]]]
     newest = {(row["setting"], row["link"], row["what"]): row for row in rows}
     errors = sorted(abs(float(row["value"])) for row in newest.values())
     found = {key: _SLOWER.search(row["extra"]) for key, row in newest.items()}

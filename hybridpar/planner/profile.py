@@ -73,7 +73,11 @@ class Variant:
         return ", ".join(parts + (["tuned kernels"] if self.kernels != "stock" else []))
 
     def scaled_to(self, step_ms: float) -> Variant:
-        """The same, whose units at the largest size add up to a step that was measured otherwise."""
+        """The same, whose units at the largest size add up to a step that was measured otherwise.
+
+        Args:
+            step_ms: Forward and backward pass of the whole model at that size, in milliseconds.
+        """
         largest = self.sizes[-1]
         factor = step_ms / (sum(largest.forward_ms) + sum(largest.backward_ms))
         sizes = [

@@ -44,8 +44,8 @@ def table(device: torch.device | None = None) -> CpuKernels | CudaKernels | None
 def prepare(codec: Codec, device: torch.device | None = None) -> None:
     """Build or load what a codec needs, so that no step waits for it; no collective.
 
-    The first time on a machine it takes as long as the compiler takes: TVM for a CPU some 5 seconds, NVRTC for a GPU
-    some 3. After that a file is read.
+    The first time on a machine it takes as long as the compiler takes: TVM for a CPU some seconds, and NVRTC for a
+    GPU. After that a file is read.
 
     Args:
         codec: Any codec; most need nothing.
