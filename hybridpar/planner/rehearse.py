@@ -64,7 +64,7 @@ class Rehearsal:
     Attributes:
         codec: What gradients travelled as.
         samples: Of each worker.
-        step_ms: The slowest worker's step, in milliseconds, the median over steps.
+        step_ms: In milliseconds, the median over steps, of the worker where that is longest.
     """
 
     codec: str
@@ -167,15 +167,13 @@ def _steps(
     steps: int,
     seconds: float,
 ) -> float:
-    """Milliseconds of the slowest worker's step, the median; a collective."""
+    """Milliseconds of a step of the slowest worker, the median over steps; a collective."""
     clock = Clock(example.device)
-    times: list[float] = []
     for parameter in model.parameters():
         parameter.grad = None
     with Lanes(example.device) as lanes, closing(GradientSync(model, world, lanes, options)) as sync:
-        # What is gathered is the same everywhere, so all workers stop after the same step.
-        while len(times) < FIRST_STEPS + steps or (len(times) < ENOUGH and sum(times[FIRST_STEPS:]) < 1e3 * seconds):
-            world.barrier()
+
+        def step_ms() -> float:
             began = time.perf_counter()
             sync.begin(len(example))
             forward_backward(sync, model, example, clock)
@@ -184,9 +182,14 @@ def _steps(
                 optimizer.step()
             sync.end(outcome)
             clock.wait()
-            told: list[float] = world.gather(1e3 * (time.perf_counter() - began))  # type: ignore[assignment]
-            times.append(max(told))
-    return statistics.median(times[FIRST_STEPS:])
+            return 1e3 * (time.perf_counter() - began)
+
+        first: list[float] = world.gather(min(step_ms() for _ in range(FIRST_STEPS)))  # type: ignore[assignment]
+        # From here on nobody waits for anything but gradients, as in a training: a worker that was late in one step
+        # catches up in the next.
+        count = max(steps, min(ENOUGH, int(1e3 * seconds / max(first))))
+        told: list[float] = world.gather(statistics.median(step_ms() for _ in range(count)))  # type: ignore[assignment]
+    return max(told)
 
 
 def rehearsed(inputs: PlannerInputs, rehearsals: Sequence[Rehearsal]) -> PlannerInputs:
