@@ -21,7 +21,8 @@ from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
 from hybridpar.cluster_file import ClusterSpec
-from hybridpar.compress import read_policy
+from hybridpar.compress import parse_codec, read_policy
+from hybridpar.compress.kernels import prepare_aside
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError
 from hybridpar.models import model_fingerprint
@@ -219,6 +220,8 @@ def measure_inputs(
         if why:
             return Measured(None, why)
     cluster = measure_cluster(world, ways=_ways(wanted, world))
+    if not cached:
+        kept = _with_rates(kept, model, world, key)  # by now what codecs need has been built
     # What is remembered of the links may have got its name elsewhere.
     cluster = cluster.model_copy(update={"name": f"workers over {world.transport}"})
     why, took = _rehearse(model, config, world, sample_shape, cluster, key)
@@ -264,7 +267,7 @@ def _rehearse(
 def _measure(
     model: nn.Module, config: TrainConfig, world: World, sample_shape: Sequence[int], steps: int, key: Mapping[str, Any]
 ) -> tuple[str, _Kept | None]:
-    """Measure the model on all workers at once, and keep it; a collective.
+    """Measure the model, all but the rates of codecs; a collective.
 
     Returns:
         Why that was not done, or nothing; and on rank 0 what was measured.
@@ -286,6 +289,8 @@ def _measure(
     if needs > worth:
         why = f"measuring would take {needs:,.1f} s, more than half of {steps:,} steps of {1e3 * slowest:,.0f} ms"
         return why, None
+    if world.device.type == "cpu":
+        prepare_aside(map(parse_codec, _rated(world, key)))
     with autocast(config, world.device):
         crowd = measure_crowd(model, examples[-1], world, steps=CROWD_STEPS)  # a step has run on all workers before
     kept: _Kept | None = None
@@ -303,18 +308,23 @@ def _measure(
             )
             overhead = measure_hand_over(world.device) if world.device.type == "cpu" else 0.0
             kept = _Kept(profile, {}, overhead, complete, steps)
-    if second.problem:
-        return second.problem, None
+    return second.problem, None if second.problem else kept
+
+
+def _with_rates(kept: _Kept | None, model: nn.Module, world: World, key: Mapping[str, Any]) -> _Kept | None:
+    """What was measured of the model, now with the codecs, and keep it; a collective."""
     trained = [one for one in model.parameters() if one.requires_grad]
-    codecs = key["codecs"]
-    if _carries_codecs(world):
-        codecs = sorted({*codecs, CODEC})  # it may be rehearsed
-    rates = measure_rates(codecs, trained, world.size, world.device, world=world)
+    rates = measure_rates(_rated(world, key), trained, world.size, world.device, world=world)
     if kept is None:
-        return "", None
+        return None
     kept = replace(kept, rates=rates)
     store(KIND, key, _KEPT.dump_python(kept, mode="json", exclude_defaults=True))
-    return "", kept
+    return kept
+
+
+def _rated(world: World, key: Mapping[str, Any]) -> list[str]:
+    """The codecs whose rates are measured: those that a plan may have, and one that may be rehearsed."""
+    return sorted({*key["codecs"], CODEC}) if _carries_codecs(world) else list(key["codecs"])
 
 
 class _ToldToAll:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -318,3 +321,32 @@ def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("_kernels", ["cpu"], indirect=True)
 def test_however_they_are_asked_for_they_are_loaded_once() -> None:
     assert kernels.table() is kernels.table(CPU) is kernels.table(torch.empty(1).device)
+
+
+def test_what_is_built_aside_is_waited_for_and_computing_goes_first(monkeypatch):
+    begun, ready = threading.Event(), threading.Event()
+    priorities, parent = [], os.getpriority(os.PRIO_PROCESS, 0)
+
+    class Built:
+        @classmethod
+        def load(cls) -> Built:
+            if threading.current_thread() is not threading.main_thread():
+                priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+                begun.set()
+                assert ready.wait(60)
+            return cls()
+
+    monkeypatch.undo()  # it is about the table itself
+    kernels.table.cache_clear()
+    monkeypatch.setattr(kernels, "CpuKernels", Built)
+    kernels.prepare_aside([parse_codec("none"), parse_codec("fp16")])
+    before = threading.active_count()
+    kernels.prepare_aside([parse_codec("fp16"), parse_codec("onebit:decay=0.9")])
+    assert threading.active_count() == before + 1, "only a codec with kernels starts something"
+    assert begun.wait(60)
+    threading.Timer(0.2, ready.set).start()
+    assert isinstance(kernels.table(), Built)
+    assert ready.is_set(), "nobody goes on without what is being built"
+    assert os.getpriority(os.PRIO_PROCESS, 0) == parent
+    if sys.platform == "linux":
+        assert priorities[0] > parent

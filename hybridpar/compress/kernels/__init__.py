@@ -11,7 +11,11 @@ released; on a GPU nothing waits.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import threading
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,12 +34,18 @@ if TYPE_CHECKING:
 
 _CPU = torch.device("cpu")
 
+#: How much a compiler that nobody waits for yet gives way to what computes (`nice`).
+_ASIDE = 15
+
+_loading = threading.Lock()
+
 
 @functools.cache
 def table(device: torch.device | None = None) -> CpuKernels | CudaKernels | None:
     """All kernels of a device, built if need be; None where there are none. Without a device it is the CPU."""
     if device is None:
-        return CpuKernels.load()
+        with _loading:  # what another thread is building is waited for, and not built again
+            return CpuKernels.load()
     if device.type == "cpu":
         return table()  # loaded once, however it is asked for
     return CudaKernels.load(device) if device.type == "cuda" else None
@@ -54,11 +64,35 @@ def prepare(codec: Codec, device: torch.device | None = None) -> None:
     device = device or _CPU
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    if _needs_kernels(codec):
+        table(device)
+
+
+def prepare_aside(codecs: Iterable[Codec]) -> None:
+    """Begin to build what codecs need on a CPU, on what time of its cores is left over; no collective.
+
+    Who calls `prepare` afterwards waits for the rest of it.
+
+    Args:
+        codecs: Those that may be used.
+    """
+    if any(map(_needs_kernels, codecs)):
+        threading.Thread(target=_load_aside, name="building kernels", daemon=True).start()
+
+
+def _load_aside() -> None:
+    with contextlib.suppress(OSError, AttributeError):  # what this thread starts, the compiler too, has its priority
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _ASIDE)
+    table()
+
+
+def _needs_kernels(codec: Codec) -> bool:
     inner: Any = codec
     while inner is not None:
         if inner.kernels:
-            table(device)
+            return True
         inner = getattr(inner, "inner", None)
+    return False
 
 
 def onebit_encode(
