@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
@@ -22,6 +21,7 @@ from hybridpar.pipeline.actions import Edge, Layout
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
 from hybridpar.pipeline.compression_table import LayerBytes, layer_bytes
 from hybridpar.pipeline.executor import Executor
+from hybridpar.pipeline.gathered import gather_on_main
 from hybridpar.pipeline.grid import Grid
 from hybridpar.pipeline.local_stage import LocalStage, OptimizerStep
 from hybridpar.pipeline.node_worlds import NodeWorlds
@@ -308,12 +308,7 @@ class PipelineEngine:
         """
         if self.grid is None:
             return [mine]
-        with self.world.named_errors("collecting the state of the optimizers"):
-            everything: list[Any] | None = [None] * self.world.size if self.world.is_main else None
-            dist.gather_object(mine if self.replica == 0 else None, everything, dst=0, group=self.world.control)
-        if everything is None:
-            return None
-        return [everything[self.grid.rank_of(position, 0)] for position in range(self.positions)]
+        return gather_on_main(mine, [self.grid.rank_of(position, 0) for position in range(self.positions)], self.world)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run on the same layout needs to add in the same order: the orders of buckets."""
