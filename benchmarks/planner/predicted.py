@@ -34,7 +34,7 @@ from benchmarks.planner.common import (
 from benchmarks.planner.regret import regret_rows
 from benchmarks.rig.rank import link, process_group
 from hybridpar.pipeline.world import World
-from hybridpar.plan_trials import FIRST_STEPS, Trial, random_batch, time_plans
+from hybridpar.plan_trials import FIRST_STEPS, Trial, random_batch
 from hybridpar.planner.rehearse import CODEC
 from hybridpar.run_memory import give_back_memory
 
@@ -150,7 +150,7 @@ def in_turns(
         after: Called with the name after every visit.
 
     Returns:
-        The median milliseconds of every visit by name.
+        The milliseconds of a step in every visit by name: of a worker the median over steps, and of these the most.
     """
     times: dict[str, list[float]] = {name: [] for name in made}
     begin = time.perf_counter()
@@ -162,15 +162,30 @@ def in_turns(
             give_back_memory()  # a training begins with an empty heap
             running = made[name]()
             try:
-                for _ in range(FIRST_STEPS):
-                    running.step()
-                took = time_plans({name: running.step}, world, rounds=rounds, seconds=VISIT_SECONDS)[name]
+                times[name].append(_visit(running.step, world, rounds))
             finally:
                 running.close()
             del running
-            times[name].append(statistics.median(took))
             after(name)
     return times
+
+
+def _visit(step: Callable[[], object], world: World, rounds: int) -> float:
+    """Milliseconds of a step, of the slowest worker; a collective.
+
+    As in a training, workers wait for what they need of each other and for nothing else between steps.
+    """
+
+    def took() -> float:
+        began = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - began)
+
+    world.barrier()
+    first: list[float] = world.gather([took() for _ in range(FIRST_STEPS)][-1])  # type: ignore[assignment]
+    count = max(3, min(rounds, int(1e3 * VISIT_SECONDS / max(first))))
+    told: list[float] = world.gather(statistics.median(took() for _ in range(count)))  # type: ignore[assignment]
+    return max(told)
 
 
 def _ddp(setting: Setting, world: World) -> Callable[[], None]:
