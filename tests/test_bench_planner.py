@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import csv
 import math
+import time
 
 import pytest
 import torch
 
 from benchmarks.pipeline.checks import append_checks
-from benchmarks.planner import predicted
 from benchmarks.planner.common import Drawn, Setting, drawn_plans
 from benchmarks.planner.emulated import EmulatedNet
 from benchmarks.planner.main import Options, main
-from benchmarks.planner.predicted import error_row
+from benchmarks.planner.predicted import _visit, error_row
 from benchmarks.planner.promises import summarise, write_promises
 from benchmarks.planner.regret import regret_rows
 from benchmarks.planner.target import _rows
@@ -118,12 +118,12 @@ def test_time_to_the_target_holds_planning_and_is_over_the_best_of_the_others(mo
 
 def test_a_visit_takes_the_middle_of_steps_that_follow_each_other_freely(monkeypatch):
     clock, lengths = [0.0], iter([5.0, 1.0, 0.5, 0.1, 0.9, 0.2, 7.0, 7.0])
-    monkeypatch.setattr(predicted.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
     def step() -> None:
         clock[0] += next(lengths)
 
-    assert predicted._visit(step, World(), rounds=4) == pytest.approx(550)
+    assert _visit(step, World(), rounds=4) == pytest.approx(550)
     assert list(lengths) == [7.0], "three to warm up, and as many more as there are rounds and seconds for"
 
 
