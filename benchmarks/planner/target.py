@@ -332,7 +332,9 @@ def _rows(steps: dict[str, list[float]], times: dict[str, list[float]], noted: d
     what = "speed-up over the best of DDP and its hooks"
 
     def gains(planning: float) -> list[float]:
-        return [theirs / (ours + planning) for theirs, ours in zip(seconds[best], training, strict=True)]
+        pairs = zip(seconds[best], training, strict=True)  # where neither got there none was faster
+        found = [theirs / (ours + planning) for theirs, ours in pairs if math.isfinite(min(theirs, ours))]
+        return found or [math.nan]
 
     at_least = AT_LEAST.get(link()) if link() != LOOPBACK else None
     rows.append(row(f"{what}, once the machine and the model have been measured", gains(again), best))

@@ -139,6 +139,22 @@ def test_ways_to_compute_are_compared_in_turns_and_units_add_up_to_that(monkeypa
     assert not turns, "one way alone has nothing to be compared with"
 
 
+def test_what_disturbs_most_steps_of_one_way_makes_it_no_worse_than_the_others(monkeypatch):
+    counting = {False: [20.0, 31.0, 28.0], True: [30.0, 30.3, 30.6]}
+    calls = {False: 0, True: 0}
+
+    def step(model, inputs, clock):
+        last = not inputs[0].is_contiguous()
+        calls[last] += 1
+        return counting[last][calls[last] // 2 - 1] if calls[last] % 2 == 0 else 99.0
+
+    monkeypatch.setattr("hybridpar.planner.measure.whole_step_ms", step)
+    profile = profile_model(net(), images(4), formats=("contiguous", "channels_last"), passes=2)
+    plain, last = (sum(one.sizes[0].forward_ms) + sum(one.sizes[0].backward_ms) for one in profile.variants)
+    assert last / plain == pytest.approx(1.5), "the least of each"
+    assert plain == pytest.approx(20 * 1.015), "and all as much longer as the middle step was"
+
+
 def test_every_memory_format_has_an_update_of_its_own():
     profile = profile_model(net(), images(2), formats=("contiguous", "channels_last"), passes=2, optimizer_copies=1)
     plain, last = profile.variants
