@@ -192,8 +192,8 @@ def _steps_in_turns(
     """Milliseconds of a step in each way to compute a model, in turns: what the machine does meanwhile meets them all.
 
     Units are timed one way after the other, seconds apart, in which a shared machine changes by more than ways differ.
-    What disturbs a step can only have added to it, so ways are compared by their least; by how much a step usually takes
-    longer than that is taken from all ways together.
+    What disturbs a step can only have added to it, so ways are compared by their least; how much longer a step usually
+    takes is found from all ways together.
     """
     clock, times = Clock(example.device), {way: list[float]() for way in ways}
 
