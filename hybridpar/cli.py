@@ -17,7 +17,7 @@ import tyro
 
 from hybridpar.bench.request import Bench, BenchCodecs, BenchSync
 from hybridpar.config import TrainConfig
-from hybridpar.errors import HybridparError, LaunchError, SyncError
+from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError
 from hybridpar.partition.command import run_plan
 from hybridpar.planner.request import PlanRequest
 from hybridpar.show import run_show
@@ -151,17 +151,26 @@ def _plan(command: PlanRequest, arguments: Sequence[str], program: Sequence[str]
 def _plan_with_workers(command: PlanRequest, arguments: Sequence[str], program: Sequence[str]) -> int:
     """Plan in the workers of this machine, which are started where nobody else has started them."""
     from hybridpar.cluster import default_workers, has_gpu
-    from hybridpar.launch import follow_launcher, in_job, launch_workers, restart_with_environment
+    from hybridpar.launch import (
+        LEAVE_SECONDS,
+        follow_launcher,
+        in_job,
+        launch_workers,
+        leaving_at_once,
+        restart_with_environment,
+    )
 
     command.check()
     if not in_job():
         workers = command.workers or default_workers()
         if workers > 1:
-            return launch_workers(arguments, workers, tune=command.tune_process and not has_gpu(), restarts=0)
+            tune = command.tune_process and not has_gpu()
+            return launch_workers(arguments, workers, tune=tune, restarts=0, patience=LEAVE_SECONDS)
         if command.wants_tuned_process:
             restart_with_environment(program)
     follow_launcher()
-    from hybridpar.plan_job import run_plan_job
+    with leaving_at_once():
+        from hybridpar.plan_job import run_plan_job
 
     return run_plan_job(command)
 
@@ -187,27 +196,30 @@ def _bench(request: Bench, arguments: Sequence[str]) -> int:
 
 
 def _bench_sync(request: BenchSync, arguments: Sequence[str]) -> int:
-    from hybridpar.launch import follow_launcher, in_job, launch_workers
+    from hybridpar.launch import LEAVE_SECONDS, follow_launcher, in_job, launch_workers, leaving_at_once
 
     if not in_job():
         from hybridpar.cluster import has_gpu
 
-        return launch_workers(arguments, request.workers, tune=request.tune_process and not has_gpu(), restarts=0)
+        tune = request.tune_process and not has_gpu()
+        return launch_workers(arguments, request.workers, tune=tune, restarts=0, patience=LEAVE_SECONDS)
     follow_launcher()
-    from hybridpar.bench.sync import run_bench_sync
+    with leaving_at_once():
+        from hybridpar.bench.sync import run_bench_sync
 
     return run_bench_sync(request)
 
 
 def _train(command: Train, arguments: Sequence[str], program: Sequence[str]) -> int:
-    from hybridpar.launch import follow_launcher, in_job, launch_workers, restart_with_environment
+    from hybridpar.launch import follow_launcher, in_job, launch_workers, leaving_at_once, restart_with_environment
 
     command.check()
     if not in_job():
         from hybridpar.cluster import default_workers, has_gpu
 
         tune = command.tune_process and not has_gpu()
-        workers = command.workers or command.workers_wanted or _workers_of_plan(command) or default_workers()
+        planned = _workers_of_plan(command)
+        workers = command.workers or command.workers_wanted or planned or default_workers()
         if command.uses_servers and workers + command.server_processes > 1:
             from hybridpar.server.supervise import launch_with_servers
 
@@ -220,7 +232,8 @@ def _train(command: Train, arguments: Sequence[str], program: Sequence[str]) -> 
         if tune:
             restart_with_environment(program)
     follow_launcher()
-    from hybridpar.run import run_training
+    with leaving_at_once():
+        from hybridpar.run import run_training
 
     return run_training(command, command.model, named_options(arguments))
 
@@ -229,6 +242,12 @@ def _workers_of_plan(command: Train) -> int | None:
     """Workers that the plan's file was searched for; one that merely cuts a model leaves their number open."""
     from hybridpar.plan import read_plan
 
+    if command.plan_file is not None and not command.plan_file.exists():
+        raise UsageError(
+            f"--plan {command.plan_file}: there is no such file",
+            "It is `auto`, which searches, `none`, or the file of a plan.",
+            "Correct it, or write a plan: `hybridpar plan MODEL --explain -o plan.json`.",
+        )
     plan = read_plan(command.plan_file) if command.plan_file is not None else None
     return plan.workers if plan is not None and plan.inputs is not None else None
 

@@ -43,8 +43,11 @@ from hybridpar.errors import UsageError, nearest
 #: Bytes per second that a CPU core moves through gloo where nothing was measured.
 CORE_BANDWIDTH = 2e9
 
+#: Devices of the largest cluster.
+MOST_WORKERS = 1 << 17
+
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]?)(b|bit)?(/s)?")
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([kmgt]?)(b|bit)?(/s)?")
 
 
 def _amount(rate: bool) -> BeforeValidator:
@@ -170,6 +173,8 @@ class ClusterSpec(_Part):
             raise ValueError("a host has several devices, but there is no [inside] that says what lies between them")
         if self.between is None and sum(host.count for host in self.hosts) > 1:
             raise ValueError("there are several hosts, but no [between] that says what lies between them")
+        if self.workers > MOST_WORKERS:
+            raise ValueError(f"{self.workers:,} devices; at most {MOST_WORKERS:,} can be planned for")
         kinds = sorted({host.kind for host in self.hosts})
         if len(kinds) > 1:
             raise ValueError(f"devices of several kinds ({', '.join(kinds)}); a model is planned for one kind")

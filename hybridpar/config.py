@@ -79,8 +79,8 @@ class SyncConfig:
     policy file (.toml) of parameter names and codecs; or `auto`, which measures. Anything but `none` changes the
     result."""
     fidelity: Literal["exact", "close", "lossy"] = "exact"
-    """What `--compress auto` may choose from: `exact`: only `none`; `close`: also fp16 and bf16; `lossy`: also codecs
-    that are known to keep the accuracy."""
+    """What `--plan auto` and `--compress auto` may choose for gradients: `exact`: only `none`; `close`: also fp16 and
+    bf16; `lossy`: also codecs that are known to keep the accuracy."""
     hierarchy: bool = True
     """Where there are several nodes with several workers, add in full precision inside a node and use the codec of
     `--compress` between nodes alone."""

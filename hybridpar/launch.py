@@ -9,6 +9,7 @@ this process reports the verdict once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import json
@@ -18,7 +19,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -33,8 +34,8 @@ MOST_PER_CORE = 8
 #: Main memory that a process needs for itself at least, before it has a model.
 LEAST_BYTES = 150 << 20
 
-#: Seconds that workers have after Ctrl-C or SIGTERM to end their step and save.
-STOP_SECONDS = 60
+#: Seconds that workers have after Ctrl-C or SIGTERM to end their step and save; those that have nothing to save.
+STOP_SECONDS, LEAVE_SECONDS = 60, 5
 
 
 def in_job() -> bool:
@@ -64,7 +65,9 @@ def check_processes(workers: int, servers: int = 0) -> None:
         )
 
 
-def launch_workers(arguments: Sequence[str], workers: int, *, tune: bool, restarts: int = 3) -> int:
+def launch_workers(
+    arguments: Sequence[str], workers: int, *, tune: bool, restarts: int = 3, patience: int = STOP_SECONDS
+) -> int:
     """Run `python -m hybridpar ARGUMENTS` as `workers` local workers until they end.
 
     Args:
@@ -72,6 +75,7 @@ def launch_workers(arguments: Sequence[str], workers: int, *, tune: bool, restar
         workers: Number of workers, at least 2.
         tune: Give CPU workers the environment of `hybridpar.process.worker_environment`.
         restarts: How often dying workers are restarted.
+        patience: Seconds that workers have to leave after Ctrl-C or SIGTERM.
 
     Returns:
         The exit code: 0, what the verdict says, 1 when no restarts are left, or 128 + the signal that stopped the job.
@@ -95,7 +99,7 @@ def launch_workers(arguments: Sequence[str], workers: int, *, tune: bool, restar
     logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
     options: dict[str, object] = {}
     if "shutdown_timeout" in {field.name for field in dataclasses.fields(LaunchConfig)}:
-        options["shutdown_timeout"] = STOP_SECONDS
+        options["shutdown_timeout"] = patience
     with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
         verdict = Path(directory) / "verdict.json"
         os.environ[VERDICT_VARIABLE] = str(verdict)
@@ -156,6 +160,20 @@ def follow_launcher() -> None:
     if VERDICT_VARIABLE in os.environ and sys.platform == "linux":
         pr_set_pdeathsig = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def leaving_at_once() -> Iterator[None]:
+    """Context in which Ctrl-C ends this process on the spot.
+
+    For imports: they take seconds, there is nothing to save yet, and a `KeyboardInterrupt` that meets a callback in
+    them is lost.
+    """
+    before = signal.signal(signal.SIGINT, lambda number, frame: os._exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def error_text(error: BaseException, debug: bool) -> str:

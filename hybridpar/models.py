@@ -47,6 +47,24 @@ def build_model(name: str, classes: int, *, stem: Stem = "imagenet") -> nn.Modul
     return model
 
 
+def require_trained(model: nn.Module, name: str) -> None:
+    """Refuse a model of which nothing would be trained.
+
+    Args:
+        model: The model.
+        name: What the user calls it.
+
+    Raises:
+        UsageError: No parameter of it requires a gradient.
+    """
+    if not any(one.requires_grad for one in model.parameters()):
+        raise UsageError(
+            f"{name} has no parameter that is trained",
+            "Training changes the parameters that require a gradient.",
+            "Call `requires_grad_(True)` on those that are to be trained.",
+        )
+
+
 def _torchvision_model(name: str, classes: int) -> nn.Module:
     names = model_names()
     if name not in names:

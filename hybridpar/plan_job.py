@@ -10,7 +10,7 @@ from torch import nn
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
-from hybridpar.models import build_model, seed_everything
+from hybridpar.models import build_model, require_trained, seed_everything
 from hybridpar.partition.command import ProgressBar
 from hybridpar.partition.profile_cache import cache_directory
 from hybridpar.partition.request import parse_shape
@@ -67,10 +67,11 @@ def run_plan_job(request: PlanRequest) -> int:
 
 
 def _plan(request: PlanRequest, world: World, bar: ProgressBar, base: TrainConfig) -> None:
-    bar.announce("measuring links")
-    cluster = measure_cluster(world, fresh=not request.cache)
     seed_everything(request.seed)
     model = build_model(request.model, request.classes).to(world.device)
+    require_trained(model, request.model)
+    bar.announce("measuring links")
+    cluster = measure_cluster(world, fresh=not request.cache)
     shape = parse_shape(request.input)
     each = max(2, min(-(-request.batch_size // world.size), 64))
     images, _ = random_batch(shape, each, request.classes, world.device)

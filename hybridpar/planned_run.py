@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
@@ -26,14 +27,23 @@ from hybridpar.pipeline.collective import BackendSum
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan, Sync, parse_plan, read_plan
 from hybridpar.planner.explain import Row, rows
-from hybridpar.planner.inputs import PlannerInputs, check_made_for
+from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_of_plan
 from hybridpar.planner.link_ways import PLAIN_WAYS
 from hybridpar.planner.links import measure_cluster
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import Answer, find_plan
 from hybridpar.planner.space import Space
-from hybridpar.run_inputs import LEAST_STEPS, decided_options, fixed_by, measure_inputs, not_modelled
+from hybridpar.run_inputs import (
+    LEAST_STEPS,
+    decided_options,
+    fixed_by,
+    measure_inputs,
+    not_modelled,
+    optimizer_copies,
+)
 from hybridpar.staging import follow_stages, read_own_plan, shape_of
+
+_log = logging.getLogger(__name__)
 
 #: Runners-up that are shown, and those that they are picked from: many differ in the order of passes alone.
 _SHOWN, _LISTED = 3, 12
@@ -104,7 +114,7 @@ def plan_run(
     if config.plan_file is not None:
         plan = read_own_plan(config, world)
         assert plan is not None
-        return _follow_file(model, config, world, plan, decided, name)
+        return _follow_file(model, config, world, plan, decided, name, sample_shape)
     plain = replace(config, plan="none")
     if not config.searches:
         return PlannedRun(plain)
@@ -153,6 +163,8 @@ def plan_loop(
         name=name or type(model).__name__,
         decided=decided,
     )
+    for line in found.lines if world.is_main else ():
+        _log.info(line)
     if found.plan is None:
         return replace(found, config=replace(config, plan="none"))
     return replace(found, config=replace(found.config, batch_size=config.batch_size))
@@ -218,18 +230,48 @@ def _as_followed(config: TrainConfig, plan: Plan, decided: Collection[str], work
     """The plan, without its prediction where somebody decided otherwise than it says."""
     if follow(config, plan, decided, workers) == follow(config, plan, _NO_KNOBS & set(decided), workers):
         return plan
-    return plan.model_copy(update={"inputs": None, "predicted": None})
+    return _unpredicted(plan)
 
 
 def _follow_file(
-    model: nn.Module, config: TrainConfig, world: World, plan: Plan, decided: Collection[str], name: str
+    model: nn.Module,
+    config: TrainConfig,
+    world: World,
+    plan: Plan,
+    decided: Collection[str],
+    name: str,
+    sample_shape: Sequence[int] | None,
 ) -> PlannedRun:
     plan.check_model(model_fingerprint(model), name)
     if plan.inputs is not None:
         check_made_for(plan, measure_cluster(world, ways=PLAIN_WAYS))
     followed = _as_followed(config, plan, decided, world.size)
-    lines = (f"plan     from {config.plan_file}{_expected(followed)}",)
-    return PlannedRun(follow(config, plan, decided, world.size), followed, lines)
+    told = _expected(followed)
+    if followed.inputs is not None and (other := _made_for_other(config, followed, sample_shape)):
+        followed, told = _unpredicted(followed), f", which was made for {other}: its prediction does not hold here"
+    return PlannedRun(follow(config, plan, decided, world.size), followed, (f"plan     from {config.plan_file}{told}",))
+
+
+def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int] | None) -> str:
+    """What a plan was searched for and this run is not, so that it takes other steps than were predicted."""
+    inputs = inputs_of_plan(plan)
+    told = []
+    if inputs.batch != config.batch_size:
+        told.append(f"a batch of {inputs.batch}, not {config.batch_size}")
+    if sample_shape is not None and plan.model.input and tuple(plan.model.input) != tuple(sample_shape):
+        shapes = ("x".join(map(str, shape)) for shape in (plan.model.input, sample_shape))
+        told.append("samples of {}, not {}".format(*shapes))
+    if inputs.optimizer_copies != optimizer_copies(config):
+        told.append(
+            f"an optimizer with {inputs.optimizer_copies} tensors per parameter, not {optimizer_copies(config)}"
+        )
+    if plan.measured is not None and (plan.measured.dtype == "bfloat16") != (config.amp == "bf16"):
+        told.append(f"computing in {plan.measured.dtype}")
+    return ", ".join(told)
+
+
+def _unpredicted(plan: Plan) -> Plan:
+    return plan.model_copy(update={"inputs": None, "predicted": None})
 
 
 def _follow_stored(config: TrainConfig, world: World, plan: Plan, decided: Collection[str]) -> PlannedRun:

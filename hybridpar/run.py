@@ -20,7 +20,7 @@ from hybridpar.checkpoint import prune_checkpoints
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, TestBatches
 from hybridpar.launch import TUNED_VARIABLE, StopRequest, leave_verdict
-from hybridpar.models import build_model, parameter_count
+from hybridpar.models import build_model, parameter_count, require_trained
 from hybridpar.observe import (
     EpochRecord,
     MetricsWriter,
@@ -114,6 +114,7 @@ class Run:
         # must start from the same weights.
         torch.manual_seed(config.seed)
         model = build_model(model_name, data.classes, stem=config.stem)
+        require_trained(model, model_name)
         self.place = world.from_main(lambda: find_place(config, model_name))
         self.planned = plan_run(
             model,

@@ -5,7 +5,7 @@ kept, by everything that it depends on; the next run of the same kind reads it i
 
 Measuring must cost less than it can gain. A run of few steps is not planned at all. Of a longer one a step is timed,
 and the profile is made smaller where it would take more than a quarter of a minute, and left out where measuring would
-take more than half of the run: there are plans that are twice as fast, and hardly any that are more.
+take more than half of what the run computes.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ def _rehearse(
             example,
             world,
             cluster,
-            copies=_copies(config),
+            copies=optimizer_copies(config),
             bucket_bytes=config.bucket_bytes,
             memory_format=key["formats"][0],
             cache=folder(),
@@ -303,7 +303,7 @@ def _measure(
                 formats=formats,
                 kernels=kernels,
                 lanes=(2,) if world.device.type == "cuda" or torch.get_num_threads() > 1 else (),
-                optimizer_copies=_copies(config),
+                optimizer_copies=optimizer_copies(config),
                 crowd=crowd,
             )
             overhead = measure_hand_over(world.device) if world.device.type == "cpu" else 0.0
@@ -360,7 +360,7 @@ def _kept(key: Mapping[str, Any], steps: int) -> _Kept | None:
     return kept if kept.complete or steps <= 2 * kept.steps else None
 
 
-def _copies(config: TrainConfig) -> int:
+def optimizer_copies(config: TrainConfig) -> int:
     """Tensors per parameter that the optimizer keeps."""
     if config.optimizer == "adamw":
         return 2
@@ -379,7 +379,7 @@ def _inputs(
         config.batch_size,
         config.fidelity,
         kept.rates,
-        optimizer_copies=_copies(config),
+        optimizer_copies=optimizer_copies(config),
         bucket_bytes=config.bucket_bytes,
         sync_lanes=config.sync_lanes,
         overhead_ms=kept.overhead_ms,

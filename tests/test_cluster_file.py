@@ -99,10 +99,11 @@ def test_a_misspelt_key_is_answered_with_the_nearest():
         ({"hosts": []}, "hosts"),
         ({"hosts": [{"devices": 2}]}, "no [inside]"),
         ({"hosts": [{"count": 2}]}, "no [between]"),
+        ({"hosts": [{"count": 10**9}], "between": {"bandwidth": 1}}, "1,000,000,000 devices; at most 131,072"),
         ({"hosts": [{"kind": "cpu"}, {"kind": "cuda"}], "between": {"bandwidth": 1}}, "several kinds"),
     ],
 )
-def test_what_contradicts_itself_is_refused(data, told):
+def test_what_contradicts_itself_or_is_too_much_is_refused(data, told):
     with pytest.raises(UsageError) as caught:
         parse_cluster(data)
     assert told in caught.value.what
@@ -162,3 +163,10 @@ def test_a_link_that_was_not_measured_is_one_error_with_its_reason():
         spec_of_measured(measured(problems=("measuring the link failed: no route",)), 2, "gloo")
     assert "no route" in caught.value.what
     assert "--cluster" in caught.value.fix
+
+
+@pytest.mark.parametrize(("said", "bandwidth"), [("1e-3GB/s", 1e6), ("2.5e+1MB/s", 2.5e7), ("8kbit/s", 1e3)])
+def test_rates_are_read_in_any_way_that_numbers_are_written(said, bandwidth):
+    spec = parse_cluster({"hosts": [{"count": 2}], "between": {"bandwidth": said}})
+    assert spec.between is not None
+    assert spec.between.bandwidth == pytest.approx(bandwidth)

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -280,3 +281,26 @@ def test_a_worker_knows_that_it_was_launched(monkeypatch, environment, expected)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert launch.in_job() is expected
+
+
+def test_ctrl_c_while_importing_ends_the_process_where_a_callback_would_swallow_it():
+    program = """
+import os, signal, sys, weakref
+from hybridpar.launch import leaving_at_once
+
+class Thing: pass
+
+def interrupt(reference):
+    os.kill(os.getpid(), signal.SIGINT)
+
+with leaving_at_once():
+    thing = Thing()
+    kept = weakref.ref(thing, interrupt)
+    del thing
+    sys.exit(3)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=PATIENCE).returncode == 130
+    before = signal.getsignal(signal.SIGINT)
+    with launch.leaving_at_once():
+        assert signal.getsignal(signal.SIGINT) != before
+    assert signal.getsignal(signal.SIGINT) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -266,6 +267,30 @@ def test_what_somebody_decides_otherwise_was_not_predicted(tmp_path):
     assert (summary["micro_batches"], summary["predicted_step_ms"]) == (2, None)
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"batch_size": 8}, "a batch of 16, not 8"),
+        ({"momentum": 0.0}, "an optimizer with 1 tensors per parameter, not 0"),
+        ({"amp": "bf16"}, "computing in float32"),
+    ],
+)
+def test_the_prediction_of_a_plan_for_other_steps_does_not_count(tmp_path, capsys, options, told):
+    planned(tmp_path / "one", steps=3)
+    train(tmp_path / "two", steps=3, plan=tmp_path / "one" / "plan.json", **options)
+    assert f"which was made for {told}: its prediction does not hold here" in capsys.readouterr().out.replace("\n", " ")
+    summary = check_run(tmp_path / "two")
+    assert (summary["predicted_step_ms"], summary["prediction_warning"]) == (None, None)
+    assert read_plan(tmp_path / "two" / "plan.json").inputs is None, "nothing later is corrected by it"
+
+
+def test_a_model_of_which_nothing_is_trained_is_one_error(tmp_path):
+    with mock.patch("hybridpar.run.build_model", side_effect=lambda *one, **two: plain().requires_grad_(False)):
+        with pytest.raises(UsageError, match="has no parameter that is trained"):
+            train(tmp_path / "run", steps=3)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_plan_made_elsewhere_is_one_error(tmp_path):
     plan = planned(tmp_path / "one", steps=3)
     assert plan.inputs is not None
@@ -366,7 +391,8 @@ def test_a_link_that_makes_the_second_worker_a_loss_is_told():
 # ------------------------------------------------------------------------------------------------- somebody's own loop
 
 
-def test_a_loop_of_ones_own_is_planned_within_what_it_decides(tmp_path):
+def test_a_loop_of_ones_own_is_planned_within_what_it_decides(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "hybridpar")
     images, labels = torch.randn(16, 3, 8, 8), torch.randint(10, (16,))
     with always_planned(), Trainer(plain(), config=TrainConfig(), total_steps=200, example=images) as trainer:
         assert trainer.planned.searched
@@ -375,6 +401,7 @@ def test_a_loop_of_ones_own_is_planned_within_what_it_decides(tmp_path):
         assert trainer.planned.plan is not None
         assert isinstance(trainer.planned.plan.predicted, Predicted)
         trainer.step((images, labels))
+    assert "plan     planned in" in caplog.text
     with never_searched(), Trainer(plain(), config=TrainConfig(), total_steps=20, example=images) as trainer:
         assert trainer.planned.plan is None
         assert trainer.config == replace(TrainConfig(), plan="none")
@@ -387,4 +414,6 @@ def test_the_option_says_what_it_takes(capsys):
         cli.main(["train", "--help"])
     assert "{auto,none}|PATH" in capsys.readouterr().out.replace(" ", "")
     assert cli.main([*small_arguments(Path("unused"), "--plan=nothing.json", "--workers=1"), "--no-tune-process"]) == 2
-    assert "cannot read the plan nothing.json" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--plan nothing.json: there is no such file" in said
+    assert "`auto`, which searches, `none`" in said

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridpar.cluster_file import ClusterSpec, read_cluster_file, spec_of_measured
-from hybridpar.errors import PlanError, UsageError
+from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.partition.command import ProgressBar
 from hybridpar.partition.request import parse_bytes, parse_shape
 from hybridpar.planner.request import PlanRequest
@@ -85,10 +87,17 @@ def report(
     from hybridpar.planner.record import plan_of
     from hybridpar.planner.scaling import k_hat, scaling_curve
 
-    written = []
-    if request.output is not None:
-        plan_of(answer, None if verified is None else verified.chosen).save(request.output)
-        written.append(f"plan written to {request.output}")
+    written, failed = [], []
+
+    def write(what: str, place: Path | None, how: Callable[[Path], object]) -> None:
+        if place is not None:
+            try:
+                how(place)
+                written.append(f"{what} written to {place}")
+            except HybridparError as error:  # told below the report, which took a minute to make
+                failed.append(error)
+
+    write("plan", request.output, plan_of(answer, None if verified is None else verified.chosen).save)
     bar.announce("asking what else would help")
     asked = what_ifs(inputs, answer)
     equation, points = k_hat(inputs), []
@@ -98,19 +107,21 @@ def report(
     if request.draw is not None:
         from hybridpar.planner.draw import draw_curve
 
-        draw_curve(points, equation, f"{inputs.profile.info.name}, batch {inputs.batch}", request.draw)
-        written.append(f"picture written to {request.draw}")
+        title = f"{inputs.profile.info.name}, batch {inputs.batch}"
+        write("picture", request.draw, partial(draw_curve, points, equation, title))
     bar.close()
     _print(inputs, answer, [one.told() for one in asked], points, equation, written, verified)
+    for error in failed:
+        raise error
 
 
 def _inputs(request: PlanRequest, bar: ProgressBar) -> PlannerInputs:
     """What the search reads: recorded, or measured now."""
     if request.inputs is not None:
         recorded = _recorded(request)
-        if request.cluster is not None:
-            recorded = recorded.on(read_cluster_file(request.cluster))
-        return replace(recorded, fidelity=request.fidelity) if request.fidelity != "exact" else recorded
+        cluster = recorded.cluster if request.cluster is None else read_cluster_file(request.cluster)
+        recorded = recorded.on(_capped(cluster, request))
+        return recorded if request.fidelity is None else recorded.with_fidelity(request.fidelity)
     described = read_cluster_file(request.cluster) if request.cluster is not None else None
     return measured_inputs(request, described or _measured_cluster(request, bar), bar)
 
@@ -131,16 +142,13 @@ def measured_inputs(
     """
     from hybridpar.planner.inputs import PlannerInputs
 
-    if request.memory is not None:
-        cap = parse_bytes(request.memory)
-        hosts = tuple(host.model_copy(update={"memory": cap}) for host in cluster.hosts)
-        cluster = cluster.model_copy(update={"hosts": hosts})
+    cluster = _capped(cluster, request)
     profile, rates = _profile(request, cluster, bar, together)
     inputs = PlannerInputs(
         profile,
         cluster,
         request.batch_size,
-        request.fidelity,
+        request.fidelity or "exact",
         rates,
         optimizer_copies=request.optimizer_copies,
         overhead_ms=_overhead_ms(profile) if request.measure else 0.0,
@@ -149,6 +157,15 @@ def measured_inputs(
     from hybridpar.planner.rehearse import rehearsed
 
     return calibrated(rehearsed(inputs, () if together is None else together.rehearsals))
+
+
+def _capped(cluster: ClusterSpec, request: PlanRequest) -> ClusterSpec:
+    """The cluster with devices of the memory that was asked for."""
+    if request.memory is None:
+        return cluster
+    cap = parse_bytes(request.memory)
+    hosts = tuple(host.model_copy(update={"memory": cap}) for host in cluster.hosts)
+    return cluster.model_copy(update={"hosts": hosts})
 
 
 def _overhead_ms(profile: ModelProfile) -> float:
@@ -172,6 +189,13 @@ def _recorded(request: PlanRequest) -> PlannerInputs:
             "What was recorded is about one model.",
             f"Name {plan.model.name}, or measure {request.model}: leave out --inputs.",
         )
+    known = plan.model.input
+    if request.input != PlanRequest.input and known is not None and parse_shape(request.input) != known:
+        raise PlanError(
+            f"{request.inputs} is a plan for inputs of {'x'.join(map(str, known))}, not {request.input}",
+            "What was recorded was measured with these.",
+            "Leave out --input, or measure again: leave out --inputs.",
+        )
     return inputs_of_plan(plan, str(request.inputs))
 
 
@@ -191,7 +215,7 @@ def _profile(
 ) -> tuple[ModelProfile, dict[str, dict[int, tuple[float, float]]]]:
     import torch
 
-    from hybridpar.models import build_model, seed_everything
+    from hybridpar.models import build_model, require_trained, seed_everything
     from hybridpar.partition.profile_cache import cache_directory
     from hybridpar.planner.measure import measure_rates, profile_model
     from hybridpar.planner.steps import planned_codecs
@@ -199,6 +223,7 @@ def _profile(
 
     seed_everything(request.seed)
     model = build_model(request.model, request.classes)
+    require_trained(model, request.model)
     on_gpu = cluster.hosts[0].kind == "cuda" and torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     shape = parse_shape(request.input)
@@ -335,11 +360,11 @@ def _print_verified(answer: Answer, verified: Verified, console: Console) -> Non
 
     table = Table(box=None, pad_edge=False, title="run here, in turns", title_justify="left")
     table.add_column("plan", overflow="fold")
-    for title in ("predicted ms", "measured ms", "error"):
+    for title in ("predicted ms", "measured ms", "difference"):
         table.add_column(title, justify="right")
     table.add_column("verdict", overflow="fold")
     names: dict[object, str] = {one.candidate: describe(one.candidate, answer) for one in verified.outcomes}
-    for name, predicted, measured, error, verdict in verdicts(verified, names):
-        table.add_row(name, f"{predicted:,.1f}", f"{measured:,.1f}", f"{100 * error:+.1f} %", verdict)
+    for name, predicted, measured, more, verdict in verdicts(verified, names):
+        table.add_row(name, f"{predicted:,.1f}", f"{measured:,.1f}", f"{100 * more:+.1f} %", verdict)
     console.print()
     console.print(table)

@@ -32,8 +32,8 @@ BUSY = 0.5
 #: Links are tried up to so many times as slow, and as fast.
 _MOST_SLOWER = 256.0
 _HALVINGS = 24
-#: Differences of an exposed exchange below this are noise, in milliseconds.
-_SMALL_MS = 0.2
+#: Differences of an exposed exchange below this are noise: milliseconds, and part of a step.
+_SMALL_MS, _SMALL_PART = 0.2, 0.05
 
 
 def slower_links(cluster: ClusterSpec, factor: float) -> ClusterSpec:
@@ -86,6 +86,7 @@ class Comparison:
     def link_slowdown(self) -> float | None:
         """How many times as slow as planned links would make the exchange as exposed as it was.
 
+        1 where they differ by little of a step: then workers waited for the slowest of them, and no link explains it.
         None where there is one worker, or nothing about it is known.
         """
         exposed = self.ran.exposed_sync_ms
@@ -96,7 +97,7 @@ class Comparison:
             return self._outcome_at(factor).exposed_sync_ms
 
         now = exposed_at(1.0)
-        if abs(exposed - now) <= max(_SMALL_MS, 0.02 * now):
+        if abs(exposed - now) <= max(_SMALL_MS, 0.02 * now, _SMALL_PART * (self.ran.step_ms or 0.0)):
             return 1.0
         low, high = (1.0, _MOST_SLOWER) if exposed > now else (1 / _MOST_SLOWER, 1.0)
         for _ in range(_HALVINGS):

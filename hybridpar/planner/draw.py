@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from hybridpar.errors import UsageError
 from hybridpar.planner.scaling import KHat, Point
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def draw_curve(points: Sequence[Point], equation: KHat, title: str, path: Path) -> None:
@@ -17,6 +22,9 @@ def draw_curve(points: Sequence[Point], equation: KHat, title: str, path: Path) 
         equation: 1-bit SGD's, which is drawn as a line at the number of workers that it gives.
         title: Above the picture.
         path: The file; its ending says which format.
+
+    Raises:
+        UsageError: The file cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -40,11 +48,29 @@ def draw_curve(points: Sequence[Point], equation: KHat, title: str, path: Path) 
     axes.set_yscale("log")
     axes.set_xticks([point.workers for point in points], [f"{point.workers:,}" for point in points])
     axes.xaxis.minorticks_off()
-    axes.yaxis.set_major_formatter("{x:,.5g}")
-    axes.yaxis.set_minor_formatter("{x:,.4g}")
+    _label_times(axes)
     axes.set_xlabel("workers")
     axes.set_ylabel("step, in time to the same result (ms)")
     axes.set_title(title)
     axes.legend()
     metadata = {"Date": None} if path.suffix == ".svg" else {}
-    figure.savefig(path, metadata=metadata)
+    try:
+        figure.savefig(path, metadata=metadata)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"cannot draw into {path}: {error}", "The name ends in .svg, .png or .pdf, in a directory with room for it."
+        ) from error
+
+
+def _label_times(axes: Axes) -> None:
+    """Ticks of a logarithmic axis that can be read: 1, 2 and 5 of every decade, or in a short range steps alike."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+    low, high = axes.get_ylim()
+    if high >= 8 * low:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    else:
+        found = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
+        axes.set_yticks([tick for tick in found if low <= tick <= high])
+    axes.yaxis.set_major_formatter("{x:,.5g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())

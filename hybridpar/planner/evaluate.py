@@ -197,9 +197,10 @@ class Evaluator:
         )
         whole, without = self.simulation(candidate, costs), self.simulation(candidate, free)
         busy = max(without.busy_ms)
-        update = min(
-            without.step_ms - without.compute_ms, costs.control_ms + max(costs.step_ms or (0.0,)) + costs.overhead_ms
-        )
+        layout, steps = self.layout(candidate), costs.step_ms or (0.0,) * candidate.shape.stages
+        # A lane updates its stages one after the other.
+        updating = max(sum(steps[stage] for stage in layout.stages_on(lane)) for lane in range(layout.lanes))
+        update = min(without.step_ms - without.compute_ms, costs.control_ms + updating + costs.overhead_ms)
         return Parts(
             whole.step_ms,
             busy,

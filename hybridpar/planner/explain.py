@@ -164,7 +164,7 @@ def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[WhatIf]:
         except PlanError as error:
             found.append(WhatIf(name, now, why=error.what))
             continue
-        found.append(WhatIf(name, now, other.fastest.score, describe(other.chosen.candidate, other)))
+        found.append(WhatIf(name, now, other.fastest.score, describe(other.fastest.candidate, other)))
     return found
 
 
@@ -194,14 +194,30 @@ def curve_lines(points: Sequence[Point], equation: KHat) -> list[str]:
     first = next((point.step_ms for point in points if point.step_ms is not None), None)
     for point in points:
         if point.answer is None or point.step_ms is None:
-            lines.append(f"{point.workers:>8} {'-':>10} {'-':>10} {'-':>9}  does not fit into memory")
+            lines.append(f"{point.workers:>8} {'-':>10} {'-':>10} {'-':>9}  {point.why}")
             continue
         plain = "-" if point.plain_ms is None else f"{point.plain_ms:,.1f}"
         gain = "-" if first is None else f"{first / point.step_ms:,.2f}"
-        name = describe(point.answer.chosen.candidate, point.answer)
+        name = describe(point.answer.fastest.candidate, point.answer)
         lines.append(f"{point.workers:>8} {point.step_ms:>10,.1f} {plain:>10} {gain:>9}  {name}")
+    lines += _fewer_workers(points)
     lines.append(f"workers worth having for plain data parallelism, by 1-bit SGD's equation: {equation.told()}")
     return lines
+
+
+def _fewer_workers(points: Sequence[Point]) -> list[str]:
+    """A line where fewer workers than all would be faster, beyond the noise."""
+    reached = [(point.step_ms, point) for point in points if point.answer is not None and point.step_ms is not None]
+    if not reached or reached[-1][1].answer is None:
+        return []
+    (last_ms, last), (least_ms, least) = reached[-1], min(reached, key=lambda one: (one[0], one[1].workers))
+    answer = reached[-1][1].answer
+    if least.workers == last.workers or least_ms * (1 + answer.noise) >= last_ms:
+        return []
+    told = f"fewer would be faster: {least_ms:,.1f} ms a step with --workers {least.workers}"
+    if answer.evaluator.space.inputs.profile.batch_norm:
+        told += "; BatchNorm then normalises over more samples at a time, which is another result"
+    return [told]
 
 
 def _steps(answer: Answer, outcome: Outcome) -> float:

@@ -100,8 +100,9 @@ class PlannerInputs:
         return hashlib.sha256(json.dumps(self.to_data(), sort_keys=True).encode()).hexdigest()[:16]
 
     def on(self, cluster: ClusterSpec) -> PlannerInputs:
-        """The same question for another cluster."""
-        return replace(self, cluster=cluster)
+        """The same question for another cluster, all of whose workers may be used where it has more or fewer."""
+        fixed = self.fixed if cluster.workers == self.cluster.workers else replace(self.fixed, workers=None)
+        return replace(self, cluster=cluster, fixed=fixed)
 
     def with_fidelity(self, fidelity: Fidelity) -> PlannerInputs:
         """The same question with another fidelity."""

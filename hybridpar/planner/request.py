@@ -15,6 +15,13 @@ from hybridpar.partition.request import PlanConfig
 _DECIDED = ("stages", "batch", "devices", "co_run", "link", "placement", "in_flight", "micro_batches", "strategy")
 
 
+#: Options that say what is measured.
+_RECORDED = (
+    *("batch_size", "workers", "classes", "optimizer_copies", "passes", "threads", "channels_last"),
+    "seed",
+)
+
+
 @dataclass(frozen=True)
 class PlanRequest(PlanConfig):
     """Cut a model into balanced stages, or search for the fastest way to train it; write the plan."""
@@ -35,10 +42,11 @@ class PlanRequest(PlanConfig):
     calibrate: tuple[str, ...] = ()
     """Fold what these run directories measured back into later predictions; `show` lists what is folded in, `clear`
     removes it."""
-    fidelity: Literal["exact", "close", "lossy"] = "exact"
+    fidelity: Literal["exact", "close", "lossy"] | None = None
     """What the search may change: exact: nothing in the result; close: also casts; lossy: also codecs, by time to the
-    same loss."""
-
+    same loss. Default: exact, or with --inputs what was recorded."""
+    draw: Path | None = None
+    """Draw the partition, or of a search the time of a step over the number of workers, into this .svg or .png file."""
     verify: int = 0
     """Run so many of the best plans, and plain data parallelism, for some steps each, in turns, and choose by the
     clock; on the workers of this machine, or of torchrun. Implies --explain."""
@@ -103,7 +111,11 @@ class PlanRequest(PlanConfig):
                 "Plans are run on the machine at hand, which is measured.",
                 "Leave out one of them.",
             )
-        if self.inputs is not None and (self.batch_size != defaults["batch_size"] or self.workers is not None):
+        given = [name for name in _RECORDED if getattr(self, name) != defaults[name]]
+        if self.inputs is not None and given:
+            option = f"--{given[0].replace('_', '-')}"
             raise UsageError(
-                "--inputs with --batch-size or --workers", "What was recorded says both.", "Leave them out."
+                f"--inputs with {option}",
+                "What was recorded says it.",
+                f"Leave {option} out, or measure again: leave out --inputs.",
             )

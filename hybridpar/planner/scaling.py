@@ -7,7 +7,7 @@ computing, which K workers divide, takes as long as exchanging gradients, which 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridpar.errors import HybridparError, UsageError
 from hybridpar.planner.cuts import CutLibrary
@@ -125,13 +125,15 @@ class Point:
 
     Attributes:
         workers: Workers that there are.
-        answer: What the search found; None where nothing fits into memory.
+        answer: What the search found; None where there is no plan.
         plain_ms: Step of plain data parallelism; None where it does not fit.
+        why: Why there is no plan.
     """
 
     workers: int
     answer: Answer | None
     plain_ms: float | None
+    why: str = ""
 
     @property
     def step_ms(self) -> float | None:
@@ -152,6 +154,8 @@ def scaling_curve(inputs: PlannerInputs, progress: Progress | None = None) -> li
         inputs: Of the search.
         progress: Told which point of how many is done.
     """
+    # Whether fewer workers would do is what the curve is there to say.
+    inputs = replace(inputs, fixed=replace(inputs.fixed, workers=None))
     counts = worker_counts(inputs.workers)
     points, library = [], CutLibrary(inputs.profile)
     for place, count in enumerate(counts):
@@ -159,8 +163,8 @@ def scaling_curve(inputs: PlannerInputs, progress: Progress | None = None) -> li
             answer = find_plan(inputs, workers=count, keep=1, library=library)
             plain = answer.baselines[DATA_PARALLEL]
             points.append(Point(count, answer, None if plain is None else plain.score))
-        except HybridparError:
-            points.append(Point(count, None, None))
+        except HybridparError as error:
+            points.append(Point(count, None, None, error.what))
         if progress is not None:
             progress(place + 1, len(counts))
     return points

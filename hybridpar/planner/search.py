@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from hybridpar.errors import PlanError
@@ -76,11 +76,14 @@ def find_plan(
         progress: Told now and then how far it is.
 
     Raises:
-        PlanError: No plan fits into the memory; the message says what is missing, and the nearest that fits.
+        PlanError: No plan fits into the memory; the message says what is missing, and the nearest that fits. Or what
+            is decided leaves no plan.
     """
     evaluator = Evaluator(Space(inputs, workers, library))
     space, noise = evaluator.space, max(inputs.profile.resolution, LEAST_NOISE)
     bounded = _ByBound(evaluator)
+    if not bounded.total:
+        raise _nothing_left(space)
     baselines: dict[str, Outcome | None] = {}
     known: dict[Candidate, Outcome] = {}
     for name, candidate in space.baselines().items():
@@ -176,13 +179,10 @@ def _too_little_memory(evaluator: Evaluator, candidates: list[Candidate]) -> Pla
     alike = [one for one in candidates if (one.shape, one.cut) == (nearest.shape, nearest.cut)]
     outcome = min((evaluator.outcome(one) for one in alike), key=lambda one: one.memory_bytes)
     need, have = outcome.memory_bytes, evaluator.limit(outcome.candidate)
-    batch, inputs = evaluator.space.inputs.batch, evaluator.space.inputs
     shape = outcome.candidate.shape
-    fixed = inputs.memory_margin * (need / inputs.memory_margin - outcome.peak_saved_bytes)
     fix = f"The nearest that fits needs devices of {_up(need)} MB"
-    if need > fixed and have > fixed:
-        fewer = int(batch * (have - fixed) / (need - fixed))
-        fix += f", or a batch of about {fewer} samples" if fewer >= evaluator.space.workers else ""
+    if fewer := _largest_batch(evaluator, outcome.candidate):
+        fix += f", or a batch of {fewer} samples"
     return PlanError(
         f"no plan fits into {have / 1e6:,.1f} MB per device: the smallest needs {_up(need)} MB, "
         f"{_up(need - have)} MB more",
@@ -190,6 +190,33 @@ def _too_little_memory(evaluator: Evaluator, candidates: list[Candidate]) -> Pla
         "worker holds all parameters, its own gradients and optimizer state, and activations that wait.",
         f"{fix}.",
     )
+
+
+def _nothing_left(space: Space) -> PlanError:
+    """The error that says what is decided, as together that leaves nothing."""
+    fixed = space.inputs.fixed
+    said = {name: value for name, value in vars(fixed).items() if value is not None and name != "codecs"}
+    told = ", ".join(f"{name} {value}" for name, value in said.items())
+    return PlanError(
+        f"what is decided leaves no plan for {space.workers} worker(s): {told or 'nothing'}",
+        "Stages x replicas use all workers that are asked for, and stages are units of the model.",
+        "Leave more of it to the search.",
+    )
+
+
+def _largest_batch(evaluator: Evaluator, candidate: Candidate) -> int:
+    """The most samples with which a candidate fits, found by halves, as it needs more for more; 0 where none do."""
+    inputs, library = evaluator.space.inputs, evaluator.space.library
+    low, high = 0, inputs.batch  # fits, or is no batch; does not fit
+    least = max(evaluator.space.workers, candidate.shape.replicas * candidate.shape.micro_batches)
+    while high - max(low, least - 1) > 1:
+        middle = (max(low, least - 1) + high) // 2
+        tried = Evaluator(Space(replace(inputs, batch=middle), evaluator.space.workers, library))
+        if _fits(tried, tried.outcome(candidate)):
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 def _up(size: float) -> str:

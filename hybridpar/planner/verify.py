@@ -98,7 +98,8 @@ def _doubt(own: Sequence[float], other: Sequence[float]) -> float:
 
 
 def verdicts(result: Verified, names: Mapping[object, str]) -> list[tuple[str, float, float, float, str]]:
-    """The table: name, predicted and measured milliseconds, error of the prediction, and what became of each.
+    """The table: name, predicted and measured milliseconds, by how much of the prediction it took longer, and what
+    became of each.
 
     Args:
         result: What was measured.
@@ -114,5 +115,5 @@ def verdicts(result: Verified, names: Mapping[object, str]) -> list[tuple[str, f
             told = (
                 "chosen: the fastest" if fastest else f"chosen: equal to the fastest within {100 * result.noise:.1f} %"
             )
-        rows.append((names[outcome.candidate], outcome.step_ms, real, outcome.step_ms / real - 1, told))
+        rows.append((names[outcome.candidate], outcome.step_ms, real, real / outcome.step_ms - 1, told))
     return rows

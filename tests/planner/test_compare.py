@@ -67,6 +67,17 @@ def test_a_planted_wrong_bandwidth_is_noticed_and_both_are_named(planted, true):
     assert compared.link_slowdown == pytest.approx(planted / true, rel=0.15)
 
 
+def test_waiting_for_a_slower_worker_is_not_taken_for_the_link():
+    plan = planned(1e9)
+    assert plan.predicted is not None
+    exposed, step = plan.predicted.exposed_sync_ms or 0.0, plan.predicted.step_ms
+    assert step is not None
+    assert Comparison(plan, as_on(plan, 1e9, exposed_sync_ms=exposed + 0.04 * step)).link_slowdown == 1.0
+    slowdown = Comparison(plan, as_on(plan, 1e9, exposed_sync_ms=exposed + 0.2 * step)).link_slowdown
+    assert slowdown is not None
+    assert slowdown > 1.1
+
+
 def test_slow_computing_is_told_from_a_slow_link():
     plan = planned(1e9)
     assert plan.predicted is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import pytest
 
 from hybridpar.cluster_file import parse_cluster
-from hybridpar.errors import PlanError, UsageError
+from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.plan import read_plan
 from hybridpar.planner.command import run_search
 from hybridpar.planner.evaluate import Parts
 from hybridpar.planner.explain import curve_lines, describe, notes, rows, what_ifs, why_lost
+from hybridpar.planner.fixed import Fixed
+from hybridpar.planner.profile import SizedTimes, Variant
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.request import PlanRequest
 from hybridpar.planner.scaling import k_hat, scaling_curve
@@ -31,6 +34,15 @@ def test_the_parts_of_every_step_add_up():
         assert min(parts.compute, parts.bubble, parts.sync, parts.update) >= -1e-9
         if not outcome.candidate.travel:
             assert parts.codec == 0
+
+
+def test_workers_that_share_a_replica_exchange_nothing_and_update_their_stages_one_after_the_other():
+    profile = replace(inputs().profile, update_ms=9.0)
+    answer = find_plan(inputs(profile, most_stages=4), prune=False)
+    pipelines = [one for one in answer.ranked if one.candidate.shape.replicas == 1]
+    assert {one.candidate.shape.stages for one in pipelines} == {1, 2, 4}
+    for outcome in pipelines:
+        assert answer.evaluator.parts(outcome.candidate).sync == pytest.approx(0)
 
 
 def test_a_plan_that_lost_is_told_by_how_much_and_to_what():
@@ -142,14 +154,72 @@ def test_the_command_explains_draws_and_writes_a_plan_that_it_can_make_again(pla
     assert plan.inputs is not None
 
     again = place / "again.json"
-    assert run_search(request(place, cluster=None, inputs=out, output=again)) == 0
+    recorded = {"inputs": out, "classes": 1000}  # which is the default, so not given
+    assert run_search(request(place, cluster=None, output=again, **recorded)) == 0
     assert again.read_text() == out.read_text()
 
     (place / "cluster.toml").write_text(CLUSTER.replace("count = 2", "count = 3"))
-    assert run_search(request(place, inputs=out, output=again)) == 0
+    assert run_search(request(place, output=again, **recorded)) == 0
     assert "3 workers" in capsys.readouterr().out
     with pytest.raises(PlanError, match="not of resnet18"):
-        run_search(replace(request(place, inputs=out), model="resnet18"))
+        run_search(replace(request(place, **recorded), model="resnet18"))
+    with pytest.raises(PlanError, match="for inputs of 3x16x16, not 3x32x32"):
+        run_search(request(place, **{**recorded, "input": "3x32x32"}))
+    with pytest.raises(PlanError, match=r"no plan fits into 0\.1 MB"):
+        run_search(request(place, cluster=None, memory="100kB", **recorded))
+
+
+def test_a_fidelity_that_is_named_wins_over_the_one_that_was_recorded(place, capsys):
+    out = place / "plan.json"
+    assert run_search(request(place, batch_size=8, fidelity="lossy", output=out)) == 0
+    for named, used in ((None, "lossy"), ("exact", "exact")):
+        assert run_search(request(place, cluster=None, inputs=out, classes=1000, fidelity=named)) == 0
+        assert f"fidelity {used}" in capsys.readouterr().out
+
+
+def test_what_a_run_recorded_is_planned_again_for_any_number_of_workers(place, capsys):
+    out = place / "plan.json"
+    assert run_search(request(place, batch_size=8, output=out)) == 0
+    plan = read_plan(out)
+    assert plan.inputs is not None
+    # A run uses all workers of its job, and records that this was decided.
+    plan.model_copy(update={"inputs": {**plan.inputs, "fixed": {"workers": 2}}}).save(out)
+    capsys.readouterr()
+    assert run_search(request(place, cluster=None, inputs=out, classes=1000)) == 0
+    curve = capsys.readouterr().out.partition("numbers of workers")[2].splitlines()
+    assert [line.split()[0] for line in curve[2:4]] == ["1", "2"]
+    for count in (1, 3):
+        (place / "cluster.toml").write_text(CLUSTER.replace("count = 2", f"count = {count}"))
+        assert run_search(request(place, inputs=out, classes=1000)) == 0
+        assert f"{count} workers" in capsys.readouterr().out
+
+
+def test_the_report_is_printed_though_a_file_cannot_be_written(place, capsys, monkeypatch):
+    def full(*anything: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    for option, told in (("output", "cannot write the plan"), ("draw", "cannot draw into")):
+        with pytest.raises(HybridparError, match=f"{told} .*No space left"):
+            run_search(request(place, batch_size=8, **{option: place / "x.svg"}))
+        assert "numbers of workers" in capsys.readouterr().out
+
+
+def test_what_is_decided_and_leaves_no_plan_is_said():
+    with pytest.raises(PlanError, match=r"leaves no plan for 2 worker\(s\): workers 3"):
+        find_plan(inputs(spec=cluster(2), fixed=Fixed(workers=3)))
+
+
+def test_fewer_workers_that_are_faster_are_told_of():
+    # Twice as many samples take hardly longer, and the link is of no use.
+    sizes = tuple(SizedTimes(samples, (ms, ms), (2 * ms, 2 * ms)) for samples, ms in ((4, 20.0), (8, 22.0)))
+    variants = (Variant("contiguous", "stock", sizes),)
+    slow = inputs(chain([(20, 40)] * 2, [(1000, 1000)] * 2, batch_norm=True, variants=variants), cluster(2, 1e5))
+    lines = curve_lines(scaling_curve(slow), k_hat(slow))
+    assert any("fewer would be faster" in line and "BatchNorm" in line for line in lines)
+    fast = inputs(spec=cluster(2, 1e12))
+    assert not any("fewer" in line for line in curve_lines(scaling_curve(fast), k_hat(fast)))
 
 
 def test_a_memory_cap_that_nothing_fits_is_one_error(place):

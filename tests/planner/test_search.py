@@ -183,6 +183,29 @@ def test_no_plan_fits_says_what_is_missing_and_what_would_fit():
         find_plan(inputs(spec=cluster(2, memory=int(needed * 1e6 - 2e5))))
 
 
+@pytest.mark.parametrize("memory", ["3MB", "4MB", "5MB", "6MB", "7MB", "8MB", "9MB"])
+@pytest.mark.parametrize("batch_norm", [True, False])
+def test_a_batch_that_is_said_to_fit_does_and_none_is_named_where_none_does(memory, batch_norm):
+    profile = chain([(1, 2)] * 4, [(4, 4), (512, 512), (4, 4), (512, 600)], 400_000, batch_norm=batch_norm)
+    asked = inputs(profile, cluster(2, memory=memory), batch=64)
+
+    def fits(batch: int) -> bool:
+        try:
+            return bool(find_plan(replace(asked, batch=batch)).ranked)
+        except PlanError:
+            return False
+
+    if fits(64):
+        return
+    with pytest.raises(PlanError) as caught:
+        find_plan(asked)
+    _, said, rest = caught.value.fix.partition("or a batch of ")
+    if said:
+        assert fits(int(rest.split()[0]))
+    else:
+        assert not any(fits(batch) for batch in (2, 3, 4))
+
+
 def test_of_unequal_devices_the_fastest_are_used_and_the_slowest_is_waited_for():
     spec = cluster(1).model_copy(
         update={
