@@ -1,8 +1,16 @@
-"""Why: `python -m hybridpar` is the command, wherever the console script is not on PATH."""
+"""Why: `python -m hybridpar` works where the script is not on the path, and both of them leave quietly on Ctrl-C."""
 
 import sys
 
-from hybridpar.cli import main
+from hybridpar.launch import leaving_at_once
+
+
+def main() -> int:
+    """Run the command line. Importing the command takes long enough to be interrupted."""
+    with leaving_at_once():
+        from hybridpar import cli
+    return cli.main()
+
 
 if __name__ == "__main__":
     sys.exit(main())

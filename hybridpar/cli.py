@@ -18,6 +18,17 @@ import tyro
 from hybridpar.bench.request import Bench, BenchCodecs, BenchSync
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError
+from hybridpar.launch import (
+    LEAVE_SECONDS,
+    error_text,
+    follow_launcher,
+    in_job,
+    launch_workers,
+    leave_verdict,
+    leaving_at_once,
+    restart_with_environment,
+    verdict_exists,
+)
 from hybridpar.partition.command import run_plan
 from hybridpar.planner.request import PlanRequest
 from hybridpar.show import run_show
@@ -83,13 +94,14 @@ def main(arguments: Sequence[str] | None = None, *, program: Sequence[str] | Non
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     program = ["-m", "hybridpar", *arguments] if program is None else program
-    command = tyro.cli(
-        Command,
-        args=with_nested_options(arguments),
-        prog="hybridpar",
-        description="Train PyTorch vision models faster on the hardware you have.",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
+    with leaving_at_once():
+        command = tyro.cli(
+            Command,
+            args=with_nested_options(arguments),
+            prog="hybridpar",
+            description="Train PyTorch vision models faster on the hardware you have.",
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
     debug = getattr(command, "debug", False)
     try:
         if isinstance(command, Doctor):
@@ -129,7 +141,6 @@ def with_nested_options(arguments: Sequence[str]) -> list[str]:
 
 def _plan(command: PlanRequest, arguments: Sequence[str], program: Sequence[str]) -> int:
     from hybridpar.cluster import default_workers
-    from hybridpar.launch import in_job, restart_with_environment
 
     if command.is_here and (in_job() or command.verify or (command.workers or default_workers()) > 1):
         return _plan_with_workers(command, arguments, program)
@@ -151,14 +162,6 @@ def _plan(command: PlanRequest, arguments: Sequence[str], program: Sequence[str]
 def _plan_with_workers(command: PlanRequest, arguments: Sequence[str], program: Sequence[str]) -> int:
     """Plan in the workers of this machine, which are started where nobody else has started them."""
     from hybridpar.cluster import default_workers, has_gpu
-    from hybridpar.launch import (
-        LEAVE_SECONDS,
-        follow_launcher,
-        in_job,
-        launch_workers,
-        leaving_at_once,
-        restart_with_environment,
-    )
 
     command.check()
     if not in_job():
@@ -176,8 +179,6 @@ def _plan_with_workers(command: PlanRequest, arguments: Sequence[str], program: 
 
 
 def _tune(command: TuneConfig, program: Sequence[str]) -> int:
-    from hybridpar.launch import restart_with_environment
-
     command.check()
     if command.tune_process and command.show is None:
         restart_with_environment(program)
@@ -196,8 +197,6 @@ def _bench(request: Bench, arguments: Sequence[str]) -> int:
 
 
 def _bench_sync(request: BenchSync, arguments: Sequence[str]) -> int:
-    from hybridpar.launch import LEAVE_SECONDS, follow_launcher, in_job, launch_workers, leaving_at_once
-
     if not in_job():
         from hybridpar.cluster import has_gpu
 
@@ -211,8 +210,6 @@ def _bench_sync(request: BenchSync, arguments: Sequence[str]) -> int:
 
 
 def _train(command: Train, arguments: Sequence[str], program: Sequence[str]) -> int:
-    from hybridpar.launch import follow_launcher, in_job, launch_workers, leaving_at_once, restart_with_environment
-
     command.check()
     if not in_job():
         from hybridpar.cluster import default_workers, has_gpu
@@ -260,8 +257,6 @@ def named_options(arguments: Sequence[str]) -> frozenset[str]:
 
 def _fail(error: BaseException, debug: bool) -> int:
     """Report an error once for the whole job, and choose the exit code."""
-    from hybridpar.launch import error_text, leave_verdict, verdict_exists
-
     if isinstance(error, (SyncError, LaunchError)) and verdict_exists():
         return 0  # a peer failed first, and its message is the one to show
     if leave_verdict(error, debug=debug):

@@ -91,7 +91,7 @@ ROOMS: dict[str, set[str]] = {
         *("bench", "cluster", "config", "doctor", "errors", "launch", "partition", "plan", "plan_job", "planner"),
         *("run", "server", "show", "tune_command", "tvm_kernels"),
     },
-    "__main__": {"cli"},
+    "__main__": {"cli", "launch"},
     "__init__": {"config", "errors", "partition", "plan", "recipes", "trainer"},
 }
 
