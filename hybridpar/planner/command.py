@@ -183,7 +183,7 @@ def _recorded(request: PlanRequest) -> PlannerInputs:
 
     assert request.inputs is not None
     plan = read_plan(request.inputs)
-    if plan.model.name != request.model:
+    if request.model and plan.model.name != request.model:
         raise PlanError(
             f"{request.inputs} is a plan of {plan.model.name}, not of {request.model}",
             "What was recorded is about one model.",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -121,7 +121,7 @@ def inputs_from_data(data: object, source: str = "the plan") -> PlannerInputs:
     """Check and type inputs that were recorded.
 
     Raises:
-        PlanError: They are damaged, or of another version.
+        PlanError: They are damaged, say something that nobody reads, or are of another version.
         UsageError: They say something impossible.
     """
     found = data.get("version") if isinstance(data, dict) else None
@@ -132,7 +132,7 @@ def inputs_from_data(data: object, source: str = "the plan") -> PlannerInputs:
             "Plan again, with `hybridpar plan MODEL --explain`.",
         )
     try:
-        return _ADAPTER.validate_python(data)
+        inputs = _ADAPTER.validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
@@ -141,6 +141,27 @@ def inputs_from_data(data: object, source: str = "the plan") -> PlannerInputs:
             "They are read as they were written.",
             "Plan again, with `hybridpar plan MODEL --explain`.",
         ) from error
+    unread = _unread(data, _ADAPTER.dump_python(inputs, mode="json"))
+    if unread is not None:
+        raise PlanError(
+            f"the recorded inputs of {source} have {unread}",
+            "No such key is read, so it would change nothing.",
+            "Correct its name, or remove it.",
+        )
+    return inputs
+
+
+def _unread(given: object, read: object, place: str = "") -> str | None:
+    """The first key of what was given that is not in what was read of it."""
+    inside: Iterable[tuple[str, object, object]] = ()
+    if isinstance(given, Mapping) and isinstance(read, Mapping):
+        for key in given:
+            if str(key) not in read:
+                return f"{place}{key}"
+        inside = ((f"{place}{key}.", value, read[str(key)]) for key, value in given.items())
+    elif isinstance(given, Sequence) and isinstance(read, Sequence) and not isinstance(given, str):
+        inside = ((f"{place}{at}.", *pair) for at, pair in enumerate(zip(given, read, strict=False)))
+    return next((found for where, left, right in inside if (found := _unread(left, right, where)) is not None), None)
 
 
 def inputs_of_plan(plan: Plan, source: str = "the plan") -> PlannerInputs:

@@ -75,7 +75,7 @@ class PlanRequest(PlanConfig):
             UsageError: A value is out of range, or two options contradict each other.
         """
         super().check()
-        if not self.model and not self.calibrate:
+        if not self.model and not self.calibrate and self.inputs is None:
             raise UsageError("no model was named", "A plan is of a model.", "Name one: `hybridpar plan resnet18`.")
         if self.calibrate and (self.model or self.searches):
             raise UsageError(

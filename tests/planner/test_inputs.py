@@ -91,6 +91,12 @@ def test_recorded_inputs_that_cannot_be_read_are_one_error():
         inputs_from_data({**data, "version": 2})
     with pytest.raises(PlanError, match="damaged"):
         inputs_from_data({**data, "batch": "many"})
+    with pytest.raises(PlanError, match=r"have fixed\.stagse"):
+        inputs_from_data({**data, "fixed": {"stagse": 2}})
+    first, *others = data["profile"]["parameters"]
+    profile = {**data["profile"], "parameters": [{**first, "colour": 1}, *others]}
+    with pytest.raises(PlanError, match=r"have profile\.parameters\.0\.colour"):
+        inputs_from_data({**data, "profile": profile})
     with pytest.raises(PlanError, match="does not record"):
         inputs_of_plan(plan_of(find_plan(inputs())).model_copy(update={"inputs": None}))
 
