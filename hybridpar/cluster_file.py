@@ -46,6 +46,9 @@ CORE_BANDWIDTH = 2e9
 #: Devices of the largest cluster.
 MOST_WORKERS = 1 << 17
 
+#: What is compared of hosts.
+_COMPARED = ("devices", "kind", "name", "memory", "memory_bandwidth", "core_bandwidth")
+
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _AMOUNT = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)\s*([kmgt]?)(b|bit)?(/s)?")
 
@@ -60,7 +63,8 @@ def _amount(rate: bool) -> BeforeValidator:
         if match is None or (match[4] is not None) != rate or (match[3] == "bit" and not rate):
             example = "12GB/s or 1Gbit/s" if rate else "24GB"
             raise ValueError(f"not a {'rate' if rate else 'size'}; write {example}")
-        return float(match[1]) * _PREFIXES[match[2]] / (8 if match[3] == "bit" else 1)
+        amount = float(match[1]) * _PREFIXES[match[2]] / (8 if match[3] == "bit" else 1)
+        return amount if rate else round(amount)  # 4.1e9 as a product is no whole number
 
     return BeforeValidator(read)
 
@@ -145,7 +149,7 @@ class Hosts(_Part):
     name: str = ""
     memory: _Bytes | None = Field(default=None, description="bytes of each device; without it there is no limit")
     throughput: float = Field(default=1.0, gt=0, allow_inf_nan=False, description="over the device of the profile")
-    memory_bandwidth: _Rate | None = Field(default=None, description="for the optimizer; without it, it takes no time")
+    memory_bandwidth: _Rate | None = Field(default=None, description="for the optimizer, where it was not timed")
     communication_cores: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="beside those that compute, of each worker"
     )
@@ -187,8 +191,10 @@ class ClusterSpec(_Part):
 
     @property
     def by_worker(self) -> tuple[tuple[int, Hosts], ...]:
-        """For every worker the number of its host and what that is; the fastest first, then in the file's order."""
-        ordered = sorted(self.hosts, key=lambda one: -one.throughput)
+        """For every worker the number of its host and what that is: the fastest first, then most memory."""
+        ordered = sorted(
+            self.hosts, key=lambda one: (-one.throughput, -math.inf if one.memory is None else -one.memory)
+        )
         number, placed = 0, []
         for host in ordered:
             for _ in range(host.count):
@@ -202,11 +208,26 @@ class ClusterSpec(_Part):
         told = self.model_dump(mode="json", exclude={"name"})
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
+    @property
+    def outer(self) -> LinkLevel | None:
+        """What joins the workers that are furthest from each other: hosts where there are several, else devices."""
+        return self.between if sum(host.count for host in self.hosts) > 1 else self.inside
+
     def faster_links(self, factor: float) -> ClusterSpec:
-        """The same cluster with so many times the bandwidth on its slowest level."""
-        level = "inside" if self.between is None else "between"
-        link: LinkLevel | None = getattr(self, level)
-        return self if link is None else self.model_copy(update={level: link.faster(factor)})
+        """The same cluster with so many times the bandwidth on the level that leaves a worker the least."""
+        most = max(host.devices for host in self.hosts)
+        several = sum(host.count for host in self.hosts) > 1
+        used = {"inside": self.inside if most > 1 else None, "between": self.between if several else None}
+        speeds = {
+            name: link.bandwidth * link.efficiency.all_reduce / (most if name == "between" else 1)
+            for name, link in used.items()
+            if link is not None
+        }
+        if not speeds:
+            return self
+        slowest = min(speeds, key=lambda name: speeds[name])
+        link: LinkLevel = getattr(self, slowest)
+        return self.model_copy(update={slowest: link.faster(factor)})
 
     def with_another(self) -> ClusterSpec | None:
         """The same cluster with a device more, or where there are several hosts with one more of these.
@@ -222,32 +243,41 @@ class ClusterSpec(_Part):
             return None
         return self.model_copy(update={"hosts": (*self.hosts[:-1], more)})
 
-    def difference(self, other: ClusterSpec, *, tolerance: float = 1.0) -> str:
+    def difference(self, other: ClusterSpec, tolerance: float) -> str:
         """The first thing in which another cluster differs: `hosts.0.devices is 4 there and 2 here`; else nothing.
+
+        One of them may be described and the other measured. So hosts are compared one by one, whatever entries they are
+        in, and what one of them does not say does not count. Nor do throughputs, which a measurement does not know.
 
         Args:
             other: The other one.
             tolerance: Factor by which what is measured may differ: a link is not the same to the last byte tomorrow.
-                Memory and bandwidths between hosts count then; latencies, efficiencies and cores are a part of what
-                these reach, and inside of a host all depends on how busy it is.
+                Memory and bandwidths of hosts and between them count; latencies, efficiencies and cores are a part of
+                what these reach, and inside of a host all depends on how busy it is.
         """
-        there, here = _flat(self.model_dump(mode="json")), _flat(other.model_dump(mode="json"))
-        for name in sorted(there.keys() | here.keys()):
-            one, two = there.get(name), here.get(name)
-            if name == "name" or one == two:
-                continue
-            if tolerance > 1 and name.endswith(".name") and None in (one, two):
-                continue  # a description need not name its devices
-            if tolerance > 1 and _is_measured(name):
-                if name.startswith("inside") or not name.endswith(("bandwidth", "memory")):
-                    continue
-                if isinstance(one, (int, float)) and isinstance(two, (int, float)):
-                    if max(one, two) <= tolerance * min(one, two):
-                        continue
-                elif name.startswith("hosts"):
-                    continue  # one of them does not say
-            return f"{name} is {one} there and {two} here"
+        there, here = self._each_host(), other._each_host()
+        if len(there) != len(here):
+            return f"the number of hosts is {len(there)} there and {len(here)} here"
+        values: dict[str, tuple[Any, Any]] = {
+            f"hosts.{at}.{name}": (getattr(one, name), getattr(two, name))
+            for at, (one, two) in enumerate(zip(there, here, strict=True))
+            for name in _COMPARED
+        }
+        values = {name: pair for name, pair in values.items() if not {None, ""} & set(pair)}
+        values["between.bandwidth"] = (
+            self.between and self.between.bandwidth,
+            other.between and other.between.bandwidth,
+        )
+        for name, (one, two) in values.items():
+            exactly = None in (one, two) or name.endswith((".devices", ".kind", ".name"))
+            if one != two and (exactly or max(one, two) > tolerance * min(one, two)):
+                return f"{name} is {one} there and {two} here"
         return ""
+
+    def _each_host(self) -> list[Hosts]:
+        """Every host by itself, in an order that does not depend on the file's."""
+        hosts = [host for host in self.hosts for _ in range(host.count)]
+        return sorted(hosts, key=lambda one: (-one.devices, one.kind, -(one.memory or 0), one.name))
 
     def to_toml(self) -> str:
         """The description as a file; `read_cluster_file` reads an equal one."""
@@ -346,11 +376,6 @@ def spec_of_measured(cluster: Cluster, workers: int, backend: str) -> ClusterSpe
     return ClusterSpec(name="this machine", hosts=(hosts,), inside=level)
 
 
-def _is_measured(name: str) -> bool:
-    """Whether a value, by its place, is one that differs between two measurements of the same machine."""
-    return not name.endswith((".count", ".devices", ".kind", ".name", ".throughput"))
-
-
 def _keys(place: tuple[int | str, ...]) -> list[str]:
     """The keys that are known where an unknown one was found."""
     tables: dict[str, type[BaseModel]] = {"hosts": Hosts, "inside": LinkLevel, "between": LinkLevel}
@@ -368,13 +393,3 @@ def _shown(value: object) -> str:
 def _entries(table: Mapping[str, Any]) -> list[str]:
     # Strings and numbers of JSON are those of TOML.
     return [f"{key} = {json.dumps(value)}" for key, value in table.items()]
-
-
-def _flat(value: object, name: str = "") -> dict[str, object]:
-    if isinstance(value, dict):
-        pairs = [(str(key), one) for key, one in value.items()]
-    elif isinstance(value, list):
-        pairs = [(str(key), one) for key, one in enumerate(value)]
-    else:
-        return {name: value}
-    return {full: leaf for key, one in pairs for full, leaf in _flat(one, f"{name}.{key}" if name else key).items()}

@@ -222,8 +222,6 @@ def measure_inputs(
     cluster = measure_cluster(world, ways=_ways(wanted, world))
     if not cached:
         kept = _with_rates(kept, model, world, key)  # by now what codecs need has been built
-    # What is remembered of the links may have got its name elsewhere.
-    cluster = cluster.model_copy(update={"name": f"workers over {world.transport}"})
     why, took = _rehearse(model, config, world, sample_shape, cluster, key)
     if why:
         return Measured(None, why)

@@ -134,8 +134,20 @@ def test_changes_for_what_would_help(tmp_path):
     assert more.workers == 12
     assert parse_cluster({"hosts": [{}]}).with_another() is None
     assert parse_cluster({"hosts": [{}]}).faster_links(10) == parse_cluster({"hosts": [{}]})
-    assert spec.difference(more) == "hosts.0.count is 2 there and 3 here"
-    assert spec.difference(spec) == ""
+    assert spec.difference(more, 2.0) == "the number of hosts is 2 there and 3 here"
+    assert spec.difference(spec, 2.0) == ""
+
+
+def test_the_link_that_is_made_faster_is_used_and_the_slowest():
+    link = {"bandwidth": 1e8}
+    alone = parse_cluster({"hosts": [{"devices": 2}], "inside": link, "between": link})
+    assert alone.faster_links(10).inside.bandwidth == 1e9
+    assert alone.outer == alone.inside
+    spec = parse_cluster({"hosts": [{"count": 2, "devices": 2}], "inside": link, "between": {"bandwidth": 1e10}})
+    assert spec.faster_links(10).inside.bandwidth == 1e9
+    assert spec.faster_links(10).between == spec.outer == spec.between
+    shared = parse_cluster({"hosts": [{"count": 2, "devices": 8}], "inside": link, "between": {"bandwidth": 4e8}})
+    assert shared.faster_links(10).between.bandwidth == 4e9, "eight devices share it"
 
 
 CPU = Device(kind="cpu", name="a CPU", memory_bytes=8 << 30, cores=2, threads=2, bytes_per_second=2e10, flops={})
@@ -163,6 +175,12 @@ def test_a_link_that_was_not_measured_is_one_error_with_its_reason():
         spec_of_measured(measured(problems=("measuring the link failed: no route",)), 2, "gloo")
     assert "no route" in caught.value.what
     assert "--cluster" in caught.value.fix
+
+
+def test_sizes_are_whole_bytes_whatever_their_fraction():
+    for tenths in range(1, 1000):
+        spec = parse_cluster({"hosts": [{"memory": f"{tenths // 10}.{tenths % 10}GB"}]})
+        assert spec.hosts[0].memory == tenths * 10**8
 
 
 @pytest.mark.parametrize(("said", "bandwidth"), [("1e-3GB/s", 1e6), ("2.5e+1MB/s", 2.5e7), ("8kbit/s", 1e3)])

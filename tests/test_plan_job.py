@@ -45,7 +45,7 @@ def test_workers_plan_together_and_run_the_finalists(tmp_path):
     output = tmp_path / "plan.json"
     first, second = run_ranks(planned, 2, str(tmp_path / "cache"), 2, str(output))
     assert second == "", "one worker prints"
-    assert "on this job: 2 workers, fidelity exact" in first
+    assert "on a job over shared memory: 2 workers, fidelity exact" in first
     assert "run here, in turns" in first
     table = first.partition("run here, in turns")[2]
     assert "chosen" in table

@@ -93,6 +93,8 @@ class Costs:
         replicas: Workers that sum the gradients of a stage.
         sync_link: Connection of the all-reduce.
         sync_shares_link: Whether the all-reduce goes over `link`'s wire and takes part in its sharing.
+        sync_own_link: Whether that is a wire beside `link`'s, as where the replicas of a stage are on one host and its
+            stages on several; all-reduces of a worker then share it with each other.
         sync_lanes: Collectives that a worker runs at one time.
         commit: Whether optimizers wait for all SYNCs of all workers, because a step commits or rolls back as a whole.
         control_ms: The message by which they agree on that.
@@ -118,6 +120,7 @@ class Costs:
     replicas: int = 1
     sync_link: Link = field(default_factory=Link)
     sync_shares_link: bool = False
+    sync_own_link: bool = False
     sync_lanes: int = 1
     commit: bool = False
     control_ms: float = 0.0

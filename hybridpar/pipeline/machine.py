@@ -21,6 +21,8 @@ class _Worker:
     def __init__(self, lanes: int, costs: Costs) -> None:
         self.cores = None if costs.cores is None else Resource(costs.cores, fair=True)
         self.out, self.into = Resource(1), Resource(1)
+        #: What all-reduces share, out of the worker and into it.
+        self.sync = (Resource(1), Resource(1)) if costs.sync_own_link else (self.out, self.into)
         self.compute = self.core_time(costs.compute_cores)
         self.communicate: _Uses = ()
         if costs.co_run > 1 and lanes > 1:
@@ -112,7 +114,7 @@ class Machine:
             on_wire = costs.link.wire_ms(size) if bucket.wire_ms is None else bucket.link_part * wire
             shared = min(1.0, on_wire / time)
             if costs.sync_shares_link and shared > 0:
-                uses += ((worker.out, shared), (worker.into, shared))
+                uses += tuple((way, shared) for way in worker.sync)
             bytes_phase = Phase(time, uses)
         return [
             Phase(bucket.encode_ms, worker.core_time(1.0)),

@@ -81,15 +81,14 @@ def calibrated(inputs: PlannerInputs) -> PlannerInputs:
     """The same question with what earlier runs corrected; unchanged where there were none, or it was corrected before.
 
     Args:
-        inputs: As measured.
+        inputs: As measured. Times that were estimated are not corrected by clocks.
     """
     if inputs.calibration:
         return inputs
-    factors = {
-        name: value
-        for name, key in (("compute", compute_key(inputs)), ("link", link_key(inputs)))
-        if (value := _factor(load(KIND, key))) is not None
-    }
+    keys = [("link", link_key(inputs))]
+    if inputs.profile.source == "measured":
+        keys.insert(0, ("compute", compute_key(inputs)))
+    factors = {name: value for name, key in keys if (value := _factor(load(KIND, key))) is not None}
     compute, link = factors.get("compute", 1.0), factors.get("link", 1.0)
     variants = tuple(
         replace(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hybridpar.compress import Codec, Policy, format_codec, parse_codec
-from hybridpar.compress.auto import PLAIN, Layers, choose, kinds_of
+from hybridpar.compress.auto import FIDELITIES, PLAIN, Layers, choose, kinds_of
 from hybridpar.compress.rates import CodecRate, LinkCost, lasting_rounds
 from hybridpar.pipeline.buckets import cut_buckets
-from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.network import Network
 from hybridpar.planner.profile import Parameter
 from hybridpar.planner.steps import planned_codecs, steps_factor
@@ -66,39 +67,58 @@ class BucketTimes:
 def travels(inputs: PlannerInputs) -> tuple[Travel, ...]:
     """All that gradients may travel as, `none` first: codecs for everything, and policies per layer.
 
+    Policies of stricter fidelities are among them, so that a looser one never has less to choose from.
+
     Args:
         inputs: Of the search.
     """
+    rates = tuple((text, tuple(tried.items())) for text, tried in inputs.rates.items())
+    parts = (inputs.profile.parameters, rates, inputs.workers, inputs.bucket_bytes, inputs.sync_lanes)
+    return _travels(inputs.fidelity, *parts)
+
+
+@lru_cache(maxsize=16)  # a scaling curve, and what would help, search many times with the same of these
+def _travels(
+    fidelity: Fidelity,
+    parameters: tuple[Parameter, ...],
+    rates: tuple[tuple[str, tuple[tuple[int, tuple[float, float]], ...]], ...],
+    workers: int,
+    bucket_bytes: int,
+    sync_lanes: int,
+) -> tuple[Travel, ...]:
     found = [Travel("none", {})]
-    known = [text for text in planned_codecs(inputs.fidelity) if text in inputs.rates]
-    names = [one.name for one in inputs.profile.parameters]
+    timed = {text: CodecRate(dict(tried)) for text, tried in rates}
+    known = [text for text in planned_codecs(fidelity) if text in timed]
+    names = [one.name for one in parameters]
     for text in known:
         found.append(Travel(text, dict.fromkeys(names, text), steps_factor([text]), 1))
     codecs = {text: parse_codec(text) for text in known}
     # A policy leaves out what is at its default.
     spelled = {format_codec(codec): text for text, codec in codecs.items()}
-    for policy in _policies(inputs, codecs):
-        texts = {name: spelled[text] for name in names if (text := policy.text_of(name)) != "none"}
-        if texts and all(texts != dict(one.codecs) for one in found):
-            kinds = sorted(set(texts.values()))
-            label = f"{', '.join(kinds)} for {len(texts)} of {len(names)} parameters"
-            found.append(Travel(label, texts, steps_factor(kinds), 2))
+    buckets = [[(one.name, one.shape) for one in bucket] for bucket in stage_buckets(parameters, bucket_bytes)]
+    layers = Layers(buckets, workers, sync_lanes)
+    for stricter in FIDELITIES:
+        allowed = {text: codec for text, codec in codecs.items() if text in planned_codecs(stricter)}
+        for policy in _policies(layers, allowed, timed) if workers > 1 else ():
+            texts = {name: spelled[text] for name in names if (text := policy.text_of(name)) != "none"}
+            if texts and all(texts != dict(one.codecs) for one in found):
+                kinds = sorted(set(texts.values()))
+                label = f"{', '.join(kinds)} for {len(texts)} of {len(names)} parameters"
+                found.append(Travel(label, texts, steps_factor(kinds), 2))
+        if stricter == fidelity:
+            break
     return tuple(found)
 
 
-def _policies(inputs: PlannerInputs, codecs: Mapping[str, Codec]) -> list[Policy]:
-    if not codecs or inputs.workers < 2:
+def _policies(layers: Layers, codecs: Mapping[str, Codec], rates: Mapping[str, CodecRate]) -> list[Policy]:
+    """What layers are best sent as, for links of several speeds."""
+    if not codecs:
         return []
-    buckets = [
-        [(one.name, one.shape) for one in bucket]
-        for bucket in stage_buckets(inputs.profile.parameters, inputs.bucket_bytes)
-    ]
-    layers = Layers(buckets, inputs.workers, inputs.sync_lanes)
     kinds = kinds_of(codecs, [layers])
     policies = []
     for speed in RUNGS:
         link = {kind: LinkCost(0.0, 1e3 * 2 / speed) for kind in kinds}
-        policies.append(choose([layers], codecs, inputs.codec_rates, link)[0])
+        policies.append(choose([layers], codecs, rates, link)[0])
     return policies
 
 
@@ -157,7 +177,9 @@ class BucketPrices:
             collectives |= {(index, kind, costs[kind].latency_ms) for index, kind in enumerate(kinds)}
             if self._group.two_levels:
                 inside = self._network.inside_cost()
-                wire += 4 * one.count * inside.ms_per_byte
+                moving = 4 * one.count * inside.ms_per_byte
+                wire += moving
+                core += moving * (self._network.inside_core_use() or 0.0)
                 sent += 2 * 4 * one.count * 2 * (self._group.each - 1) / self._group.each
         latency += sum(ms for _, _, ms in collectives)
         if collectives and self._group.two_levels:

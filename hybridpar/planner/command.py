@@ -251,7 +251,7 @@ def _profile(
         passes=request.passes,
         threads=threads,
         formats=formats if request.measure else formats[:1],
-        kernels=device.type == "cpu",
+        kernels=device.type == cluster.hosts[0].kind == "cpu",
         lanes=(2,) if on_gpu or threads > 1 else (),
         optimizer_copies=request.optimizer_copies,
         crowd=None if together is None else together.crowd,

@@ -186,11 +186,10 @@ class Comparison:
         )
 
     def _level(self) -> LinkLevel | None:
-        """The slowest links of the cluster."""
+        """The links between the workers that are furthest from each other."""
         if self.plan.inputs is None:
             return None
-        cluster = self._inputs.cluster
-        return cluster.between or cluster.inside
+        return self._inputs.cluster.outer
 
 
 _SIZE_CAUSES = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from hybridpar.errors import PartitionError
 from hybridpar.partition.balance import balance_graph
@@ -64,6 +64,11 @@ class StageFigures:
     parameters: tuple[tuple[Parameter, ...], ...]
     ready: dict[str, float]
     edges: tuple[Edge, ...]
+
+    @cached_property
+    def parameter_bytes(self) -> tuple[int, ...]:
+        """Of every stage's parameters, in float32."""
+        return tuple(4 * sum(one.count for one in own) for own in self.parameters)
 
 
 class CutLibrary:

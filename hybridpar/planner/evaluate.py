@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
-from hybridpar.cluster_file import Hosts
 from hybridpar.pipeline.actions import Kind, Layout, Schedule
 from hybridpar.pipeline.costs import BucketCost, Costs, Link
 from hybridpar.pipeline.program import lower
@@ -88,9 +87,11 @@ class Evaluator:
         self.space = space
         self._inputs = space.inputs
         self._workers = space.inputs.cluster.by_worker
-        #: For every number of workers the least memory, and the least memory bandwidth, of the devices that they use.
+        #: For every number of workers the least of the devices, and of the hosts, that they use.
         self._least_memory = _running_least(host.memory for _, host in self._workers)
         self._least_bandwidth = _running_least(host.memory_bandwidth for _, host in self._workers)
+        self._least_spare = _running_least(host.communication_cores for _, host in self._workers)
+        self._least_core = _running_least(host.bytes_per_core_second for _, host in self._workers)
         #: Cores that a lane computes with; what uses one core takes so much less of a lane.
         self._lane_cores = space.inputs.profile.threads or 1
         self._figures = space.library.figures
@@ -125,12 +126,12 @@ class Evaluator:
         inputs, shape = self._inputs, candidate.shape
         # Without an exchange costs are a bound for all that gradients may travel as.
         coded = (candidate.travel > 0 and shape.replicas > 1) if exchange else None
-        figures, throughput, worst = self.figures(candidate), self._throughput(shape, coded), self._workers[0][1]
+        figures, throughput = self.figures(candidate), self._throughput(shape, coded)
         network = self._network(shape.positions, shape.replicas)
         layout = self.layout(candidate)
         pairs = frozenset((layout.home(edge.source), layout.home(edge.target)) for edge in layout.edges)
         link, own = self._transfers(shape.positions, shape.replicas, pairs)
-        per_byte, sending, receiving = self._core_seconds(worst)
+        sending, receiving = self._core_seconds(shape.workers)
         # Copying gradients into buckets is done by the lane that computes them, and the first micro-batch's are not
         # added to any; both once a step, and spread here over its micro-batches.
         extra = inputs.profile.collect_ms if shape.replicas > 1 and exchange else 0.0
@@ -149,15 +150,18 @@ class Evaluator:
             saved_bytes=figures.saved_bytes,
             link=link,
             links=own,
-            cores=shape.lanes + worst.communication_cores / self._lane_cores,
+            cores=shape.lanes + self._least_spare[shape.workers - 1] / self._lane_cores,
             send_cpu=sending,
             receive_cpu=receiving,
             # Per byte of a bucket; what a worker moves is that times the factor of the ring.
-            sync_cpu=per_byte * 2 * (shape.replicas - 1) / shape.replicas,
+            sync_cpu=2
+            * (shape.replicas - 1)
+            / (shape.replicas * self._lane_cores * self._least_core[shape.workers - 1]),
             co_run=max(1.0, inputs.profile.co_run.get(shape.lanes, 1.0)),
             buckets=buckets,
             replicas=shape.replicas,
             sync_shares_link=True,
+            sync_own_link=network.grouping.hosts == 1,
             sync_lanes=inputs.sync_lanes,
             commit=True,
             control_ms=network.control_ms() if shape.workers > 1 else 0.0,
@@ -225,9 +229,9 @@ class Evaluator:
         # A backward pass makes new gradients while the buckets of the step before are still there.
         copies = 1 + inputs.optimizer_copies + (candidate.shape.replicas > 1) + (candidate.travel > 0)
         own = [0] * layout.workers
-        for stage, parameters in enumerate(self.figures(candidate).parameters):
-            own[layout.home(stage)] += 4 * sum(one.count for one in parameters)
-        whole = inputs.profile.parameter_bytes
+        for stage, size in enumerate(self.figures(candidate).parameter_bytes):
+            own[layout.home(stage)] += size
+        whole = inputs.profile.model_bytes
         return inputs.memory_margin * max(whole + copies * mine + held for mine, held in zip(own, saved, strict=True))
 
     def least_memory(self, candidate: Candidate, *, make_order: bool = False) -> float:
@@ -254,20 +258,19 @@ class Evaluator:
         slower = profile.crowding(beside) * (profile.slowing(coded) if shape.workers > 1 else 1.0)
         return used[-1][1].throughput / slower
 
-    def _core_seconds(self, host: Hosts) -> tuple[float, float, float]:
-        """What a byte takes of a core: in an exchange, sending it, receiving it."""
-        core = host.bytes_per_core_second
-        per_byte = 1 / core if core is not None else 0.0
-        level = self._inputs.cluster.between or self._inputs.cluster.inside
+    def _core_seconds(self, workers: int) -> tuple[float, float]:
+        """What a byte takes of a lane's cores, sending it and receiving it, where so many workers are used."""
+        level = self._inputs.cluster.outer
         if level is None or level.cores is None:
-            return per_byte, _SEND_PART * per_byte, _SEND_PART * per_byte
+            either = _SEND_PART / (self._least_core[workers - 1] * self._lane_cores)
+            return either, either
         second = level.bandwidth * level.efficiency.send * self._lane_cores
-        return per_byte, level.cores.send / second, level.cores.receive / second
+        return level.cores.send / second, level.cores.receive / second
 
     def _parts_of_model(self, figures: StageFigures) -> list[float]:
         """For every stage its part of the model's parameters."""
-        counts = [sum(one.count for one in own) for own in figures.parameters]
-        return [count / max(1, sum(counts)) for count in counts]
+        sizes = figures.parameter_bytes
+        return [size / max(1, sum(sizes)) for size in sizes]
 
     def _update_ms(self, throughput: float, shape: Shape, figures: StageFigures, variant: int) -> tuple[float, ...]:
         profile = self._inputs.profile
@@ -278,7 +281,7 @@ class Evaluator:
         speed = self._least_bandwidth[shape.workers - 1]
         # Parameter, gradient and every tensor of the state are read; parameter and state are written.
         passes = 3 + 2 * self._inputs.optimizer_copies
-        return tuple(1e3 * passes * 4 * sum(one.count for one in own) / speed for own in figures.parameters)
+        return tuple(1e3 * passes * size / speed for size in figures.parameter_bytes)
 
     def _make_layout(self, shape: Shape, cut: Cut, variant: int) -> Layout:
         return shape.layout(self._figures(cut, variant, self.samples(shape)).edges)
@@ -302,22 +305,25 @@ class Evaluator:
         figures = self._figures(cut, variant, self.samples(shape))
         prices = self._prices(shape.positions, shape.replicas, throughput)
         factor = 2 * (shape.replicas - 1) / shape.replicas
+        core_speed = self._least_core[shape.workers - 1] / 1e3
         made = []
         for parameters in figures.parameters:
             row, reached = [], 0.0
             for bucket in stage_buckets(parameters, self._inputs.bucket_bytes):
                 times = prices.times(bucket, self.space.travels[travel])
                 reached = max(reached, *(figures.ready[one.name] for one in bucket))  # buckets leave in order
+                # Where nobody measured what cores do, one of them moves a bucket, which is then no faster than it.
+                wire = max(times.wire_ms, times.bytes / core_speed) if times.core_ms is None else times.wire_ms
                 row.append(
                     BucketCost(
                         round(times.bytes / factor),
                         reached,
                         times.encode_ms,
                         times.decode_ms,
-                        times.wire_ms,
+                        wire,
                         times.latency_ms,
                         None if times.core_ms is None else times.core_ms / self._lane_cores,
-                        times.link_part,
+                        times.link_part * times.wire_ms / wire if wire > 0 else 1.0,
                     )
                 )
             made.append(tuple(row))

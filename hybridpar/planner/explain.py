@@ -160,7 +160,7 @@ def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[WhatIf]:
             found.append(WhatIf(name, now, why=why))
             continue
         try:
-            other = find_plan(changed, keep=1, library=answer.evaluator.space.library)
+            other = find_plan(changed, keep=1, library=answer.evaluator.space.library, advise=False)
         except PlanError as error:
             found.append(WhatIf(name, now, why=error.what))
             continue
@@ -181,6 +181,9 @@ def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
         lines.append(f"a batch of {inputs.batch} feeds {inputs.workers} of {inputs.cluster.workers} workers")
     if inputs.profile.source != "measured":
         lines.append("times are estimated from FLOPs and bytes, not measured: they rank plans, and promise nothing")
+    if inputs.calibration:
+        told = ", ".join(f"{name} x {value:.2f}" for name, value in sorted(inputs.calibration.items()))
+        lines.append(f"corrected by what earlier runs measured: {told}; `hybridpar plan --calibrate show` lists that")
     if inputs.profile.batch_norm:
         lines.append("BatchNorm: only plans with the micro-batches of plain data parallelism give the same result")
     if missing := left_out(inputs.fidelity):
@@ -214,7 +217,7 @@ def _fewer_workers(points: Sequence[Point]) -> list[str]:
     answer = reached[-1][1].answer
     if least.workers == last.workers or least_ms * (1 + answer.noise) >= last_ms:
         return []
-    told = f"fewer would be faster: {least_ms:,.1f} ms a step with --workers {least.workers}"
+    told = f"fewer would be faster: {least_ms:,.1f} ms a step with {least.workers} workers"
     if answer.evaluator.space.inputs.profile.batch_norm:
         told += "; BatchNorm then normalises over more samples at a time, which is another result"
     return [told]

@@ -200,7 +200,7 @@ def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
     if plan.inputs is None:
         return
     made_for = inputs_of_plan(plan).cluster
-    if difference := made_for.difference(cluster, tolerance=CHANGED):
+    if difference := made_for.difference(cluster, CHANGED):
         raise PlanError(
             f"the plan was made elsewhere: {difference} (fingerprints {made_for.key} and {cluster.key})",
             "What is fastest on one machine need not be so on another.",

@@ -49,7 +49,7 @@ def measure_cluster(
     fresh: bool = False,
     seconds: float = LINK_SECONDS,
     ways: Collection[str] = WAYS,
-    name: str = "this job",
+    name: str | None = None,
 ) -> ClusterSpec:
     """The hosts and links of a job, measured now or remembered; a collective, all workers get the same answer.
 
@@ -63,7 +63,7 @@ def measure_cluster(
         seconds: Time for each way of using a link. A slow link takes longer: 1 MiB is sent some times.
         ways: Which ways are measured, as `link_ways` has them: `PLAIN_WAYS`, `STRIPED_WAYS` or `WAYS`. Those that are
             remembered with others are taken from there.
-        name: What to call the cluster.
+        name: What to call the cluster, where it is measured; default: a job over what it talks over.
 
     Raises:
         SyncError: A worker died, or a link between two of them does not work; the message says what the backend says.
@@ -84,9 +84,13 @@ def measure_cluster(
     hosts = _hosts(told, world, spare)
     with world.named_errors("measuring the links between workers"):
         levels = _levels(world, [one.host for one in told], seconds, ways) if world.size > 1 else {}
-    found = ClusterSpec(name=name, hosts=hosts, **levels)
+    found = ClusterSpec(name=name or _called(world), hosts=hosts, **levels)
     world.from_main(lambda: _remember(key, ways, load, found))
     return found
+
+
+def _called(world: World) -> str:
+    return f"a job over {world.transport}" if world.size > 1 else "this machine"
 
 
 class _Place(NamedTuple):
@@ -182,7 +186,7 @@ def _write(key: Mapping[str, object], load: float, spec: ClusterSpec) -> None:
 
 def _still_true(spec: ClusterSpec, world: World) -> bool:
     """Whether sums still take about as long as they did; a collective."""
-    level = spec.between or spec.inside
+    level = spec.outer
     if level is None:
         return True
     speed, factor = level.bandwidth * level.efficiency.all_reduce, 2 * (world.size - 1) / world.size

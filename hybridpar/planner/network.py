@@ -153,6 +153,10 @@ class Network:
         once = _flat(PLAIN, self._inside, self.grouping.each, 1)
         return LinkCost(2 * once.latency_ms, 2 * once.ms_per_byte)
 
+    def inside_core_use(self) -> float | None:
+        """Cores that `inside_cost` keeps busy; None where nobody measured that."""
+        return _core_use(PLAIN, self._inside, codec=False)
+
     def core_use(self, kind: Kind, *, codec: bool = False) -> float | None:
         """Cores of a worker that messages keep busy while they are on their way; None where nobody measured that.
 

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from hybridpar.errors import UsageError
 from hybridpar.partition.graph import UnitGraph
@@ -33,7 +34,7 @@ class Parameter:
     shape: tuple[int, ...]
     unit: int
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
@@ -91,8 +92,9 @@ class Variant:
     def unit_ms(self, samples: float) -> tuple[list[float], list[float]]:
         """Forward and backward time of every unit at a micro-batch size.
 
-        Between sizes that were measured, and beyond them, on the line through the two nearest ones. One size alone, or
-        a line that falls, gives times in proportion to the samples.
+        Between sizes that were measured, and beyond them, on the line through the two nearest ones. Where a larger
+        micro-batch took less time than a smaller one, that was noise, and both count with their mean. One size alone
+        gives times in proportion to the samples, and so does a line where it would reach zero.
 
         Args:
             samples: Samples of the micro-batch.
@@ -108,12 +110,23 @@ class Variant:
         low, high = self.sizes[place], self.sizes[place + 1]
         part = (samples - low.samples) / (high.samples - low.samples)
         times = []
-        for before, after in zip(getattr(low, name), getattr(high, name), strict=True):
+        for row in zip(*(getattr(one, name) for one in self.sizes), strict=True):
+            rising = _rising(row)
+            before, after = rising[place : place + 2]
             line = before + part * (after - before)
-            # Noise can make a line fall, or reach zero at a size that still has something to compute.
-            nearest = before * samples / low.samples if part < 0.5 else after * samples / high.samples
-            times.append(line if after >= before and line > 0 else nearest)
+            times.append(line if line > 0 else before * samples / low.samples)
         return times
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """The nearest numbers that never fall: neighbours that fall get their mean (isotonic regression)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] / pools[-2][1] > pools[-1][0] / pools[-1][1]:
+            (later, count), (earlier, more) = pools.pop(), pools.pop()
+            pools.append((earlier + later, more + count))
+    return [total / count for total, count in pools for _ in range(count)]
 
 
 @dataclass(frozen=True)
@@ -205,10 +218,15 @@ class ModelProfile:
         ways = (self.together, self.together if self.together_coded is None else self.together_coded)
         return min(ways) if coded is None else ways[coded]
 
-    @property
+    @cached_property
     def parameter_bytes(self) -> int:
-        """Of the whole model, in float32."""
+        """Of all parameters that are trained, in float32."""
         return 4 * sum(one.count for one in self.parameters)
+
+    @cached_property
+    def model_bytes(self) -> int:
+        """Of all parameters, in float32."""
+        return max(4 * self.info.parameters, self.parameter_bytes)
 
     def timed(self, variant: int, samples: float) -> UnitGraph:
         """The graph with the times and sizes of a variant at a micro-batch size."""

@@ -36,7 +36,7 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
     inputs, shape = evaluator.space.inputs, candidate.shape
     profile, variant = inputs.profile, inputs.profile.variants[candidate.variant]
     layout = evaluator.layout(candidate)
-    link = inputs.cluster.between or inputs.cluster.inside
+    link = inputs.cluster.outer
     return Plan(
         model=profile.info,
         partition=_partition(evaluator, outcome),
@@ -159,7 +159,7 @@ def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
                 ms=round(ahead + back, 4),
                 forward_ms=ahead,
                 backward_ms=back,
-                parameter_bytes=4 * sum(one.count for one in figures.parameters[stage]),
+                parameter_bytes=figures.parameter_bytes[stage],
                 saved_bytes=figures.saved_bytes[stage],
                 cut_bytes=sum(edge.bytes for edge in figures.edges if edge.source == stage),
             )

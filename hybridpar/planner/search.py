@@ -64,6 +64,7 @@ def find_plan(
     prune: bool = True,
     library: CutLibrary | None = None,
     progress: Progress | None = None,
+    advise: bool = True,
 ) -> Answer:
     """Search for the best plan.
 
@@ -74,6 +75,7 @@ def find_plan(
         prune: Leave out what cannot be among them; False simulates everything.
         library: Cuts of the same model, where another search has made them.
         progress: Told now and then how far it is.
+        advise: Where no plan fits, look for a batch with which one would.
 
     Raises:
         PlanError: No plan fits into the memory; the message says what is missing, and the nearest that fits. Or what
@@ -107,7 +109,7 @@ def find_plan(
     if progress is not None:
         progress(bounded.total, bounded.total)
     if not fitting:
-        raise _too_little_memory(evaluator, list(space.candidates()))
+        raise _too_little_memory(evaluator, list(space.candidates()), advise)
     ranked = sorted(fitting, key=lambda one: (one.score, one.candidate.simplicity))
     equal = [one for one in ranked if one.score <= ranked[0].score * (1 + noise)]
     ties = sorted(equal, key=lambda one: one.candidate.simplicity)
@@ -172,7 +174,7 @@ def _may_fit(evaluator: Evaluator, candidate: Candidate, *, make_order: bool = F
     return evaluator.least_memory(candidate, make_order=make_order) <= evaluator.limit(candidate)
 
 
-def _too_little_memory(evaluator: Evaluator, candidates: list[Candidate]) -> PlanError:
+def _too_little_memory(evaluator: Evaluator, candidates: list[Candidate], advise: bool) -> PlanError:
     """The error that says how much is missing, and what would fit."""
     nearest = min(candidates, key=lambda one: (evaluator.least_memory(one) - evaluator.limit(one), one.simplicity))
     # What no schedule goes below may still be less than what the schedules at hand reach.
@@ -181,7 +183,7 @@ def _too_little_memory(evaluator: Evaluator, candidates: list[Candidate]) -> Pla
     need, have = outcome.memory_bytes, evaluator.limit(outcome.candidate)
     shape = outcome.candidate.shape
     fix = f"The nearest that fits needs devices of {_up(need)} MB"
-    if fewer := _largest_batch(evaluator, outcome.candidate):
+    if advise and (fewer := _largest_batch(evaluator, outcome.candidate)):
         fix += f", or a batch of {fewer} samples"
     return PlanError(
         f"no plan fits into {have / 1e6:,.1f} MB per device: the smallest needs {_up(need)} MB, "

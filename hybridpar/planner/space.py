@@ -192,10 +192,12 @@ class Space:
         return counts
 
     def _worker_counts(self) -> list[int]:
-        """Workers that may be used: any number of few, else powers of two and all."""
-        if self.workers <= 8:
-            return list(range(1, self.workers + 1))
-        return sorted({1 << power for power in range(self.workers.bit_length())} | {self.workers})
+        """Workers that may be used: up to 8, powers of two, all, and all that are no slower than some kind of host."""
+        most, placed = self.workers, self.inputs.cluster.by_worker[: self.workers]
+        few = set(range(1, min(most, 8) + 1))
+        powers = {1 << power for power in range(most.bit_length())}
+        slower = {at for at in range(1, most) if placed[at][1].throughput < placed[at - 1][1].throughput}
+        return sorted(few | powers | slower | {most})
 
     def _placements(self, positions: int, most: int) -> Iterator[tuple[int, int, Literal["linear", "loop", "v"]]]:
         """Stages, lanes and placement that so many workers of a replica may have."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hybridpar.planner.calibrate import (
     known_factors,
     link_key,
 )
+from hybridpar.planner.explain import notes
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
 from hybridpar.planner.record import plan_of
@@ -101,6 +103,15 @@ def test_other_models_and_links_are_left_alone(tmp_path):
     assert compute_key(other) != compute_key(asked())
     assert link_key(other) != link_key(asked())
     assert calibrated(other) == other
+
+
+def test_estimates_are_not_corrected_by_clocks_and_what_is_corrected_says_so(tmp_path):
+    run(tmp_path / "run", asked(), slower=1.25)
+    calibrate([tmp_path / "run"])
+    corrected = calibrated(asked())
+    assert any("computing" not in line and "compute x 1.25" in line for line in notes(corrected, find_plan(corrected)))
+    estimated = replace(asked(), profile=replace(asked().profile, source="analytic"))
+    assert "compute" not in calibrated(estimated).calibration
 
 
 def test_factors_are_shown_and_removed_from_the_command_line(tmp_path, capsys):

@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import given, settings
 
-from hybridpar.cluster_file import CoreUse
+from hybridpar.cluster_file import CoreUse, parse_cluster
 from hybridpar.compress import read_policy
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.plan import read_plan
@@ -61,7 +61,7 @@ def test_a_plan_made_elsewhere_is_told():
     check_made_for(plan, cluster(2))
     with pytest.raises(PlanError) as caught:
         check_made_for(plan, cluster(3))
-    assert "hosts.0.count is 2 there and 3 here" in caught.value.what
+    assert "the number of hosts is 2 there and 3 here" in caught.value.what
     assert "--explain" in caught.value.fix
     check_made_for(plan.model_copy(update={"inputs": None}), cluster(3))
 
@@ -83,6 +83,33 @@ def test_a_plan_is_for_the_same_machine_measured_another_time_but_not_for_anothe
         with pytest.raises(PlanError, match="made elsewhere") as caught:
             check_made_for(plan, other)
         assert told in caught.value.what
+
+
+def test_a_plan_for_a_described_cluster_is_for_that_cluster_once_it_is_measured():
+    link = {"bandwidth": "1GB/s"}
+    described = parse_cluster(
+        {
+            "hosts": [
+                {"devices": 2, "kind": "cuda", "throughput": 8.0},
+                {"devices": 4, "kind": "cuda", "throughput": 4.0, "memory": "80GB"},
+            ],
+            "inside": link,
+            "between": link,
+        }
+    )
+    gpu = {"kind": "cuda", "name": "NVIDIA H100", "memory": "79GB", "memory_bandwidth": 2e12}
+    measured = parse_cluster(
+        {
+            "hosts": [{"devices": 4, **gpu}, {"devices": 2, **gpu}],
+            "inside": {"bandwidth": 9e8, "latency_ms": 0.02},
+            "between": {"bandwidth": 1.1e9},
+        }
+    )
+    plan = plan_of(find_plan(inputs(spec=described)))
+    check_made_for(plan, measured)
+    fewer = measured.model_copy(update={"hosts": (measured.hosts[0], measured.hosts[0])})
+    with pytest.raises(PlanError, match=r"hosts\.1\.devices is 2 there and 4 here"):
+        check_made_for(plan, fewer)
 
 
 def test_recorded_inputs_that_cannot_be_read_are_one_error():
@@ -127,9 +154,17 @@ def test_times_lie_on_the_line_between_measured_sizes():
 
 def test_noise_cannot_make_a_larger_micro_batch_faster():
     variant = Variant("contiguous", "stock", (sized(4, 5.0), sized(16, 4.0)))
-    times = [variant.unit_ms(samples)[0][0] for samples in (1, 4, 32, 64)]
+    times = [variant.unit_ms(samples)[0][0] for samples in (1, 4, 5, 8, 9, 12, 16, 32, 64)]
     assert times == sorted(times)
     assert times[0] > 0
+    assert times[2] == 4.5, "the mean of what was measured at both ends"
+
+
+def test_noise_moves_a_time_by_no_more_than_itself():
+    for before in (1.0, 1.01):
+        variant = Variant("contiguous", "stock", (sized(4, before), sized(16, 1.0), sized(64, 4.0)))
+        for samples in (4, 5, 8, 9, 12, 16):
+            assert variant.unit_ms(samples)[0][0] == pytest.approx(1.0, rel=0.011)
 
 
 def test_one_size_alone_gives_times_in_proportion():

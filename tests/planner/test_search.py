@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridpar.compress.auto import PROVEN
+from hybridpar.cluster_file import CoreUse, parse_cluster
+from hybridpar.compress.auto import FIDELITIES, PROVEN
 from hybridpar.errors import PlanError
 from hybridpar.planner.bounds import lower_bound_ms
 from hybridpar.planner.evaluate import Evaluator
@@ -82,6 +83,96 @@ def test_more_memory_is_never_worse(asked: PlannerInputs, power: int, factor: fl
             return float("inf")
 
     assert best(factor * 10**power) <= best(10**power)
+
+
+@settings(max_examples=8, deadline=None)
+@given(random_inputs())
+def test_a_looser_fidelity_never_predicts_slower(asked: PlannerInputs):
+    strict, *looser = (find_plan(asked.with_fidelity(one), keep=1).fastest.score for one in FIDELITIES)
+    for score in looser:
+        assert score <= strict * (1 + 1e-9)
+        strict = score
+
+
+def test_a_looser_fidelity_keeps_the_policies_of_a_stricter_one():
+    profile = chain([(0.1, 0.2)] * 40 + [(1, 2)], [(128, 8)] * 40 + [(2048, 2048)])
+    rates = {text: {1024: (0.25, 0.25), 1 << 20: (0.5, 0.5)} for text in STEPS_TO_TARGET if text != "none"}
+    asked = inputs(profile, cluster(2, kind="cuda"), rates=rates, fidelity="close")
+    policies = {tuple(one.codecs.items()) for one in Space(asked).travels if one.rank == 2}
+    assert policies
+    assert policies <= {tuple(one.codecs.items()) for one in Space(asked.with_fidelity("lossy")).travels}
+
+
+def test_more_devices_are_never_worse_where_the_micro_batch_is_free():
+    # Of 12 samples 9 devices have as many as 6 have, and more to exchange.
+    scores = [
+        find_plan(inputs(spec=cluster(count, 1e8, kind="cuda"), batch=12), keep=1).fastest.score for count in (6, 7, 9)
+    ]
+    assert scores == sorted(scores, reverse=True)
+
+
+def test_slow_devices_are_left_out_where_the_fast_ones_do_better_alone():
+    spec = parse_cluster(
+        {
+            "hosts": [{"count": 4, "throughput": 0.5}, {"count": 10, "throughput": 8.0}],
+            "between": {"bandwidth": 1e10},
+        }
+    )
+    found = find_plan(inputs(spec=spec, batch=960))
+    assert found.fastest.candidate.shape.workers == 10
+
+
+def test_the_order_of_hosts_changes_nothing():
+    small, large = {"memory": "2MB", "core_bandwidth": 4e9}, {"memory": "80GB", "core_bandwidth": 2e8}
+    between = {"bandwidth": 1e9, "latency_ms": 0.1}
+    answers = [
+        find_plan(inputs(spec=parse_cluster({"hosts": hosts, "between": between}), memory_margin=1.0))
+        for hosts in ([small, large], [large, small])
+    ]
+    one, other = ([(found.candidate, found.score) for found in answer.ranked] for answer in answers)
+    assert one == other
+
+
+def test_what_one_core_moves_is_the_same_however_it_is_stated():
+    # A lane of 8 cores; one of them is busy with all that the link carries.
+    speed = 5e8
+    profile = replace(chain([(1, 2)], [(1024, 1024)]), threads=8)
+    stated = cluster(2, speed, core_bandwidth=speed)
+    level = stated.between.model_copy(update={"cores": CoreUse(all_reduce=1.0)})
+    steps = []
+    for spec in (stated, stated.model_copy(update={"between": level})):
+        evaluator = Evaluator(Space(inputs(profile, spec)))
+        costs = evaluator.costs(evaluator.space.baselines()["data parallel"])
+        (bucket,) = costs.buckets[0]
+        steps.append((costs.sync_core_ms(bucket), bucket.wire_ms))
+    assert steps[0] == pytest.approx(steps[1], rel=1e-6)
+    slow = Evaluator(Space(inputs(profile, cluster(2, speed, core_bandwidth=speed / 4))))
+    (bucket,) = slow.costs(slow.space.baselines()["data parallel"]).buckets[0]
+    assert bucket.wire_ms == pytest.approx(4 * steps[0][1]), "one core moves bytes no faster than it can"
+    assert bucket.link_part == pytest.approx(1 / 4)
+
+
+def test_parameters_that_are_not_trained_take_memory():
+    profile = chain([(1, 2)] * 2, [(64, 64)] * 2)
+    info = profile.info.model_copy(update={"parameters": 20_000_000})
+    frozen = inputs(replace(profile, info=info), cluster(2, memory="40MB"))
+    with pytest.raises(PlanError, match="no plan fits into 40"):
+        find_plan(frozen)
+    assert find_plan(inputs(profile, cluster(2, memory="40MB"))).chosen
+
+
+def test_sums_inside_hosts_do_not_take_what_stages_on_other_hosts_send():
+    spec = parse_cluster(
+        {
+            "hosts": [{"count": 2, "devices": 4, "kind": "cuda"}],
+            "inside": {"bandwidth": 1e9},
+            "between": {"bandwidth": 1e9},
+        }
+    )
+    evaluator = Evaluator(Space(inputs(spec=spec, batch=64)))
+    shapes = {(one.shape.positions, one.shape.replicas): one for one in evaluator.space.candidates()}
+    assert evaluator.costs(shapes[2, 4]).sync_own_link, "stages on hosts of their own"
+    assert not evaluator.costs(shapes[1, 8]).sync_own_link
 
 
 def test_plain_plans_and_no_compression_are_always_there():
