@@ -213,6 +213,20 @@ class ClusterSpec(_Part):
         """What joins the workers that are furthest from each other: hosts where there are several, else devices."""
         return self.between if sum(host.count for host in self.hosts) > 1 else self.inside
 
+    def first(self, workers: int) -> ClusterSpec:
+        """The part of the cluster that a plan for fewer workers uses; on CPUs they get what the others leave."""
+        used: dict[int, list[Hosts]] = {}
+        for number, host in self.by_worker[:workers]:
+            used.setdefault(number, []).append(host)
+        hosts = []
+        for own in used.values():
+            host, devices = own[0], len(own)
+            memory = host.memory
+            if memory is not None and host.kind == "cpu":
+                memory = memory * host.devices // devices
+            hosts.append(host.model_copy(update={"count": 1, "devices": devices, "memory": memory}))
+        return self.model_copy(update={"hosts": tuple(hosts)})
+
     def faster_links(self, factor: float) -> ClusterSpec:
         """The same cluster with so many times the bandwidth on the level that leaves a worker the least."""
         most = max(host.devices for host in self.hosts)
@@ -265,8 +279,8 @@ class ClusterSpec(_Part):
         }
         values = {name: pair for name, pair in values.items() if not {None, ""} & set(pair)}
         values["between.bandwidth"] = (
-            self.between and self.between.bandwidth,
-            other.between and other.between.bandwidth,
+            self.between.bandwidth if self.between is not None and len(there) > 1 else None,
+            other.between.bandwidth if other.between is not None and len(here) > 1 else None,
         )
         for name, (one, two) in values.items():
             exactly = None in (one, two) or name.endswith((".devices", ".kind", ".name"))

@@ -175,6 +175,7 @@ class Plan(_Section):
     measured: Measured | None = None
     predicted: Predicted | None = None
     ran: Ran | None = None
+    followed: bool | None = Field(None, description="of a run's plan: whether that run was laid out by a plan")
     inputs: dict[str, Any] | None = Field(None, description="what a search read, to repeat it; see hybridpar.planner")
 
     @model_validator(mode="after")
@@ -255,7 +256,7 @@ class Plan(_Section):
         raise PlanError(
             f"the plan was made for another model (plan: {self.model.name}, {there}; here: {name}, {here})",
             "A plan names the units of one traced model; names, shapes and dtypes of all parameters must be the same.",
-            "Make a new plan for this model with `hybridpar plan`.",
+            "Make a new plan for this model with `hybridpar plan`; --classes must be what the data set has.",
         )
 
 

@@ -22,17 +22,17 @@ from torch import Tensor, nn
 
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError
-from hybridpar.models import model_fingerprint
+from hybridpar.partition.planning import require_model
 from hybridpar.pipeline.collective import BackendSum
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan, Sync, parse_plan, read_plan
-from hybridpar.planner.explain import Row, rows
+from hybridpar.planner.explain import NO_CODEC, Row, rows, without_codecs
 from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_of_plan
 from hybridpar.planner.link_ways import PLAIN_WAYS
 from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.record import plan_of
+from hybridpar.planner.measure import has_tuned_kernels
+from hybridpar.planner.record import is_as_recorded, plan_of
 from hybridpar.planner.search import Answer, find_plan
-from hybridpar.planner.space import Space
 from hybridpar.run_inputs import (
     LEAST_STEPS,
     decided_options,
@@ -91,6 +91,7 @@ def plan_run(
     given: Collection[str] = (),
     stored: Path | None = None,
     decided: Collection[str] | None = None,
+    plan: Plan | None = None,
 ) -> PlannedRun:
     """Find the plan of a run, and the options that follow from it; a collective.
 
@@ -104,6 +105,7 @@ def plan_run(
         given: Options that were named, though they may have their default's value.
         stored: The plan of the run that is resumed.
         decided: All options that are not searched for, instead of those that were given or changed.
+        plan: What to follow, instead of what the options name.
 
     Raises:
         PlanError: A plan cannot be read, or was made for another model or for other machines.
@@ -111,15 +113,14 @@ def plan_run(
         SyncError: A worker died or did not answer in time.
     """
     decided = decided_options(config, given) if decided is None else decided
-    if config.plan_file is not None:
-        plan = read_own_plan(config, world)
-        assert plan is not None
-        return _follow_file(model, config, world, plan, decided, name, sample_shape)
+    plan = plan or read_own_plan(config, world)
+    if plan is not None:
+        return _follow_given(model, config, world, plan, decided, name, sample_shape)
     plain = replace(config, plan="none")
     if not config.searches:
         return PlannedRun(plain)
     if stored is not None:
-        kept = world.from_main(lambda: _stored_plan(stored))
+        kept = world.from_main(lambda: _stored_plan(stored, world.size))
         if kept is None:
             return PlannedRun(plain)
         return _follow_stored(plain, world, parse_plan(json.loads(kept)), decided)
@@ -133,7 +134,13 @@ def plan_run(
 
 
 def plan_loop(
-    model: nn.Module, config: TrainConfig, world: World, example: Tensor | None, steps: int | None, name: str | None
+    model: nn.Module,
+    config: TrainConfig,
+    world: World,
+    example: Tensor | None,
+    steps: int | None,
+    name: str | None,
+    plan: Plan | None = None,
 ) -> PlannedRun:
     """The plan of somebody's own loop, who divides batches and knows the stages: neither changes. A collective.
 
@@ -144,12 +151,13 @@ def plan_loop(
         example: Inputs of one micro-batch.
         steps: Length of the run; None where that is not known.
         name: What to call the model.
+        plan: What to follow, instead of what the options name.
 
     Raises:
         HybridparError: As for `plan_run`.
     """
     asked, decided = config, decided_options(config)
-    if config.plan_file is None:
+    if config.plan_file is None and plan is None:
         replicas = shape_of(config, world.size).replicas
         samples = config.batch_size if example is None else example.shape[0] * replicas * config.micro_batches
         asked = replace(config, replicas=replicas, batch_size=samples)
@@ -158,10 +166,12 @@ def plan_loop(
         model,
         asked,
         world,
-        sample_shape=None if example is None else tuple(example.shape[1:]),
+        # A model is measured with random numbers, which indices are not.
+        sample_shape=tuple(example.shape[1:]) if example is not None and example.is_floating_point() else None,
         steps=steps,
         name=name or type(model).__name__,
         decided=decided,
+        plan=plan,
     )
     for line in found.lines if world.is_main else ():
         _log.info(line)
@@ -170,15 +180,16 @@ def plan_loop(
     return replace(found, config=replace(found.config, batch_size=config.batch_size))
 
 
-def before_joining(config: TrainConfig, given: Collection[str] = ()) -> TrainConfig:
-    """Options with what a plan's file says of the exchange of gradients: workers join by these, before they can plan.
+def before_joining(config: TrainConfig, given: Collection[str] = (), plan: Plan | None = None) -> TrainConfig:
+    """Options with what a plan says of the exchange of gradients: workers join by these, before they can plan.
 
     Args:
         config: Options.
         given: Options that were named.
+        plan: The plan; default: the file that the options name.
     """
-    sync = None
-    if config.plan_file is not None:
+    sync = None if plan is None else plan.sync
+    if plan is None and config.plan_file is not None:
         with contextlib.suppress(PlanError):  # told to all workers once they have met, so that none waits in vain
             sync = read_plan(config.plan_file).sync
     if sync is None:
@@ -233,7 +244,7 @@ def _as_followed(config: TrainConfig, plan: Plan, decided: Collection[str], work
     return _unpredicted(plan)
 
 
-def _follow_file(
+def _follow_given(
     model: nn.Module,
     config: TrainConfig,
     world: World,
@@ -242,14 +253,17 @@ def _follow_file(
     name: str,
     sample_shape: Sequence[int] | None,
 ) -> PlannedRun:
-    plan.check_model(model_fingerprint(model), name)
+    require_model(plan, model, name)
     if plan.inputs is not None:
         check_made_for(plan, measure_cluster(world, ways=PLAIN_WAYS))
     followed = _as_followed(config, plan, decided, world.size)
     told = _expected(followed)
+    if followed.inputs is not None and not is_as_recorded(followed):
+        followed, told = _unpredicted(followed), ", which was edited: what was predicted does not hold"
     if followed.inputs is not None and (other := _made_for_other(config, followed, sample_shape)):
         followed, told = _unpredicted(followed), f", which was made for {other}: its prediction does not hold here"
-    return PlannedRun(follow(config, plan, decided, world.size), followed, (f"plan     from {config.plan_file}{told}",))
+    place = f"from {config.plan_file}" if config.plan_file is not None else "as given"
+    return PlannedRun(follow(config, plan, decided, world.size), followed, (f"plan     {place}{told}",))
 
 
 def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int] | None) -> str:
@@ -290,18 +304,41 @@ def _follow_stored(config: TrainConfig, world: World, plan: Plan, decided: Colle
     return PlannedRun(follow(config, plan, decided, world.size), followed, (line,))
 
 
-def _stored_plan(place: Path) -> str | None:
-    """A run's plan, where it was searched for; one that cannot be read is as none."""
+def set_aside(place: Path) -> None:
+    """Keep the plan of a run that goes on without it, under the number of its workers: with these it is taken up again.
+
+    Args:
+        place: Where the run's plan lies, which is about to be replaced.
+    """
+    plan = _usable(place)
+    if plan is not None:
+        with contextlib.suppress(OSError):
+            place.replace(_aside(place, plan.workers))
+
+
+def _stored_plan(place: Path, workers: int) -> str | None:
+    """A run's plan, where it was laid out by one: if there are several the one for so many workers."""
+    found = [plan for plan in (_usable(place), _usable(_aside(place, workers))) if plan is not None]
+    fitting = [plan for plan in found if plan.workers == workers]
+    return (fitting or found)[0].to_json() if found else None
+
+
+def _aside(place: Path, workers: int | None) -> Path:
+    return place.with_name(f"{place.stem}-{workers}-workers{place.suffix}")
+
+
+def _usable(place: Path) -> Plan | None:
+    """A plan that laid a run out; what cannot be read is as none."""
     try:
         plan = read_plan(place)
     except HybridparError:
         return None
-    return plan.to_json() if plan.inputs is not None and plan.placement is not None else None
+    return plan if (plan.inputs is not None or plan.followed) and plan.placement is not None else None
 
 
 def _not_worth(config: TrainConfig, sample_shape: Sequence[int] | None, steps: int | None) -> str:
     if sample_shape is None:
-        return "there is no example of the inputs to measure with"
+        return "there is no example of inputs, in floating point, to measure with"
     if steps is None:
         return "nobody said how long the run is"
     if steps < LEAST_STEPS:
@@ -320,16 +357,16 @@ def _search(
 ) -> PlannedRun:
     begun = time.perf_counter()
     fixed = fixed_by(config, decided, world.size, [path for path, _ in model.named_parameters()])
+    if fixed.kernels == "tuned" and not has_tuned_kernels(model):
+        fixed = replace(fixed, kernels=None)  # of what has none, stock and tuned are the same
     measured = measure_inputs(model, config, world, sample_shape, steps, fixed, name)
     if measured.why:
         return PlannedRun(config, lines=_unplanned(measured.why))
-    source = "profile from cache" if measured.cached else "profile measured now, and kept"
+    source = "profile from cache" if measured.cached else "profile measured now"
 
     def decide() -> tuple[str | None, tuple[str, ...]]:
         inputs = measured.inputs
         assert inputs is not None
-        if next(Space(inputs).candidates(), None) is None:
-            return None, _unplanned("what was asked for is no part of what is searched")
         try:
             answer = find_plan(inputs)
         except PlanError as error:
@@ -371,6 +408,8 @@ def _told(answer: Answer, inputs: PlannerInputs, seconds: float, source: str) ->
     lines += [f"         not {row.name}: {row.verdict}" for row in others[begin : begin + _SHOWN]]
     if fewer := _fewer_workers(answer, inputs):
         lines.append(f"         {fewer}")
+    if without_codecs(inputs):
+        lines.append(f"         --fidelity {inputs.fidelity} changes nothing: {NO_CODEC}")
     if inputs.calibration:
         told = ", ".join(f"{name} x {value:.3f}" for name, value in sorted(inputs.calibration.items()))
         lines.append(f"         with what earlier runs corrected: {told}; `hybridpar plan --calibrate show`")

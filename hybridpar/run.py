@@ -39,7 +39,7 @@ from hybridpar.pipeline.spans import StepSpans
 from hybridpar.pipeline.step import LateOutcome
 from hybridpar.pipeline.world import World
 from hybridpar.plan import ModelInfo, Plan
-from hybridpar.planned_run import before_joining, plan_run
+from hybridpar.planned_run import before_joining, plan_run, set_aside
 from hybridpar.process import describe as describe_process
 from hybridpar.run_data import example_batch, load_data, steps_of
 from hybridpar.run_figures import WorkerFigures, close_plan, measured_fields, predicted_fields
@@ -153,7 +153,7 @@ class Run:
             total_steps=self.total,
             steps_per_epoch=per_epoch,
             world=world,
-            plan=self.planned.stages,
+            plan=self.planned,
             example=example_batch(data, config, replicas) if config.is_staged or config.chooses else None,
             name=model_name,
         )
@@ -212,10 +212,14 @@ class Run:
         plan = plan_of_run(self.trainer, self.config, model, device, travelling)
         if self.planned.searched and self.planned.plan is not None:
             plan = as_searched(plan, self.planned.plan)
+        elif self.planned.plan is not None:
+            plan = plan.model_copy(update={"followed": True})
         if self.kernels is not None:
             notes += self.kernels.notes()
             plan = plan.model_copy(update={"kernels": self.kernels.section()})
         if self.world.is_main:
+            if self.planned.plan is None and self.place.continues:
+                set_aside(self.place.directory / "plan.json")
             replace_file(self.place.directory / "plan.json", [plan.to_json().encode()])
         assert plan.pipeline is not None
         return plan, RunInfo(

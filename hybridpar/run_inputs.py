@@ -353,7 +353,7 @@ def _kept(key: Mapping[str, Any], steps: int) -> _Kept | None:
     """What was measured before; None where it was made small for a run much shorter than this one."""
     try:
         kept = _KEPT.validate_python(load(KIND, key))
-    except ValidationError:
+    except (ValidationError, HybridparError):  # a damaged file is measured again
         return None
     return kept if kept.complete or steps <= 2 * kept.steps else None
 

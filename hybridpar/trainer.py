@@ -87,7 +87,8 @@ class Trainer:
         steps_per_epoch: For the warm-up, which is given in epochs.
         world: The workers; default: joined from the environment and left again by `close`.
         lanes: Lanes of the worker's device; default: opened here and closed by `close`.
-        plan: A pipeline's plan, instead of what `config` says of stages.
+        plan: The plan to follow, where `config` decides nothing else, as the file that `config.plan` names; or what
+            `plan_run` found.
         example: Inputs of one micro-batch, by which a model is cut into stages; without stages `compress="auto"`
             times the backward pass by it, behind which sync can hide, and without it all of the sync counts.
         name: What to call the model in the plan.
@@ -115,11 +116,13 @@ class Trainer:
         steps_per_epoch: int = 1,
         world: World | None = None,
         lanes: Lanes | None = None,
-        plan: Plan | None = None,
+        plan: Plan | PlannedRun | None = None,
         example: Tensor | None = None,
         name: str | None = None,
     ) -> None:
-        self.config = before_joining(config or TrainConfig())
+        found = plan if isinstance(plan, PlannedRun) else None
+        given = plan if isinstance(plan, Plan) else None
+        self.config = before_joining(config or TrainConfig(), plan=given)
         if self.config.uses_servers:
             raise UsageError(
                 f"Trainer with sync={self.config.sync!r}",
@@ -138,17 +141,15 @@ class Trainer:
         self.pace: Pace | None = None
         try:
             check_recipe(self.config)
-            self.planned = PlannedRun(self.config)
-            if plan is None:
-                self.planned = plan_loop(model, self.config, self.world, example, total_steps, name)
-                self.config, plan = self.planned.config, self.planned.stages
+            self.planned = found or plan_loop(model, self.config, self.world, example, total_steps, name, given)
+            stages, self.config = self.planned.stages, self.planned.config
             self._asked = self.config
             self._replicas = (
-                1 if self.config.recipe == "none" else shape_of(self.config, self.world.size, plan).replicas
+                1 if self.config.recipe == "none" else shape_of(self.config, self.world.size, stages).replicas
             )
             self.config = expand(self.config, total_steps=total_steps, replicas=self._replicas)
             self._prepare(model, loss)
-            self.engine = self._open_engine(optimizer, plan, example, name)
+            self.engine = self._open_engine(optimizer, stages, example, name)
         except BaseException as error:
             if self._owns_lanes:
                 self.lanes.__exit__(type(error), error, error.__traceback__)

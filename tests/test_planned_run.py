@@ -14,13 +14,14 @@ from unittest import mock
 import pytest
 import torch
 
-from hybridpar import Trainer, planned_run, run_inputs
+from hybridpar import Trainer, partition_model, planned_run, run_inputs
 from hybridpar.config import TrainConfig
 from hybridpar.errors import PlanError, UsageError
 from hybridpar.observe import read_metrics
 from hybridpar.pipeline.world import World
-from hybridpar.plan import Plan, Predicted, read_plan
+from hybridpar.plan import Measured, Pipeline, Plan, Predicted, Stage, Sync, read_plan
 from hybridpar.planned_run import before_joining, follow
+from hybridpar.planner import store
 from hybridpar.planner.compare import slower_links
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.search import find_plan
@@ -75,7 +76,7 @@ def test_a_run_is_planned_kept_and_held_against_its_prediction(tmp_path, capsys)
     plan = planned(tmp_path / "run", steps=6)
     shown = capsys.readouterr().out
     assert "plan     planned in" in shown
-    assert "profile measured now, and kept" in shown
+    assert "profile measured now" in shown
     summary = check_run(tmp_path / "run", steps=6)
     assert plan.inputs is not None
     assert plan.predicted is not None
@@ -149,7 +150,9 @@ def test_options_that_nothing_predicts_are_obeyed_and_not_planned(tmp_path, caps
 def test_what_is_no_part_of_the_search_is_trained_as_it_was_asked_for(tmp_path, capsys):
     with torch_threads(1):  # lanes beside each other are not measured where they would share one core
         plan = planned(tmp_path / "run", steps=3, stages=2, micro_batches=2)
-    assert "plan     none: what was asked for is no part of what is searched" in capsys.readouterr().out
+    assert "plan     none: what is decided leaves no plan for 1 worker(s): workers 1, stages 2" in " ".join(
+        capsys.readouterr().out.split()
+    ).replace("plan none", "plan     none")
     assert len(plan.partition.stages) == 2
     assert check_run(tmp_path / "run")["micro_batches"] == 2
 
@@ -316,6 +319,59 @@ def test_a_resumed_run_goes_on_by_its_plan(tmp_path, capsys):
     check_run(tmp_path / "run", steps=8)
 
 
+def test_a_run_that_followed_a_file_without_a_prediction_goes_on_by_it(tmp_path, capsys):
+    plan = planned(tmp_path / "one", steps=3, memory_format="channels_last")
+    plan.model_copy(update={"inputs": None, "predicted": None}).save(tmp_path / "plan.json")
+    train(tmp_path / "run", steps=4, epochs=2, plan=tmp_path / "plan.json")
+    for steps, options in ((6, {"micro_batches": 2}), (8, {})):
+        capsys.readouterr()
+        with never_searched(), always_planned():
+            train(tmp_path / "run", steps=steps, epochs=2, resume=True, **options)
+        assert "plan     as the run began with" in capsys.readouterr().out
+        again = read_plan(tmp_path / "run" / "plan.json")
+        assert again.measured is not None
+        assert (again.followed, again.measured.memory_format) == (True, "channels_last")
+
+
+def test_an_edited_plan_is_followed_without_its_prediction(tmp_path, capsys):
+    plan = planned(tmp_path / "one", steps=3)
+    assert plan.pipeline is not None
+    assert plan.sync is not None
+    for number, edit in enumerate(
+        (
+            {"pipeline": plan.pipeline.model_copy(update={"micro_batches": 4})},
+            {"sync": plan.sync.model_copy(update={"bucket_bytes": 1 << 20})},
+            {"partition": plan.partition.model_copy(update={"stages": (Stage(units=("foo",)),)})},
+        )
+    ):
+        plan.model_copy(update=edit).save(tmp_path / "edited.json")
+        train(tmp_path / f"two{number}", steps=3, plan=tmp_path / "edited.json")
+        assert "which was edited: what was predicted does not hold" in capsys.readouterr().out.replace("\n", " ")
+        assert check_run(tmp_path / f"two{number}")["predicted_step_ms"] is None
+
+
+def test_kernels_of_which_the_model_has_none_leave_the_search_as_it_is(tmp_path):
+    plan = planned(tmp_path / "run", steps=3, kernels="auto")
+    assert plan.inputs is not None
+    assert plan.inputs["fixed"] == {"workers": 1, "memory_format": "channels_last"}
+
+
+def test_a_damaged_profile_is_measured_again(tmp_path, capsys):
+    planned(tmp_path / "one", steps=3)
+    (kept,) = store.folder().glob("profile-*.json")
+    entry = json.loads(kept.read_text())
+    entry["data"]["profile"]["variants"][0]["sizes"][0]["forward_ms"][0] = -5
+    kept.write_text(json.dumps(entry))
+    capsys.readouterr()
+    planned(tmp_path / "two", steps=3)
+    assert "profile measured now" in capsys.readouterr().out
+
+
+def test_a_fidelity_that_changes_nothing_is_told(tmp_path, capsys):
+    planned(tmp_path / "run", steps=3, fidelity="lossy")
+    assert "--fidelity lossy changes nothing: no codec was timed" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_run_that_began_without_a_plan_goes_on_without_one(tmp_path):
     train(tmp_path / "run", steps=4, epochs=2, plan="none")
     with never_searched(), always_planned():
@@ -372,6 +428,10 @@ def test_two_workers_resume_by_the_plan_and_one_goes_on_without(tmp_path, capsys
         train(tmp_path / "run", steps=8, resume=True)
     assert "the run's own plan is for 2 worker(s), and here are 1" in capsys.readouterr().out
     assert read_metrics(tmp_path / "run").steps["step"].tolist() == list(range(1, 9))
+    assert read_plan(tmp_path / "run" / "plan.json").inputs is None
+    with never_searched():
+        plan = run_ranks(planned_rank, 2, tmp_path / "run", cache, {"steps": 12, "resume": True})[0]
+    assert plan.inputs is not None, "with two workers it is taken up again"
 
 
 def test_a_link_that_makes_the_second_worker_a_loss_is_told():
@@ -405,6 +465,30 @@ def test_a_loop_of_ones_own_is_planned_within_what_it_decides(tmp_path, caplog):
     with never_searched(), Trainer(plain(), config=TrainConfig(), total_steps=20, example=images) as trainer:
         assert trainer.planned.plan is None
         assert trainer.config == replace(TrainConfig(), plan="none")
+
+
+def test_a_plan_as_an_object_is_followed_as_its_file_is(tmp_path):
+    images = torch.randn(8, 3, 8, 8)
+    plan = partition_model(plain(), [images], 2).plan
+    plan = plan.model_copy(
+        update={
+            "pipeline": Pipeline(schedule="gpipe", micro_batches=4),
+            "measured": Measured(memory_format="channels_last"),
+            "sync": Sync(bucket_bytes=1 << 20),
+        }
+    )
+    plan.save(tmp_path / "plan.json")
+    configs = []
+    for options, given in ((TrainConfig(), plan), (TrainConfig(plan=tmp_path / "plan.json"), None)):
+        with Trainer(plain(), config=options, plan=given, example=images) as trainer:
+            configs.append(trainer.config)
+            assert "plan     " in trainer.planned.lines[0]
+    assert configs[0] == configs[1]
+    assert (configs[0].stages, configs[0].micro_batches, configs[0].schedule) == (2, 4, "gpipe")
+    assert configs[0].uses_channels_last
+    whole = partition_model(plain(), [images], 1).plan
+    with Trainer(plain(), plan=whole) as trainer:
+        assert not trainer.config.is_staged
 
 
 def test_the_option_says_what_it_takes(capsys):

@@ -236,6 +236,23 @@ def saved_bytes(graph: UnitGraph, stage_of: Sequence[int]) -> list[int]:
     return totals
 
 
+def require_model(plan: Plan, model: nn.Module, name: str) -> None:
+    """Refuse a plan that was made for another model.
+
+    Args:
+        plan: The plan.
+        model: The model at hand.
+        name: What to call it.
+
+    Raises:
+        PlanError: They differ; the message has what is known of both.
+    """
+    facts = {"parameters": f"{parameter_count(model):,}"}
+    if (parameter := next(model.parameters(), None)) is not None:
+        facts["dtype"] = str(parameter.dtype).removeprefix("torch.")
+    plan.check_model(model_fingerprint(model), name, facts)
+
+
 def stages_from_plan(
     model: nn.Module,
     plan: Plan,
@@ -254,10 +271,7 @@ def stages_from_plan(
     Raises:
         PlanError: The plan is for another model, or names other units than the model has.
     """
-    facts = {"parameters": f"{parameter_count(model):,}"}
-    if (parameter := next(model.parameters(), None)) is not None:
-        facts["dtype"] = str(parameter.dtype).removeprefix("torch.")
-    plan.check_model(model_fingerprint(model), type(model).__name__, facts)
+    require_model(plan, model, type(model).__name__)
     given = as_inputs(inputs) if inputs is not None else (_example(model, plan),)
     units = find_units(trace_model(model, given), given)
     if len(plan.partition.stages) == 1 and not plan.partition.stages[0].units:

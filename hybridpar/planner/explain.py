@@ -27,6 +27,8 @@ PARTS = {
 _LOOSER: tuple[Fidelity, ...] = ("exact", "close", "lossy")
 #: Noise above which a profile is hardly worth planning with.
 NOISY = 0.1
+#: Why no codec is compared.
+NO_CODEC = "no codec was timed, as workers that share memory only add, and one worker sends nothing"
 #: Differences below this are not named.
 _SMALL_MS = 0.05
 
@@ -186,9 +188,17 @@ def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
         lines.append(f"corrected by what earlier runs measured: {told}; `hybridpar plan --calibrate show` lists that")
     if inputs.profile.batch_norm:
         lines.append("BatchNorm: only plans with the micro-batches of plain data parallelism give the same result")
+    if without_codecs(inputs):
+        lines.append(f"--fidelity {inputs.fidelity} changes nothing: {NO_CODEC}")
     if missing := left_out(inputs.fidelity):
         lines.append(f"left out, as their steps to a target were not measured: {', '.join(missing)}")
     return lines
+
+
+def without_codecs(inputs: PlannerInputs) -> bool:
+    """Whether a fidelity allows codecs, and none of them can be compared."""
+    allowed = planned_codecs(inputs.fidelity)
+    return bool(allowed) and inputs.fixed.codecs is None and not any(text in inputs.rates for text in allowed)
 
 
 def curve_lines(points: Sequence[Point], equation: KHat) -> list[str]:

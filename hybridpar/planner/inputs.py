@@ -187,8 +187,8 @@ CHANGED = 2.0
 def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
     """Refuse a plan that was made for another machine than the one at hand.
 
-    Compared are the hosts, their devices, and the speed of the link between hosts. A plan without recorded inputs was
-    not chosen for a machine, and passes.
+    Compared are the hosts that the plan uses, their devices, and the speed of the link between hosts. A plan without
+    recorded inputs was not chosen for a machine, and passes.
 
     Args:
         plan: The plan.
@@ -200,6 +200,7 @@ def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
     if plan.inputs is None:
         return
     made_for = inputs_of_plan(plan).cluster
+    made_for = made_for.first(plan.workers or made_for.workers)
     if difference := made_for.difference(cluster, CHANGED):
         raise PlanError(
             f"the plan was made elsewhere: {difference} (fingerprints {made_for.key} and {cluster.key})",

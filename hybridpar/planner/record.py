@@ -20,8 +20,9 @@ from hybridpar.plan import (
 )
 from hybridpar.planner.codecs import Travel
 from hybridpar.planner.evaluate import Evaluator, Outcome
+from hybridpar.planner.inputs import inputs_of_plan
 from hybridpar.planner.search import Answer
-from hybridpar.planner.space import Candidate
+from hybridpar.planner.space import Candidate, Space
 
 
 def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
@@ -102,6 +103,23 @@ def candidate_of(plan: Plan, evaluator: Evaluator, source: str = "the plan") -> 
         "What is predicted is a candidate of the search that the plan records.",
         "Plan again; a plan that was edited by hand cannot be compared with what was predicted.",
     )
+
+
+def is_as_recorded(plan: Plan) -> bool:
+    """Whether a plan still says what its search said, so that what was predicted holds; nobody has edited it."""
+    inputs = inputs_of_plan(plan)
+    evaluator = Evaluator(Space(inputs))
+    try:
+        candidate = candidate_of(plan, evaluator)
+    except PlanError:
+        return False
+    sync = plan.sync or Sync(lanes=inputs.sync_lanes, bucket_bytes=inputs.bucket_bytes)
+    if (sync.lanes, sync.bucket_bytes, sync.batch_norm) != (inputs.sync_lanes, inputs.bucket_bytes, Sync().batch_norm):
+        return False
+    units, homes = inputs.profile.graph.units, candidate.cut.stage_of
+    placed = [(unit.name, home) for unit, home in zip(units, homes, strict=True)]
+    said = [(unit, stage) for stage, one in enumerate(plan.partition.stages) for unit in one.units]
+    return sorted(placed) == sorted(said) or (candidate.shape.stages == 1 and not said)
 
 
 def _said(plan: Plan) -> tuple[object, ...]:

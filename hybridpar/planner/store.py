@@ -6,9 +6,9 @@ measured again, and a directory that cannot be written costs only that: a cache 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
 import tempfile
@@ -18,6 +18,8 @@ from typing import Any
 
 from hybridpar.cluster import cache_directory
 from hybridpar.pipeline.world import World
+
+_log = logging.getLogger(__name__)
 
 
 def folder() -> Path:
@@ -55,10 +57,10 @@ def load(kind: str, key: Mapping[str, Any], directory: Path | None = None) -> An
 
 
 def store(kind: str, key: Mapping[str, Any], data: object, directory: Path | None = None) -> None:
-    """Keep something; the file is replaced as a whole or not at all. See `path_of`."""
+    """Keep something; the file is replaced as a whole or not at all. See `path_of`. A warning says where that fails."""
     path = path_of(kind, key, directory)
     entry = {"key": key, "data": data}
-    with contextlib.suppress(OSError):
+    try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
         try:
@@ -68,6 +70,10 @@ def store(kind: str, key: Mapping[str, Any], data: object, directory: Path | Non
         except BaseException:
             os.unlink(aside)
             raise
+    except OSError as error:
+        _log.warning(
+            "%s is not kept, and will be measured again: cannot write %s: %s", kind, path.parent, error.strerror
+        )
 
 
 def figures(kind: str, key: Mapping[str, Any], directory: Path | None) -> dict[str, float] | None:

@@ -86,15 +86,15 @@ def test_eighty_columns_to_the_letter(info, make_step, make_epoch, clock):
 
 def test_long_notes_are_broken_between_words_below_their_label(info, clock):
     console, stream = terminal(80)
-    why = "plan     planned in 12.0 s (profile measured now, and kept): data parallel over 2 devices, 150.0 ms a step"
+    why = "plan     planned in 12.0 s (profile measured now): data parallel over 2 devices, 150.0 ms a step"
     other = "         not 2 stages on 2 devices, 4 micro-batches, greedy, v, balanced for 1,000 MB/s: +20.0 ms, bubble"
     with LiveProgress(console, clock=clock) as progress:
         progress.start(replace(info, notes=(why, other)))
     lines = Screen(80).play(sent(stream))
     begin = next(at for at, line in enumerate(lines) if line.startswith("plan "))
     assert lines[begin : begin + 4] == [
-        "plan     planned in 12.0 s (profile measured now, and kept): data parallel over",
-        "         2 devices, 150.0 ms a step",
+        "plan     planned in 12.0 s (profile measured now): data parallel over 2 devices,",
+        "         150.0 ms a step",
         "         not 2 stages on 2 devices, 4 micro-batches, greedy, v, balanced for",
         "           1,000 MB/s: +20.0 ms, bubble",
     ]

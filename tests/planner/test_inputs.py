@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hybridpar.cluster_file import CoreUse, parse_cluster
 from hybridpar.compress import read_policy
 from hybridpar.errors import PlanError, UsageError
-from hybridpar.plan import read_plan
+from hybridpar.plan import Plan, read_plan
 from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_from_data, inputs_of_plan
 from hybridpar.planner.profile import SizedTimes, Variant, merged
 from hybridpar.planner.record import plan_of
@@ -56,8 +56,23 @@ def test_every_outcome_has_a_plan_that_says_what_it_is():
         }
 
 
+def over_all(asked: PlannerInputs) -> Plan:
+    """Plain data parallelism over all workers."""
+    answer = find_plan(asked)
+    return plan_of(answer, answer.baselines["data parallel"])
+
+
+def test_a_plan_for_some_devices_is_for_those():
+    both = parse_cluster({"hosts": [{"devices": 2, "memory": "8GB"}], "inside": {"bandwidth": 1e9}})
+    answer = find_plan(inputs(spec=both))
+    plan = plan_of(answer, answer.baselines["one device"])
+    check_made_for(plan, cluster(1, memory="16GB"))
+    with pytest.raises(PlanError, match=r"hosts\.0\.devices is 1 there and 2 here"):
+        check_made_for(plan, both)
+
+
 def test_a_plan_made_elsewhere_is_told():
-    plan = plan_of(find_plan(inputs(spec=cluster(2))))
+    plan = over_all(inputs(spec=cluster(2)))
     check_made_for(plan, cluster(2))
     with pytest.raises(PlanError) as caught:
         check_made_for(plan, cluster(3))
@@ -105,7 +120,7 @@ def test_a_plan_for_a_described_cluster_is_for_that_cluster_once_it_is_measured(
             "between": {"bandwidth": 1.1e9},
         }
     )
-    plan = plan_of(find_plan(inputs(spec=described)))
+    plan = over_all(inputs(spec=described))
     check_made_for(plan, measured)
     fewer = measured.model_copy(update={"hosts": (measured.hosts[0], measured.hosts[0])})
     with pytest.raises(PlanError, match=r"hosts\.1\.devices is 2 there and 4 here"):

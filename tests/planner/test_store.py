@@ -35,8 +35,9 @@ def test_what_is_damaged_or_of_another_key_is_as_nothing(text):
     assert store.load(KIND, KEY) is None
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_is_no_error_and_is_told(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "file"))
     store.store(KIND, KEY, {})
     assert store.load(KIND, KEY) is None
+    assert f"{KIND} is not kept, and will be measured again: cannot write" in caplog.text
