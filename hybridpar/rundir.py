@@ -2,7 +2,7 @@
 
     runs/NAME/
       run.json       model, options, versions, and the job that writes here
-      plan.json      the plan
+      plan.json      the plan; plan-N-workers.json is one that waits for N workers again
       compress.csv   what each parameter travels as, where gradients are compressed
       policy.toml    the same as rules, where they were measured
       metrics.jsonl  a line per step
@@ -178,8 +178,8 @@ def _make_unused(base: Path) -> Path:
 def _clear(directory: Path) -> None:
     for name in _OWN_FILES:
         (directory / name).unlink(missing_ok=True)
-    for event_file in directory.glob("events.out.tfevents.*"):
-        event_file.unlink()
+    for numbered in (*directory.glob("events.out.tfevents.*"), *directory.glob("plan-[0-9]*-workers.json")):
+        numbered.unlink()
     for name in _OWN_FOLDERS:
         if (directory / name).is_dir():
             shutil.rmtree(directory / name)

@@ -85,7 +85,7 @@ def test_a_run_in_the_directory_is_not_overwritten_unasked():
 def test_overwrite_deletes_the_run_and_nothing_else(run_dir):
     place = start(run_dir=run_dir)
     save(place, 5)
-    for name in ("metrics.jsonl", "summary.json", "loss.png", "plan.json", "notes.txt"):
+    for name in ("metrics.jsonl", "summary.json", "loss.png", "plan.json", "plan-2-workers.json", "notes.txt"):
         (place.directory / name).write_text("old")
     (place.directory / "tensorboard").mkdir()
     again = start(run_dir=run_dir, overwrite=True)

@@ -177,7 +177,7 @@ class Comparison:
         level, slowdown = self._level(), self._slowdown()
         if level is None or slowdown is None:
             return "so the link is not as it was when this was predicted"
-        if not 1.01 / _MOST_SLOWER < slowdown < 0.99 * _MOST_SLOWER:
+        if not 1.01 / _MOST_SLOWER < slowdown < 0.99 * _MOST_SLOWER or abs(slowdown - 1) < 0.01:
             return "which no speed of the link explains"
         planned, seen = level.bandwidth / 1e6, level.bandwidth / slowdown / 1e6
         verb = "slower" if slowdown > 1 else "faster"
