@@ -21,7 +21,7 @@ from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan
-from hybridpar.planned_run import follow
+from hybridpar.planned_run import PlannedRun, follow
 from hybridpar.trainer import Trainer
 
 #: Steps of each plan that are not counted: shapes are found, buckets are cut anew.
@@ -108,7 +108,7 @@ class Trial:
                 config=config,
                 world=own,
                 lanes=lanes,
-                plan=plan if stages > 1 else None,
+                plan=PlannedRun(config, plan),
                 example=parts[0][0],
             )
             self._stack.callback(self.trainer.close)

@@ -38,6 +38,7 @@ from hybridpar.models import seed_everything
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan, parse_plan
 from hybridpar.plan_trials import Batch, config_of_plan, random_batch
+from hybridpar.planned_run import PlannedRun
 from hybridpar.planner.explain import describe
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import find_plan
@@ -112,7 +113,7 @@ class _Planned:
             nn.CrossEntropyLoss(),
             config,
             world=place.world(config.sum_groups, shared_memory=config.shares_memory),
-            plan=plan if len(plan.partition.stages) > 1 else None,
+            plan=PlannedRun(config, plan),
             example=torch.zeros(config.batch_size // (replicas * config.parts_per_step), 3, setting.side, setting.side),
         )
 

@@ -22,6 +22,7 @@ from hybridpar.errors import HybridparError, TrainingError
 from hybridpar.models import seed_everything
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan
+from hybridpar.planned_run import PlannedRun
 from hybridpar.stage_engine import StageEngine
 from hybridpar.trainer import StepResult, Trainer
 
@@ -113,7 +114,7 @@ class Ours:
             steps_per_epoch=task.steps,
             world=world,
             example=torch.randn(samples, *task.data.sample_shape) if layout.stages > 1 else None,
-            plan=plan,
+            plan=None if plan is None else PlannedRun(config, plan),
             name=task.setting.model,
         )
         seed_everything(task.seed)
