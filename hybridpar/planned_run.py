@@ -26,7 +26,7 @@ from hybridpar.partition.planning import require_model
 from hybridpar.pipeline.collective import BackendSum
 from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan, Sync, parse_plan, read_plan
-from hybridpar.planner.explain import NO_CODEC, Row, rows, without_codecs
+from hybridpar.planner.explain import Row, caveats, rows
 from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_of_plan
 from hybridpar.planner.link_ways import PLAIN_WAYS
 from hybridpar.planner.links import measure_cluster
@@ -408,11 +408,7 @@ def _told(answer: Answer, inputs: PlannerInputs, seconds: float, source: str) ->
     lines += [f"         not {row.name}: {row.verdict}" for row in others[begin : begin + _SHOWN]]
     if fewer := _fewer_workers(answer, inputs):
         lines.append(f"         {fewer}")
-    if without_codecs(inputs):
-        lines.append(f"         --fidelity {inputs.fidelity} changes nothing: {NO_CODEC}")
-    if inputs.calibration:
-        told = ", ".join(f"{name} x {value:.3f}" for name, value in sorted(inputs.calibration.items()))
-        lines.append(f"         with what earlier runs corrected: {told}; `hybridpar plan --calibrate show`")
+    lines += [f"         {one}" for one in caveats(inputs)]
     return tuple(lines)
 
 

@@ -95,7 +95,7 @@ class Trainer:
 
     Raises:
         UsageError: Stages, replicas and workers do not fit each other, or something that a pipeline needs is missing.
-        PlanError: The plan cannot be read, or is for another model.
+        PlanError: The plan cannot be read, or is for another model or other machines.
         SyncError: The workers did not build equal models.
         LaunchError: The peers cannot be reached.
 

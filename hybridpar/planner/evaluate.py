@@ -154,9 +154,7 @@ class Evaluator:
             send_cpu=sending,
             receive_cpu=receiving,
             # Per byte of a bucket; what a worker moves is that times the factor of the ring.
-            sync_cpu=2
-            * (shape.replicas - 1)
-            / (shape.replicas * self._lane_cores * self._least_core[shape.workers - 1]),
+            sync_cpu=2 * (shape.replicas - 1) / shape.replicas * self._lane_seconds(shape.workers),
             co_run=max(1.0, inputs.profile.co_run.get(shape.lanes, 1.0)),
             buckets=buckets,
             replicas=shape.replicas,
@@ -262,10 +260,14 @@ class Evaluator:
         """What a byte takes of a lane's cores, sending it and receiving it, where so many workers are used."""
         level = self._inputs.cluster.outer
         if level is None or level.cores is None:
-            either = _SEND_PART / (self._least_core[workers - 1] * self._lane_cores)
+            either = _SEND_PART * self._lane_seconds(workers)
             return either, either
         second = level.bandwidth * level.efficiency.send * self._lane_cores
         return level.cores.send / second, level.cores.receive / second
+
+    def _lane_seconds(self, workers: int) -> float:
+        """What moving a byte takes of a lane's cores, where nobody measured it: one of them moves it."""
+        return 1 / (self._least_core[workers - 1] * self._lane_cores)
 
     def _parts_of_model(self, figures: StageFigures) -> list[float]:
         """For every stage its part of the model's parameters."""

@@ -28,7 +28,7 @@ _LOOSER: tuple[Fidelity, ...] = ("exact", "close", "lossy")
 #: Noise above which a profile is hardly worth planning with.
 NOISY = 0.1
 #: Why no codec is compared.
-NO_CODEC = "no codec was timed, as workers that share memory only add, and one worker sends nothing"
+_NO_CODEC = "no codec was timed, as workers that share memory only add, and one worker sends nothing"
 #: Differences below this are not named.
 _SMALL_MS = 0.05
 
@@ -183,22 +183,24 @@ def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
         lines.append(f"a batch of {inputs.batch} feeds {inputs.workers} of {inputs.cluster.workers} workers")
     if inputs.profile.source != "measured":
         lines.append("times are estimated from FLOPs and bytes, not measured: they rank plans, and promise nothing")
-    if inputs.calibration:
-        told = ", ".join(f"{name} x {value:.2f}" for name, value in sorted(inputs.calibration.items()))
-        lines.append(f"corrected by what earlier runs measured: {told}; `hybridpar plan --calibrate show` lists that")
     if inputs.profile.batch_norm:
         lines.append("BatchNorm: only plans with the micro-batches of plain data parallelism give the same result")
-    if without_codecs(inputs):
-        lines.append(f"--fidelity {inputs.fidelity} changes nothing: {NO_CODEC}")
+    lines += caveats(inputs)
     if missing := left_out(inputs.fidelity):
         lines.append(f"left out, as their steps to a target were not measured: {', '.join(missing)}")
     return lines
 
 
-def without_codecs(inputs: PlannerInputs) -> bool:
-    """Whether a fidelity allows codecs, and none of them can be compared."""
+def caveats(inputs: PlannerInputs) -> list[str]:
+    """What a training run says of its figures as well: its fidelity changes nothing, or they are corrected."""
+    lines = []
     allowed = planned_codecs(inputs.fidelity)
-    return bool(allowed) and inputs.fixed.codecs is None and not any(text in inputs.rates for text in allowed)
+    if allowed and inputs.fixed.codecs is None and not any(text in inputs.rates for text in allowed):
+        lines.append(f"--fidelity {inputs.fidelity} changes nothing: {_NO_CODEC}")
+    if inputs.calibration:
+        told = ", ".join(f"{name} x {value:.3f}" for name, value in sorted(inputs.calibration.items()))
+        lines.append(f"with what earlier runs corrected: {told}; `hybridpar plan --calibrate show`")
+    return lines
 
 
 def curve_lines(points: Sequence[Point], equation: KHat) -> list[str]:

@@ -200,7 +200,8 @@ def check_made_for(plan: Plan, cluster: ClusterSpec) -> None:
     if plan.inputs is None:
         return
     made_for = inputs_of_plan(plan).cluster
-    made_for = made_for.first(plan.workers or made_for.workers)
+    if plan.workers is not None and plan.workers < made_for.workers:
+        made_for = made_for.first(plan.workers)
     if difference := made_for.difference(cluster, CHANGED):
         raise PlanError(
             f"the plan was made elsewhere: {difference} (fingerprints {made_for.key} and {cluster.key})",

@@ -223,10 +223,10 @@ class ModelProfile:
         """Of all parameters that are trained, in float32."""
         return 4 * sum(one.count for one in self.parameters)
 
-    @cached_property
+    @property
     def model_bytes(self) -> int:
-        """Of all parameters, in float32."""
-        return max(4 * self.info.parameters, self.parameter_bytes)
+        """Of all parameters, trained or not, in float32."""
+        return 4 * self.info.parameters
 
     def timed(self, variant: int, samples: float) -> UnitGraph:
         """The graph with the times and sizes of a variant at a micro-batch size."""

@@ -169,10 +169,26 @@ def test_sums_inside_hosts_do_not_take_what_stages_on_other_hosts_send():
             "between": {"bandwidth": 1e9},
         }
     )
-    evaluator = Evaluator(Space(inputs(spec=spec, batch=64)))
+    profile = chain([(1, 2)] * 4, [(2048, 1024)] * 4, 8_000_000)
+    evaluator = Evaluator(Space(inputs(profile, spec, batch=64)))
     shapes = {(one.shape.positions, one.shape.replicas): one for one in evaluator.space.candidates()}
     assert evaluator.costs(shapes[2, 4]).sync_own_link, "stages on hosts of their own"
     assert not evaluator.costs(shapes[1, 8]).sync_own_link
+    candidate = shapes[2, 4]
+    costs = evaluator.costs(candidate)
+    together = replace(costs, sync_own_link=False)
+    assert evaluator.simulation(candidate, costs).step_ms < evaluator.simulation(candidate, together).step_ms
+
+
+def test_sums_inside_hosts_around_a_codec_keep_cores_busy():
+    inside = {"bandwidth": 1e9, "cores": {"all_reduce": 1.0}}
+    spec = parse_cluster(
+        {"hosts": [{"count": 2, "devices": 2}], "inside": inside, "between": {"bandwidth": 1e9, "cores": {}}}
+    )
+    evaluator = Evaluator(Space(inputs(spec=spec, fidelity="close")))
+    plain = evaluator.space.baselines()["data parallel"]
+    (coded,) = evaluator.costs(replace(plain, travel=1)).buckets[0][:1]
+    assert coded.core_ms > 0
 
 
 def test_plain_plans_and_no_compression_are_always_there():
