@@ -18,7 +18,7 @@ THESIS_ARGS ?=
 BENCHMARKS := $(wildcard benchmarks/*/main.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench bench-planner bench-sync bench-thesis gpu-check images clean partition-sweep hang-hunt
+.PHONY: help venv demo test lint bench bench-planner bench-sync bench-thesis gpu-check images clean partition-sweep hang-hunt fuzz
 
 help: ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do \
@@ -77,3 +77,8 @@ HANG_ARGS ?=
 
 hang-hunt: $(READY) ## 500 steps of every codec with random buckets, lanes and delays, 2 and 3 workers; HANG_ARGS="--seed 7"
 	$(BIN)/python -m tests.compress.hang_hunt $(HANG_ARGS)
+
+FUZZ_ARGS ?=
+
+fuzz: $(READY) ## Read 100,000 damaged files of every kind; FUZZ_ARGS="--kind plan.json --seed 7"
+	$(BIN)/python -m tests.damage $(FUZZ_ARGS)

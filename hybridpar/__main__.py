@@ -2,7 +2,7 @@
 
 import sys
 
-from hybridpar.launch import leaving_at_once
+from hybridpar.machine.launch import leaving_at_once
 
 
 def main() -> int:

@@ -1,11 +1,13 @@
 """Why: the command `hybridpar`. It reads options, hands them to the package, and turns errors into exit codes.
 
 No logic lives here, and nothing heavy is imported before a command runs: `hybridpar --help` answers at once.
-Exit codes: 0 done; 1 the run failed; 2 the request was wrong; 130 or 143 stopped by Ctrl-C or SIGTERM after saving.
+Exit codes: 0 done; 1 the run failed after it had started; 2 the request was wrong; 130 or 143 stopped by Ctrl-C or
+SIGTERM after saving.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -15,23 +17,27 @@ from typing import Annotated
 
 import tyro
 
-from hybridpar.bench.request import Bench, BenchCodecs, BenchSync
+from hybridpar import __version__
+from hybridpar.commands.bench.request import Bench, BenchCodecs, BenchSync
+from hybridpar.commands.plan.partition import run_plan
+from hybridpar.commands.show import run_show
 from hybridpar.config import TrainConfig
-from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError
-from hybridpar.launch import (
+from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError, nearest
+from hybridpar.machine.launch import (
     LEAVE_SECONDS,
     error_text,
+    failure_recorded,
     follow_launcher,
     in_job,
     launch_workers,
-    leave_verdict,
+    launched_here,
     leaving_at_once,
-    restart_with_environment,
-    verdict_exists,
+    record_failure,
+    tell_interrupted,
 )
-from hybridpar.partition.command import run_plan
+from hybridpar.machine.process import tune_this_process
 from hybridpar.planner.request import PlanRequest
-from hybridpar.show import run_show
+from hybridpar.run.directory import before_the_start, expected_directory, find_place, recall_options
 from hybridpar.tvm_kernels.request import TuneConfig
 
 
@@ -55,10 +61,11 @@ class Doctor:
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """Print a plan, a timeline or a schedule, and draw it."""
+    """Print a run, a plan, a timeline or a schedule, and draw it."""
 
     file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-    """A plan of `hybridpar plan` or of a run, a trace of `hybridpar train --timeline`, or a schedule as CSV."""
+    """A run directory, a plan of `hybridpar plan` or of a run, a trace of `hybridpar train --timeline`, or a schedule
+    as CSV."""
     draw: Path | None = None
     """Draw it into this .svg, .png or .pdf file; of a plan, the schedule with its predicted times."""
 
@@ -81,51 +88,57 @@ Command = Annotated[
 ]
 
 
-def main(arguments: Sequence[str] | None = None, *, program: Sequence[str] | None = None) -> int:
+#: What a command line begins with.
+COMMANDS = ("train", "plan", "tune", "show", "bench", "doctor")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
         arguments: What follows the program's name; default: `sys.argv`.
-        program: What Python must run to come here again with the same arguments, for a process that starts itself
-            anew with other settings; default: `-m hybridpar` with the arguments.
 
     Returns:
         The exit code.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    program = ["-m", "hybridpar", *arguments] if program is None else program
+    if arguments[:1] in (["--version"], ["-V"]):
+        print(f"hybridpar {__version__}")
+        return 0
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        unknown = f"unknown command {arguments[0][:100]!r}"
+        return _fail(UsageError(unknown, nearest(arguments[0], COMMANDS), "See `hybridpar --help`."), debug=False)
     with leaving_at_once():
         command = tyro.cli(
             Command,
             args=with_nested_options(arguments),
             prog="hybridpar",
-            description="Train PyTorch vision models faster on the hardware you have.",
+            description="Train PyTorch vision models faster on the hardware you have. --version prints the version.",
             config=(tyro.conf.FlagCreatePairsOff,),
         )
     debug = getattr(command, "debug", False)
+    _place_torchs_cache()
     try:
         if isinstance(command, Doctor):
-            from hybridpar.doctor import run_doctor
+            from hybridpar.commands.doctor import run_doctor
 
             return run_doctor(command.fresh, command.json)
         if isinstance(command, PlanRequest):
-            return _plan(command, arguments, program)
+            return _plan(command, arguments)
         if isinstance(command, TuneConfig):
-            return _tune(command, program)
+            return _tune(command)
         if isinstance(command, Show):
             return run_show(command.file, command.draw)
         if isinstance(command, Benchmark):
             return _bench(command.what, arguments)
-        return _train(command, arguments, program)
+        return _train(command, arguments)
     except HybridparError as error:
         return _fail(error, debug)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        tell_interrupted()
         return 130
     except Exception as error:
-        if "RANK" not in os.environ:
-            raise
-        return _fail(error, debug=True)
+        return _fail(error, debug)
 
 
 def with_nested_options(arguments: Sequence[str]) -> list[str]:
@@ -139,50 +152,48 @@ def with_nested_options(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
-def _plan(command: PlanRequest, arguments: Sequence[str], program: Sequence[str]) -> int:
-    from hybridpar.cluster import default_workers
+def _plan(command: PlanRequest, arguments: Sequence[str]) -> int:
+    from hybridpar.machine.cluster import default_workers
 
     if command.is_here and (in_job() or command.verify or (command.workers or default_workers()) > 1):
-        return _plan_with_workers(command, arguments, program)
+        return _plan_with_workers(command, arguments)
     if command.wants_tuned_process:
-        restart_with_environment(program)
+        tune_this_process(1)
     if command.calibrate:
         from hybridpar.planner.calibrate import run_calibrate
 
         command.check()
         return run_calibrate(command.calibrate)
     if command.searches:
-        from hybridpar.planner.command import run_search
+        from hybridpar.commands.plan.search import run_search
 
         return run_search(command)
     command.check()
     return run_plan(command)
 
 
-def _plan_with_workers(command: PlanRequest, arguments: Sequence[str], program: Sequence[str]) -> int:
+def _plan_with_workers(command: PlanRequest, arguments: Sequence[str]) -> int:
     """Plan in the workers of this machine, which are started where nobody else has started them."""
-    from hybridpar.cluster import default_workers, has_gpu
+    from hybridpar.machine.cluster import default_workers
 
     command.check()
     if not in_job():
         workers = command.workers or default_workers()
         if workers > 1:
-            tune = command.tune_process and not has_gpu()
-            return launch_workers(arguments, workers, tune=tune, restarts=0, patience=LEAVE_SECONDS)
-        if command.wants_tuned_process:
-            restart_with_environment(program)
+            return launch_workers(arguments, workers, restarts=0, patience=LEAVE_SECONDS)
+    _tune_worker(command.tune_process)
     follow_launcher()
     with leaving_at_once():
-        from hybridpar.plan_job import run_plan_job
+        from hybridpar.commands.plan.job import run_plan_job
 
     return run_plan_job(command)
 
 
-def _tune(command: TuneConfig, program: Sequence[str]) -> int:
+def _tune(command: TuneConfig) -> int:
     command.check()
     if command.tune_process and command.show is None:
-        restart_with_environment(program)
-    from hybridpar.tune_command import run_tune
+        tune_this_process(1)
+    from hybridpar.commands.tune import run_tune
 
     return run_tune(command)
 
@@ -190,7 +201,7 @@ def _tune(command: TuneConfig, program: Sequence[str]) -> int:
 def _bench(request: Bench, arguments: Sequence[str]) -> int:
     request.check()
     if isinstance(request, BenchCodecs):
-        from hybridpar.bench.codecs import run_bench_codecs
+        from hybridpar.commands.bench.codecs import run_bench_codecs
 
         return run_bench_codecs(request)
     return _bench_sync(request, arguments)
@@ -198,45 +209,82 @@ def _bench(request: Bench, arguments: Sequence[str]) -> int:
 
 def _bench_sync(request: BenchSync, arguments: Sequence[str]) -> int:
     if not in_job():
-        from hybridpar.cluster import has_gpu
-
-        tune = request.tune_process and not has_gpu()
-        return launch_workers(arguments, request.workers, tune=tune, restarts=0, patience=LEAVE_SECONDS)
+        return launch_workers(arguments, request.workers, restarts=0, patience=LEAVE_SECONDS)
+    _tune_worker(request.tune_process)
     follow_launcher()
     with leaving_at_once():
-        from hybridpar.bench.sync import run_bench_sync
+        from hybridpar.commands.bench.sync import run_bench_sync
 
     return run_bench_sync(request)
 
 
-def _train(command: Train, arguments: Sequence[str], program: Sequence[str]) -> int:
+def _train(command: Train, arguments: Sequence[str]) -> int:
     command.check()
+    named = named_options(arguments)
     if not in_job():
-        from hybridpar.cluster import default_workers, has_gpu
+        with before_the_start():
+            # What follows reads the options of the run; the workers recall them again, and tell of it.
+            command, _ = recall_options(command, command.model, named)
+            place = find_place(command, command.model)
+        from hybridpar.machine.cluster import default_workers, has_gpu, has_gpu_driver
 
-        tune = command.tune_process and not has_gpu()
-        planned = _workers_of_plan(command)
-        workers = command.workers or command.workers_wanted or planned or default_workers()
+        planned = _workers_of_plan(command)  # and whether there is such a plan
+        workers = command.workers or command.workers_wanted or planned
+        if not has_gpu_driver():
+            workers = workers or default_workers()
+        _announce(command, expected_directory(place), workers)
+        workers = workers or default_workers()
         if command.uses_servers and workers + command.server_processes > 1:
             from hybridpar.server.supervise import launch_with_servers
 
             command.split_count(workers)
+            program = ["-m", "hybridpar", *arguments]
+            tune = command.tune_process and not has_gpu()
             return launch_with_servers(
                 program, workers, command.server_processes, patient=command.waits_for_all, tune=tune
             )
         if workers > 1:
-            return launch_workers(arguments, workers, tune=tune)
-        if tune:
-            restart_with_environment(program)
+            return launch_workers(arguments, workers)
+    elif os.environ["RANK"] == "0" and not launched_here():
+        with contextlib.suppress(HybridparError):  # an error is told by all workers together, once they have met
+            _announce(command, expected_directory(find_place(command, command.model)), int(os.environ["WORLD_SIZE"]))
+    _tune_worker(command.tune_process)
     follow_launcher()
     with leaving_at_once():
-        from hybridpar.run import run_training
+        from hybridpar.run.run import run_training
 
-    return run_training(command, command.model, named_options(arguments))
+    return run_training(command, command.model, named)
+
+
+def _announce(command: Train, directory: Path, workers: int | None) -> None:
+    """Say at once what is about to be trained, before the seconds that torch takes."""
+    count = "a worker per GPU" if workers is None else f"{workers} worker{'' if workers == 1 else 's'}"
+    lines = f"hybridpar {__version__}: training {command.model} on {command.data}, {count}, in {directory}"
+    with contextlib.suppress(OSError):  # a reader that has left is no reason not to train
+        print(f"{lines}\nloading torch{'' if workers == 1 else ' and starting the workers'} ...", flush=True)
+
+
+def _place_torchs_cache() -> None:
+    """Keep what torch compiles beside our own cache. Torch makes the directory in any case, else a temporary one."""
+    from hybridpar.machine.cluster import cache_directory
+
+    place = cache_directory() / "torchinductor"
+    with contextlib.suppress(OSError):
+        place.mkdir(parents=True, exist_ok=True)
+        if os.access(place, os.W_OK):
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(place.resolve()))
+
+
+def _tune_worker(wanted: bool) -> None:
+    """Tune this worker of a CPU job for training, whoever started it, before it imports torch."""
+    from hybridpar.machine.cluster import has_gpu
+
+    if wanted and not has_gpu():
+        tune_this_process(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _workers_of_plan(command: Train) -> int | None:
-    """Workers that the plan's file was searched for; one that merely cuts a model leaves their number open."""
+    """Workers that the plan's file was searched for, or names; a cut of a model alone leaves their number open."""
     from hybridpar.plan import read_plan
 
     if command.plan_file is not None and not command.plan_file.exists():
@@ -246,7 +294,8 @@ def _workers_of_plan(command: Train) -> int | None:
             "Correct it, or write a plan: `hybridpar plan MODEL --explain -o plan.json`.",
         )
     plan = read_plan(command.plan_file) if command.plan_file is not None else None
-    return plan.workers if plan is not None and plan.inputs is not None else None
+    placed = plan is not None and plan.placement is not None and not plan.placement.is_usual
+    return plan.workers if plan is not None and (placed or plan.inputs is not None) else None
 
 
 def named_options(arguments: Sequence[str]) -> frozenset[str]:
@@ -257,9 +306,11 @@ def named_options(arguments: Sequence[str]) -> frozenset[str]:
 
 def _fail(error: BaseException, debug: bool) -> int:
     """Report an error once for the whole job, and choose the exit code."""
-    if isinstance(error, (SyncError, LaunchError)) and verdict_exists():
+    if isinstance(error, (SyncError, LaunchError)) and failure_recorded():
         return 0  # a peer failed first, and its message is the one to show
-    if leave_verdict(error, debug=debug):
+    if record_failure(error, debug=debug):
         return 0
+    if isinstance(error, HybridparError) and error.is_repeated:
+        return error.exit_code
     print(error_text(error, debug), file=sys.stderr)
     return error.exit_code if isinstance(error, HybridparError) else 1

@@ -7,7 +7,14 @@ code, and tests can assert on the parts instead of on prose. This module imports
 from __future__ import annotations
 
 import difflib
+import os
+import sys
+import sysconfig
+import traceback
 from collections.abc import Iterable
+
+#: Characters of a part of a message.
+_LONGEST = 2_000
 
 
 class HybridparError(Exception):
@@ -22,11 +29,13 @@ class HybridparError(Exception):
     #: What the command line exits with: 1 for a failed run, 2 for wrong usage.
     exit_code = 1
 
+    #: Another worker of the job has the same error and prints it.
+    is_repeated = False
+
     def __init__(self, what: str, why: str = "", fix: str = "") -> None:
-        super().__init__(what, why, fix)
-        self.what = what
-        self.why = why
-        self.fix = fix
+        # Whatever was given by a user, or stands in a file, may be in a message, of any length.
+        self.what, self.why, self.fix = (shortened(part, _LONGEST) for part in (what, why, fix))
+        super().__init__(self.what, self.why, self.fix)
 
     def __str__(self) -> str:
         return "\n".join(part for part in (self.what, self.why, self.fix) if part)
@@ -86,6 +95,15 @@ class KernelError(HybridparError):
     """A kernel that was demanded cannot be had."""
 
 
+def shortened(value: object, most: int = 200) -> str:
+    """A value as text of at most so many characters, for a message: of a longer one the middle is left out."""
+    text = str(value)
+    if len(text) <= most:
+        return text
+    tail = most // 3
+    return f"{text[: most - tail - 3]}...{text[len(text) - tail :]}"
+
+
 def nearest(name: str, choices: Iterable[str], most: int = 3) -> str:
     """A sentence that names the valid choices closest to a wrong name.
 
@@ -103,3 +121,50 @@ def nearest(name: str, choices: Iterable[str], most: int = 3) -> str:
         return f"Did you mean {', '.join(close)}?"
     shown = ", ".join(valid[:12])
     return f"Valid: {shown}, ..." if len(valid) > 12 else f"Valid: {shown}."
+
+
+def user_frames(error: BaseException, *, packages: bool = True, most: int = 6) -> list[str]:
+    """The lines of an exception's traceback that lie in the user's own code.
+
+    Left out are the frames up to the last one of hybridpar, and those of torch and of Python's library.
+
+    Args:
+        error: An exception that was raised.
+        packages: Count installed packages as the user's code: a model may come from one.
+        most: Number of frames at most; the innermost ones are kept.
+
+    Returns:
+        The frames as a traceback prints them, two lines each, the innermost last; empty where there is none.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = f"{os.path.dirname(os.path.abspath(__file__))}{os.sep}"
+    last = max((place for place, frame in enumerate(frames) if frame.filename.startswith(own)), default=-1)
+    kept = [frame for frame in frames[last + 1 :] if _is_users(frame.filename, packages)]
+    return [text.rstrip("\n") for text in traceback.format_list(kept[-most:])]
+
+
+def user_error(what: str, error: BaseException, *, fix: str = "") -> UsageError:
+    """What failed in the user's own code, with the user's part of the traceback.
+
+    Args:
+        what: What failed.
+        error: The exception.
+        fix: What to do; default: to mend the code there.
+    """
+    # A syntax error has no frame in the file; its last lines show the place.
+    text = "".join(traceback.format_exception_only(error)).strip()
+    why = "\n".join(user_frames(error))
+    fix = fix or "Mend it there; --debug shows the whole traceback."
+    return UsageError(f"{what}: {shortened(text, 800)}", why, fix)
+
+
+def _is_users(file: str, packages: bool) -> bool:
+    if file.startswith("<"):  # <frozen importlib._bootstrap>, <string>, <eval_with_key>
+        return False
+    paths = sysconfig.get_paths()
+    torch = getattr(sys.modules.get("torch"), "__path__", None)
+    if torch and file.startswith(f"{next(iter(torch))}{os.sep}"):
+        return False
+    if any(file.startswith(f"{paths[kind]}{os.sep}") for kind in ("purelib", "platlib")):
+        return packages
+    return not any(file.startswith(f"{paths[kind]}{os.sep}") for kind in ("stdlib", "platstdlib"))

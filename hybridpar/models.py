@@ -11,14 +11,18 @@ import importlib
 import inspect
 import os
 import sys
-import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from types import ModuleType
 from typing import Literal
 
 import torch
 import torchvision
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import UsageError, nearest, shortened, user_error
 
 Stem = Literal["imagenet", "cifar"]
 
@@ -33,13 +37,15 @@ def build_model(name: str, classes: int, *, stem: Stem = "imagenet") -> nn.Modul
 
     Args:
         name: A torchvision classification model, or `package.module:factory`. A factory is called with
-            `num_classes=` where it takes that argument, else without arguments. The current directory is searched.
+            `num_classes=` where it takes that argument or `**kwargs`, else without arguments. The current directory
+            is searched.
         classes: Number of classes of the last layer.
         stem: `cifar` replaces a ResNet's 7x7 stride-2 convolution and max-pool by one 3x3 stride-1 convolution, as
             is usual for 32x32 images (He et al. 2016, section 4.2).
 
     Raises:
-        UsageError: No such model, the factory cannot be imported or returns no module, or the stem does not fit.
+        UsageError: No such model, the factory cannot be imported or fails, or returns no module or one with lazy
+            parameters, or the stem does not fit.
     """
     model = _user_model(name, classes) if ":" in name else _torchvision_model(name, classes)
     if stem == "cifar":
@@ -69,7 +75,7 @@ def _torchvision_model(name: str, classes: int) -> nn.Module:
     names = model_names()
     if name not in names:
         raise UsageError(
-            f"unknown model {name!r}",
+            f"unknown model {shortened(repr(name))}",
             nearest(name, names),
             "Name a torchvision classification model, or your own as package.module:factory.",
         )
@@ -84,20 +90,7 @@ def _torchvision_model(name: str, classes: int) -> nn.Module:
 
 def _user_model(name: str, classes: int) -> nn.Module:
     module_name, _, factory_name = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        if not all(part.isidentifier() for part in module_name.split(".")):
-            raise ImportError(f"{module_name!r} is no absolute module name")
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UsageError(
-            f"cannot import {module_name!r} for the model {name!r}: {error}",
-            "The part before the colon is a module that Python finds in the current directory or the environment.",
-            "Check the spelling, or run from the directory that holds it.",
-        ) from error
-    except Exception as error:
-        raise _failed(f"importing {module_name!r} for the model {name!r}", error) from error
+    module = _user_module(module_name, name)
     factory = getattr(module, factory_name, None)
     if not callable(factory):
         callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -105,37 +98,74 @@ def _user_model(name: str, classes: int) -> nn.Module:
             f"module {module_name!r} has no factory {factory_name!r}",
             nearest(factory_name, callables) if callables else "The module defines nothing that can be called.",
         )
-    signature = inspect.signature(factory)
-    options = {"num_classes": classes} if "num_classes" in signature.parameters else {}
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        raise UsageError(
-            f"cannot call {name}{signature}: {error}",
-            "A factory is called with num_classes= where it takes that argument, else without arguments.",
-            "Give its other arguments defaults.",
-        ) from error
-    try:
-        model = factory(**options)
-    except Exception as error:
-        raise _failed(f"the factory {name}", error) from error
+    model = _call_factory(factory, name, classes)
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"{name} returned {type(model).__name__}",
+            f"{name} returned {article(model)}",
             "A factory returns a torch.nn.Module.",
             "Return the model from it.",
+        )
+    lazy = [path for path, one in chain(model.named_parameters(), model.named_buffers()) if is_lazy(one)]
+    if lazy:
+        raise UsageError(
+            f"{name} has parameters whose shape is not known yet, such as {lazy[0]}",
+            "Lazy modules get their shapes in their first forward pass; training needs them before.",
+            "Call the model once in the factory, on an example of its inputs: model(torch.zeros(1, 3, 32, 32)).",
         )
     return model
 
 
-def _failed(what: str, error: Exception) -> UsageError:
-    """An error in the user's own code, with the line that a traceback would end at."""
-    *_, last = traceback.extract_tb(error.__traceback__)
-    return UsageError(
-        f"{what} failed: {type(error).__name__}: {error}",
-        f"It was raised in {last.filename}, line {last.lineno}.",
-        "Mend it there; --debug shows the whole traceback.",
-    )
+def _user_module(module_name: str, name: str) -> ModuleType:
+    """Import the module that the name of a user's model begins with; the current directory is searched, too."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        if not all(part.isidentifier() for part in module_name.split(".")):
+            raise ModuleNotFoundError(f"{module_name!r} is no absolute module name", name=module_name)
+        return importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # a script that reads its command line when it is imported exits
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{module_name}.".startswith(f"{missing}."):
+            raise user_error(f"importing {module_name!r} for the model {name!r} failed", error) from error
+        raise UsageError(
+            f"cannot import {module_name!r} for the model {name!r}: {error}",
+            "The part before the colon is a module that Python finds in the current directory or the environment.",
+            "Check the spelling, or run from the directory that holds it.",
+        ) from error
+
+
+def _call_factory(factory: Callable[..., object], name: str, classes: int) -> object:
+    """Call a factory, with the number of classes where it takes that by name."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # some functions written in C have none
+        signature = inspect.Signature()
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in signature.parameters.values())
+    options = {"num_classes": classes} if takes_any or "num_classes" in signature.parameters else {}
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise UsageError(
+            f"cannot call {name}{shortened(str(signature), 200)}: {error}",
+            "A factory is called with num_classes= where it takes that argument or **kwargs, else without arguments.",
+            "Give its other arguments defaults.",
+        ) from error
+    try:
+        return factory(**options)
+    except (Exception, SystemExit) as error:
+        # Handed on through **kwargs to something that does not take it: the outputs are counted before training.
+        if takes_any and isinstance(error, TypeError) and "unexpected keyword argument 'num_classes'" in str(error):
+            try:
+                return factory()
+            except (Exception, SystemExit) as second:
+                error = second
+        raise user_error(f"the factory {name} failed", error) from error
+
+
+def article(value: object) -> str:
+    """The type of a value with its article: `a dict`, `an int`."""
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
 
 
 def _use_cifar_stem(model: nn.Module, name: str) -> None:
@@ -168,3 +198,13 @@ def parameter_count(model: nn.Module) -> int:
 def seed_everything(seed: int) -> None:
     """Seed torch on all devices, so that a model built next is the same everywhere."""
     torch.manual_seed(seed)
+
+
+def autocast(amp: str, device: torch.device) -> AbstractContextManager[object]:
+    """The context in which a model's forward pass runs.
+
+    Args:
+        amp: `none` or `bf16`, the option `--amp`.
+        device: The model's device.
+    """
+    return nullcontext() if amp == "none" else torch.autocast(device.type, dtype=torch.bfloat16)

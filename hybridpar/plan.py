@@ -19,9 +19,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from hybridpar.errors import PlanError
+from hybridpar.errors import PlanError, shortened
+from hybridpar.formats.file_reader import first_problem, read_json
 
 PLAN_VERSION: Literal[1] = 1
+
+#: Bytes of a file; what can be wrong with it takes hundreds of times as many.
+_MOST_BYTES = 4 << 20
 
 
 class _Section(BaseModel):
@@ -54,9 +58,9 @@ class Stage(_Section):
 class Partition(_Section):
     """How the graph is cut.
 
-    `balance` is the largest stage time over the mean; `lower_bound_ms` the time no partition can beat;
-    `gap_to_optimum` the largest stage time over that bound, minus one; `certificate` says whether the bound is the
-    exact optimum over all convex cuts, or only a bound.
+    `balance` is the largest stage time over the mean; `lower_bound_ms` the time no partition can beat; `certificate`
+    says whether that is the exact optimum over all convex cuts, or only a bound. By how much the largest stage time is
+    above it, relative, is `gap_to_optimum` where the certificate is `exact`, and `gap_to_bound` where it is `bound`.
     """
 
     stages: tuple[Stage, ...] = Field(min_length=1)
@@ -65,8 +69,14 @@ class Partition(_Section):
     balance: float | None = Field(None, ge=1 - 1e-9)
     lower_bound_ms: float | None = Field(None, ge=0)
     gap_to_optimum: float | None = None
+    gap_to_bound: float | None = None
     certificate: Literal["exact", "bound"] | None = None
     cut_bytes: int | None = Field(None, ge=0)
+
+    @property
+    def gap(self) -> float | None:
+        """The one of both gaps that is known. Plans of earlier releases have `gap_to_optimum` for either."""
+        return self.gap_to_bound if self.gap_to_optimum is None else self.gap_to_optimum
 
 
 class StagePlacement(_Section):
@@ -84,6 +94,37 @@ class Placement(_Section):
     kind: Literal["linear", "loop", "v"] = "linear"
     replicas: int = Field(1, ge=1)
     stages: tuple[StagePlacement, ...] = Field(min_length=1)
+
+    @property
+    def lanes(self) -> tuple[tuple[int, int], ...]:
+        """Worker, and lane on it, of every lane of a replica; in this order lanes are numbered."""
+        return tuple(sorted({(place.worker, place.lane) for place in self.stages}))
+
+    @property
+    def lane_of(self) -> tuple[int, ...]:
+        """For every stage its lane, an index into `lanes`."""
+        where = {place.stage: (place.worker, place.lane) for place in self.stages}
+        return tuple(self.lanes.index(where[stage]) for stage in range(len(self.stages)))
+
+    @property
+    def workers(self) -> int:
+        """Workers of a replica."""
+        return 1 + max(place.worker for place in self.stages)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether stages are where `kind` alone puts them, so that they can be dealt out to other workers as well."""
+        lanes, stages = len(self.lanes), len(self.stages)
+        fits = {"linear": stages == lanes, "loop": stages % lanes == 0, "v": stages == 2 * lanes}[self.kind]
+        if lanes % self.workers or not fits:
+            return False
+        each = lanes // self.workers
+        usual = {
+            "linear": range(stages),
+            "loop": [stage % lanes for stage in range(stages)],
+            "v": [stage if stage < lanes else 2 * lanes - 1 - stage for stage in range(stages)],
+        }[self.kind]
+        return self.lanes == tuple(divmod(lane, each) for lane in range(lanes)) and self.lane_of == tuple(usual)
 
 
 class Pipeline(_Section):
@@ -198,9 +239,7 @@ class Plan(_Section):
     @property
     def workers(self) -> int | None:
         """Workers that the plan is for; None where it does not say."""
-        if self.placement is None:
-            return None
-        return self.placement.replicas * (1 + max(place.worker for place in self.placement.stages))
+        return None if self.placement is None else self.placement.replicas * self.placement.workers
 
     def to_json(self) -> str:
         """The plan as indented JSON with a fixed key order and absent sections left out."""
@@ -266,22 +305,9 @@ def read_plan(path: str | Path) -> Plan:
     Raises:
         PlanError: The file is missing, is not a plan, or is of a version this package cannot read.
     """
-    source = Path(path)
-    try:
-        text = source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not a text file"
-        raise PlanError(f"cannot read the plan {source}: {reason}", fix="Name a plan written by hybridpar.") from error
-    try:
-        data = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        found = f"{error.msg}, line {error.lineno}" if isinstance(error, json.JSONDecodeError) else "nested too deeply"
-        raise PlanError(
-            f"{source} is not a whole plan: {found}",
-            "A plan is one JSON object.",
-            "Write it again with `hybridpar plan`.",
-        ) from error
-    return parse_plan(data, str(source))
+    fix = "Name a plan that `hybridpar plan` wrote, or write it again."
+    data = read_json(Path(path), "the plan", PlanError, fix, why="A plan is one JSON object.", most=_MOST_BYTES)
+    return parse_plan(data, shortened(path))
 
 
 def parse_plan(data: object, source: str = "the plan") -> Plan:
@@ -294,17 +320,16 @@ def parse_plan(data: object, source: str = "the plan") -> Plan:
         raise PlanError(f"{source} is not a plan", "A plan is a JSON object with the key `version`.")
     if data["version"] != PLAN_VERSION:
         raise PlanError(
-            f"{source} has plan version {data['version']!r}",
+            f"{source} has plan version {shortened(repr(data['version']))}",
             f"This hybridpar reads version {PLAN_VERSION}.",
             "Install the hybridpar that wrote it, or make the plan again with `hybridpar plan`.",
         )
     try:
         return Plan.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "plan"
+        where, problem = first_problem(error)
         raise PlanError(
-            f"{source} is not a valid plan: {where}: {first['msg']}",
+            f"{source} is not a valid plan: {where or 'plan'}: {problem}",
             fix="Undo the edit, or write the plan again with `hybridpar plan`.",
         ) from error
 

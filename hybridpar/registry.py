@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import UsageError, nearest, shortened
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ class Registry(Generic[T]):
             UsageError: No such entry; the message names the nearest ones.
         """
         if name not in self._entries:
-            raise UsageError(f"unknown {self.kind} {name!r}", fix=nearest(name, self._entries))
+            raise UsageError(f"unknown {self.kind} {shortened(repr(name))}", fix=nearest(name, self._entries))
         return self._entries[name][0]
 
     def describe(self) -> dict[str, str]:

@@ -10,4 +10,4 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hybridpar.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["tune", *sys.argv[1:]], program=sys.argv))
+    sys.exit(main(["tune", *sys.argv[1:]]))

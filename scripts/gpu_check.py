@@ -38,11 +38,11 @@ from benchmarks.rig.paired import paired  # noqa: E402
 from benchmarks.rig.rows import commit, row  # noqa: E402
 from benchmarks.rig.table import append_rows, print_rows  # noqa: E402
 from hybridpar import TrainConfig, Trainer  # noqa: E402
+from hybridpar.comm.world import World  # noqa: E402
 from hybridpar.models import build_model  # noqa: E402
-from hybridpar.optim import build_optimizer  # noqa: E402
-from hybridpar.pipeline.world import World  # noqa: E402
+from hybridpar.optim.build import build_optimizer  # noqa: E402
+from hybridpar.run.worker import device_name  # noqa: E402
 from hybridpar.tvm_kernels.cuda_device import gpu_at  # noqa: E402
-from hybridpar.worker import device_name  # noqa: E402
 from scripts import gpu_convolutions, gpu_kernels, gpu_pipeline  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "gpu" / "results"

@@ -27,7 +27,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from benchmarks.rig.rows import commit  # noqa: E402
-from hybridpar.kernel_cache import KernelsUnavailable  # noqa: E402
+from hybridpar.codegen.cache import KernelsUnavailable  # noqa: E402
 from hybridpar.tvm_kernels.cuda_device import KNOWN, Gpu, gpu_at  # noqa: E402
 from hybridpar.tvm_kernels.cuda_kernel import (  # noqa: E402
     CudaKernel,
@@ -36,10 +36,11 @@ from hybridpar.tvm_kernels.cuda_kernel import (  # noqa: E402
     load_cubin,
     sources_of,
 )
-from hybridpar.tvm_kernels.cuda_measure import CudaBench, most_error  # noqa: E402
+from hybridpar.tvm_kernels.cuda_measure import CudaBench  # noqa: E402
 from hybridpar.tvm_kernels.cuda_space import reject  # noqa: E402
 from hybridpar.tvm_kernels.cuda_tuner import KEPT, compile_all, ranked  # noqa: E402
 from hybridpar.tvm_kernels.database import KernelKey, read_database  # noqa: E402
+from hybridpar.tvm_kernels.record import most_error  # noqa: E402
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout  # noqa: E402
 from scripts.gpu_pipeline import Outcome, Result, SkippedCheck, run_each  # noqa: E402
 

@@ -25,7 +25,7 @@ from typing import Any
 SIZE = 4
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "hybridpar.run", "tests.runs", "tests.pipeline.oracle"])
+_context.set_forkserver_preload(["pytest", "hybridpar.run.run", "tests.runs", "tests.pipeline.oracle"])
 _pool: list[tuple[Any, Connection]] = []
 
 
@@ -154,7 +154,7 @@ def _call(
 ) -> Any:
     import torch.distributed as dist
 
-    from hybridpar.pipeline.world import World
+    from hybridpar.comm.world import World
 
     if size == 1:
         return function(World(), *args)

@@ -20,12 +20,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridpar.checkpoint import latest_checkpoint, load_checkpoint
+from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.observe import read_metrics, summary_schema
-from hybridpar.pipeline.world import World
 from hybridpar.plan import read_plan
-from hybridpar.run import run_training
+from hybridpar.run.run import run_training
+from hybridpar.train.checkpoint import load_checkpoint
+from hybridpar.train.checkpoint_files import latest_checkpoint
 from tests.small_nets import FAULT_VARIABLE
 
 ROOT = Path(__file__).parents[1]

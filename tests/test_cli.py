@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import re
 import socket
+import subprocess
 import sys
 
 import pytest
 from PIL import Image
 
-from hybridpar.cli import main
+from hybridpar import __version__
+from hybridpar.cli import COMMANDS, main
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from tests.ranks import run_ranks
-from tests.runs import check_run, faulty, restored_modes, small_arguments, train_rank
+from tests.runs import ROOT, check_run, faulty, restored_modes, small_arguments, train_rank
 
 
 @pytest.fixture
@@ -39,6 +45,35 @@ def assert_one_error(error: str, *said: str) -> None:
         assert part in error
 
 
+def test_the_version_is_told(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"hybridpar {__version__}\n"
+
+
+def test_a_command_that_is_misspelt_is_guessed(capsys):
+    assert main(["trian", "resnet18"]) == 2
+    assert_one_error(capsys.readouterr().err, "unknown command 'trian'", "Did you mean train?")
+
+
+def help_of(command: list[str], capsys) -> str:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    return capsys.readouterr().out
+
+
+def test_every_command_is_known(capsys):
+    listed = re.search(r"\{([a-z,]+)\}", help_of([], capsys))
+    assert listed is not None
+    assert tuple(listed[1].split(",")) == COMMANDS
+
+
+@pytest.mark.parametrize("command", [["train"], ["plan"], ["tune"], ["bench", "sync"], ["bench", "codecs"], ["doctor"]])
+def test_a_flag_that_turns_something_off_says_what_it_does(command, capsys):
+    """The text of an attribute that is on by default would say the opposite of what its flag `--no-...` does."""
+    text = help_of(command, capsys)
+    assert "(default: True)" not in re.sub(r"[│\s]+", " ", text)
+
+
 def test_a_run_exits_with_0(call, tmp_path):
     code, error = call(*small_arguments(tmp_path / "run"))
     assert (code, error) == (0, "")
@@ -59,7 +94,7 @@ def test_a_stopped_run_exits_with_the_signal(call, tmp_path):
         (["resnet18", "--data", "cifer10"], ["unknown data set 'cifer10'", "cifar10"]),
         (["no_module:net"], ["cannot import 'no_module'", "current directory"]),
         (["tests.small_nets:plane"], ["no factory 'plane'", "Did you mean plain"]),
-        (["tests.small_nets:broken"], ["tests.small_nets:broken failed: IndexError", "small_nets.py, line", "--debug"]),
+        (["tests.small_nets:broken"], ["tests.small_nets:broken failed: IndexError", 'nets.py", line', "--debug"]),
         (["resnet18", "--lr", "-1"], ["--lr is -1.0", "greater than 0"]),
         (["resnet18", "--checkpoint-every", "often"], ["'often'", "60s"]),
         (["resnet18", "--batch-size", "1"], ["--batch-size is 1", "Use --batch-size 2 or more"]),
@@ -93,35 +128,41 @@ def test_a_command_line_that_cannot_be_read_exits_with_2(call, arguments, said):
 
 
 @pytest.mark.parametrize("data", ["cifar10", "cifar100", "caltech101", "folder"])
-def test_missing_data_exits_with_1(call, tmp_path, data):
+def test_missing_data_exits_with_2(call, tmp_path, data):
     code, error = call("train", "resnet18", "--data", data, "--data-root", str(tmp_path / "nowhere"))
-    assert code == 1
+    assert code == 2
     assert_one_error(error, str(tmp_path / "nowhere"))
     assert error.count("\n") >= 2, "it says what to do"
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("loaders", ["0", "1"])
-def test_a_damaged_image_is_named(call, tmp_path, loaders):
+def test_damaged_images_are_named_and_end_nothing(call, tmp_path, loaders, caplog):
     for part in ("train", "test"):
         for label in ("cat", "dog"):
             folder = tmp_path / "photos" / part / label
             folder.mkdir(parents=True)
             for number in range(4):
                 Image.new("RGB", (16, 16), (number, 0, 0)).save(folder / f"{number}.png")
-    (tmp_path / "photos" / "train" / "dog" / "2.png").write_bytes(b"\x89PNG, or not")
-    code, error = call(
-        *small_arguments(tmp_path / "run", "--data=folder", f"--data-root={tmp_path / 'photos'}", "--batch-size=4"),
-        f"--loader-workers={loaders}",
-    )
-    assert code == 1
-    assert_one_error(error, "dog/2.png", "Replace the file")
+    for part in ("train", "test"):
+        (tmp_path / "photos" / part / "dog" / "2.png").write_bytes(b"\x89PNG, or not")
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        code, _ = call(
+            *small_arguments(tmp_path / "run", "--data=folder", f"--data-root={tmp_path / 'photos'}"),
+            *("--batch-size=4", f"--loader-workers={loaders}"),
+        )
+    assert code == 0
+    assert "8 training and 8 test images, 2 classes, 8x8; 1 of 8 test images cannot be read" in told.getvalue()
+    assert "the accuracy is over 7 of 8 test images" in told.getvalue()
+    for part in ("train", "test"):
+        assert f"{part}/dog/2.png" in caplog.text
 
 
-def test_a_run_directory_that_cannot_be_written_exits_with_1(call, tmp_path):
+def test_a_run_directory_that_cannot_be_written_exits_with_2(call, tmp_path):
     (tmp_path / "file").write_text("not a directory")
     code, error = call(*small_arguments(tmp_path / "file" / "run"))
-    assert code == 1
+    assert code == 2
     assert_one_error(error, str(tmp_path / "file" / "run"), "--run-dir")
 
 
@@ -137,27 +178,41 @@ def test_an_existing_run_exits_with_2_and_stays(call, tmp_path):
     check_run(tmp_path / "run", steps=3)
 
 
-def test_checkpoints_that_do_not_fit_exit_with_1(call, tmp_path):
+def test_checkpoints_that_do_not_fit_exit_with_2(call, tmp_path):
     assert call(*small_arguments(tmp_path / "run"))[0] == 0
     newest = tmp_path / "run" / "checkpoints" / "step-12"
     code, error = call(*small_arguments(tmp_path / "b", f"--resume-from={newest}", model="tests.small_nets:wide"))
-    assert code == 1
+    assert code == 2
     assert_one_error(error, "is of another model", "body.0.weight is (8, 3, 3, 3) there and (12, 3, 3, 3) here")
     code, error = call(*small_arguments(tmp_path / "b", f"--resume-from={newest}", "--optimizer=adamw"))
-    assert code == 1
+    assert code == 2
     assert_one_error(error, "state of SGD, this run uses AdamW")
     code, error = call(*small_arguments(tmp_path / "b", f"--resume-from={newest / 'model.pt'}"))
-    assert code == 1
+    assert code == 2
     assert_one_error(error, "is not a checkpoint", "step-N")
     content = (newest / "model.pt").read_bytes()
     (newest / "model.pt").write_bytes(content[:-10])
     code, error = call(*small_arguments(tmp_path / "run", "--resume"))
-    assert code == 1
+    assert code == 2
     assert_one_error(error, str(newest / "model.pt"), "is damaged", "--resume-from")
     code, error = call(*small_arguments(tmp_path / "empty", "--resume"))
-    assert code == 1
+    assert code == 2
     assert_one_error(error, "nothing to resume")
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("other", ["--overwrite", "--resume-from=somewhere"])
+def test_options_that_contradict_resume_exit_with_2(call, tmp_path, other):
+    code, error = call(*small_arguments(tmp_path / "run", "--resume", other))
+    assert code == 2
+    assert_one_error(error, f"--resume with {other.partition('=')[0]}")
+
+
+def test_a_batch_of_more_samples_than_there_are_exits_with_2(call, tmp_path):
+    code, error = call(*small_arguments(tmp_path / "run", "--batch-size=300"))
+    assert code == 2
+    assert_one_error(error, "--batch-size is 300", "96 samples", "Use --batch-size 96 or less")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_loss_that_stays_nan_exits_with_1(call, tmp_path):
@@ -185,6 +240,48 @@ def test_a_port_in_use_is_named(call, monkeypatch):
         code, error = call("train", "resnet18", "--timeout", "5")
     assert code == 1
     assert_one_error(error, f"127.0.0.1:{port}", "in use", "another MASTER_PORT")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["train", "resnet18", "--workers", "2"], "training resnet18 on digits, 2 workers, in runs/resnet18-digits\n"),
+        (
+            ["train", "my.nets:a", "--workers", "1"],
+            "training my.nets:a on digits, 1 worker, in runs/my.nets-a-digits\n",
+        ),
+    ],
+)
+def test_what_is_trained_is_said_before_torch_is_loaded(tmp_path, arguments, said):
+    """The launching process has said it, and loaded no torch, when it starts the workers or becomes the only one."""
+    program = (
+        "import sys\nfrom hybridpar import cli\n"
+        "def started(*more, **options):\n    print('torch' in sys.modules, file=sys.stderr)\n    sys.exit(7)\n"
+        "cli.launch_workers = cli._tune_worker = started\n"
+        f"cli.main({arguments})"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (7, "False\n")
+    assert said in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--resume"], "nothing to resume"),
+        (["--resume-from", "/etc/passwd"], "/etc/passwd is not a checkpoint"),
+        (["--run-dir", "/etc/passwd/run"], "cannot write /etc/passwd/run: Not a directory"),
+    ],
+)
+def test_a_wrong_directory_is_refused_before_anything_is_started(call, monkeypatch, options, said):
+    for name in ("launch_workers", "_tune_worker", "_announce"):
+        monkeypatch.setattr(f"hybridpar.cli.{name}", lambda *more, **given: pytest.fail("something was started"))
+    code, error = call("train", "resnet18", *options)
+    assert code == 2
+    assert_one_error(error, said)
 
 
 def test_a_job_that_is_not_described_is_an_error(call, monkeypatch):

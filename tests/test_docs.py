@@ -25,6 +25,7 @@ import tyro
 from hybridpar import cli
 from hybridpar.data import DATA_SETS
 from hybridpar.observe import summary_schema
+from hybridpar.schedule.schedules import SCHEDULES
 from tests.runs import restored_modes
 
 ROOT = Path(__file__).parents[1]
@@ -86,7 +87,8 @@ def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "examples.user_model", raising=False)
-    monkeypatch.setattr(DATA_SETS, "_entries", dict(DATA_SETS._entries))  # a block may register one
+    for registry in (DATA_SETS, SCHEDULES):
+        monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # a block may register one
     for block in blocks(document):
         if not block.runs:
             continue

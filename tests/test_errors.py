@@ -6,9 +6,12 @@ import inspect
 import pickle
 
 import pytest
+import torch
+from torch import nn
+from torchvision.models import resnet18
 
 from hybridpar import errors
-from hybridpar.errors import HybridparError, UsageError, nearest
+from hybridpar.errors import HybridparError, UsageError, nearest, shortened, user_error, user_frames
 
 ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, HybridparError)]
 
@@ -50,3 +53,60 @@ def test_nearest_does_not_list_a_hundred_choices():
     said = nearest("zzz", [f"model{number:03}" for number in range(100)])
     assert ", ..." in said
     assert said.count("model") == 12
+
+
+def test_long_texts_are_shortened():
+    assert shortened("x" * 200) == "x" * 200
+    cut = shortened("a" * 1000 + "z" * 1000)
+    assert len(cut) == 200
+    assert cut.startswith("aaa")
+    assert cut.endswith("zzz")
+    assert "..." in cut
+
+
+def raised(act, *arguments):
+    try:
+        act(*arguments)
+    except Exception as error:
+        return error
+    raise AssertionError
+
+
+def test_only_the_users_frames_below_the_package_are_shown():
+    def name():
+        return nn.Linear(2, 3)(torch.zeros(1, 5))
+
+    outer, inner = user_frames(raised(nearest, "x", (name() for _ in range(1))))
+    assert f'File "{__file__}"' in outer
+    assert "in <genexpr>" in outer
+    assert "in name\n    return nn.Linear" in inner
+
+
+def test_a_fault_of_the_package_has_no_frame_of_the_users():
+    assert user_frames(raised(nearest, 3, [1])) == []
+
+
+def test_packages_count_as_the_users_where_that_is_asked_for():
+    error = raised(nearest, "x", (resnet18(num_classes="many") for _ in range(1)))
+    assert "in <genexpr>" in user_frames(error, packages=False)[-1]
+    assert "torchvision" in user_frames(error)[-1]
+
+
+def test_of_a_deep_recursion_the_end_is_shown():
+    def again():
+        again()
+
+    frames = user_frames(raised(again))
+    assert "in again" in frames[0]
+    assert "repeated 3 more times" in frames[-1]
+
+
+def test_an_error_of_the_users_has_its_frames_and_a_way_out():
+    def fail():
+        raise ValueError("x" * 5000)
+
+    error = user_error("it failed", raised(fail))
+    assert error.what.startswith("it failed: ValueError: xxx")
+    assert len(error.what) < 900
+    assert "in fail" in error.why
+    assert "--debug" in error.fix

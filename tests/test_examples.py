@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from benchmarks.rig.table import check_csv
-from hybridpar.pipeline.world import World
+from hybridpar.comm.world import World
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")

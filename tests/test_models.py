@@ -35,14 +35,35 @@ class Net(torch.nn.Linear):
 
 def fails():
     return torch.nn.Linear(4, 1 // 0)
+
+def through_kwargs(pretrained=False, **kwargs):
+    return with_classes(**kwargs)
+
+def kwargs_without_classes(**kwargs):
+    return Fixed(**kwargs)
+
+class Fixed(torch.nn.Linear):
+    def __init__(self, width=4):
+        super().__init__(width, 7)
+
+def kwargs_that_fail(**kwargs):
+    return Fixed(width=-1, **kwargs)
+
+def lazy():
+    return torch.nn.LazyLinear(3)
+
+def leaves():
+    raise SystemExit(3)
 """
     (tmp_path / "user_nets.py").write_text(source)
     (tmp_path / "broken_nets.py").write_text("import a_module_that_is_not_installed\n")
+    (tmp_path / "typing_nets.py").write_text("def net(:\n")
+    (tmp_path / "script_nets.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--x'])\n")
     (tmp_path / "wrong_nets.py").write_text("raise ValueError('a bug of the user')\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
-    for name in ("user_nets", "broken_nets", "wrong_nets"):
+    for name in ("user_nets", "broken_nets", "wrong_nets", "typing_nets", "script_nets"):
         sys.modules.pop(name, None)
 
 
@@ -108,7 +129,14 @@ def test_unknown_model_names_the_near_ones():
 
 
 @pytest.mark.parametrize(
-    ("name", "classes"), [("user_nets:with_classes", 3), ("user_nets:without", 2), ("user_nets:Net", 3)]
+    ("name", "classes"),
+    [
+        ("user_nets:with_classes", 3),
+        ("user_nets:without", 2),
+        ("user_nets:Net", 3),
+        ("user_nets:through_kwargs", 3),
+        ("user_nets:kwargs_without_classes", 7),
+    ],
 )
 def test_model_of_the_users_own(user_module, name, classes):
     assert build_model(name, 3).out_features == classes
@@ -118,13 +146,15 @@ def test_model_of_the_users_own(user_module, name, classes):
     ("name", "said"),
     [
         ("no_such_module:net", "cannot import 'no_such_module'"),
-        ("broken_nets:net", "a_module_that_is_not_installed"),
+        ("broken_nets:net", "importing 'broken_nets' for the model 'broken_nets:net' failed: ModuleNotFoundError"),
+        ("user_nets.deeper:net", "cannot import 'user_nets.deeper'"),
+        ("user_nets:lazy", "user_nets:lazy has parameters whose shape is not known yet, such as weight"),
         (":net", "cannot import ''"),
         (".nets:net", "cannot import '.nets'"),
         ("user_nets:with_class", "Did you mean with_classes"),
         ("user_nets:", "has no factory ''"),
         ("user_nets:NOT_CALLABLE", "has no factory 'NOT_CALLABLE'"),
-        ("user_nets:no_module", "returned str"),
+        ("user_nets:no_module", "returned a str"),
         ("user_nets:needs_width", "missing a required argument: 'width'"),
     ],
 )
@@ -138,8 +168,12 @@ def test_model_that_cannot_be_made_says_why(user_module, name, said):
 @pytest.mark.parametrize(
     ("name", "said", "line"),
     [
-        ("wrong_nets:net", "ValueError: a bug of the user", "wrong_nets.py, line 1"),
-        ("user_nets:fails", "ZeroDivisionError", "user_nets.py, line 23"),
+        ("wrong_nets:net", "ValueError: a bug of the user", 'wrong_nets.py", line 1'),
+        ("broken_nets:net", "No module named 'a_module_that_is_not_installed'", 'broken_nets.py", line 1'),
+        ("script_nets:net", "SystemExit: 2", 'script_nets.py", line 2'),
+        ("user_nets:fails", "ZeroDivisionError", 'user_nets.py", line 23, in fails'),
+        ("user_nets:kwargs_that_fail", "Trying to create tensor with negative dimension", 'user_nets.py", line 33'),
+        ("user_nets:leaves", "SystemExit: 3", "in leaves"),
     ],
 )
 def test_bug_of_the_users_own_is_found_without_a_traceback(user_module, name, said, line):
@@ -147,8 +181,19 @@ def test_bug_of_the_users_own_is_found_without_a_traceback(user_module, name, sa
         build_model(name, 3)
     assert said in caught.value.what
     assert line in caught.value.why
+    assert "importlib" not in caught.value.why
     assert "--debug" in caught.value.fix
     assert not isinstance(caught.value.__cause__, UsageError)
+
+
+def test_a_syntax_error_shows_its_place(user_module):
+    with pytest.raises(UsageError, match=r"(?s)typing_nets\.py\", line 1.*SyntaxError"):
+        build_model("typing_nets:net", 3)
+
+
+def test_a_factory_without_a_signature_is_called_without_arguments():
+    with pytest.raises(UsageError, match="builtins:dict returned a dict"):
+        build_model("builtins:dict", 3)
 
 
 def small_net(width: int = 4) -> nn.Sequential:

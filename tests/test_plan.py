@@ -168,10 +168,10 @@ def test_what_is_not_a_valid_plan_is_refused_with_the_place(tmp_path, data, said
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "is not a whole plan"),
-        (FULL.to_json()[:200].encode(), "is not a whole plan"),
-        (b"\xff\xfe\x00binary", "not a text file"),
-        (b"version: 1", "is not a whole plan"),
+        (b"", "it is not JSON"),
+        (FULL.to_json()[:200].encode(), "it is not JSON"),
+        (b"\xff\xfe\x00binary", "not text in UTF-8"),
+        (b"version: 1", "it is not JSON"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, content, said):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from benchmarks.pipeline.checks import Check, write_checks
 from hybridpar.compress import Exchange, TensorSpec, bind, parse_codec, run_together
 from hybridpar.compress.owner import OwnerRule
-from hybridpar.recipes.adagrad_sgd import AdaGradSGD
+from hybridpar.optim.adagrad_sgd import AdaGradSGD
 
 WORKERS, BATCH, EPOCHS = 4, 64, 10
 RATES = (0.1, 0.05, 0.02, 0.01)
@@ -137,7 +137,7 @@ def train(method: Method, rate: float, seed: int, epochs: int, judge_fold: bool 
         optimizer = torch.optim.SGD(parameters.values(), lr=rate)
         for exchange in exchanges:
             for coder in exchange.coders:
-                coder.repace(power)
+                coder.set_batch_scale(power)
     waiting: list[Tensor] | None = None
     losses: list[float] = []
     order = torch.Generator().manual_seed(seed)

@@ -23,12 +23,12 @@ from benchmarks.rig.rank import link, process_group, sent_bytes
 from benchmarks.rig.rows import row
 from benchmarks.rig.table import append_rows, print_rows
 from benchmarks.sync.methods import TINY, Setting
-from hybridpar.buffer_engine import DoubleBufferEngine, observed_step
+from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.pipeline.delayed import DelayedReducer
-from hybridpar.pipeline.world import World
-from hybridpar.recipes.gain import ObservedStep, gain_over
-from hybridpar.trainer import Trainer
+from hybridpar.sync.delayed_reducer import DelayedReducer
+from hybridpar.train.delayed import DoubleBufferEngine, observed_step
+from hybridpar.train.gain import ObservedStep, gain_over
+from hybridpar.train.trainer import Trainer
 
 #: Samples of a rank. Codecs compute on the very core that the model does, which no delay can hide; the more samples,
 #: the less that is beside the time that the link takes.

@@ -29,11 +29,11 @@ from benchmarks.rig.launch import launch
 from benchmarks.rig.network import LOOPBACK, Network, missing
 from benchmarks.rig.paired import FOREIGN_LOAD, LEAST_ROUNDS, Paired, paired
 from benchmarks.rig.rank import link, process_group
+from hybridpar.comm.world import World
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, SyncError
 from hybridpar.models import build_model, model_fingerprint, seed_everything
-from hybridpar.pipeline.world import World
 from hybridpar.server import Rules, cut_model, described_parameters, optimizer_of
 from hybridpar.server.checkpoints import shard_starts
 from hybridpar.server.learner import Learner
@@ -44,7 +44,7 @@ from hybridpar.server.running import flat_buffers, put_buffers
 from hybridpar.server.serve import ShardServer
 from hybridpar.server.shard_link import LinkOptions, ShardLink
 from hybridpar.server.stripes import parts_of_a_host, piece_views, trained_parameters
-from hybridpar.trainer import Trainer
+from hybridpar.train.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results"
 _TOLD = "ASYNC_BENCH"

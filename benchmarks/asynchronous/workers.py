@@ -18,7 +18,7 @@ import torch
 from benchmarks.pipeline.checks import Check, write_checks
 from benchmarks.rig.rank import process_group
 from hybridpar.compress import Exchange, TensorSpec, TorchGroup, bind, parse_codec
-from hybridpar.recipes.gain import best_workers
+from hybridpar.planner.scaling import KHat
 
 LINK = "100mbit"
 MOST = 4
@@ -110,7 +110,7 @@ def conclude(folder: Path, quick: bool, output: str | None) -> None:
         text, sample_s = case.split()[0], float(case.split()[1])
         sync_s, update_s = (statistics.median(found[2][case][name]) for name in ("sync_s", "update_s"))
         alone = SAMPLES * sample_s + update_s
-        best = best_workers(SAMPLES, sample_s, passes=0, pass_s=0.0, float_s=sync_s, update_s=update_s, half=False)
+        known = KHat(SAMPLES, 1e3 * sample_s, 1e3 * sync_s, update_ms=1e3 * update_s)
         gains = {1: [1.0] * 3} | {ranks: _gains(alone, one[case]["buffered_s"]) for ranks, one in found.items()}
         plain = {1: [1.0] * 3} | {ranks: _gains(alone, one[case]["step_s"]) for ranks, one in found.items()}
         measured = max(gains, key=lambda ranks: (round(gains[ranks][1], 2), -ranks))
@@ -124,8 +124,8 @@ def conclude(folder: Path, quick: bool, output: str | None) -> None:
                     value=middle,
                     low=low,
                     high=high,
-                    extra=f"without hiding {plain[ranks][1]:.2f}; K-hat {best.count:.2f} (speed-up "
-                    f"{best.speedup:.2f}), best of those measured {measured}",
+                    extra=f"without hiding {plain[ranks][1]:.2f}; K-hat {known.workers:.2f} (speed-up "
+                    f"{known.speedup(known.workers):.2f}), best of those measured {measured}",
                 )
             )
     if output is not None:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import csv
 import datetime
 import platform
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from benchmarks.rig.rows import commit, device
-from hybridpar.launch import restart_with_environment
-from hybridpar.process import describe_allocator
+from hybridpar.machine.process import describe_allocator, tune_this_process
 from hybridpar.tvm_kernels.device import installed_versions
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def same_allocator(module: str) -> None:
-    """Start this process anew with the allocator settings of a training run, which hold for all that it measures."""
-    restart_with_environment(["-m", module, *sys.argv[1:]])
+def same_allocator() -> None:
+    """Give this process the allocator settings of a training run, which hold for all that it measures."""
+    tune_this_process(1)
 
 
 def setting() -> dict[str, object]:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from benchmarks.kernels.common import RESULTS, same_allocator, setting
 from benchmarks.rig.paired import Paired, paired
-from hybridpar.kernel_builder import Builder
+from hybridpar.codegen.compile_pool import Builder
 from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.database import KernelKey, read_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
@@ -136,7 +136,7 @@ def main(options: Options) -> int:
     if options.report:
         report(read(options.output))
         return 0
-    same_allocator("benchmarks.kernels.depthwise")
+    same_allocator()
     torch.set_num_threads(options.threads)
     layout = Layout(options.layout)
     shapes = [(name, shape) for batch in options.batches for name, shape in named_shapes(batch, options.random)]

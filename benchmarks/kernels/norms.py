@@ -31,8 +31,9 @@ from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.layers import tunable_layers
 from hybridpar.tvm_kernels.machine import measure_copies
-from hybridpar.tvm_kernels.norm_measure import NormBench, norm_error, norm_floor_ms
-from hybridpar.tvm_kernels.norm_records import LEAST_GAIN, NormShape
+from hybridpar.tvm_kernels.norm_measure import NormBench, norm_errors, norm_floor_ms
+from hybridpar.tvm_kernels.norm_records import NormShape
+from hybridpar.tvm_kernels.record import LEAST_GAIN
 
 MODELS = ("mobilenet_v2", "efficientnet_b0")
 #: Of a network whose layers are added up: times torch's speed, and part of the floor's. Promised for MobileNetV2.
@@ -80,7 +81,7 @@ def measure(shape: NormShape, rounds: int, copies: Sequence[tuple[int, float]]) 
     bench = NormBench(shape)
     repeats = max(1, min(MOST_CALLS, AT_ONCE // (shape.rows * shape.channels)))
     times = paired({"stock": bench.stock, "fused": bench.fused}, rounds, repeats=repeats)
-    return Found(times, norm_floor_ms(shape, copies, torch.get_num_threads()), norm_error(shape))
+    return Found(times, norm_floor_ms(shape, copies, torch.get_num_threads()), norm_errors(shape)[0])
 
 
 def rows_of(model: str, batch: int, layers: Mapping[NormShape, int], found: Mapping[NormShape, Found]) -> list[Row]:
@@ -172,5 +173,5 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    same_allocator("benchmarks.kernels.norms")
+    same_allocator()
     main(tyro.cli(Options))

@@ -52,7 +52,7 @@ PARTS = {"start: open and swap": [0], "start: find layers": [1], "start: load": 
 _START = """
 import json, sys, time
 import torch
-import hybridpar.trainer
+import hybridpar.train.trainer
 from hybridpar.models import build_model
 name, records, batch, size, threads = json.loads(sys.argv[1])
 torch.set_num_threads(threads)
@@ -184,5 +184,5 @@ def start(options: Options, model: str, records: Path) -> list[dict[str, object]
 
 
 if __name__ == "__main__":
-    same_allocator("benchmarks.kernels.overhead")
+    same_allocator()
     main(tyro.cli(Options, description=__doc__))

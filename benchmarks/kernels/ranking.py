@@ -26,16 +26,17 @@ from pathlib import Path
 
 import torch
 
+from hybridpar.codegen.build import Session
+from hybridpar.codegen.cache import KernelsUnavailable
+from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.errors import UsageError
-from hybridpar.kernel_build import Session
-from hybridpar.kernel_builder import Builder, Built
-from hybridpar.kernel_cache import KernelsUnavailable
 from hybridpar.tvm_kernels.candidates import candidates
 from hybridpar.tvm_kernels.cost import Ranking, estimate, rank
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image
 from hybridpar.tvm_kernels.machine import this_machine
-from hybridpar.tvm_kernels.measure import MOST_ERROR, Bench, time_pairs
+from hybridpar.tvm_kernels.measure import Bench, time_pairs
+from hybridpar.tvm_kernels.record import most_error
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT
 
@@ -160,7 +161,7 @@ class Settings:
             return None
         kernel = load_image(variant, found.names, found.image, session)
         error_found = bench.error(kernel)
-        if error_found > MOST_ERROR[variant.direction]:
+        if error_found > most_error(variant.direction):
             raise UsageError(f"{variant.shape.text} {variant.direction} {dict(variant.parameters)} is wrong")
         return kernel
 

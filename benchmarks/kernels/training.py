@@ -323,5 +323,5 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    same_allocator("benchmarks.kernels.training")
+    same_allocator()
     main(tyro.cli(Options))

@@ -80,7 +80,7 @@ def main() -> int:
                     "with_certificate_ms": f"{proved:.0f}",
                     "certificate": found.certificate,
                     "down_sets": found.down_sets,
-                    "gap_to_bound": f"{found.gap_to_optimum:.4f}",
+                    "gap_to_bound": f"{found.gap:.4f}",
                     **setting(),
                 }
             )

@@ -21,8 +21,8 @@ from benchmarks.rig.paired import FOREIGN_LOAD, paired
 from benchmarks.rig.rank import link, process_group, sent_bytes
 from benchmarks.rig.rows import row
 from benchmarks.rig.table import append_rows, check_csv, print_rows
+from hybridpar.comm.world import World
 from hybridpar.partition.cost import Link
-from hybridpar.pipeline.world import World
 
 LINKS = ("100mbit", "loopback")
 #: Settings, and what the ratio is promised to be at most on 100 Mbit/s.

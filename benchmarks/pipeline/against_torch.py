@@ -20,9 +20,9 @@ from benchmarks.rig.paired import FOREIGN_LOAD, paired
 from benchmarks.rig.rank import link, process_group
 from benchmarks.rig.rows import Row, row
 from benchmarks.rig.table import append_rows, check_csv, print_rows
-from hybridpar.pipeline.sync import SyncOptions
-from hybridpar.pipeline.world import World
+from hybridpar.comm.world import World
 from hybridpar.plan import Plan
+from hybridpar.sync.gradient_sync import SyncOptions
 
 SETTINGS = (Setting("resnet18", 112, 32, 8), Setting("mobilenet_v2", 112, 32, 8))
 QUICK = (Setting(TINY, 16, 16, 4),)

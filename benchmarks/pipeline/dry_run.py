@@ -18,20 +18,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.pipeline.setups import Setting, optimizer_step
+from hybridpar.comm.grid import Grid
+from hybridpar.comm.transport import MessagePart
+from hybridpar.comm.world import World
 from hybridpar.lanes import Lanes
 from hybridpar.partition.planning import stages_from_plan
-from hybridpar.pipeline.actions import COMPUTE, Kind
 from hybridpar.pipeline.borders import BorderTable
-from hybridpar.pipeline.costs import Link
-from hybridpar.pipeline.grid import Grid
 from hybridpar.pipeline.local_stage import LocalStage
 from hybridpar.pipeline.predict import fit_link
-from hybridpar.pipeline.program import Program
-from hybridpar.pipeline.stage_run import Mailbox, StageRun, consumers_of
-from hybridpar.pipeline.sync import SyncOptions
-from hybridpar.pipeline.transport import MessagePart
-from hybridpar.pipeline.world import World
+from hybridpar.pipeline.stage_module import consumers_of
+from hybridpar.pipeline.stage_run import Mailbox, StageRun
 from hybridpar.plan import Plan
+from hybridpar.schedule.actions import COMPUTE, Kind
+from hybridpar.schedule.costs import Link
+from hybridpar.schedule.program import Program
+from hybridpar.sync.gradient_sync import SyncOptions
 
 _COMMITTED = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 1.0], dtype=torch.float64)
 

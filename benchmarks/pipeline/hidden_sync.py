@@ -24,11 +24,11 @@ from benchmarks.pipeline.checks import Check, write_checks
 from benchmarks.pipeline.methods import Ours
 from benchmarks.pipeline.setups import TINY, Setting, cut_on_main, problem
 from benchmarks.rig.rank import link, process_group
-from hybridpar.pipeline.actions import COMPUTE, Kind
-from hybridpar.pipeline.clocks import gather_spans
-from hybridpar.pipeline.spans import Span, StepSpans
-from hybridpar.pipeline.sync import SyncOptions
-from hybridpar.pipeline.world import World
+from hybridpar.comm.clocks import gather_spans
+from hybridpar.comm.world import World
+from hybridpar.schedule.actions import COMPUTE, Kind
+from hybridpar.schedule.spans import Span, StepSpans
+from hybridpar.sync.gradient_sync import SyncOptions
 
 #: Where the search for the rate of the second promise begins.
 RATE = "1gbit"

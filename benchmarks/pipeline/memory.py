@@ -16,8 +16,8 @@ from benchmarks.pipeline.checks import Check, write_checks
 from benchmarks.pipeline.methods import Ours
 from benchmarks.pipeline.setups import TINY, Setting, cut_on_main, problem
 from benchmarks.rig.rank import process_group
-from hybridpar.pipeline.held import most_held
-from hybridpar.pipeline.world import World
+from hybridpar.comm.world import World
+from hybridpar.schedule.memory import most_held
 
 SETTING = Setting("resnet18", 112, 32, 8)
 QUICK = Setting(TINY, 16, 16, 8)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks.pipeline.setups import Setting, optimizer_of, optimizer_step, placement_of
 from benchmarks.rig.paired import balanced_orders
+from hybridpar.comm.world import World
 from hybridpar.errors import DataError
 from hybridpar.lanes import Lanes
 from hybridpar.partition.cost import Link
@@ -21,9 +22,8 @@ from hybridpar.partition.planning import stages_from_plan
 from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.pipeline.step import LateOutcome
-from hybridpar.pipeline.sync import SyncOptions
-from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan
+from hybridpar.sync.gradient_sync import SyncOptions
 
 
 class Ours:

@@ -20,11 +20,11 @@ from benchmarks.pipeline.dry_run import Channel, DryRun, probe_channel
 from benchmarks.pipeline.methods import Ours
 from benchmarks.pipeline.setups import TINY, Setting, cut_on_main, problem
 from benchmarks.rig.rank import link, process_group
-from hybridpar.pipeline.actions import Kind
-from hybridpar.pipeline.costs import Costs
-from hybridpar.pipeline.program import Program
-from hybridpar.pipeline.simulate import simulate
-from hybridpar.pipeline.world import World
+from hybridpar.comm.world import World
+from hybridpar.schedule.actions import Kind
+from hybridpar.schedule.costs import Costs
+from hybridpar.schedule.program import Program
+from hybridpar.schedule.simulate import simulate
 
 LINKS = ("loopback", "1gbit", "100mbit")
 SETTINGS = (Setting("resnet18", 112, 32, 8), Setting("mobilenet_v2", 112, 32, 8))

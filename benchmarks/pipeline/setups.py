@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybridpar.comm.world import World
 from hybridpar.models import build_model, seed_everything
 from hybridpar.partition.cost import Link, Problem, Worker
 from hybridpar.partition.planning import partition_model
-from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan, parse_plan
 
 CLASSES = 10

@@ -15,7 +15,7 @@ from benchmarks.rig.paired import FOREIGN_LOAD, paired
 from benchmarks.rig.rank import process_group
 from benchmarks.rig.rows import row
 from benchmarks.rig.table import append_rows, check_csv, print_rows
-from hybridpar.pipeline.world import World
+from hybridpar.comm.world import World
 
 AT_MOST = 1 / 1.4
 SETTINGS = tuple(Setting("resnet18", side, batch, count) for side, batch in ((64, 16), (112, 32)) for count in (8, 4))

@@ -69,7 +69,7 @@ def _run(link: str, number: int) -> Check:
         with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
             _start(arguments, link, environment, said)
             said.seek(0)
-            planned = re.search(r"planned in ([\d.]+) s[^:]*: (.*?), [\d.,]+ ms a step", said.read())
+            planned = re.search(r"plan +(.*?), about .*planned in\s+([\d.]+) s", said.read(), re.DOTALL)
         assert planned is not None, "the run was not planned"
         plan = read_plan(place / "plan.json")
         lines = (place / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -77,7 +77,7 @@ def _run(link: str, number: int) -> Check:
     error = predicted / ran - 1  # as in the other tables of predictions
     times = [float(row["step_ms"]) for row in map(json.loads, lines) if "step_ms" in row]
     stretches = [statistics.median(times[at : at + STRETCH]) for at in range(0, len(times) - STRETCH + 1, STRETCH)]
-    seconds = float(planned[1])
+    seconds = float(planned[2])
     within = "at most" if seconds <= MOST_SECONDS else "more than"
     return Check(
         setting=SETTING,
@@ -88,7 +88,7 @@ def _run(link: str, number: int) -> Check:
         high=abs(error),
         at_most=APART,
         extra=(
-            f"{planned[2]}; predicted {predicted:.1f} ms, measured {ran:.1f} ({100 * error:+.1f} %); stretches of "
+            f"{planned[1]}; predicted {predicted:.1f} ms, measured {ran:.1f} ({100 * error:+.1f} %); stretches of "
             f"{STRETCH} steps from {min(stretches):.0f} to {max(stretches):.0f} ms; planned in {seconds:.1f} s "
             f"({within} {MOST_SECONDS:.0f})"
         ),

@@ -11,14 +11,14 @@ from torch import nn
 
 from benchmarks.rig import load
 from benchmarks.rig.paired import FOREIGN_LOAD
-from hybridpar.cluster_file import ClusterSpec
+from hybridpar.comm.collective import BackendSum
+from hybridpar.comm.world import World
+from hybridpar.commands.plan.trials import Trial, random_batch
 from hybridpar.config import TrainConfig
+from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.models import build_model, seed_everything
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
-from hybridpar.pipeline.collective import BackendSum
-from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan
-from hybridpar.plan_trials import Trial, random_batch
 from hybridpar.planner.evaluate import Outcome
 from hybridpar.planner.explain import describe
 from hybridpar.planner.inputs import Fidelity, PlannerInputs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from benchmarks.pipeline.checks import write_checks
 from benchmarks.planner.common import CLASSES, QUICK, RATE, SETTINGS, Drawn, ForeignLoad, Setting, cluster_of
 from benchmarks.planner.predicted import Running, error_row, in_turns, planned
 from benchmarks.rig.rank import process_group
-from hybridpar.cluster_file import ClusterSpec, LinkLevel
+from hybridpar.comm.world import World
+from hybridpar.commands.plan.trials import Trial, random_batch
 from hybridpar.config import TrainConfig
-from hybridpar.pipeline.costs import Costs
-from hybridpar.pipeline.world import World
-from hybridpar.plan_trials import Trial, random_batch
+from hybridpar.machine.cluster_file import ClusterSpec, LinkLevel
+from hybridpar.machine.process import available_cores
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.explain import describe
 from hybridpar.planner.fixed import Fixed
@@ -35,7 +35,7 @@ from hybridpar.planner.search import find_plan
 from hybridpar.planner.space import Candidate
 from hybridpar.planner.step_costs import measure_step_costs
 from hybridpar.planner.steps import planned_codecs
-from hybridpar.process import available_cores
+from hybridpar.schedule.costs import Costs
 
 _CONFIG = TrainConfig(lr=RATE, weight_decay=0.0)
 
@@ -170,7 +170,11 @@ def measure(models: list[str], plans: int, rounds: int, seconds: float, quick: b
             # gradients.
             setting = replace(one, batch=world.size * one.batch)
             inputs, net = _emulated(setting, world, cluster)
-            drawn = world.from_main(lambda inputs=inputs: _drawn(inputs, plans))  # type: ignore[misc]
+
+            def draw(inputs: PlannerInputs = inputs) -> list[tuple[Any, ...]]:
+                return [astuple(one) for one in _drawn(inputs, plans)]
+
+            drawn = [Drawn(*one) for one in world.from_main(draw)]
             batch = random_batch((3, setting.side, setting.side), setting.batch, CLASSES, world.device)
             made: dict[str, Callable[[], Running]] = {
                 each.name: lambda plan=each.plan, net=net, batch=batch: planned(  # type: ignore[misc]

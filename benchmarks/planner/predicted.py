@@ -10,7 +10,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,10 +34,11 @@ from benchmarks.planner.common import (
 )
 from benchmarks.planner.regret import regret_rows
 from benchmarks.rig.rank import link, process_group
-from hybridpar.pipeline.world import World
-from hybridpar.plan_trials import FIRST_STEPS, Trial, random_batch
+from hybridpar.comm.world import World
+from hybridpar.commands.plan.trials import FIRST_STEPS, Trial, random_batch
+from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.rehearse import CODEC
-from hybridpar.run_memory import give_back_memory
+from hybridpar.run.memory import give_back_memory
 
 DDP = "torch's DDP"
 #: The plan that ran before anything was predicted, by its codec; see `hybridpar.planner.rehearse`.
@@ -71,7 +73,13 @@ def measure(
         for setting in [QUICK] if quick else [SETTINGS[name] for name in models]:
             reference = Reference(setting, world)
             inputs, took = planner_inputs(setting, world, cluster, "lossy")
-            drawn, chosen = world.from_main(lambda inputs=inputs: drawn_plans(inputs, plans))  # type: ignore[misc]
+
+            def draw(inputs: PlannerInputs = inputs) -> tuple[list[tuple[Any, ...]], dict[str, str]]:
+                drawn, chosen = drawn_plans(inputs, plans)
+                return [astuple(one) for one in drawn], chosen
+
+            told, chosen = world.from_main(draw)
+            drawn = [Drawn(*one) for one in told]
             with ForeignLoad(world) as load:
                 times, slower = measured(setting, drawn, world, rounds, seconds, reference)
             if rank == 0:

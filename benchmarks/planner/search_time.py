@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.pipeline.checks import Check, write_checks
 from benchmarks.planner.common import Setting
-from hybridpar.cluster_file import ClusterSpec, parse_cluster
+from hybridpar.machine.cluster_file import ClusterSpec, parse_cluster
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.measure import measure_rates, profile_model
 from hybridpar.planner.scaling import scaling_curve

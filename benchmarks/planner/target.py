@@ -32,18 +32,18 @@ from benchmarks.planner.predicted import Running, in_turns
 from benchmarks.rig.network import LOOPBACK
 from benchmarks.rig.rank import link, process_group
 from benchmarks.sync.methods import Setting, Workplace, make_method
+from hybridpar.comm.world import World
+from hybridpar.commands.plan.trials import Batch, config_of_plan, random_batch
 from hybridpar.config import TrainConfig
 from hybridpar.data import TestBatches, TrainBatches, load_dataset
 from hybridpar.models import seed_everything
-from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan, parse_plan
-from hybridpar.plan_trials import Batch, config_of_plan, random_batch
-from hybridpar.planned_run import PlannedRun
 from hybridpar.planner.explain import describe
+from hybridpar.planner.measure_run import Measured, fixed_by, measure_inputs
+from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import find_plan
-from hybridpar.run_inputs import Measured, fixed_by, measure_inputs
-from hybridpar.trainer import MicroBatches, Trainer
+from hybridpar.train.trainer import MicroBatches, Trainer
 
 TARGET = 0.97
 #: Learning rates, and those of PowerSGD's hooks, which get to the target at none of the larger ones.

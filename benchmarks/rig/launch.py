@@ -21,7 +21,7 @@ from typing import IO
 
 from benchmarks.rig.network import Network
 from hybridpar.errors import LaunchError
-from hybridpar.process import available_cores, worker_environment
+from hybridpar.machine.process import available_cores, worker_environment
 
 _ROOT = Path(__file__).parents[2]
 _STDERR_LINES = 40

@@ -36,10 +36,10 @@ from hybridpar.compress import Exchange, TensorSpec, bind, parse_codec, run_toge
 from hybridpar.config import OptimizerConfig
 from hybridpar.data.augment import normalise, shift_and_flip
 from hybridpar.data.memory_sets import DIGITS_STATISTICS, FIXED_SEED, digit_images
+from hybridpar.machine.process import worker_environment
 from hybridpar.models import build_model, seed_everything
-from hybridpar.optim import Rates, build_optimizer, rate_factor
-from hybridpar.pipeline.control import all_reduce_bytes
-from hybridpar.process import worker_environment
+from hybridpar.optim.build import Rates, build_optimizer, rate_factor
+from hybridpar.sync.control import all_reduce_bytes
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -26,12 +26,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.sync.peers import FULL_STEPS, PEERS, Reduce, make_powersgd, make_reduce
+from hybridpar.comm.world import World
 from hybridpar.compress.ddp import ddp_hook
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, seed_everything
-from hybridpar.pipeline.world import World
-from hybridpar.trainer import Trainer
+from hybridpar.train.trainer import Trainer
 
 CLASSES = 10
 #: For `--quick`: whether a table runs shows as well on a net of milliseconds.

@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.pipeline.checks import Check, write_checks
-from hybridpar.bench.codecs import CodecSpeed, measure_in_processes
-from hybridpar.bench.request import BenchCodecs
+from hybridpar.commands.bench.codecs import CodecSpeed, measure_in_processes
+from hybridpar.commands.bench.request import BenchCodecs
 
 #: GB/s at least of each figure, by codec and code.
 TARGETS = {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.pipeline.checks import Check, write_checks
-from hybridpar.bench.traffic import wire_bytes
+from hybridpar.commands.bench.traffic import wire_bytes
 from hybridpar.compress.text import parse_codec
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model

@@ -31,7 +31,7 @@ from benchmarks.thesis.worker import work
 from hybridpar.config import DataConfig
 from hybridpar.data import load_dataset
 from hybridpar.errors import DataError, HybridparError, LaunchError, UsageError, nearest
-from hybridpar.process import available_cores
+from hybridpar.machine.process import available_cores
 
 RESULTS = Path(__file__).parent / "results"
 VARIABLE = "THESIS_BENCH"

@@ -17,14 +17,14 @@ import torch
 
 from benchmarks.thesis.rounds import Meeting
 from benchmarks.thesis.task import Task, forget, settle
+from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, TrainingError
 from hybridpar.models import seed_everything
-from hybridpar.pipeline.world import World
 from hybridpar.plan import Plan
-from hybridpar.planned_run import PlannedRun
-from hybridpar.stage_engine import StageEngine
-from hybridpar.trainer import StepResult, Trainer
+from hybridpar.planner.planned_run import PlannedRun
+from hybridpar.train.stage_engine import StageEngine
+from hybridpar.train.trainer import StepResult, Trainer
 
 STAGES = (1, 2, 4)
 MICRO_BATCHES = (2, 4, 8)

@@ -23,10 +23,10 @@ from benchmarks.thesis.ours import Choice, Ours, choose, layouts
 from benchmarks.thesis.peers import COMPILED, GRAPHED, Peer
 from benchmarks.thesis.rounds import Meeting, train_in_turn
 from benchmarks.thesis.task import Task, forget
+from hybridpar.comm.rendezvous import initialise
+from hybridpar.comm.world import World
 from hybridpar.config import DataConfig
 from hybridpar.data import ImageData, load_dataset
-from hybridpar.pipeline.rendezvous import initialise
-from hybridpar.pipeline.world import World
 
 #: Seconds that workers may wait for one that works alone: an epoch of a large model on one device.
 PATIENCE = 4 * 3600.0

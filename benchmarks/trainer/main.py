@@ -58,7 +58,7 @@ def measure(link: str, rounds: int, output: str) -> None:
     from benchmarks.rig.rank import process_group
     from benchmarks.rig.rows import row
     from benchmarks.rig.table import append_rows, check_csv, print_rows
-    from hybridpar.pipeline.world import World
+    from hybridpar.comm.world import World
 
     with process_group() as (rank, ranks):
         for model, side, batch in SETTINGS:
@@ -95,7 +95,7 @@ def make_methods(
 
     from hybridpar.config import TrainConfig
     from hybridpar.models import build_model, seed_everything
-    from hybridpar.trainer import Trainer
+    from hybridpar.train.trainer import Trainer
 
     seed_everything(rank)
     images, labels = torch.randn(batch, 3, side, side), torch.randint(0, 10, (batch,))

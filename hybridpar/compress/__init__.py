@@ -10,11 +10,11 @@ A step of it::
 """
 
 from hybridpar.compress.cast import Cast
-from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, TensorSpec
+from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
 from hybridpar.compress.exchange import Exchange, Traffic
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.group import Group, TorchGroup
-from hybridpar.compress.laps import Laps, Turn, TurnTimes
+from hybridpar.compress.phases import Phase, PhaseTimer, PhaseTimes
 from hybridpar.compress.policy import Policy, read_policy
 from hybridpar.compress.text import bind, check_optimizer, format_codec, parse_codec
 from hybridpar.compress.together import run_together
@@ -24,18 +24,18 @@ __all__ = [
     "Cast",
     "Codec",
     "Coder",
+    "Collective",
     "ErrorFeedback",
     "Exchange",
     "Group",
-    "Laps",
-    "Meeting",
+    "Phase",
+    "PhaseTimer",
+    "PhaseTimes",
     "Policy",
     "Round",
     "TensorSpec",
     "TorchGroup",
     "Traffic",
-    "Turn",
-    "TurnTimes",
     "bind",
     "check_optimizer",
     "format_codec",

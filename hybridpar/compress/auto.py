@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridpar.compress.codec import Codec, Meeting
+from hybridpar.compress.codec import Codec, Collective
 from hybridpar.compress.policy import Policy, exact_rules
 from hybridpar.compress.rates import CodecRate, Kind, LinkCost, lasting_rounds
 from hybridpar.compress.text import parse_codec
@@ -44,7 +44,7 @@ _MARGIN = 0.9
 _Rule = tuple[str, str]
 
 #: Gradients as they are.
-PLAIN: Kind = (Meeting.SUM, torch.float32)
+PLAIN: Kind = (Collective.SUM, torch.float32)
 
 
 def candidates_of(fidelity: str) -> dict[str, Codec]:
@@ -120,7 +120,7 @@ def kinds_of(codecs: Mapping[str, Codec], parts: Sequence[Layers]) -> list[Kind]
     for codec in codecs.values():
         fitting = sorted((shape for shape in shapes if codec.fits(shape)), key=math.prod)
         for entry in lasting_rounds(codec, fitting[0], parts[0].workers) if fitting else ():
-            kinds[entry.meeting, entry.dtype] = None
+            kinds[entry.collective, entry.dtype] = None
     return list(kinds)
 
 
@@ -232,10 +232,10 @@ def _times(
         if codec.fits(shape):
             writing, reading = rate.times(count)
             rounds = lasting_rounds(codec, shape, workers)
-            moving = sum(entry.bytes * link[entry.meeting, entry.dtype].ms_per_byte for entry in rounds)
+            moving = sum(entry.bytes * link[entry.collective, entry.dtype].ms_per_byte for entry in rounds)
             if writing + moving + reading < plain:
                 encode, wire, decode = encode + writing, wire + moving, decode + reading
-                collectives |= {(index, (entry.meeting, entry.dtype)) for index, entry in enumerate(rounds)}
+                collectives |= {(index, (entry.collective, entry.dtype)) for index, entry in enumerate(rounds)}
                 names.append(name)
                 continue
         wire += plain

@@ -3,7 +3,7 @@
 A codec turns the gradient of one parameter into messages and back, in **rounds**. In each round every worker writes a
 message, the messages meet (they are added, say), and every worker reads what came of it. How long a message is and how
 it meets the others follows from the parameter's shape and the number of workers alone; so round i of all parameters of
-a bucket is one collective per way of meeting, and bytes are known before anything is sent.
+a bucket is one collective per way of collective, and bytes are known before anything is sent.
 
 `Codec` is the configuration, a frozen dataclass with one registry line. `Coder` is what it becomes for one parameter
 on one worker, with scratch and state. Error feedback is nobody's own business: it is `hybridpar.compress.feedback`.
@@ -27,7 +27,7 @@ from hybridpar.compress.scratch import Scratch
 from hybridpar.registry import Registry
 
 
-class Meeting(enum.Enum):
+class Collective(enum.Enum):
     """How the messages of all workers become one."""
 
     #: Added element by element.
@@ -47,13 +47,13 @@ class Round:
     """One message that a coder writes and what it receives for it.
 
     Attributes:
-        meeting: How the messages meet.
+        collective: How the messages are reduced across ranks.
         dtype: Of the elements; `torch.uint8` where they meet by SHARD.
         sizes: Elements of each part that is written: one part, or one stripe per worker where they meet by SHARD.
         merged: Elements of each merged stripe, where that is not what is written. SHARD only.
     """
 
-    meeting: Meeting
+    collective: Collective
     dtype: torch.dtype
     sizes: tuple[int, ...]
     merged: tuple[int, ...] = ()
@@ -69,9 +69,9 @@ class Round:
 
     def sent(self, workers: int) -> int:
         """Bytes that a worker sends to others for it, their mean; as `Exchange` counts them, but for its alignment."""
-        if self.meeting is Meeting.SHARD:  # a stripe to each owner, and the merged one from there to everybody
+        if self.collective is Collective.SHARD:  # a stripe to each owner, and the merged one from there to everybody
             return (self.bytes + sum(self.merged)) * (workers - 1) // workers
-        if self.meeting is Meeting.GATHER:
+        if self.collective is Collective.GATHER:
             return self.bytes * (workers - 1)
         return 2 * self.bytes * (workers - 1) // workers
 
@@ -213,7 +213,7 @@ class Coder(ABC):
     def rescale(self, learning_rate: float) -> None:  # noqa: B027 - most keep nothing in these units
         """Say which learning rate the coming steps use, for what is kept in units of the gradient."""
 
-    def repace(self, samples: float) -> None:  # noqa: B027 - most remember nothing step by step
+    def set_batch_scale(self, samples: float) -> None:  # noqa: B027 - most remember nothing step by step
         """Say how many samples coming steps have, as a multiple of what options that are per step were given for."""
 
     def commit(self) -> None:  # noqa: B027 - most have no state

@@ -29,6 +29,7 @@ from hybridpar.compress.paths import open_paths, require_agreement
 from hybridpar.compress.policy import Policy, read_policy
 from hybridpar.compress.redivide import put_together, restore
 from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.formats.messages import gather_on_first
 
 #: `torch.distributed.GradBucket`, which torch's stubs do not have.
 GradBucket = Any
@@ -217,10 +218,8 @@ class CodecState:
 
         For whoever writes one file. Tensors come on the CPU.
         """
-        own = _on_cpu(self.state_dict())
-        answers: list[Any] | None = [None] * dist.get_world_size(self._group) if self._is_first else None
-        dist.gather_object(own, answers, group=self._group, group_dst=0)
-        return answers or []
+        ranks = range(dist.get_world_size(self._group))
+        return gather_on_first(_on_cpu(self.state_dict()), ranks, self._group) or []
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restore what `state_dict` returned on this worker, or on all workers of the run that is resumed.
@@ -292,10 +291,6 @@ class CodecState:
     @property
     def _node_sizes(self) -> list[int]:
         return [] if self._nodes is None else [len(node) for node in self._nodes.members]
-
-    @property
-    def _is_first(self) -> bool:
-        return dist.get_rank(self._group) == 0
 
     def _fits(self, state: Mapping[str, Any]) -> bool:
         return (*self._place, self._node_sizes) == (state["rank"], state["workers"], state["nodes"])

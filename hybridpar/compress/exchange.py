@@ -1,6 +1,6 @@
 """Why: codecs write messages and know nothing of networks; here messages of many parameters travel together.
 
-Round i of all coders becomes one collective per way of meeting and type. Where messages cannot be added they are
+Round i of all coders becomes one collective per way of collective and type. Where messages cannot be added they are
 **sharded**: every worker sends stripe k to worker k, which merges what all sent, and the merged stripes go to everybody
 (Seide et al. 2014, section 3: each worker owns 1/K of the sum, so that bytes per worker do not grow with K).
 
@@ -18,9 +18,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Coder, Meeting, Round, TensorSpec
+from hybridpar.compress.codec import Coder, Collective, Round, TensorSpec
 from hybridpar.compress.group import Group
-from hybridpar.compress.laps import Laps, Turn
+from hybridpar.compress.phases import Phase, PhaseTimer
 from hybridpar.compress.scratch import Scratch
 from hybridpar.errors import UsageError
 
@@ -30,11 +30,11 @@ class AllReduce:
     """Replace a tensor by the sum, maximum or bitwise and over the workers."""
 
     tensor: Tensor
-    meeting: Meeting
+    collective: Collective
 
     def through(self, group: Group) -> None:
         """Have it carried out."""
-        group.all_reduce(self.tensor, self.meeting)
+        group.all_reduce(self.tensor, self.collective)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,13 +74,13 @@ class Traffic:
         payload: Handed to collectives.
         wire: Sent to others, by the collectives' own factor: 2 (K - 1) / K of the payload for a ring's all-reduce.
         pull: Of these, bytes of results: what owners of stripes send to all, and the second half of an all-reduce.
-        laps: Where its time went; None for a step that has not been done.
+        timer: Where its time went; None for a step that has not been done.
     """
 
     payload: int = 0
     wire: int = 0
     pull: int = 0
-    laps: Laps | None = field(default=None, compare=False, repr=False)
+    timer: PhaseTimer | None = field(default=None, compare=False, repr=False)
 
     @property
     def push(self) -> int:
@@ -96,7 +96,7 @@ class _Fused:
 
     def __init__(self, index: int, first: Round, members: Sequence[tuple[Coder, Round]], workers: int) -> None:
         self._index = index
-        self._meeting = first.meeting
+        self._collective = first.collective
         sizes = [sum(entry.sizes) for _, entry in members]
         self._buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=members[0][0].spec.device)
         self._parts = [(coder, (view,)) for (coder, _), view in zip(members, split(self._buffer, sizes), strict=True)]
@@ -104,15 +104,15 @@ class _Fused:
         wire = 2 * payload * (workers - 1) // workers
         self.traffic = Traffic(payload, wire, wire // 2)
 
-    def requests(self, laps: Laps) -> Iterator[Request]:
+    def requests(self, timer: PhaseTimer) -> Iterator[Request]:
         for coder, parts in self._parts:
             coder.write(self._index, parts)
-        laps.end(Turn.ENCODE)
-        yield AllReduce(self._buffer, self._meeting)
-        laps.end(Turn.WIRE)
+        timer.end(Phase.ENCODE)
+        yield AllReduce(self._buffer, self._collective)
+        timer.end(Phase.WIRE)
         for coder, parts in self._parts:
             coder.read(self._index, parts)
-        laps.end(Turn.DECODE)
+        timer.end(Phase.DECODE)
 
 
 class _Sharded:
@@ -140,20 +140,20 @@ class _Sharded:
         pull = (workers - 1) * most
         self.traffic = Traffic(self._inp.numel() + most, self._inp.numel() - self._in_sizes[rank] + pull, pull)
 
-    def requests(self, laps: Laps) -> Iterator[Request]:
+    def requests(self, timer: PhaseTimer) -> Iterator[Request]:
         for coder, parts in zip(self._coders, self._to_owners, strict=True):
             coder.write(self._index, parts)
-        laps.end(Turn.ENCODE)
+        timer.end(Phase.ENCODE)
         yield AllToAll(self._received, self._inp, self._out_sizes, self._in_sizes)
-        laps.end(Turn.WIRE)
+        timer.end(Phase.WIRE)
         for coder, parts, out in zip(self._coders, self._from_all, self._merged, strict=True):
             coder.merge(self._index, parts, out)
-        laps.end(Turn.DECODE)
+        timer.end(Phase.DECODE)
         yield AllGather(self._gathered, self._own)
-        laps.end(Turn.WIRE)
+        timer.end(Phase.WIRE)
         for coder, parts in zip(self._coders, self._all_merged, strict=True):
             coder.read(self._index, parts)
-        laps.end(Turn.DECODE)
+        timer.end(Phase.DECODE)
 
 
 class _Gathered:
@@ -170,15 +170,15 @@ class _Gathered:
         payload = self._own.numel() * first.dtype.itemsize
         self.traffic = Traffic(payload, (workers - 1) * payload)
 
-    def requests(self, laps: Laps) -> Iterator[Request]:
+    def requests(self, timer: PhaseTimer) -> Iterator[Request]:
         for coder, parts in zip(self._coders, self._mine, strict=True):
             coder.write(self._index, parts)
-        laps.end(Turn.ENCODE)
+        timer.end(Phase.ENCODE)
         yield AllGather(self._all, self._own)
-        laps.end(Turn.WIRE)
+        timer.end(Phase.WIRE)
         for coder, parts in zip(self._coders, self._views, strict=True):
             coder.read(self._index, parts)
-        laps.end(Turn.DECODE)
+        timer.end(Phase.DECODE)
 
 
 def split(tensor: Tensor, sizes: Sequence[int]) -> list[Tensor]:
@@ -231,7 +231,7 @@ class Exchange:
         self._workers = coders[0].spec.workers
         self._rounds: tuple[tuple[Round, ...], ...] = ()
         self._stages: list[_Fused | _Sharded | _Gathered] = []
-        self._laps: Laps | None = None
+        self._timer: PhaseTimer | None = None
         scratch = Scratch(coders[0].spec.device)
         for coder in coders:
             coder.use(scratch)
@@ -254,17 +254,17 @@ class Exchange:
                 coder is bound to. Nothing was started then, and `rollback` is not needed.
         """
         self._lay_out()
-        laps = self._laps = Laps(self.coders[0].spec.device)
+        timer = self._timer = PhaseTimer(self.coders[0].spec.device)
         for coder, gradient in zip(self.coders, gradients, strict=True):
             _check_gradient(coder.spec, gradient)
         for coder, gradient in zip(self.coders, gradients, strict=True):
             coder.begin(gradient)
-        laps.end(Turn.ENCODE)
+        timer.end(Phase.ENCODE)
         for stage in self._stages:
-            yield from stage.requests(laps)
+            yield from stage.requests(timer)
         for coder, out in zip(self.coders, outs, strict=True):
             coder.finish(out)
-        laps.end(Turn.DECODE)
+        timer.end(Phase.DECODE)
 
     def run(self, group: Group, gradients: Sequence[Tensor], outs: Sequence[Tensor]) -> Traffic:
         """Do a step over a group of workers; see `requests`.
@@ -284,7 +284,7 @@ class Exchange:
         for request in self.requests(gradients, outs):
             request.through(group)
         done = sum((stage.traffic for stage in self._stages), Traffic())
-        return replace(done, laps=self._laps)
+        return replace(done, timer=self._timer)
 
     def commit(self, unused: Collection[str] = ()) -> None:
         """The step counts.
@@ -315,15 +315,15 @@ class Exchange:
             return
         self._rounds, self._stages = rounds, []
         for index in range(max(map(len, rounds))):
-            kinds: dict[tuple[Meeting, torch.dtype], list[tuple[Coder, Round]]] = {}
+            kinds: dict[tuple[Collective, torch.dtype], list[tuple[Coder, Round]]] = {}
             for coder, own in zip(self.coders, rounds, strict=True):
                 if index < len(own):
                     entry = own[index]
-                    kinds.setdefault((entry.meeting, entry.dtype), []).append((coder, entry))
-            for (meeting, _), members in kinds.items():
-                if meeting is Meeting.SHARD:
+                    kinds.setdefault((entry.collective, entry.dtype), []).append((coder, entry))
+            for (collective, _), members in kinds.items():
+                if collective is Collective.SHARD:
                     self._stages.append(_Sharded(index, members, self._workers))
-                elif meeting is Meeting.GATHER:
+                elif collective is Collective.GATHER:
                     self._stages.append(_Gathered(index, members[0][1], members, self._workers))
                 else:
                     self._stages.append(_Fused(index, members[0][1], members, self._workers))

@@ -140,9 +140,9 @@ class FeedbackCoder(Coder):
         """See `Coder`. Without the option `rescale` it has no effect."""
         self._learning_rate = learning_rate
 
-    def repace(self, samples: float) -> None:
+    def set_batch_scale(self, samples: float) -> None:
         """See `Coder`."""
-        self._inner.repace(samples)
+        self._inner.set_batch_scale(samples)
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
         """See `Coder`."""

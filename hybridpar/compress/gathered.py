@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Coder, Meeting, Round, TensorSpec
+from hybridpar.compress.codec import Coder, Collective, Round, TensorSpec
 from hybridpar.compress.packing import aligned
 from hybridpar.compress.residual import NO_RESIDUAL, WORKER, Residual
 from hybridpar.compress.sharded import Quantiser, ShardedCoder
@@ -36,7 +36,7 @@ class GatheredCoder(Coder):
         #: How the tensor becomes bytes.
         self.quantiser = quantiser
         self._size = quantiser.size(quantiser.view(torch.empty(spec.count, device="meta")).shape)
-        self._rounds = (Round(Meeting.GATHER, torch.uint8, (aligned(self._size),)),)
+        self._rounds = (Round(Collective.GATHER, torch.uint8, (aligned(self._size),)),)
         self.residuals = {WORKER: spec.count}
         self._messages: Sequence[Tensor] = ()
         self._gradient = torch.empty(0)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridpar.compress.codec import Meeting
+from hybridpar.compress.codec import Collective
 
 
 class Group(Protocol):
@@ -28,7 +28,7 @@ class Group(Protocol):
     def rank(self) -> int:
         """This worker."""
 
-    def all_reduce(self, tensor: Tensor, meeting: Meeting) -> None:
+    def all_reduce(self, tensor: Tensor, collective: Collective) -> None:
         """Replace a tensor by its sum, maximum or bitwise and over the workers, equal bit for bit on all of them."""
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
@@ -41,7 +41,7 @@ class Group(Protocol):
 # The newer name of torch 2.14, which warns of the older one.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_OPERATIONS = {Meeting.SUM: dist.ReduceOp.SUM, Meeting.MAX: dist.ReduceOp.MAX, Meeting.AND: dist.ReduceOp.BAND}
+_OPERATIONS = {Collective.SUM: dist.ReduceOp.SUM, Collective.MAX: dist.ReduceOp.MAX, Collective.AND: dist.ReduceOp.BAND}
 
 
 class TorchGroup:
@@ -66,14 +66,14 @@ class TorchGroup:
         """See `Group`."""
         return dist.get_rank(self._group)
 
-    def all_reduce(self, tensor: Tensor, meeting: Meeting) -> None:
+    def all_reduce(self, tensor: Tensor, collective: Collective) -> None:
         """See `Group`."""
         if not tensor.numel():
             return
-        if meeting is Meeting.AND and not self._bitwise:
+        if collective is Collective.AND and not self._bitwise:
             self._and_by_gathering(tensor)
             return
-        dist.all_reduce(tensor, _OPERATIONS[meeting], group=self._group)
+        dist.all_reduce(tensor, _OPERATIONS[collective], group=self._group)
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
         """See `Group`."""

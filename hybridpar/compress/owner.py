@@ -230,7 +230,7 @@ class OwnerCoder(Coder):
         """See `Coder`."""
         self._coded.spread(key, residual, out)
 
-    def repace(self, samples: float) -> None:
+    def set_batch_scale(self, samples: float) -> None:
         """See `Coder`. Momentum forgets as much per sample as before: mu becomes mu^samples."""
         self._samples = samples
 

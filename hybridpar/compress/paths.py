@@ -13,11 +13,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridpar.compress.codec import Meeting
+from hybridpar.compress.codec import Collective
 from hybridpar.compress.group import Group, TorchGroup, open_group
 from hybridpar.compress.hierarchy import Nodes
 from hybridpar.errors import UsageError
-from hybridpar.process import host_identity
+from hybridpar.formats.messages import gather_items
+from hybridpar.machine.process import host_identity
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Paths:
     def add(self, tensor: Tensor) -> None:
         """Add over the node."""
         if self.inside is not None:
-            self.inside.all_reduce(tensor, Meeting.SUM)
+            self.inside.all_reduce(tensor, Collective.SUM)
 
 
 def open_paths(nodes: Nodes | None, group: dist.ProcessGroup | None, timeout: float) -> Paths:
@@ -83,8 +84,7 @@ def require_agreement(mine: tuple[str, int, int, bool], group: dist.ProcessGroup
     Raises:
         UsageError: They do not.
     """
-    answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (mine, host_identity()), group=group)
+    answers = gather_items((mine, host_identity()), group)
     if len({own for own, _ in answers}) > 1:
         table = "; ".join(
             f"worker {rank}: {codec}, seed {seed}, {lanes} lane(s){', hierarchical' if hierarchical else ''}"

@@ -24,7 +24,6 @@ import fnmatch
 import hashlib
 import json
 import re
-import tomllib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +34,14 @@ import torch
 from hybridpar.compress.codec import Codec, Coder, TensorSpec
 from hybridpar.compress.kernels import prepare
 from hybridpar.compress.text import bind, format_codec, parse_codec
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import UsageError, nearest, shortened
+from hybridpar.formats.file_reader import Unreadable, parse_toml, read_text
 
 #: How a policy that is a file is told from a codec.
 SUFFIX = ".toml"
+
+#: Bytes of a file: a rule for each of a model's parameters has far fewer.
+_MOST_BYTES = 1 << 20
 
 _ARROW = "->"
 _KEYS = ("pattern", "codec")
@@ -128,7 +131,7 @@ class Policy:
         for rule in self.rules if names else ():
             if not any(rule.matches(name) for name in names):
                 raise UsageError(
-                    f"the pattern {rule.pattern!r} of a compression policy matches no parameter",
+                    f"the pattern {shortened(repr(rule.pattern))} of a compression policy matches no parameter",
                     "Each rule is about a parameter of the model; * stands for anything.",
                     f"Nearest: {', '.join(nearest_names(rule.pattern, names))}.",
                 )
@@ -166,7 +169,8 @@ def read_policy(text: str) -> Policy:
     for part in text.split(";"):
         pattern, arrow, codec = (piece.strip() for piece in part.partition(_ARROW))
         if not (pattern and arrow and codec):
-            raise UsageError(f"{part.strip()!r} in the policy {text!r}", "Rules are pattern -> codec, joined by ;.")
+            what = f"{shortened(repr(part.strip()))} in the policy {shortened(repr(text))}"
+            raise UsageError(what, "Rules are pattern -> codec, joined by ;.")
         rules.append(Rule(pattern, parse_codec(codec)))
     return Policy(tuple(rules))
 
@@ -198,22 +202,18 @@ def _escape(name: str) -> str:
 
 
 def _read_file(path: Path) -> Policy:
+    why, fix = "A policy is a file in TOML.", "Name a file, or a codec such as onebit."
+    text = read_text(path, "the policy file", UsageError, fix, why=why, most=_MOST_BYTES)
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UsageError(f"there is no policy file {path}", fix="Name a file, or a codec such as onebit.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the policy file {path} cannot be read: {error}") from error
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        place = re.search(r"at line (\d+)", str(error))
+        data = parse_toml(text)
+    except Unreadable as error:
+        place = re.search(r"at line (\d{1,9})", str(error))
         line = int(place.group(1)) if place else len(text.splitlines())
-        raise UsageError(_at(path, line, str(error)), "A policy is a file in TOML.") from None
+        raise UsageError(_at(path, line, str(error)), why) from None
     for key in data:
         if key != "rule":
             raise UsageError(
-                _at(path, _line_of_key(text, key), f"unknown key {key!r}"),
+                _at(path, _line_of_key(text, key), f"unknown key {shortened(repr(key))}"),
                 "A policy is a list of tables [[rule]].",
                 nearest(key, ["rule"]),
             )
@@ -235,15 +235,17 @@ def _rules(path: Path, text: str, entries: Sequence[dict[str, Any]], heads: Sequ
     for entry, head in zip(entries, heads, strict=True):
         for key in entry:
             if key not in _KEYS:
-                what = _at(path, _line_of_key(text, key, head), f"unknown key {key!r} in a rule")
+                what = _at(path, _line_of_key(text, key, head), f"unknown key {shortened(repr(key))} in a rule")
                 raise UsageError(what, "A rule has a pattern and a codec.", nearest(key, _KEYS))
         for key in _KEYS:
             if not isinstance(entry.get(key), str) or not entry[key].strip():
-                what = f"{key} = {entry[key]!r}" if key in entry else f"a rule without {key}"
+                what = f"{key} = {shortened(repr(entry[key]))}" if key in entry else f"a rule without {key}"
                 raise UsageError(_at(path, _line_of_key(text, key, head), what), f"Its {key} is a text.")
         pattern = entry["pattern"].strip()
         if any(rule.pattern == pattern for rule in rules):
-            what = _at(path, _line_of_key(text, "pattern", head), f"the pattern {pattern!r} is given twice")
+            what = _at(
+                path, _line_of_key(text, "pattern", head), f"the pattern {shortened(repr(pattern))} is given twice"
+            )
             raise UsageError(what, "The first rule that matches counts.", "Leave one of them out.")
         try:
             rules.append(Rule(pattern, parse_codec(entry["codec"])))
@@ -254,7 +256,7 @@ def _rules(path: Path, text: str, entries: Sequence[dict[str, Any]], heads: Sequ
 
 
 def _at(path: Path, line: int, what: str) -> str:
-    return f"{path}, line {line}: {what}"
+    return f"{shortened(path)}, line {line}: {what}"
 
 
 def _line_of_key(text: str, key: str, after: int = 1) -> int:

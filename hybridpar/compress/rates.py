@@ -18,13 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Codec, Meeting, Round, TensorSpec
+from hybridpar.compress.codec import Codec, Collective, Round, TensorSpec
 from hybridpar.compress.exchange import Exchange, split
 from hybridpar.compress.group import Group
 from hybridpar.compress.text import bind
+from hybridpar.machine.steady import halves_apart
 
 #: How a message meets the others, and its type.
-Kind = tuple[Meeting, torch.dtype]
+Kind = tuple[Collective, torch.dtype]
 
 _SMALL_BYTES = 4 << 10
 _LARGE_BYTES = 512 << 10
@@ -81,7 +82,7 @@ def measure_link(
         found[kind] = LinkCost(small, max(large - small, 0.0) / (_LARGE_BYTES - _SMALL_BYTES))
     flat = [value for cost in found.values() for value in (cost.latency_ms, cost.ms_per_byte)]
     told = torch.tensor([*flat, 1.0], dtype=torch.float64, device=device)
-    meet((Meeting.SUM, torch.float64), told)
+    meet((Collective.SUM, torch.float64), told)
     *sums, workers = told.tolist()
     means = [value / workers for value in sums]
     return {kind: LinkCost(*means[2 * place : 2 * place + 2]) for place, kind in enumerate(found)}
@@ -91,10 +92,10 @@ def meet_over(group: Group) -> Callable[[Kind, Tensor], None]:
     """Messages that meet over a group as `Exchange` lets them meet; stripes are of one size."""
 
     def meet(kind: Kind, message: Tensor) -> None:
-        if kind[0] is Meeting.GATHER:
+        if kind[0] is Collective.GATHER:
             group.all_gather(message.new_empty(message.numel() * group.size), message)
             return
-        if kind[0] is not Meeting.SHARD:
+        if kind[0] is not Collective.SHARD:
             group.all_reduce(message, kind[0])
             return
         stripe = message.numel() // group.size
@@ -129,7 +130,7 @@ class _Alone:
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def all_reduce(self, tensor: Tensor, meeting: Meeting) -> None:
+    def all_reduce(self, tensor: Tensor, collective: Collective) -> None:
         """See `Group`."""
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
@@ -149,9 +150,11 @@ class CodecRate:
 
     Attributes:
         tried: For each number of elements that it was tried on: milliseconds to write messages and to read them.
+        noise: How far tries lay apart at most, relative.
     """
 
     tried: Mapping[int, tuple[float, float]]
+    noise: float = 0.0
 
     def times(self, count: int) -> tuple[float, float]:
         """Milliseconds to write and to read a parameter of so many elements.
@@ -187,11 +190,13 @@ def measure_codec(
     fitting = sorted({shape for shape in shapes if codec.fits(shape)}, key=math.prod)
     if not fitting:
         return None
-    tried = {}
+    tried, noise = {}, 0.0
     for place in sorted({0, len(fitting) // 2, len(fitting) - 1}):
         shape = _piece(codec, fitting[place])
-        tried[math.prod(shape)] = _time_exchanges(codec, shape, workers, device)
-    return CodecRate(tried)
+        encode, decode, apart = _time_exchanges(codec, shape, workers, device)
+        tried[math.prod(shape)] = encode, decode
+        noise = max(noise, apart)
+    return CodecRate(tried, noise)
 
 
 @functools.cache
@@ -207,8 +212,10 @@ def _piece(codec: Codec, shape: tuple[int, ...]) -> tuple[int, ...]:
     return cut if codec.fits(cut) else shape
 
 
-def _time_exchanges(codec: Codec, shape: tuple[int, ...], workers: int, device: torch.device) -> tuple[float, float]:
-    """Milliseconds to write and to read the messages of one piece of several that are exchanged together.
+def _time_exchanges(
+    codec: Codec, shape: tuple[int, ...], workers: int, device: torch.device
+) -> tuple[float, float, float]:
+    """Milliseconds to write and to read the messages of one piece of several that are exchanged together, and noise.
 
     In a step a bucket comes to the codec from memory, after all others; one piece again and again would stay in cache.
     """
@@ -222,9 +229,9 @@ def _time_exchanges(codec: Codec, shape: tuple[int, ...], workers: int, device: 
     results = [torch.empty_like(one) for one in gradients]
     times = []
     for _ in range(1 + _TRIES):  # the first one makes the scratch memory
-        laps = exchange.run(_Alone(workers), gradients, results).laps
+        timer = exchange.run(_Alone(workers), gradients, results).timer
         exchange.commit()
-        assert laps is not None
-        times.append(laps.times())
+        assert timer is not None
+        times.append(timer.times())
     encode, decode = (statistics.median(getattr(one, way) for one in times[1:]) for way in ("encode", "decode"))
-    return encode / pieces, decode / pieces
+    return encode / pieces, decode / pieces, halves_apart([one.encode + one.decode for one in times[1:]])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels
-from hybridpar.compress.codec import Meeting, Round, TensorSpec
+from hybridpar.compress.codec import Collective, Round, TensorSpec
 from hybridpar.compress.noise import Noise, NoisyCoder
 from hybridpar.compress.packing import magnitude
 from hybridpar.compress.residual import NO_RESIDUAL, WORKER, Residual
@@ -30,7 +30,7 @@ class ScaledCoder(NoisyCoder):
     def __init__(self, spec: TensorSpec, rounds: Sequence[Round]) -> None:
         super().__init__(spec)
         self._noise = Noise(spec)
-        self._rounds = (Round(Meeting.MAX, torch.float32, (1,)), *rounds)
+        self._rounds = (Round(Collective.MAX, torch.float32, (1,)), *rounds)
         #: v: the gradient, and what is left from the steps before, where that is kept.
         self._values = torch.empty(0)
         #: What was agreed on, one element; infinite where a value of any worker is not finite.

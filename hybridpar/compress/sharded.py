@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Coder, Meeting, Round, TensorSpec
+from hybridpar.compress.codec import Coder, Collective, Round, TensorSpec
 from hybridpar.compress.packing import aligned
 from hybridpar.compress.residual import NO_RESIDUAL, WORKER, Residual
 from hybridpar.compress.scratch import Scratch
@@ -104,7 +104,7 @@ class ShardedCoder(Coder):
         shapes = [(stop - start, *layout.shape[1:]) for start, stop in self._stripes]
         sent = tuple(aligned(quantiser.size(shape)) if shape[0] else 0 for shape in shapes)
         full = tuple(aligned((stop - start) * self._row * 4) for start, stop in self._stripes)
-        self._rounds = (Round(Meeting.SHARD, torch.uint8, sent, sent if requantise else full),)
+        self._rounds = (Round(Collective.SHARD, torch.uint8, sent, sent if requantise else full),)
         self._sizes = [quantiser.size(shape) if shape[0] else 0 for shape in shapes]
         self._own = shapes[spec.rank]
         own_count = self._own[0] * self._row

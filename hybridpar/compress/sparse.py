@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Meeting, Round, TensorSpec
+from hybridpar.compress.codec import Collective, Round, TensorSpec
 from hybridpar.compress.packing import aligned
 from hybridpar.compress.scratch import Scratch
 
@@ -48,8 +48,8 @@ class Picks:
     def round(self) -> Round:
         """What is written and received."""
         if self.dense:
-            return Round(Meeting.SUM, torch.float32, (self.count,))
-        return Round(Meeting.GATHER, torch.uint8, (self._size,))
+            return Round(Collective.SUM, torch.float32, (self.count,))
+        return Round(Collective.GATHER, torch.uint8, (self._size,))
 
     def write(self, values: Tensor, places: Tensor, out: Tensor) -> Tensor:
         """Write the message.

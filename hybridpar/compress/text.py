@@ -24,7 +24,10 @@ from hybridpar.compress.codec import CODECS, Codec, Coder, TensorSpec
 from hybridpar.compress.codecs.none import Full
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.kernels import prepare
-from hybridpar.errors import UsageError, nearest
+from hybridpar.errors import UsageError, nearest, shortened
+
+#: Characters of a codec with all its options.
+_LONGEST = 500
 
 _TWICE = "The codec keeps the momentum itself; twice would be too much."
 _WORDS = {"on": True, "true": True, "off": False, "false": False}
@@ -39,6 +42,8 @@ def parse_codec(text: str) -> Codec:
     Raises:
         UsageError: An unknown name or option, or a value that the option does not take.
     """
+    if len(text) > _LONGEST:
+        raise UsageError(f"the codec {shortened(repr(text))}", f"Its text has at most {_LONGEST} characters.")
     name, _, tail = text.strip().partition(":")
     kind = CODECS.get(name)
     given = _split(text, tail)
@@ -143,6 +148,8 @@ def _read(option: str, value: str, kind: Any) -> Any:
         return None
     (kind,) = (one for one in allowed if one is not types.NoneType)
     try:
+        if kind is int and len(value) > 20:
+            raise ValueError
         return _WORDS[value.lower()] if kind is bool else kind(value)
     except (ValueError, KeyError):
         wanted = {bool: "on or off", int: "a whole number", float: "a number"}[kind]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torchvision
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from hybridpar.config import DataConfig
 from hybridpar.data.downloads import download_fix, one_download
@@ -51,7 +54,8 @@ def _caltech101(config: DataConfig) -> ImageData:
             f"caltech101 is not there: no directory {directory}",
             fix=download_fix("caltech101/101_ObjectCategories/"),
         )
-    names, paths, labels = _scan(directory, excluded=(CALTECH101_BACKGROUND,))
+    ignored = _Ignored()
+    names, paths, labels = _scan(directory, ignored, excluded=(CALTECH101_BACKGROUND,))
     if (len(names), len(paths)) != (CALTECH101_CLASSES, CALTECH101_IMAGES):
         logger.warning(
             "caltech101 in %s has %d classes and %d images; the published set has %d and %d",
@@ -67,12 +71,15 @@ def _caltech101(config: DataConfig) -> ImageData:
     train_counts = [min(CALTECH101_TRAIN_PER_CLASS, int(size) - 1) for size in sizes]
     parts = split_by_class(np.array(labels), train_counts, FIXED_SEED)
     train, test = ([(paths[index], labels[index]) for index in part] for part in parts)
-    return _from_files("caltech101", names, (directory, train), (directory, test), config)
+    return _from_files("caltech101", names, (directory, train), (directory, test), config, ignored)
 
 
 @DATA_SETS.register("folder", "your own images: --data-root with train/CLASS/ and test/CLASS/ (or val/CLASS/), 224x224")
 def _folder(config: DataConfig) -> ImageData:
-    """The layout of torchvision's ImageFolder. Where there are both test/ and val/, test/ is used."""
+    """The layout of torchvision's ImageFolder, without hidden files and directories.
+
+    Where there are both test/ and val/, test/ is used.
+    """
     root = config.data_root.resolve()
     train_root = root / "train"
     test_root = root / "test" if (root / "test").is_dir() else root / "val"
@@ -83,8 +90,9 @@ def _folder(config: DataConfig) -> ImageData:
                 "A folder data set is laid out as train/CLASS/IMAGE and test/CLASS/IMAGE.",
                 "Name the directory that holds train/ and test/ with --data-root.",
             )
-    names, train_paths, train_labels = _scan(train_root)
-    test_names, test_paths, test_labels = _scan(test_root)
+    ignored = _Ignored()
+    names, train_paths, train_labels = _scan(train_root, ignored)
+    test_names, test_paths, test_labels = _scan(test_root, ignored)
     if names != test_names:
         differences = [
             f"only in {directory}: {_some(extra)}"
@@ -101,27 +109,140 @@ def _folder(config: DataConfig) -> ImageData:
         )
     train = list(zip(train_paths, train_labels, strict=True))
     test = list(zip(test_paths, test_labels, strict=True))
-    return _from_files("folder", names, (train_root, train), (test_root, test), config)
+    return _from_files("folder", names, (train_root, train), (test_root, test), config, ignored)
 
 
-def _scan(directory: Path, excluded: Iterable[str] = ()) -> tuple[list[str], list[str], list[int]]:
+@dataclass
+class _Ignored:
+    """What lies in a data set and is not used.
+
+    Attributes:
+        hidden: Hidden directories, by name.
+        files: Files that are no images, by the end of their names.
+        hidden_files: Number of hidden files.
+        outside: Number of images that lie in no class directory.
+        loops: Number of links to a directory that the link lies in.
+    """
+
+    hidden: Counter[str] = field(default_factory=Counter)
+    files: Counter[str] = field(default_factory=Counter)
+    hidden_files: int = 0
+    outside: int = 0
+    loops: int = 0
+
+    def note_file(self, name: str) -> None:
+        """Count a file that is not used because of its name."""
+        if name.startswith("."):
+            self.hidden_files += 1
+        else:
+            self.files[Path(name).suffix.lower() or "no extension"] += 1
+
+    def told(self) -> tuple[str, ...]:
+        """Each kind in words, with its number."""
+        kinds = (
+            (self.hidden.total(), "hidden directory", "hidden directories", self.hidden),
+            (self.hidden_files, "hidden file", "hidden files", ()),
+            (self.files.total(), "file that is no image", "files that are no images", self.files),
+            (self.outside, "image in no class directory", "images in no class directory", ()),
+            (self.loops, "link to a directory above it", "links to directories above them", ()),
+        )
+        return tuple(
+            f"{count:,} {one if count == 1 else many}" + (f" ({_some(names)})" if names else "")
+            for count, one, many, names in kinds
+            if count
+        )
+
+
+def _scan(directory: Path, ignored: _Ignored, excluded: Iterable[str] = ()) -> tuple[list[str], list[str], list[int]]:
     """Class names, paths relative to the directory, and labels, in torchvision's order: by class, then by path."""
+    names: list[str] = []
+    paths: list[str] = []
+    labels: list[int] = []
+    empty: dict[str, tuple[str, ...]] = {}
     try:
-        names = [name for name in find_classes(str(directory))[0] if name not in excluded]
-        numbers = {name: number for number, name in enumerate(names)}
-        if not names:
-            raise FileNotFoundError(f"Couldn't find any class folder in {directory}.")
-        found = make_dataset(str(directory), numbers, extensions=IMG_EXTENSIONS)
+        for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+            if not entry.is_dir():
+                if _is_image(entry.name):
+                    ignored.outside += 1
+                else:
+                    ignored.note_file(entry.name)
+            elif entry.name.startswith("."):
+                ignored.hidden[entry.name] += 1
+            elif entry.name not in excluded:
+                before = _Ignored()
+                found = _images(entry.path, before)
+                if not found:
+                    empty[entry.name] = before.told()
+                paths += [os.path.relpath(path, directory) for path in found]
+                labels += [len(names)] * len(found)
+                names.append(entry.name)
+                _add(ignored, before)
     except OSError as error:
         raise DataError(
-            str(error), f"{directory} must hold a directory of images for each class.", "Check --data-root."
+            f"cannot read {error.filename or directory}: {error.strerror or error}",
+            f"{directory} must hold a directory of images for each class.",
+            "Check --data-root, and the rights of its files.",
         ) from error
-    return names, [str(Path(path).relative_to(directory)) for path, _ in found], [label for _, label in found]
+    if not names:
+        raise DataError(
+            f"there is no class folder in {directory}",
+            "It must hold a directory of images for each class.",
+            "Check --data-root.",
+        )
+    if empty:
+        first, others = next(iter(empty.items()))
+        raise DataError(
+            f"no images in {len(empty)} of the {len(names)} class directories of {directory}: {_some(empty)}",
+            f"{first} holds {', '.join(others) or 'nothing'}; an image ends in {', '.join(IMG_EXTENSIONS)}.",
+            "Add images of these classes, or remove the directories.",
+        )
+    return names, paths, labels
 
 
-def _some(names: set[str]) -> str:
-    shown = ", ".join(sorted(names)[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+def _images(directory: str, ignored: _Ignored, above: tuple[tuple[int, int], ...] = ()) -> list[str]:
+    """The image files in and below a directory, in torchvision's order. Links are followed, but not in circles."""
+    # Named by device and number, since a link has a path of its own.
+    facts = os.stat(directory)
+    above = (*above, (facts.st_dev, facts.st_ino))
+    found, deeper = [], []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            if not entry.is_dir():
+                if _is_image(entry.name):
+                    found.append(entry.path)
+                else:
+                    ignored.note_file(entry.name)
+            elif entry.name.startswith("."):
+                ignored.hidden[entry.name] += 1
+            elif entry.is_symlink() and _is_above(entry, above):
+                ignored.loops += 1
+            else:
+                deeper.append(entry.path)
+    found += [path for inner in deeper for path in _images(inner, ignored, above)]
+    return sorted(found, key=os.path.split)
+
+
+def _is_above(link: os.DirEntry[str], above: tuple[tuple[int, int], ...]) -> bool:
+    """Whether a link leads to a directory that it lies in, or to one above the class."""
+    facts = link.stat()
+    return (facts.st_dev, facts.st_ino) in above or os.path.realpath(link.path) in map(str, Path(link.path).parents)
+
+
+def _is_image(name: str) -> bool:
+    return not name.startswith(".") and name.lower().endswith(IMG_EXTENSIONS)
+
+
+def _add(total: _Ignored, one: _Ignored) -> None:
+    total.hidden += one.hidden
+    total.files += one.files
+    total.hidden_files += one.hidden_files
+    total.loops += one.loops
+
+
+def _some(names: Iterable[str]) -> str:
+    every = sorted(names)
+    shown = ", ".join(every[:5])
+    return shown if len(every) <= 5 else f"{shown} and {len(every) - 5} more"
 
 
 def _from_files(
@@ -130,6 +251,7 @@ def _from_files(
     train: tuple[Path, list[tuple[str, int]]],
     test: tuple[Path, list[tuple[str, int]]],
     config: DataConfig,
+    ignored: _Ignored,
 ) -> ImageData:
     size = config.image_size or DEFAULT_SIZE
     augment, prepare = imagenet_transforms(size)
@@ -151,4 +273,5 @@ def _from_files(
         test=sources[1],
         mean=IMAGENET_MEAN,
         std=IMAGENET_STD,
+        ignored=ignored.told(),
     )

@@ -7,6 +7,7 @@ torch's loader processes.
 
 from __future__ import annotations
 
+import logging
 import signal
 import warnings
 from collections.abc import Iterator
@@ -21,13 +22,18 @@ from torch.utils.data import DataLoader, Dataset
 
 from hybridpar.data.augment import normalise
 from hybridpar.data.sampling import AugmentKey, IntArray, cut_epoch, divide, epoch_order
-from hybridpar.data.sources import ImageData, ImageSource, to_device
+from hybridpar.data.sources import ImageData, ImageSource, Loaded, to_device
 from hybridpar.errors import DataError
+
+_log = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 
 #: Loader processes per worker where images are read from files.
 DEFAULT_LOADER_WORKERS = 2
+
+#: Files that cannot be read and are named one by one; then their number is told whenever it has doubled.
+_NAMED = 5
 
 LabelledImages = tuple[Tensor, Tensor]
 
@@ -103,7 +109,8 @@ class TrainBatches:
 
         Raises:
             ValueError: The epoch does not have so many steps.
-            DataError: An image cannot be read, or a loader process died.
+            DataError: Many images cannot be read, or a loader process died. A single one is replaced by another and
+                told in a warning.
         """
         if not 0 <= start_step <= len(self._steps):
             raise ValueError(f"start_step is {start_step}, but an epoch has {len(self._steps)} steps")
@@ -128,6 +135,7 @@ class TestBatches:
     """One worker's share of the test images: together, the workers test every image exactly once.
 
     Shares are consecutive and differ by at most one image; a share is empty where there are more workers than images.
+    Images that cannot be read are left out, with a warning.
 
     Args:
         data: The data set.
@@ -155,7 +163,9 @@ class TestBatches:
         _check_rank(rank, workers)
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
-        start, stop = divide(0, len(data.test), workers)[rank]
+        #: Test images of all workers.
+        self.total = len(data.test)
+        start, stop = divide(0, self.total, workers)[rank]
         self.samples = stop - start
         self._jobs = [
             np.arange(first, min(first + batch_size, stop), dtype=np.int64) for first in range(start, stop, batch_size)
@@ -195,18 +205,32 @@ class _Reader:
         self._channels_last = channels_last
         self._mean = torch.tensor(data.mean, device=self._device)
         self._std = torch.tensor(data.std, device=self._device)
+        self._damaged: set[str] = set()
 
     def read(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[LabelledImages]:
         loaded = self._load_ahead(jobs, key) if self._loader_workers and jobs else self._load(jobs, key)
-        for indices, images in zip(jobs, loaded, strict=True):
+        for images, indices, damaged in loaded:
+            self._warn_of(damaged, "is left out of the test" if key is None else "is replaced by another image")
+            if len(indices) == 0:
+                continue
             pixels = normalise(images, self._mean, self._std, size=self._size, channels_last=self._channels_last)
             yield pixels, to_device(self.source.labels[torch.from_numpy(indices)], self._device)
 
-    def _load(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Tensor]:
-        for indices in jobs:
-            yield self.source.load(indices, key, self._device)
+    def _warn_of(self, damaged: tuple[str, ...], use: str) -> None:
+        """Name files that cannot be read, each once; of many only some, and how many there are."""
+        for problem in damaged:
+            if problem in self._damaged:
+                continue
+            self._damaged.add(problem)
+            count = len(self._damaged)
+            if count <= _NAMED or count & (count - 1) == 0:
+                _log.warning("warning: %s; it %s (unreadable files so far: %d)", problem, use, count)
 
-    def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Tensor]:
+    def _load(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
+        for indices in jobs:
+            yield self.source.load_readable(indices, key, self._device)
+
+    def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
         with warnings.catch_warnings():
             # Torch counts the cores this worker is pinned to, and advises against more processes than those.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
@@ -235,13 +259,13 @@ class _Reader:
                     ) from error
                 if isinstance(loaded, DataError):
                     raise loaded
-                yield loaded.to(self._device, non_blocking=True)
+                yield loaded._replace(images=loaded.images.to(self._device, non_blocking=True))
         finally:
             # Ends the processes now: the traceback of an error would keep them as long as somebody looks at it.
             del iterator
 
 
-class _Jobs(Dataset[Tensor | DataError]):
+class _Jobs(Dataset[Loaded | DataError]):
     """What runs in the loader processes. It must survive pickling, for platforms that cannot fork.
 
     An error is handed over as a value: torch would bury an exception's message in the traceback of the process.
@@ -251,9 +275,9 @@ class _Jobs(Dataset[Tensor | DataError]):
         self._source = source
         self._key = key
 
-    def __getitem__(self, indices: IntArray) -> Tensor | DataError:
+    def __getitem__(self, indices: IntArray) -> Loaded | DataError:
         try:
-            return self._source.load(indices, self._key, _CPU)
+            return self._source.load_readable(indices, self._key, _CPU)
         except DataError as error:
             return error
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -24,6 +25,23 @@ from hybridpar.data.augment import shift_and_flip
 from hybridpar.data.sampling import AugmentKey, Draw, IntArray, bounded, counter_hash
 from hybridpar.errors import DataError
 from hybridpar.registry import Registry
+
+#: Images that are tried in the place of one that cannot be read, all over the data set, before training ends.
+SUBSTITUTES = 20
+
+
+class Loaded(NamedTuple):
+    """What could be loaded of the images that were asked for.
+
+    Attributes:
+        images: uint8, shape (n, channels, height, width).
+        indices: Which they are, shape (n,).
+        damaged: Why each file that could not be read could not.
+    """
+
+    images: Tensor
+    indices: IntArray
+    damaged: tuple[str, ...] = ()
 
 
 class ImageSource(ABC):
@@ -53,6 +71,21 @@ class ImageSource(ABC):
         Raises:
             DataError: A file cannot be read.
         """
+
+    def load_readable(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Loaded:
+        """Load some images, and do without files that cannot be read.
+
+        In training another image takes the place of such a file, the same one whoever asks; in testing it is left out.
+
+        Args:
+            indices: As of `load`.
+            key: As of `load`.
+            device: As of `load`.
+
+        Raises:
+            DataError: In training, so many files cannot be read that none was found for the place of one.
+        """
+        return Loaded(self.load(indices, key, device), indices)
 
 
 class MemoryImages(ImageSource):
@@ -131,35 +164,107 @@ class FileImages(ImageSource):
 
     def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Tensor:
         """See `ImageSource.load`."""
+        with self._own_generator(key):
+            return to_device(torch.stack([self._load(int(index), key) for index in indices]), device)
+
+    def load_readable(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Loaded:
+        """Decode some images, and leave out those that cannot be read; see `ImageSource.load_readable`."""
+        images, kept, damaged = [], [], []
+        # Far from each other: files that were damaged together lie beside each other.
+        stride = max(1, len(self) // SUBSTITUTES)
+        tries = 1 if key is None else min(SUBSTITUTES, len(self))
+        with self._own_generator(key):
+            for index in indices:
+                problem = None
+                for place in range(tries):
+                    one = (int(index) + place * stride) % len(self)
+                    try:
+                        images.append(self._load(one, key))
+                    except DataError as error:
+                        problem = problem or error
+                        damaged.append(error.what)
+                        continue
+                    kept.append(one)
+                    break
+                else:
+                    if key is not None and problem is not None:
+                        raise problem
+        found = np.array(kept, dtype=np.int64)
+        if not images:
+            return Loaded(torch.empty(0, 3, 1, 1, dtype=torch.uint8), found, tuple(damaged))
+        return Loaded(to_device(torch.stack(images), device), found, tuple(damaged))
+
+    def _own_generator(self, key: AugmentKey | None) -> AbstractContextManager[None]:
+        """Put torch's CPU generator back afterwards where transforms draw from it."""
+        return nullcontext() if key is None else torch.random.fork_rng(devices=[])
+
+    def _load(self, index: int, key: AugmentKey | None) -> Tensor:
+        image = read_image(self.path(index))
         if key is None:
-            images = [self.prepare(read_image(self.path(index))) for index in indices]
-        else:
-            seeds = counter_hash(*key, Draw.TRANSFORM, indices)
-            with torch.random.fork_rng(devices=[]):
-                images = []
-                for index, seed in zip(indices, seeds, strict=True):
-                    # Not torch.manual_seed, which would also reseed the generators of all GPUs.
-                    torch.default_generator.manual_seed(int(seed) >> 1)
-                    images.append(self.augment(read_image(self.path(index))))
-        return to_device(torch.stack(images), device)
+            return self.prepare(image)
+        seed = int(counter_hash(*key, Draw.TRANSFORM, np.array([index]))[0])
+        # Not torch.manual_seed, which would also reseed the generators of all GPUs.
+        torch.default_generator.manual_seed(seed >> 1)
+        return self.augment(image)
 
 
 def read_image(path: Path) -> Image.Image:
-    """Decode an image file to RGB.
+    """Decode an image file to RGB, upright as its EXIF data say.
 
     Raises:
         DataError: The file is missing or damaged; the message names it.
     """
     try:
         with Image.open(path) as image:
-            return image.convert("RGB")
-    # Pillow's decoders report damage by any of these.
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise DataError(
-            f"cannot read the image {path}: {error}",
-            "Every file of the data set must be a whole image.",
-            "Replace the file, or remove it from the data set.",
-        ) from error
+            image.load()
+            return _as_rgb(_upright(image))
+    except Exception as error:  # Pillow's decoders report damage by almost any
+        raise _unreadable(path, error) from error
+
+
+def check_image(path: Path) -> None:
+    """Decode an image file as fast as it can be: a JPEG to an eighth of its size.
+
+    Raises:
+        DataError: As of `read_image`.
+    """
+    try:
+        with Image.open(path) as image:
+            image.draft("RGB", (1, 1))
+            image.load()
+    except Exception as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    reason = str(error) or type(error).__name__
+    if isinstance(error, UnidentifiedImageError):
+        reason = "it is empty" if path.stat().st_size == 0 else "it is no image of a known format"
+    elif isinstance(error, OSError) and error.strerror:
+        reason = error.strerror
+    return DataError(
+        f"cannot read the image {path}: {reason}",
+        "Every file of the data set must be a whole image.",
+        "Replace the file, or remove it from the data set.",
+    )
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Turn an image as the camera noted in its EXIF data."""
+    try:
+        if image.getexif().get(ExifTags.Base.Orientation, 1) == 1:
+            return image
+        return ImageOps.exif_transpose(image)
+    except Exception:  # the note is damaged, not the pixels
+        return image
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "I" or image.mode.startswith("I;16"):  # 16-bit grey, which Pillow would cut off at 255
+        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    elif image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # what Pillow asks for, in a warning
+    return image.convert("RGB")
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -196,6 +301,7 @@ class ImageData:
         test: Test images.
         mean: Mean of each channel of pixels in [0, 1], taken off before training.
         std: Standard deviation of each channel, divided by.
+        ignored: What was found beside the images, such as "1 hidden directory (.ipynb_checkpoints)".
     """
 
     name: str
@@ -205,6 +311,7 @@ class ImageData:
     test: ImageSource
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    ignored: tuple[str, ...] = ()
 
     @property
     def classes(self) -> int:

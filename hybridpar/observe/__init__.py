@@ -4,10 +4,11 @@ The trainer emits the records of `records.py`; everything here only reads them. 
 torch nor matplotlib.
 """
 
+from hybridpar.observe.live import open_progress
 from hybridpar.observe.metrics import MetricsTable, MetricsWriter, read_metrics
 from hybridpar.observe.plots import draw_loss
 from hybridpar.observe.plots_staleness import draw_staleness
-from hybridpar.observe.progress import PlainProgress, Progress, open_progress
+from hybridpar.observe.progress import PlainProgress, Progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.observe.report import print_report
 from hybridpar.observe.summary import summarize, summary_schema, validate_summary, write_summary

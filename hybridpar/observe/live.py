@@ -7,16 +7,19 @@ own would compete with the step for the interpreter, and could hold the console'
 from __future__ import annotations
 
 import contextlib
+import sys
 import textwrap
 import time
 from collections.abc import Callable
 
 from rich.console import Console
+from rich.control import Control
 from rich.live import Live
+from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from hybridpar.observe.progress import Progress
+from hybridpar.observe.progress import PlainProgress, Progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.observe.running import RunningFigures
 from hybridpar.observe.text import (
@@ -52,9 +55,29 @@ class LiveProgress(Progress):
         self._epochs = 0
         self._figures = RunningFigures(0)
         self._live: Live | None = None
+        self._preparing = False
+
+    def prepare(self, text: str) -> None:
+        """Show a line that the next one takes the place of.
+
+        Nothing repaints it meanwhile: a thread that does would take part in what is being measured.
+        """
+        self._clear()
+        self._preparing = True
+        line = Text(f"{text} ...", style="dim", no_wrap=True, overflow="ellipsis", end="")
+        line.truncate(max(1, self._console.width - 1), overflow="ellipsis")
+        with contextlib.suppress(OSError):
+            self._console.print(line, end="")
+
+    def _clear(self) -> None:
+        if self._preparing:
+            self._preparing = False
+            with contextlib.suppress(OSError):
+                self._console.control(Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2)))
 
     def start(self, info: RunInfo, done: int = 0) -> None:
         """Print the run, and put the bar below it."""
+        self._clear()
         self._epochs = info.epochs
         self._figures = RunningFigures(info.steps_total, done)
         grid = Table.grid(padding=(0, 2))
@@ -85,12 +108,14 @@ class LiveProgress(Progress):
 
     def message(self, text: str) -> None:
         """Print a line above the bar."""
+        self._clear()
         # As Text: a message may hold brackets, as in `hybridpar[plots]`, that rich would take for markup.
         with contextlib.suppress(OSError):  # a terminal that went away must not end the run
             self._console.print(Text(text, style="yellow" if text.startswith("warning") else ""), soft_wrap=True)
 
     def close(self) -> None:
         """Paint the last state and give the terminal back."""
+        self._clear()
         live, self._live = self._live, None
         if live is not None:
             with contextlib.suppress(OSError):
@@ -148,3 +173,17 @@ def _under_label(note: str, width: int) -> str:
         note, max(width, _NARROWEST_NOTE), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
     return "\n".join(lines)
+
+
+def open_progress(console: Console | None = None) -> Progress:
+    """The display that suits the output: live on a terminal, plain lines elsewhere.
+
+    Args:
+        console: Where to; default: standard output.
+    """
+    if console is None:
+        # Said outright: FORCE_COLOR, common on build servers, would have rich take a log file for a terminal.
+        console = Console(force_terminal=sys.stdout.isatty())
+    if not console.is_terminal or console.is_dumb_terminal or console.is_jupyter:
+        return PlainProgress(console.file)
+    return LiveProgress(console)

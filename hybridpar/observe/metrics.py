@@ -20,12 +20,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridpar.formats.file_reader import Unreadable, parse_json
 from hybridpar.observe.files import replace_file, run_directory_error
 from hybridpar.observe.records import EpochRecord, StepRecord
 from hybridpar.observe.tensorboard_events import TensorBoardEvents
 
 #: Name of the file in the run directory.
 METRICS_FILE = "metrics.jsonl"
+
+#: Bytes of a line that is read.
+_LONGEST_LINE = 1 << 20
 
 #: Columns of a step's line that hold numbers; `skipped` is 0 or 1 in a table.
 STEP_COLUMNS = (
@@ -201,12 +205,14 @@ def read_metrics(run_dir: Path) -> MetricsTable:
     path = Path(run_dir) / METRICS_FILE
     for _, row in _rows(path) if path.exists() else ():
         if row.get("event") == "epoch":
-            accuracy, loss = row.get("test_accuracy"), row.get("test_loss")
-            epochs[int(row["epoch"])] = EpochRecord(
-                epoch=int(row["epoch"]),
+            epoch = row.get("epoch")
+            if not isinstance(epoch, int):
+                continue
+            epochs[epoch] = EpochRecord(
+                epoch=epoch,
                 step=row["step"],
-                test_accuracy=accuracy,
-                test_loss=loss,
+                test_accuracy=_if_number(row.get("test_accuracy")),
+                test_loss=_if_number(row.get("test_loss")),
                 train_loss=_number(row.get("train_loss")),
                 seconds=_number(row.get("seconds")),
             )
@@ -226,10 +232,10 @@ def read_metrics(run_dir: Path) -> MetricsTable:
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """The whole lines of a metrics file, raw and parsed; others are skipped."""
     with open(path, "rb") as file:
-        for line in file:
+        while line := file.readline(_LONGEST_LINE):
             try:
-                row = json.loads(line)
-            except ValueError:  # cut by a crash, or being written right now
+                row = parse_json(line)
+            except Unreadable:  # cut by a crash, or being written right now
                 continue
             if line.endswith(b"\n") and isinstance(row, dict) and isinstance(row.get("step"), int):
                 yield line, row
@@ -253,5 +259,10 @@ def _known(value: float | None) -> float | None:
     return None if value is None else _rounded(value)
 
 
+def _if_number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
+    # JSON has no infinity, so we never wrote one.
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else math.nan

@@ -8,7 +8,6 @@ wide. Nothing global is touched: no pyplot, no settings of the caller's matplotl
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hybridpar.errors import RunDirectoryError, shortened
+from hybridpar.formats.file_reader import read_json
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.metrics import METRICS_FILE, MetricsTable, read_metrics
 from hybridpar.observe.records import RunInfo
@@ -99,11 +100,11 @@ def _window_sums(values: NDArray[np.float64], low: NDArray[np.int64], high: NDAr
 
 def _title(run_dir: Path, info: RunInfo | None) -> str:
     try:
-        known = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8")) if info is None else asdict(info)
+        known = read_json(run_dir / SUMMARY_FILE, "the summary", RunDirectoryError) if info is None else asdict(info)
         model, data, workers = known["model"], known["data"], known["workers"]
-    except (OSError, ValueError, KeyError, TypeError):  # no summary, or not one of ours
+    except (RunDirectoryError, KeyError, TypeError):  # no summary, or not one of ours
         return run_dir.resolve().name
-    return f"{model} on {data}, {workers} worker{'' if workers == 1 else 's'}"
+    return shortened(f"{model} on {data}, {workers} worker{'' if workers == 1 else 's'}", 100)
 
 
 def _picture(table: MetricsTable, title: str) -> bytes:

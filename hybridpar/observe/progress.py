@@ -18,7 +18,7 @@ from hybridpar.observe.running import RunningFigures
 from hybridpar.observe.text import describe_run, epoch_line, format_bytes, format_duration, format_rate
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    pass
 
 
 class Progress:
@@ -26,6 +26,9 @@ class Progress:
 
     Used as a context manager, or closed, so that a terminal gets its cursor back.
     """
+
+    def prepare(self, text: str) -> None:
+        """Show what is being done before training starts, until something else is shown."""
 
     def start(self, info: RunInfo, done: int = 0) -> None:
         """Show what is about to be trained.
@@ -79,6 +82,10 @@ class PlainProgress(Progress):
         self._epochs = 0
         self._figures = RunningFigures(0)
 
+    def prepare(self, text: str) -> None:
+        """Print a line."""
+        self.message(f"{text} ...")
+
     def start(self, info: RunInfo, done: int = 0) -> None:
         """Print the run, a line per fact."""
         self._epochs = info.epochs
@@ -130,21 +137,3 @@ class PlainProgress(Progress):
         if left is not None:
             parts.append(f"ETA {format_duration(left)}")
         return "  ".join(parts)
-
-
-def open_progress(console: Console | None = None) -> Progress:
-    """The display that suits the output: live on a terminal, plain lines elsewhere.
-
-    Args:
-        console: Where to; default: standard output.
-    """
-    from rich.console import Console
-
-    if console is None:
-        # Said outright: FORCE_COLOR, common on build servers, would have rich take a log file for a terminal.
-        console = Console(force_terminal=sys.stdout.isatty())
-    if not console.is_terminal or console.is_dumb_terminal or console.is_jupyter:
-        return PlainProgress(console.file)
-    from hybridpar.observe.live import LiveProgress
-
-    return LiveProgress(console)

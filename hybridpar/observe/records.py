@@ -123,3 +123,5 @@ class RunInfo:
     """How gradients meet, as `--sync` has it."""
     servers: int = 0
     """Server processes."""
+    data_line: str = ""
+    """What to say of the data at the start; by default their name."""

@@ -13,11 +13,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hybridpar.observe.summary import step_without_data_ms
+from hybridpar.observe.summary import STEP_PARTS, step_without_data_ms
 from hybridpar.observe.text import format_accuracy, format_bytes, format_duration, format_rate
 
-#: Parts of a step: key of the summary and name on the screen.
-_PARTS = (("compute_ms", "compute"), ("exposed_sync_ms", "exposed sync"), ("data_ms", "waiting for data"))
+#: Parts of a step on the screen, in the order of `STEP_PARTS`.
+_PARTS = ("compute", "exposed sync", "waiting for data")
+
+#: Differences of less milliseconds, or of less of a step, are not told as a percentage of next to nothing.
+_SMALL_MS, _SMALL_PART = 1.0, 0.01
 
 
 def _ms(value: float) -> str:
@@ -75,19 +78,16 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("", ending, "" if finished else "yellow"),
     ]
     if summary["test_accuracy"] is not None:
-        best = f"  (best {format_accuracy(summary['best_test_accuracy'])})"
         shown = format_accuracy(summary["test_accuracy"])
-        rows.append(
-            ("test accuracy", shown + best * (summary["best_test_accuracy"] > summary["test_accuracy"]), "bold")
-        )
+        if summary.get("best") is None and summary["best_test_accuracy"] > summary["test_accuracy"]:
+            shown += f"  (best {format_accuracy(summary['best_test_accuracy'])})"
+        rows.append(("test accuracy", shown, "bold"))
+    if (kept := summary.get("best")) is not None:
+        told = f"{format_accuracy(kept['test_accuracy'])} after step {kept['step']:,}, kept in {kept['checkpoint']}"
+        rows.append(("best", told, ""))
     if summary["images_per_second"] is not None:
         rows.append(("speed", format_rate(summary["images_per_second"]), "bold"))
-    step_ms = summary["step_ms_median"]
-    if step_ms:
-        rows.append(("step", f"{step_ms:9.2f} ms  (median)", ""))
-        for key, name in _PARTS:
-            if summary[key] is not None:
-                rows.append(("", f"{summary[key]:9.2f} ms  {100 * summary[key] / step_ms:3.0f}%  {name}", ""))
+    rows += _step_rows(summary)
     rows += _prediction_rows(summary)
     rows += _pipeline_rows(summary)
     rows += _kernel_rows(summary)
@@ -98,6 +98,50 @@ def _rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if summary["skipped_steps"]:
         rows.append(("skipped", f"{_count(summary['skipped_steps'], 'step')} with non-finite gradients", "yellow"))
     return rows
+
+
+def _step_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """A step and where its time went: shares of its wall time, which add up to 100 %."""
+    step_ms = summary["step_ms_median"]
+    if not step_ms:
+        return []
+    parts = [(name, summary[key]) for key, name in zip(STEP_PARTS, _PARTS, strict=True) if summary[key] is not None]
+    if parts and (rest := step_ms - sum(value for _, value in parts)) >= 0.005:
+        parts.append(("other", rest))
+    shares = percentages([value for _, value in parts])
+    return [
+        ("step", f"{step_ms:9.2f} ms  (median)", ""),
+        *(("", f"{value:9.2f} ms  {share:3}%  {name}", "") for (name, value), share in zip(parts, shares, strict=True)),
+    ]
+
+
+def percentages(values: Sequence[float]) -> list[int]:
+    """Shares of a whole in whole per cent, rounded so that they add up to 100.
+
+    Args:
+        values: The parts, none of them negative.
+    """
+    whole = sum(values)
+    exact = [100 * value / whole if whole else 0.0 for value in values]
+    told = [int(share) for share in exact]
+    missing = (100 if whole else 0) - sum(told)
+    for place in sorted(range(len(told)), key=lambda place: told[place] - exact[place])[:missing]:
+        told[place] += 1
+    return told
+
+
+def _apart(predicted: float, found: float, step_ms: float | None = None) -> str:
+    """By how much a measured value missed its prediction, as a percentage; empty where that would say nothing.
+
+    Args:
+        predicted: The prediction.
+        found: What was measured.
+        step_ms: For times: that of a step, of which they are a part.
+    """
+    if not predicted or (step_ms is not None and abs(found - predicted) < max(_SMALL_MS, _SMALL_PART * step_ms)):
+        return ""
+    percent = 100 * (found / predicted - 1)
+    return f"{percent:+.0f}%" if abs(percent) < 1000 else ""
 
 
 def _kernel_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -136,8 +180,10 @@ def _sync_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             rows.append(("", ", ".join(f"{name} {summary[key]:.2f} ms" for key, name in parts), ""))
     predicted, measured = summary["predicted_sync_ms"], summary["sync_ms"]
     if predicted is not None and measured is not None:
-        apart = f", {100 * (measured / predicted - 1):+.0f}%" if predicted else ""
-        rows.append(("sync", f"predicted {predicted:.2f} ms, measured {measured:.2f} ms{apart}", ""))
+        apart = _apart(predicted, measured, summary["step_ms_median"] or 0.0)
+        rows.append(
+            ("sync", f"predicted {predicted:.2f} ms, measured {measured:.2f} ms" + f", {apart}" * bool(apart), "")
+        )
     return rows
 
 
@@ -175,8 +221,8 @@ def _prediction_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         predicted, found = summary.get(f"predicted_{key}"), measured.get(key)
         if predicted is None or found is None:
             continue
-        apart = f"{100 * (found / predicted - 1):+.0f}%" if predicted and key != "bubble" else ""
-        apart = apart if len(apart) <= 6 else ""  # of next to nothing everything is a large part
+        is_part = key in STEP_PARTS
+        apart = "" if key == "bubble" else _apart(predicted, found, measured["step_ms"] if is_part else None)
         beside = f"{told(predicted):>9}  measured {told(found):>9}  {apart:>5}  {name}"
         rows.append(("" if rows else "predicted", beside, ""))
     return rows

@@ -10,7 +10,7 @@ import json
 import math
 import platform
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +26,9 @@ from hybridpar.observe.running import WARM_UP_STEPS
 
 #: Name of the file in the run directory.
 SUMMARY_FILE = "summary.json"
+
+#: Parts of a step, by their keys in summary and metrics.
+STEP_PARTS = ("compute_ms", "exposed_sync_ms", "data_ms")
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str,
@@ -68,6 +71,7 @@ def summarize(
     steady = _steady(steps["step"], resumed_from)
     accuracies = [epoch.test_accuracy for epoch in table.epochs if epoch.test_accuracy is not None]
     sent, pulled = _median(steps["bytes_sent"][steady]), _median(steps["bytes_pulled"][steady])
+    step_ms = _median(steps["step_ms"][steady])
     return {
         "model": info.model,
         "data": info.data,
@@ -78,17 +82,19 @@ def summarize(
         "exit": ended,
         "epochs": last // info.steps_per_epoch if info.steps_per_epoch else 0,
         "steps": last,
-        "skipped_steps": int(np.nansum(steps["skipped"])),
+        "skipped_steps": int(np.count_nonzero(steps["skipped"] > 0)),
         "resumed_from": resumed_from,
         "test_accuracy": accuracies[-1] if accuracies else None,
         "best_test_accuracy": max(accuracies, default=None),
+        "best": None,  # for the run to fill in, which knows its checkpoints
         "train_seconds": round(float(np.nansum(steps["step_ms"])) / 1000, 3),
-        "step_ms_median": _median(steps["step_ms"][steady]),
+        "step_ms_median": step_ms,
         "images_per_second": _median(steps["images_per_second"][steady]),
         "bytes_sent_per_step": None if sent is None else round(sent),
-        "compute_ms": _median(steps["compute_ms"][steady]),
-        "exposed_sync_ms": _median(steps["exposed_sync_ms"][steady]),
-        "data_ms": _median(steps["data_ms"][steady]),
+        **divided_step(
+            step_ms,
+            [step_shares(np.stack([steps[key][steady] for key in STEP_PARTS], axis=1), steps["step_ms"][steady])],
+        ),
         "codec": info.codec,
         "compression_ratio": _ratio(steps["bytes_before"], steps["bytes_after"]),
         "encode_ms": _median(steps["encode_ms"][steady]),
@@ -126,6 +132,46 @@ def summarize(
     }
 
 
+def step_shares(
+    parts: NDArray[np.float64] | Sequence[Sequence[float]], step_ms: NDArray[np.float64] | None = None
+) -> tuple[float, ...] | None:
+    """Where the time of one worker's steps went.
+
+    The mean over the half of the steps whose time is nearest to the median: a pause of a single step, such as the wait
+    for the first batch of an epoch, does not count, and the shares add up, which medians of the parts do not.
+
+    Args:
+        parts: A row per step with its times, by `STEP_PARTS`.
+        step_ms: The wall time of each step, where it may be more than these; what is more has no share of its own.
+
+    Returns:
+        Each part's share of the wall time, with a sum of at most 1; None without a step that took time.
+    """
+    rows = np.asarray(parts, dtype=np.float64).reshape(-1, len(STEP_PARTS))
+    wall = rows.sum(axis=1) if step_ms is None else np.maximum(rows.sum(axis=1), step_ms)
+    rows, wall = rows[np.isfinite(wall)], wall[np.isfinite(wall)]
+    middle = np.argsort(wall, kind="stable")[len(wall) // 4 : len(wall) - len(wall) // 4]
+    whole = float(wall[middle].sum())
+    return tuple((rows[middle].sum(axis=0) / whole).tolist()) if whole > 0 else None
+
+
+def divided_step(step_ms: float | None, workers: Sequence[tuple[float, ...] | None]) -> dict[str, float | None]:
+    """The parts of a step, which add up to it; what is left, if anything, is something else.
+
+    Args:
+        step_ms: Its time.
+        workers: The `step_shares` of every worker: each of its own wall time, so that their means add up, too.
+
+    Returns:
+        Milliseconds by `STEP_PARTS`; None for each where nothing was measured.
+    """
+    known = [shares for shares in workers if shares is not None]
+    if step_ms is None or not known:
+        return dict.fromkeys(STEP_PARTS)
+    means = (sum(values) / len(known) for values in zip(*known, strict=True))
+    return {key: round(step_ms * mean, 3) for key, mean in zip(STEP_PARTS, means, strict=True)}
+
+
 def validate_summary(summary: Mapping[str, Any]) -> None:
     """Check a summary against the part of JSON Schema that `summary.schema.json` uses.
 
@@ -133,6 +179,17 @@ def validate_summary(summary: Mapping[str, Any]) -> None:
         ValueError: A key is missing, or a value is not of its type or range, or not a finite number.
     """
     _validate(dict(summary), summary_schema(), "summary")
+
+
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+    """The summary of a run; None where there is none, or a damaged one. Keys that are newer than it are None."""
+    try:
+        summary = json.loads((Path(run_dir) / SUMMARY_FILE).read_text(encoding="utf-8"))
+        summary = dict.fromkeys(summary_schema()["required"]) | summary
+        validate_summary(summary)
+    except (OSError, ValueError, TypeError):
+        return None
+    return dict(summary)
 
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
@@ -219,8 +276,6 @@ def _is_a(value: Any, kind: str) -> bool:
 
 def step_without_data_ms(summary: Mapping[str, Any]) -> float | None:
     """The median step of a run less what it waited for data, which nothing predicts; None without a step.
-
-    Medians of a step's parts do not add up to it: the longer a worker waits for gradients, the less it had to compute.
 
     Args:
         summary: Of the run.

@@ -5,6 +5,8 @@ The lines are ASCII, so that they survive any log collector.
 
 from __future__ import annotations
 
+import math
+
 from hybridpar.observe.records import EpochRecord, RunInfo
 
 
@@ -49,7 +51,7 @@ def describe_run(info: RunInfo) -> list[tuple[str, str]]:
     epochs = f"{info.epochs} {'epoch' if info.epochs == 1 else 'epochs'} of {info.steps_per_epoch:,}"
     return [
         ("model", f"{info.model}, {info.parameters:,} parameters"),
-        ("data", info.data),
+        ("data", info.data_line or info.data),
         ("workers", f"{info.workers} on {info.device}"),
         ("batch", f"{info.batch_size:,} samples per step"),
         ("steps", f"{info.steps_total:,} ({epochs if whole else f'{info.steps_per_epoch:,} per epoch'})"),
@@ -64,7 +66,9 @@ def epoch_line(record: EpochRecord, epochs: int) -> str:
         record: The epoch.
         epochs: How many there will be.
     """
-    parts = [f"epoch {record.epoch + 1}/{epochs} done", f"train loss {record.train_loss:.4f}"]
+    parts = [f"epoch {record.epoch + 1}/{epochs} done"]
+    if not math.isnan(record.train_loss):  # of a resumed run that had only the test of the epoch left to do
+        parts.append(f"train loss {record.train_loss:.4f}")
     if record.test_loss is not None:
         parts.append(f"test loss {record.test_loss:.4f}")
     if record.test_accuracy is not None:

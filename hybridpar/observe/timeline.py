@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridpar.pipeline.actions import RECEIVES, Action, Kind
-from hybridpar.pipeline.spans import Span, StepSpans, joint_bubble
+from hybridpar.schedule.actions import RECEIVES, Action, Kind
+from hybridpar.schedule.spans import Span, StepSpans, joint_bubble
 
 _SEND_OF = {Kind.RECEIVE_FORWARD: Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD: Kind.SEND_BACKWARD}
 

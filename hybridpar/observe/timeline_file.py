@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybridpar.errors import ScheduleError, UsageError
+from hybridpar.errors import ScheduleError, UsageError, shortened
+from hybridpar.formats.file_reader import read_json
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.timeline import (
+    QUEUES,
     Timeline,
     TimelineRow,
     describe_action,
@@ -22,11 +24,14 @@ from hybridpar.observe.timeline import (
     joined_at,
     send_of,
 )
-from hybridpar.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, parse_action
-from hybridpar.pipeline.spans import Span, StepSpans
+from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, parse_action
+from hybridpar.schedule.spans import Span, StepSpans
 
 #: What `otherData` calls the writer; tells our traces from those of others.
 WRITER = "hybridpar timeline 1"
+
+#: Microseconds.
+_LATEST = 1e18
 
 # Thread ids are unique in the whole file: Perfetto takes them for ids of the operating system.
 _THREADS = 1000
@@ -47,11 +52,8 @@ def read_timeline(path: Path) -> Timeline:
     Raises:
         UsageError: The file cannot be read, or was written by something else.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read the trace {path}: {error}", fix="Name a file that --timeline wrote.") from error
-    return timeline_of(data, str(path))
+    fix = "Name a file that --timeline wrote."
+    return timeline_of(read_json(path, "the trace", UsageError, fix), shortened(path))
 
 
 def trace_of(timeline: Timeline) -> dict[str, Any]:
@@ -101,35 +103,42 @@ def timeline_of(data: Any, source: str = "the trace") -> Timeline:
     spans: dict[tuple[int, int, bool], list[Span]] = {}
     origins: dict[tuple[int, int, bool], float] = {}
     try:
-        replicas = facts.pop("replicas")
+        replicas = _whole(facts.pop("replicas"), 1)
         for event in data["traceEvents"]:
             if event["ph"] != "X":
                 continue
             args = event["args"]
-            key = (args["worker"], args["step"], args["predicted"])
+            key = (_whole(args["worker"]), _whole(args["step"], most=10**12), args["predicted"] is True)
             if event["cat"] == "steps":
-                origins[key] = args["origin_us"] / 1e6
+                origins[key] = _time(args["origin_us"]) / 1e6
                 continue
-            start = event["ts"] / 1e3
-            spans.setdefault(key, []).append(
-                Span(
-                    args["worker"] // replicas,
-                    event["cat"],
-                    args["lane"],
-                    parse_action(args["action"]),
-                    start,
-                    start + event["dur"] / 1e3,
-                )
-            )
-    except (KeyError, TypeError, ZeroDivisionError, ScheduleError) as error:
+            start, queue = _time(event["ts"]) / 1e3, QUEUES[QUEUES.index(event["cat"])]
+            action = parse_action(args["action"])
+            end = start + _time(event["dur"]) / 1e3
+            spans.setdefault(key, []).append(Span(key[0] // replicas, queue, _whole(args["lane"]), action, start, end))
+    except (AttributeError, KeyError, TypeError, ValueError, ScheduleError) as error:
         raise UsageError(
-            f"{source} is damaged: {type(error).__name__} {error}", fix="Write it again with --timeline."
+            f"{source} is damaged: {type(error).__name__} {shortened(error)}", fix="Write it again with --timeline."
         ) from error
+    if not origins:
+        raise UsageError(f"{source} has no step in it", fix="Write it again with --timeline.")
     rows = []
     for key, origin in origins.items():
         moved = tuple(span.shifted(-origin * 1e3) for span in spans.get(key, ()))
         rows.append(TimelineRow(key[0], key[1], StepSpans(origin, moved), key[2]))
     return Timeline(tuple(rows), replicas, facts)
+
+
+def _whole(value: object, least: int = 0, most: int = 1 << 20) -> int:
+    if not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{shortened(repr(value))} where a whole number from {least} to {most} was written")
+    return value
+
+
+def _time(value: object) -> float:
+    if not isinstance(value, int | float) or not abs(value) < _LATEST:
+        raise ValueError(f"{shortened(repr(value))} where a time was written")
+    return float(value)
 
 
 def _process(row: TimelineRow) -> int:

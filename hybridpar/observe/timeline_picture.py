@@ -15,8 +15,8 @@ from typing import Any
 from hybridpar.errors import UsageError
 from hybridpar.observe.timeline import Timeline, TimelineRow, begin_of, joined_at, length_ms
 from hybridpar.observe.timeline_text import headline
-from hybridpar.pipeline.actions import COMPUTE, Action, Kind
-from hybridpar.pipeline.spans import Span
+from hybridpar.schedule.actions import COMPUTE, Action, Kind
+from hybridpar.schedule.spans import Span
 
 # The palette of Okabe and Ito, which colour-blind readers can tell apart.
 _COLOURS = {

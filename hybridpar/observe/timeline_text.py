@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridpar.observe.timeline import Timeline, TimelineRow, begin_of, joined_at, length_ms
-from hybridpar.pipeline.actions import COMPUTE, Action, Kind
-from hybridpar.pipeline.spans import Span
+from hybridpar.schedule.actions import COMPUTE, Action, Kind
+from hybridpar.schedule.spans import Span
 
 WIDTH = 80
 

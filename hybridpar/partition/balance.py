@@ -18,7 +18,6 @@ from hybridpar.errors import PartitionError, UsageError, nearest
 from hybridpar.partition.cost import IntervalCosts, Matrix, Problem, require_units
 from hybridpar.partition.exact import (
     DOWN_SETS,
-    SECONDS,
     TOLERANCE,
     Optimum,
     exact_optimum,
@@ -67,8 +66,11 @@ class Balance:
         return self.largest / mean if mean > 0 else 1.0
 
     @property
-    def gap_to_optimum(self) -> float:
-        """Largest lane load over the lower bound, minus one."""
+    def gap(self) -> float:
+        """Largest lane load over `lower_bound_ms`, minus one: with the certificate `exact` the gap to the optimum.
+
+        With `bound` nothing is known of the optimum but that it is no lower than the bound, and may be far above it.
+        """
         return self.largest / self.lower_bound_ms - 1 if self.lower_bound_ms > 0 else 0.0
 
 
@@ -79,7 +81,6 @@ def balance_graph(
     strategy: str = "balanced",
     certify: bool = True,
     down_sets: int = DOWN_SETS,
-    seconds: float = SECONDS,
 ) -> Balance:
     """Cut a unit graph into stages.
 
@@ -88,8 +89,7 @@ def balance_graph(
         problem: Stages, devices, link, memory.
         strategy: `balanced`, or the name of a simpler one for comparison.
         certify: Look for the exact optimum over all convex cuts.
-        down_sets: Give the certificate up beyond so many down-sets.
-        seconds: Give the certificate up after so long.
+        down_sets: Give the certificate up beyond so many down-sets, see `exact_optimum`.
 
     Raises:
         PartitionError: More stages than units, or a memory cap that nobody can meet; the message says the least cap
@@ -114,7 +114,7 @@ def balance_graph(
     speed = problem.worker(0).lane_speed
     loads = [unit.ms / speed for unit in graph.units]
     known, _ = least_maximum([costs.compute / speed] * problem.stages)
-    found = _search_all_cuts(loads, graph.edges(), problem.stages, known, down_sets, seconds)
+    found = _search_all_cuts(loads, graph.edges(), problem.stages, known, down_sets)
     if found is None:
         return best
     optimum, proves = found
@@ -133,19 +133,19 @@ def balance_graph(
 
 
 def _search_all_cuts(
-    loads: list[float], edges: list[tuple[int, int]], stages: int, known: float, down_sets: int, seconds: float
+    loads: list[float], edges: list[tuple[int, int]], stages: int, known: float, down_sets: int
 ) -> tuple[Optimum, bool] | None:
     """The optimum over all convex cuts and True; or a good cut of the graph with its chains merged and False."""
     low = trivial_bound(loads, stages)
     if known <= low * (1 + TOLERANCE):
         return Optimum(low, tuple(range(len(loads))), 0), True
-    # Together less than `seconds`: the cut of the order that is found takes time as well.
-    optimum = exact_optimum(loads, edges, stages, known, down_sets=down_sets, seconds=seconds * 0.65)
+    optimum = exact_optimum(loads, edges, stages, known, down_sets=down_sets)
     if optimum is not None:
         return optimum, True
     chains, links = fused_chains(loads, edges, sum(loads) / stages / 10)
     heavier = [sum(loads[unit] for unit in chain) for chain in chains]
-    merged = exact_optimum(heavier, links, stages, known * 1.5, down_sets=down_sets, seconds=seconds * 0.2)
+    # What it finds is only a good cut, which is not worth as much work as a proof.
+    merged = exact_optimum(heavier, links, stages, known * 1.5, down_sets=down_sets // 4)
     if merged is None:
         return None
     order = tuple(unit for chain in merged.order for unit in chains[chain])

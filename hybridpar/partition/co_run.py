@@ -15,13 +15,21 @@ import torch
 from torch import nn
 
 from hybridpar.errors import UsageError
+from hybridpar.machine.steady import least_apart
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 
 
 def measure_co_run(model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int, *, passes: int = 3) -> float:
-    """How much slower a lane runs while all lanes of its device are busy.
+    """How much slower a lane runs while all lanes of its device are busy; see `measure_lanes`."""
+    return measure_lanes(model, inputs, lanes, passes=passes)[0]
+
+
+def measure_lanes(
+    model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int, *, passes: int = 3
+) -> tuple[float, float]:
+    """How much slower a lane runs while all lanes of its device are busy, and how sure that is.
 
     Args:
         model: The model, on the device in question; its state is put back, copies of it run on the other lanes.
@@ -30,7 +38,8 @@ def measure_co_run(model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int,
         passes: Times both ways are measured, in turns; the minimum of each counts.
 
     Returns:
-        Time of a step with all lanes busy over its time alone; 1 means that lanes do not disturb each other.
+        Time of a step with all lanes busy over its time alone; 1 means that lanes do not disturb each other. And the
+        noise: how far the two least times of a way lie apart, relative; infinite after a single pass.
 
     Raises:
         UsageError: There is no lane.
@@ -47,7 +56,8 @@ def measure_co_run(model: nn.Module, inputs: Sequence[torch.Tensor], lanes: int,
         for _ in range(passes):
             alone.append(whole_step_ms(model, inputs, clock))
             beside.append(together(twins, inputs, clock))
-    return min(beside) / min(alone)
+    noise = max(least_apart(times) for times in (alone, beside))
+    return min(beside) / min(alone), noise
 
 
 def _threads(twins: Sequence[nn.Module], inputs: Sequence[torch.Tensor], clock: Clock) -> float:

@@ -66,8 +66,8 @@ def _title(plan: Plan) -> str:
     source = plan.measured.profile if plan.measured is not None else None
     return (
         f"{plan.model.name} in {len(part.stages)} stages    micro-batch {part.micro_batch}    "
-        f"largest/mean {part.balance:.3f}    {(part.gap_to_optimum or 0) * 100:.1f} % above the "
-        f"{'optimum' if part.certificate == 'exact' else 'lower bound'}    "
+        f"largest/mean {part.balance:.3f}    {(part.gap or 0) * 100:.1f} % above "
+        f"{'the optimum' if part.certificate == 'exact' else 'a lower bound'}    "
         f"{readable_bytes(part.cut_bytes or 0)} cross    times {source}"
         + (f", noise {noise * 100:.0f} %" if noise else "")
     )

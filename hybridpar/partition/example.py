@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hybridpar.errors import UsageError
 from hybridpar.partition.nest import Path, can_cross, skeleton, tensor_leaves
-from hybridpar.partition.state import untouched
+from hybridpar.partition.state import python_random_state, untouched
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class _Run:
         facts.changes = tuple(
             argument for argument, version in self._versions(node).items() if before[argument] != version
         )
-        facts.random = not torch.equal(drawn, self._random_state())
+        facts.random = drawn != self._random_state()
         return value
 
     def _versions(self, node: fx.Node) -> dict[fx.Node, int]:
@@ -208,8 +208,9 @@ class _Run:
             if isinstance(value := self.values[argument], torch.Tensor) and not value.is_inference()
         }
 
-    def _random_state(self) -> torch.Tensor:
-        return torch.cuda.get_rng_state(self.cuda) if self.cuda else torch.get_rng_state()
+    def _random_state(self) -> tuple[Any, ...]:
+        state = torch.cuda.get_rng_state(self.cuda) if self.cuda else torch.get_rng_state()
+        return state.numpy().tobytes(), *python_random_state()
 
     @contextmanager
     def _watch_saved(self, facts: NodeFacts) -> Iterator[None]:

@@ -17,14 +17,14 @@ from torch import fx
 
 from hybridpar.partition.example import NodeFacts, run_example
 from hybridpar.partition.trace import TracedModel
+from hybridpar.partition.tracer import METADATA_METHODS, stop_gradient
 
 #: Functions of shapes and numbers that are free to compute twice. Methods of tensors are listed by name.
 _PURE = {
     getattr, len, int, float, bool, max, min, abs, sum, round, divmod, math.floor, math.ceil, math.sqrt,
     *(getattr(operator, name) for name in operator.__all__ if not name.startswith(("i", "set", "del"))),
-    operator.index, operator.invert,
+    operator.index, operator.invert, stop_gradient,
 }  # fmt: skip
-_PURE_METHODS = {"size", "dim", "numel", "ndimension", "stride", "get_device", "is_floating_point", "element_size"}
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,7 @@ def examine_graph(
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output"):
             continue
+        node.meta["random"] = facts[node].random  # a pipeline gives such operations random numbers of their own
         if _is_derived(node, facts):
             derived.add(node)
         else:
@@ -112,7 +113,7 @@ def _is_derived(node: fx.Node, facts: dict[fx.Node, NodeFacts]) -> bool:
     if facts[node].tensors or facts[node].random or facts[node].changes:
         return False
     if node.op == "call_method":
-        return node.target in _PURE_METHODS or not facts[node.all_input_nodes[0]].tensors
+        return node.target in METADATA_METHODS or not facts[node.all_input_nodes[0]].tensors
     return node.op == "call_function" and node.target in _PURE
 
 

@@ -20,14 +20,8 @@ from hybridpar.partition.co_run import measure_co_run
 from hybridpar.partition.cost import Problem
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.nest import as_inputs
-from hybridpar.partition.profile import Progress, UnitTimes, measure_units
-from hybridpar.partition.profile_cache import (
-    device_name,
-    load_profile,
-    memory_format_name,
-    profile_key,
-    store_profile,
-)
+from hybridpar.partition.profile import Progress, UnitTimes
+from hybridpar.partition.profile_cache import device_name, measured_profile, memory_format_name
 from hybridpar.partition.split import split_model
 from hybridpar.partition.stage import Stage
 from hybridpar.partition.trace import trace_model
@@ -101,7 +95,8 @@ def partition_model(
     # Units, bytes and strategy do not depend on times: what cannot be met is refused before the long part.
     balance_graph(units.graph, problem, strategy=strategy, certify=False)
     if measure:
-        times = _measured(units, given, passes, threads or torch.get_num_threads(), cache, progress, say)
+        more = {"passes": passes, "threads": threads, "cache": cache, "progress": progress, "announce": say}
+        times = measured_profile(units, given, **more)  # type: ignore[arg-type]
         problem = _with_co_run(model, given, problem, say)
     else:
         times = estimate_units(units.graph, roofline or device_roofline(given[0].device, threads))
@@ -111,27 +106,6 @@ def partition_model(
     balance = balance_graph(graph, problem, strategy=strategy)
     plan = make_plan(units, graph, problem, balance, times, given, name=name, threads=threads)
     return PartitionedModel(plan, split_model(units, balance.stage_of), graph, times, balance, units)
-
-
-def _measured(
-    units: ModelUnits,
-    inputs: Sequence[torch.Tensor],
-    passes: int,
-    threads: int,
-    cache: Path | None,
-    progress: Progress | None,
-    say: Callable[[str], None],
-) -> UnitTimes:
-    key = profile_key(units, inputs, threads, passes)
-    known = load_profile(key, cache) if cache is not None else None
-    if known is not None:
-        say("using the profile measured before")
-        return known
-    say("measuring")
-    times = measure_units(units, inputs, passes=passes, threads=threads, progress=progress)
-    if cache is not None:
-        store_profile(key, times, cache)
-    return times
 
 
 def _with_co_run(
@@ -200,7 +174,8 @@ def make_plan(
             micro_batch=inputs[0].shape[0],
             balance=max(round(balance.balance, 6), 1.0),
             lower_bound_ms=round(balance.lower_bound_ms, 4),
-            gap_to_optimum=round(balance.gap_to_optimum, 6),
+            gap_to_optimum=round(balance.gap, 6) if balance.certificate == "exact" else None,
+            gap_to_bound=round(balance.gap, 6) if balance.certificate == "bound" else None,
             certificate=balance.certificate,
             cut_bytes=sum(sent),
         ),

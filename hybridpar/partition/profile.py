@@ -8,10 +8,11 @@ plain step over the sum of the units, calibrates the level: a training takes ste
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -166,4 +167,28 @@ def _summarise(rows: torch.Tensor, step_ms: float) -> UnitTimes:
         calibration,
         float(halves.sum()) / total,
         float(spread.sum()) / total,
+    )
+
+
+def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
+    """One measurement of several: of every unit the least time, as something else can only have added to the others.
+
+    The noise is that of the best one, or how far the two least times of the units lie apart, where that is less: two
+    measurements that agree are right, however wrong a third one is.
+    """
+    if len(tries) < 2:
+        return tries[0] if tries else UnitTimes((), (), 0.0, noise=math.inf)
+    best = min(tries, key=lambda one: one.noise)
+    ahead, back = (
+        [sorted(times)[:2] for times in zip(*(getattr(one, name) for one in tries), strict=True)]
+        for name in ("forward_ms", "backward_ms")
+    )
+    total = sum(least for least, _ in (*ahead, *back))
+    apart = sum(second - least for least, second in (*ahead, *back)) / total if total > 0 else 0.0
+    return replace(
+        best,
+        forward_ms=tuple(least for least, _ in ahead),
+        backward_ms=tuple(least for least, _ in back),
+        step_ms=min(one.step_ms for one in tries),
+        noise=min(best.noise, apart),
     )

@@ -1,7 +1,8 @@
 """Why: measuring takes many steps; the same model, measured in the same way, need not be measured twice.
 
 A profile is one JSON file, named after everything that its times depend on. A file that is damaged, or whose units
-are not the model's, is measured again: a cache never makes a command fail.
+are not the model's, is measured again: a cache never makes a command fail. A profile that was taken while other
+programs had the cores is measured again a few times, and is not kept where that did not help.
 """
 
 from __future__ import annotations
@@ -9,21 +10,31 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
 import platform
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hybridpar.errors import UsageError
+from hybridpar.formats.file_reader import read_json
+from hybridpar.machine.process import describe_allocator
+from hybridpar.machine.steady import MOST_NOISE, repeat_until_steady
 from hybridpar.models import model_fingerprint
-from hybridpar.partition.profile import UnitTimes
+from hybridpar.partition.profile import Progress, UnitTimes, measure_units, steadied
 from hybridpar.partition.units import ModelUnits
-from hybridpar.process import describe_allocator
+
+_log = logging.getLogger(__name__)
+
+#: A profile with more noise than this is measured again, so often at most, and not after so many seconds.
+NOISY, MOST_TRIES, MOST_SECONDS = 0.1, 3, 20.0
 
 
 def cache_directory() -> Path:
@@ -53,6 +64,55 @@ def memory_format_name(tensor: torch.Tensor) -> str:
     """`channels_last` or `contiguous`."""
     last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
     return "channels_last" if last else "contiguous"
+
+
+def measured_profile(
+    units: ModelUnits,
+    inputs: Sequence[torch.Tensor],
+    *,
+    passes: int,
+    threads: int | None,
+    cache: Path | None,
+    progress: Progress | None = None,
+    announce: Callable[[str], None] | None = None,
+    seconds: float = MOST_SECONDS,
+) -> UnitTimes:
+    """The times of all units: those that were kept, or measured now and kept.
+
+    Args:
+        units: The model and its units.
+        inputs: One micro-batch, as for `measure_units`.
+        passes: Passes of each measurement.
+        threads: Intra-op threads on CPU; None keeps the present number.
+        cache: Directory of profiles measured before; None measures always.
+        progress: Told after every pass.
+        announce: Told in one line what is being done.
+        seconds: No measurement is begun again after so many.
+
+    Raises:
+        UsageError: See `measure_units`.
+    """
+    say = announce or (lambda line: None)
+    key = profile_key(units, inputs, threads or torch.get_num_threads(), passes)
+    known = load_profile(key, cache) if cache is not None else None
+    if known is not None and known.noise <= MOST_NOISE:
+        say("using the profile measured before")
+        return known
+    say("measuring")
+    measure = partial(measure_units, units, inputs, passes=passes, threads=threads, progress=progress)
+    tries, noise = repeat_until_steady(measure, lambda taken: steadied(taken).noise, NOISY, MOST_TRIES, seconds)
+    times = steadied(tries)
+    if not noise <= MOST_NOISE:
+        _log.warning(
+            "the profile of %s has %.0f %% noise after %d measurement(s): it is used now and not kept; measure again "
+            "when nothing else runs",
+            type(units.model).__name__,
+            100 * noise,
+            len(tries),
+        )
+    elif cache is not None:
+        store_profile(key, times, cache)
+    return times
 
 
 def profile_key(units: ModelUnits, inputs: Sequence[torch.Tensor], threads: int, passes: int) -> dict[str, Any]:
@@ -87,11 +147,11 @@ def profile_path(key: dict[str, Any], directory: Path) -> Path:
 def load_profile(key: dict[str, Any], directory: Path) -> UnitTimes | None:
     """The times measured for a key before, or None."""
     try:
-        data = json.loads(profile_path(key, directory).read_text(encoding="utf-8"))
+        data = read_json(profile_path(key, directory), "the profile", UsageError)
         times = data["times"]
         forward, backward = tuple(map(float, times["forward_ms"])), tuple(map(float, times["backward_ms"]))
         rest = [float(times[name]) for name in ("step_ms", "calibration", "noise", "spread")]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UsageError, ValueError, KeyError, TypeError):
         return None
     count = len(key["units"])
     numbers = (*forward, *backward, *rest)

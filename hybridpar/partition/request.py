@@ -58,23 +58,40 @@ class PlanConfig:
     """Tensors per parameter that the optimizer keeps: momentum 1, Adam 2."""
     strategy: str = "balanced"
     """How to cut: balanced, or for comparison time, block, flops, parameters, units, single-tensor."""
-    measure: bool = True
-    """Measure every unit; --no-measure estimates times from FLOPs and bytes."""
+    measure: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="Estimate times from FLOPs and bytes.", help_behavior_hint="(default: every unit is measured)"
+        ),
+    ] = True
+    """Whether every unit is measured; else times are estimated from FLOPs and bytes."""
     passes: int = 5
     """Passes of the measurement; the minimum counts."""
     threads: int | None = None
     """Intra-op threads on CPU; default: torch's."""
     channels_last: bool = False
     """Measure in the channels_last memory format."""
-    cache: bool = True
-    """Use and keep profiles in ~/.cache/hybridpar."""
+    cache: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="Measure anew, and keep nothing.",
+            help_behavior_hint="(default: profiles are used from and kept in ~/.cache/hybridpar)",
+        ),
+    ] = True
+    """Whether profiles are used from and kept in ~/.cache/hybridpar."""
     seed: int = 0
     """Seed of weights and inputs."""
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     """Write the plan to this JSON file."""
     draw: Path | None = None
     """Draw the partition into this .svg or .png file."""
-    tune_process: bool = True
+    tune_process: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="Leave the C allocator and thread counts as they are.",
+            help_behavior_hint="(default: set as for training)",
+        ),
+    ] = True
     """Whether the C allocator and thread counts are set as for training before anything is measured on a CPU."""
     debug: bool = False
     """Show tracebacks."""

@@ -1,20 +1,32 @@
 """Why: measuring a model must leave it as it was.
 
-Running a model in training mode moves BatchNorm statistics, draws random numbers and makes gradients. What is run
-here is run inside `untouched`, which puts all of it back, also after an error. Tracing runs the model's Python as
-well, but what it runs is not in the graph: `traceable_only` stops that before it happens.
+Running a model in training mode moves BatchNorm statistics, draws random numbers, makes gradients, and does whatever
+else `forward` does: it counts in Python numbers, appends to lists, fills caches. What is run here is run inside
+`untouched`, which puts all of it back, also after an error. Tracing runs the model's Python as well, but what it runs
+is not in the graph: `traceable_only` stops that before it happens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.module import register_module_buffer_registration_hook
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
+
+#: What objects of these packages and of Python's own hold is left alone, but for tensors: `forward` does not count in
+#: them.
+_LIBRARIES = frozenset({"torch", "torchvision", "numpy", "hybridpar", *sys.stdlib_module_names})
+
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class OutsideGraphError(Exception):
@@ -23,20 +35,22 @@ class OutsideGraphError(Exception):
 
 @contextmanager
 def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[None]:
-    """Restore buffers, gradients, training flags and random state on exit.
+    """Restore a model and all random states on exit.
+
+    Restored are parameters, buffers, gradients, training flags, hooks, and Python attributes of the modules: numbers,
+    tensors, arrays, random generators, and what lists, dicts, sets and objects of the user's own classes hold. Not
+    restored is what Python cannot rewind: an iterator that `forward` advances, an open file, a global variable.
 
     Args:
         model: The model that runs inside the block.
         training: Mode to run in; None keeps the flags as they are.
     """
-    flags = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-    ]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
+    drawn = python_random_state()
+    state = _State()
+    for module in model.modules():
+        state.keep_module(module)
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -45,14 +59,202 @@ def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Non
                 model.train(training)
             yield
     finally:
-        for module, flag in flags:
-            module.training = flag
-        with torch.no_grad():
-            for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer  # forward may have put another in its place
-                buffer.copy_(value)
+        state.restore()
+        _set_python_random_state(drawn)
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+@contextmanager
+def same_attributes(model: nn.Module) -> Iterator[None]:
+    """Restore what `untouched` restores but for the values of tensors; for code that does not run on tensors."""
+    drawn = python_random_state()
+    state = _State(values=False)
+    for module in model.modules():
+        state.keep_module(module)
+    try:
+        yield
+    finally:
+        state.restore()
+        _set_python_random_state(drawn)
+
+
+def python_random_state() -> tuple[Any, ...]:
+    """The states of Python's and NumPy's global random generators, which can be compared."""
+    name, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+    return random.getstate(), (name, keys.tobytes(), *rest)
+
+
+def _set_python_random_state(state: tuple[Any, ...]) -> None:
+    if state != python_random_state():
+        random.setstate(state[0])
+        name, keys, *rest = state[1]
+        np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
+
+
+def mutable_attributes(module: nn.Module) -> dict[str, Any]:
+    """Values of a module's own Python attributes, without tensors, in a form that can be compared later."""
+    return {name: _frozen(value, 4) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
+
+
+def _frozen(value: Any, depth: int) -> Any:
+    """Numbers and texts as they are, containers and objects of the user's classes by what they hold."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value)  # nan is not equal to itself
+    if isinstance(value, np.ndarray):
+        return value.tobytes() if value.dtype != object else value.shape
+    if (state := _generator_state(value)) is not None:
+        return repr(state.tolist() if isinstance(state, torch.Tensor) else state)
+    if depth and isinstance(value, dict):
+        return [(repr(key), _frozen(item, depth - 1)) for key, item in value.items()]
+    if depth and isinstance(value, (list, tuple, deque)):
+        return [_frozen(item, depth - 1) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return len(value)
+    if depth and _is_users_object(value):
+        return _frozen(vars(value), depth - 1)
+    return type(value).__name__
+
+
+def _is_users_object(value: Any) -> bool:
+    kind = type(value)
+    known = isinstance(value, (type, nn.Module, torch.Tensor)) or kind.__module__.partition(".")[0] in _LIBRARIES
+    return not known and hasattr(value, "__dict__")
+
+
+class _State:
+    """Values of everything that can be reached from modules, and how to put them back.
+
+    Args:
+        values: Copy tensors as well; else only which memory they use is kept.
+    """
+
+    def __init__(self, values: bool = True) -> None:
+        self._values = values
+        self._seen: dict[int, object] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def restore(self) -> None:
+        """Put back what has changed, containers before what they hold."""
+        for undo in self._undo:
+            undo()
+
+    def keep_module(self, module: nn.Module) -> None:
+        """Remember a module, without its sub-modules."""
+        if isinstance(module, (fx.GraphModule, torch.jit.ScriptModule)):
+            # Its attributes describe the graph; forward changes at most its tensors.
+            flag = module.training
+            self._undo.append(lambda: setattr(module, "training", flag))
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                self._keep(tensor)
+            return
+        held = vars(module)
+        self._keep_items(held, lambda: list(held.items()), held.update)
+        library = type(module).__module__.partition(".")[0] in _LIBRARIES
+        empty = []
+        for name, value in held.items():
+            if name in _MODULE_ATTRIBUTES and value == {}:
+                empty.append(value)  # most of a module's dictionaries are
+            elif not library or name in ("_parameters", "_buffers"):
+                self._keep(value)
+
+        def clear() -> None:
+            for one in empty:
+                if one:
+                    one.clear()
+
+        self._undo.append(clear)
+
+    def _keep(self, value: Any) -> None:
+        if value is None or isinstance(value, (bool, int, float, complex, str, bytes, type, nn.Module)):
+            return
+        if id(value) in self._seen:
+            return
+        self._seen[id(value)] = value  # alive, so that no other object gets its number
+        if isinstance(value, torch.Tensor):
+            self._keep_tensor(value)
+        elif isinstance(value, dict):
+            self._keep_items(value, lambda: list(value.items()), value.update)
+            for item in list(value.values()):
+                self._keep(item)
+        elif isinstance(value, (list, deque)):
+            self._keep_items(value, lambda: list(value), value.extend)
+            for item in list(value):
+                self._keep(item)
+        elif isinstance(value, set):
+            self._keep_items(value, lambda: list(value), value.update)
+        elif isinstance(value, tuple):
+            for item in value:
+                self._keep(item)
+        elif isinstance(value, np.ndarray):
+            copied = value.copy()
+            self._undo.append(lambda: None if np.array_equal(value, copied) else np.copyto(value, copied))
+        elif (state := _generator_state(value)) is not None:
+            self._undo.append(lambda: _set_generator_state(value, state))
+        elif _is_users_object(value):
+            self._keep(vars(value))
+
+    def _keep_items(self, value: Any, read: Callable[[], list[Any]], fill: Callable[[list[Any]], None]) -> None:
+        """A container keeps its identity: hooks' handles and other objects refer to it."""
+        before = read()
+
+        def undo() -> None:
+            if not _same(read(), before):
+                value.clear()
+                fill(before)
+
+        self._undo.append(undo)
+
+    def _keep_tensor(self, tensor: torch.Tensor) -> None:
+        if is_lazy(tensor) or tensor.is_meta or tensor.is_inference() or tensor.layout != torch.strided:
+            return
+        memory = tensor.data
+        copied = memory.clone() if self._values else None
+
+        def undo() -> None:
+            with torch.no_grad():
+                if (tensor.data_ptr(), tensor.dtype, tensor.stride()) != (
+                    memory.data_ptr(),
+                    memory.dtype,
+                    memory.stride(),
+                ):
+                    tensor.data = memory
+                if copied is not None and not torch.equal(memory, copied):
+                    tensor.copy_(copied)
+
+        self._undo.append(undo)
+
+
+def _same(one: list[Any], other: list[Any]) -> bool:
+    """Whether two lists hold the same objects; items of dicts are pairs of which both are compared."""
+    if len(one) != len(other):
+        return False
+    return all(
+        a is b or (type(a) is tuple and type(b) is tuple and len(a) == len(b) == 2 and a[0] is b[0] and a[1] is b[1])
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _generator_state(value: Any) -> Any:
+    """The state of a random generator that a model has of its own; None where it is none."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    if isinstance(value, np.random.RandomState):
+        return value.get_state(legacy=False)
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return None
+
+
+def _set_generator_state(value: Any, state: Any) -> None:
+    if isinstance(value, random.Random):
+        value.setstate(state)
+    elif isinstance(value, np.random.Generator):
+        value.bit_generator.state = state
+    else:
+        value.set_state(state)
 
 
 @contextmanager

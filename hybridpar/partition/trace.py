@@ -1,9 +1,12 @@
-"""Why: a model is cut on its graph, and the graph must come from the model as the user wrote it.
+"""Why: a model is cut on its graph, and the graph must compute what the model as the user wrote it computes.
 
 Tracing goes down a ladder. First `torch.fx` with its usual leaves. Where a sub-module cannot be traced (its control
 flow depends on data, or it changes state of its own), once more with that sub-module kept whole. Where the model itself
 cannot be traced but only calls modules one after another, the order of these calls is the graph, and it is checked
 against the model.
+
+What comes out is compared with the model (`trace_check`). Where they differ, the sub-module whose code does what a
+graph does not have is kept whole as well; where that is the model's own code, the model is refused.
 
 `torch.fx` and not `torch.export`, because export burns the mode in: an exported stage keeps using batch statistics
 after `eval()`. With fx, BatchNorm and dropout stay calls of the model's own modules. Where the *graphs* of training
@@ -16,17 +19,21 @@ import inspect
 import linecache
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import fx, nn
+from torch.fx.proxy import TraceError as FxTraceError
+from torch.nn.modules.dropout import _DropoutNd as _DROPOUT
 from torch.nn.parameter import is_lazy
 
 from hybridpar.errors import TraceError, UsageError
 from hybridpar.partition.chain import module_order_graph
-from hybridpar.partition.state import OutsideGraphError, traceable_only
+from hybridpar.partition.state import OutsideGraphError, same_attributes, traceable_only
+from hybridpar.partition.trace_check import Difference, Graphs, TraceCheck
+from hybridpar.partition.tracer import AUTOCAST, SAVED, ModelTracer
 
 Method = Literal["fx", "fx with leaves", "module order"]
 
@@ -40,8 +47,9 @@ class TracedModel:
         graph: The graph of a training step's forward pass.
         eval_graph: The graph of evaluation where it is another one, else None.
         constants: Tensors that the model made while it was traced, by the attribute name the graph uses for them.
-        leaves: Sub-modules kept whole because their inside cannot be traced.
+        leaves: Sub-modules kept whole because their inside cannot be traced, or is not all in a graph.
         method: Which rung of the ladder succeeded.
+        suspects: What the graphs may lack, by the name of the module whose code does it.
     """
 
     model: nn.Module
@@ -50,49 +58,170 @@ class TracedModel:
     constants: dict[str, torch.Tensor] = field(default_factory=dict)
     leaves: tuple[str, ...] = ()
     method: Method = "fx"
-
-
-class _LadderTracer(fx.Tracer):
-    """An fx tracer with extra leaves that remembers where it failed."""
-
-    def __init__(self, whole: frozenset[str]) -> None:
-        super().__init__()
-        self.whole = whole
-        self.failed: str | None = None
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        # A class can say that it is one operation, as torch's own layers are.
-        leaf = getattr(type(m), "fx_leaf", False) is True
-        return leaf or module_qualified_name in self.whole or super().is_leaf_module(m, module_qualified_name)
-
-    def call_module(
-        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        try:
-            return super().call_module(m, forward, args, kwargs)
-        except Exception:
-            if self.failed is None:
-                self.failed = self.path_of_module(m)
-            raise
+    suspects: Mapping[str, str] = field(default_factory=dict)
 
 
 def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> TracedModel:
-    """Trace a model for training and for evaluation.
+    """Trace a model for training and for evaluation, and compare the graphs with the model.
 
     Args:
-        model: Any module; it is not changed.
-        inputs: Example inputs. Arguments of `forward` beyond them keep their defaults. Needed for the last rung of
-            the ladder, which runs the model.
+        model: Any module; it is as before afterwards.
+        inputs: Example inputs. Arguments of `forward` beyond them keep their defaults. Needed for the comparison, and
+            for the last rung of the ladder, which runs the model.
 
     Raises:
-        TraceError: No rung of the ladder can trace the model. The message names the module and the operation.
+        TraceError: No rung of the ladder can trace the model, or its graph would compute something else. The message
+            names the module and the operation.
         UsageError: The model refuses the inputs.
     """
     _require_plain(model)
+    whole = {
+        name
+        for name, module in model.named_modules()
+        if name and _hooks_of(module) and not ModelTracer(frozenset()).is_leaf_module(module, name)
+    }
+    if not inputs:
+        return _trace_both_modes(model, inputs, frozenset(whole))
+    check = TraceCheck(model, inputs)
+    whole |= _counting(model, check.counters)
+    traced = _trace_both_modes(model, inputs, frozenset(whole))
+    reasons: dict[str, str] = {}
+    while (difference := _difference(check, traced)) is not None:
+        found = {path for path in traced.suspects if path} or _differing(model, inputs, check, whole)
+        if not found or traced.method == "module order":
+            raise _unlike(model, traced, difference)
+        reasons.update(traced.suspects)
+        whole |= found
+        traced = _trace_both_modes(model, inputs, frozenset(whole))
+    _require_repeatable(model, {path: reason for path, reason in reasons.items() if path in whole})
+    return traced
+
+
+def _difference(check: TraceCheck, traced: TracedModel) -> Difference | None:
+    graphs = Graphs(traced.graph, traced.eval_graph or traced.graph, traced.constants)
+    return check.difference(graphs, exact=AUTOCAST in traced.suspects.values())
+
+
+def _counting(model: nn.Module, counters: Mapping[str, str]) -> set[str]:
+    """Sub-modules that count in Python numbers; they do so only where they are called as modules.
+
+    Raises:
+        TraceError: The model itself does.
+    """
+    if "" in counters:
+        raise TraceError(
+            f"{type(model).__name__} changes its attribute {counters['']!r} in every forward pass",
+            "Stages are made of the model's sub-modules; they do not run forward of the model itself, so the attribute "
+            "would keep its value.",
+            "Move what uses it into a sub-module of its own, which is kept whole, or into the training loop, or keep "
+            "the model in one piece (--stages 1).",
+        )
+    leaf = ModelTracer(frozenset()).is_leaf_module
+    return {path for path in counters if not leaf(model.get_submodule(path), path)}
+
+
+def _differing(model: nn.Module, inputs: Sequence[torch.Tensor], check: TraceCheck, whole: set[str]) -> set[str]:
+    """Sub-modules whose traced code computes something else, found by keeping all but some of them whole.
+
+    Returns:
+        One such sub-module, and those of the same class, which share its code; none where the model's own code is it.
+    """
+
+    def differs(closed: Iterable[str]) -> bool:
+        try:
+            return _difference(check, _trace_both_modes(model, inputs, frozenset({*whole, *closed}))) is not None
+        except (TraceError, UsageError):
+            return True
+
+    around: list[str] = []
+    place = ""
+    while True:
+        parts = _parts(model.get_submodule(place), place)
+        if not parts or differs([*around, *parts]):  # with all that it calls kept whole: its own code
+            break
+        while len(parts) > 1:
+            half = parts[: len(parts) // 2]
+            rest = parts[len(half) :]
+            parts, others = (half, rest) if differs([*around, *rest]) else (rest, half)
+            around += others
+        place = parts[0]
+    kind = type(model.get_submodule(place))
+    if not place or kind.__module__.startswith("torch."):
+        return {place} - {""} - whole
+    return {name for name, module in model.named_modules() if type(module) is kind} - whole
+
+
+def _parts(module: nn.Module, path: str) -> list[str]:
+    """Outermost modules inside a module that are called; lists and dicts of modules are not."""
+    found: list[str] = []
+    for name, child in module.named_children():
+        inside = f"{path}.{name}" if path else name
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found += _parts(child, inside)
+        else:
+            found.append(inside)
+    return found
+
+
+def _unlike(model: nn.Module, traced: TracedModel, difference: Difference) -> TraceError:
+    reason = traced.suspects.get("")
+    because = f"forward of {type(model).__name__} itself {reason}" if reason else "something in its code is not in it"
+    return TraceError(
+        f"{type(model).__name__} cannot be cut into stages: they would not compute the same",
+        f"Stages are cut from a graph of the model, and {because}: {difference.text}.",
+        "Move that part of forward into a sub-module of its own, which is kept whole, or keep the model in one piece "
+        "(--stages 1).",
+    )
+
+
+def _require_repeatable(model: nn.Module, kept: Mapping[str, str]) -> None:
+    """Refuse what would draw other random numbers when checkpoint runs it again in a pipeline."""
+    for path, reason in kept.items():
+        module = model.get_submodule(path)
+        if reason == SAVED and any(isinstance(one, _DROPOUT) and one.p for one in module.modules()):
+            raise TraceError(
+                f"module {path!r} ({type(module).__name__}) has dropout under torch.utils.checkpoint",
+                "Its graph would not compute the same, so it is kept whole; but in a pipeline the second forward pass "
+                "of checkpoint would draw another mask.",
+                "Remove torch.utils.checkpoint from the model, and use --recompute, which does the same for a stage.",
+            )
+
+
+def _hooks_of(module: nn.Module) -> bool:
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return any(hooks)
+
+
+def _require_plain(model: nn.Module) -> None:
+    """Refuse what wraps a model and hides it, and what has no shapes yet."""
+    inner = getattr(model, "_orig_mod", None)  # torch.compile
+    if isinstance(inner, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        kind = "compiled" if isinstance(inner, nn.Module) else "scripted"
+        raise TraceError(
+            f"{type(model).__name__} is a {kind} model",
+            "Its operations are hidden inside; a graph is made from the model as it was written.",
+            f"Give the model before it was {kind}; its stages can be compiled.",
+        )
+    if _hooks_of(model):
+        raise TraceError(
+            f"{type(model).__name__} has a forward or backward hook",
+            "Stages are made of the model's sub-modules; they do not call the model itself, so its hook would not run.",
+            "Remove it, or put it on a sub-module, which is then kept whole.",
+        )
+    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
+    if lazy is not None:
+        raise TraceError(
+            f"{lazy} has no shape yet",
+            "Lazy parameters get their shape when the model first runs.",
+            "Run the model once on an example, then partition it.",
+        )
+
+
+def _trace_both_modes(model: nn.Module, inputs: Sequence[torch.Tensor], whole: frozenset[str]) -> TracedModel:
     flags = [(module, module.training) for module in model.modules()]
     try:
         model.train()
-        trained = _trace_one_mode(model, inputs)
+        trained = _trace_one_mode(model, inputs, whole)
         if trained.method == "module order":
             return trained
         model.eval()
@@ -110,38 +239,20 @@ def trace_model(model: nn.Module, inputs: Sequence[torch.Tensor] = ()) -> Traced
         trained.constants if same else constants,
         tuple(sorted({*trained.leaves, *evaluated.leaves})),
         trained.method,
+        {**evaluated.suspects, **trained.suspects},
     )
 
 
-def _require_plain(model: nn.Module) -> None:
-    """Refuse what wraps a model and hides it, and what has no shapes yet."""
-    inner = getattr(model, "_orig_mod", None)  # torch.compile
-    if isinstance(inner, nn.Module) or isinstance(model, torch.jit.ScriptModule):
-        kind = "compiled" if isinstance(inner, nn.Module) else "scripted"
-        raise TraceError(
-            f"{type(model).__name__} is a {kind} model",
-            "Its operations are hidden inside; a graph is made from the model as it was written.",
-            f"Give the model before it was {kind}; its stages can be compiled.",
-        )
-    lazy = next((name for name, parameter in model.named_parameters() if is_lazy(parameter)), None)
-    if lazy is not None:
-        raise TraceError(
-            f"{lazy} has no shape yet",
-            "Lazy parameters get their shape when the model first runs.",
-            "Run the model once on an example, then partition it.",
-        )
-
-
-def _trace_one_mode(
-    model: nn.Module, inputs: Sequence[torch.Tensor], whole: frozenset[str] = frozenset()
-) -> TracedModel:
+def _trace_one_mode(model: nn.Module, inputs: Sequence[torch.Tensor], whole: frozenset[str]) -> TracedModel:
     first_error: tuple[Exception, str] | None = None
     while True:
-        tracer = _LadderTracer(whole)
+        tracer = ModelTracer(whole)
         before = set(vars(model))
         try:
-            with traceable_only(model):
+            # The tracer stores constants on the model, and forward may store anything; the model must stay the user's.
+            with same_attributes(model), traceable_only(model):
                 graph = tracer.trace(model, _defaults_beyond(model, inputs))
+                made = {name: value for name, value in vars(model).items() if name not in before}
         except UsageError:
             raise
         except Exception as error:  # tracing runs the user's code, which may raise anything
@@ -152,18 +263,10 @@ def _trace_one_mode(
                 raise _explain(model, error, "") from error  # the order of its modules does not show it either
         else:
             _drop_defaults(graph, len(inputs))
-            constants = {name: getattr(model, name) for name in set(vars(model)) - before}
-            return TracedModel(
-                model,
-                graph,
-                constants=constants,
-                leaves=tuple(sorted(whole)),
-                method="fx with leaves" if whole else "fx",
-            )
-        finally:
-            # The tracer stores constants on the model; the model must stay the user's.
-            for name in set(vars(model)) - before:
-                delattr(model, name)
+            used = {str(node.target) for node in graph.nodes if node.op == "get_attr"}
+            constants = {name: value for name, value in made.items() if name in used}
+            method: Method = "fx with leaves" if whole else "fx"
+            return TracedModel(model, graph, None, constants, tuple(sorted(whole)), method, tracer.suspects)
         if failed is None or failed in whole:
             break
         whole = whole | {failed}
@@ -232,14 +335,23 @@ def _canonical(graph: fx.Graph) -> list[str]:
 def _explain(model: nn.Module, error: Exception, module: str) -> TraceError:
     """The error that names the module, the operation and what to do."""
     where = f"module {module!r} ({type(model.get_submodule(module)).__name__})" if module else type(model).__name__
-    reason = f"The operation depends on data that is known only when the model runs ({type(error).__name__}: {error})."
+    said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    reason, fix = f"torch.fx cannot follow it while the model is traced ({said}).", ""
     if isinstance(error, OutsideGraphError):
         reason = f"The operation is not on what the model is given, so no graph would have it: {error}."
+    elif isinstance(error, FxTraceError):
+        reason = f"A graph has no branches and no loops ({error})."
+    elif "item assignment" in said:
+        reason = f"A graph does not record assignments to parts of a tensor ({said})."
+        fix = "Use torch.where, torch.cat or masked_fill for it; or "
+    elif "interpreted as an integer" in said:
+        reason = f"A graph leaves shapes open, and range() needs a number while the model is traced ({said})."
+        fix = "Take the number from the model's settings, not from a tensor; or "
     return TraceError(
         f"cannot trace {where}{_line_of(error)}",
         reason,
-        "Trace the part that is a fixed graph (for a detector, its backbone), or move the operation into a sub-module "
-        "of its own: a sub-module that cannot be traced is kept whole.",
+        f"{fix}{'t' if fix else 'T'}race the part that is a fixed graph (for a detector, its backbone), or move the "
+        "operation into a sub-module of its own: a sub-module that cannot be traced is kept whole.",
     )
 
 

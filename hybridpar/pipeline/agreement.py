@@ -11,13 +11,13 @@ from collections.abc import Mapping
 
 import torch
 
+from hybridpar.comm.world import World
 from hybridpar.lanes import Lanes
-from hybridpar.pipeline.actions import Kind
-from hybridpar.pipeline.constants import Constants
-from hybridpar.pipeline.control import all_reduce_bytes, decide, start_copy
 from hybridpar.pipeline.local_stage import LocalStage
 from hybridpar.pipeline.step import StepState
-from hybridpar.pipeline.world import World
+from hybridpar.schedule.actions import Kind
+from hybridpar.sync.constants import Constants
+from hybridpar.sync.control import all_reduce_bytes, decide, start_copy
 
 #: Loss, samples, stop, save, squared norm of the gradient.
 _NUMBERS = 5
@@ -63,11 +63,11 @@ class Agreement:
     def _agree(self, step: StepState) -> None:
         request, keep = step.request, self.lane.keep
         message = torch.zeros(_NUMBERS, dtype=torch.float64, device=self._device)
-        wishes = request.wishes
-        if wishes is None:
-            wishes = self._constants.of(request.stop, request.save)
-        keep(wishes)
-        message[2:4] = wishes
+        flags = request.flags
+        if flags is None:
+            flags = self._constants.of(request.stop, request.save)
+        keep(flags)
+        message[2:4] = flags
         for index in self._stages:
             flight, (squares, _) = step.flights[index], step.reports[index]
             loss = step.losses[index]
@@ -85,7 +85,7 @@ class Agreement:
         guard = any(stage.guarded for stage in self._stages.values())
         measured = any(stage.measured for stage in self._stages.values())
         step.values = decide(message[:4], message[4], guard=guard, measured=measured)
-        if request.wishes is None:
+        if request.flags is None:
             step.host_values = start_copy(step.values)
 
     def _share(self, step: StepState, index: int) -> None:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from hybridpar.comm.transport import MessagePart
 from hybridpar.errors import ScheduleError, UsageError
-from hybridpar.pipeline.actions import Edge
-from hybridpar.pipeline.batchnorm import without_replicas
 from hybridpar.pipeline.random_keys import numbers_of_its_own
-from hybridpar.pipeline.rollback import BufferRollback
-from hybridpar.pipeline.stage_run import StageModule, consumers_of, device_of, module_of
-from hybridpar.pipeline.transport import MessagePart
+from hybridpar.pipeline.stage_module import StageModule, consumers_of, device_of, module_of
+from hybridpar.schedule.actions import Edge
+from hybridpar.sync.batchnorm import without_replicas
+from hybridpar.sync.rollback import BufferRollback
 
 
 @dataclass

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
-from hybridpar.pipeline.world import World
 
 
 def check_capturable(

@@ -1,7 +1,7 @@
 """Why: where kernels are small a GPU waits for the host that launches them; a graph launches a whole step at once.
 
 A `StepGraph` runs steps of one shape a few times, captures one over all lanes, and from then on replays it. What
-differs between steps is read from memory that is filled before: images and targets, learning rates, the wishes to stop
+differs between steps is read from memory that is filled before: images and targets, learning rates, the flags to stop
 or save. What the host may know is copied out of it afterwards. Steps of other shapes, such as the last of an epoch, are
 left to whoever asks, and so is everything if the capture fails; results are the same either way.
 
@@ -44,20 +44,20 @@ _Issued_co = TypeVar("_Issued_co", covariant=True)
 class Captured(Protocol[_Issued_co]):
     """What a `StepGraph` needs of an engine."""
 
-    def issue(self, micro_batches: MicroBatches, samples: int, global_samples: int, wishes: Tensor) -> _Issued_co:
+    def issue(self, micro_batches: MicroBatches, samples: int, global_samples: int, flags: Tensor) -> _Issued_co:
         """Issue everything that a step does on the device, reading nothing of it.
 
         Args:
             micro_batches: Inputs and targets.
             samples: Samples of this worker.
             global_samples: Samples of all workers.
-            wishes: Whether this worker wants to stop and to save, two float64 numbers on the device.
+            flags: Whether this worker wants to stop and to save, two float64 numbers on the device.
         """
 
     def set_rates(self, factor: float) -> None:
         """Set the learning rates, on the device and in the order of the current stream."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Let the host wait until everything that was issued is done."""
 
     def give_up(self) -> None:
@@ -106,7 +106,7 @@ class StepGraph(Generic[_Issued]):
         self._parameters = parameters
         self._warm_ups = warm_ups
         self._stream = cuda.Stream(lanes.device)
-        self._wishes = torch.zeros(2, dtype=torch.float64, device=lanes.device)
+        self._flags = torch.zeros(2, dtype=torch.float64, device=lanes.device)
         self._wished = (False, False)
         self._shape: _Shape | None = None
         self._trainable: tuple[bool, ...] = ()
@@ -191,7 +191,7 @@ class StepGraph(Generic[_Issued]):
         self._engine.set_rates(rate_factor)
         if wished != self._wished:
             for index, wish in enumerate(wished):
-                self._wishes[index].fill_(float(wish))
+                self._flags[index].fill_(float(wish))
             self._wished = wished
 
     def _return(self) -> None:
@@ -207,7 +207,7 @@ class StepGraph(Generic[_Issued]):
         start = self._lanes.caller.record()
         for lane in self._lanes.others():
             lane.wait(start)
-        issued = self._engine.issue(self._static, self._shape.samples, self._shape.global_samples, self._wishes)
+        issued = self._engine.issue(self._static, self._shape.samples, self._shape.global_samples, self._flags)
         self._join()
         return issued
 
@@ -250,7 +250,7 @@ class StepGraph(Generic[_Issued]):
 
     def _capture(self) -> bool:
         """Capture the step, which does not run it. False where that fails: the step can then be issued as usual."""
-        self._engine.settle()
+        self._engine.synchronize()
         cuda.synchronize(self._lanes.device)
         graph, collecting = cuda.CUDAGraph(), gc.isenabled()
         # Objects that own events or pinned memory must not be finalised by chance while streams are captured.

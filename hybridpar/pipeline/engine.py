@@ -15,36 +15,28 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from hybridpar.comm.grid import Grid
+from hybridpar.comm.node_worlds import NodeWorlds
+from hybridpar.comm.replicate import broadcast_state, replicate
+from hybridpar.comm.world import World
 from hybridpar.errors import ScheduleError
 from hybridpar.lanes import Lane, Lanes
-from hybridpar.pipeline.actions import Edge, Layout
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
-from hybridpar.pipeline.compression_table import LayerBytes, layer_bytes
 from hybridpar.pipeline.executor import Executor
-from hybridpar.pipeline.gathered import gather_on_main
-from hybridpar.pipeline.grid import Grid
 from hybridpar.pipeline.local_stage import LocalStage, OptimizerStep
-from hybridpar.pipeline.node_worlds import NodeWorlds
 from hybridpar.pipeline.options import PipelineOptions as PipelineOptions
-from hybridpar.pipeline.program import Program, lower
 from hybridpar.pipeline.random_keys import RandomKeys, key_random_operations
-from hybridpar.pipeline.reducer import SyncLanes, open_sync_lanes
-from hybridpar.pipeline.replicate import broadcast_state, replicate
-from hybridpar.pipeline.schedules import make
 from hybridpar.pipeline.split_cost import keep_whole
-from hybridpar.pipeline.stage_run import (
-    Mailbox,
-    StageModule,
-    StageRun,
-    check_stages,
-    consumers_of,
-    device_of,
-    module_of,
-)
+from hybridpar.pipeline.stage_module import StageModule, check_stages, consumers_of, device_of, module_of, parts_of
+from hybridpar.pipeline.stage_run import Mailbox, StageRun
 from hybridpar.pipeline.step import LateOutcome, MicroBatch, StepRequest, StepState
-from hybridpar.pipeline.sync_choice import Choice, choose_policy, parts_of
-from hybridpar.pipeline.sync_policy import agree_on_policy, is_auto
-from hybridpar.pipeline.world import World
+from hybridpar.schedule.actions import Edge, Layout
+from hybridpar.schedule.program import Program, lower
+from hybridpar.schedule.schedules import make
+from hybridpar.sync.choice import Choice, choose_policy
+from hybridpar.sync.compression_table import LayerBytes, layer_bytes
+from hybridpar.sync.policy import agree_on_policy, is_auto
+from hybridpar.sync.reducer import SyncLanes, open_sync_lanes
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -240,15 +232,15 @@ class PipelineEngine:
         """
         return self._executor.step(StepRequest(self._batches(micro_batches), global_samples, rate_factor, stop, save))
 
-    def issue(self, micro_batches: Sequence[tuple[Any, Any]], global_samples: int, wishes: Tensor) -> StepState:
+    def issue(self, micro_batches: Sequence[tuple[Any, Any]], global_samples: int, flags: Tensor) -> StepState:
         """Issue the work of a step that is to be captured, or is a rehearsal of that. `adopt` counts it.
 
         Args:
             micro_batches: See `step`.
             global_samples: See `step`.
-            wishes: `stop` and `save` of `step`, float64, on the device.
+            flags: `stop` and `save` of `step`, float64, on the device.
         """
-        return self._executor.issue(StepRequest(self._batches(micro_batches), global_samples, None, wishes=wishes))
+        return self._executor.issue(StepRequest(self._batches(micro_batches), global_samples, None, flags=flags))
 
     def adopt(self, step: StepState) -> LateOutcome:
         """Count a step whose work the current stream does as a whole; see `issue`."""
@@ -308,7 +300,7 @@ class PipelineEngine:
         """
         if self.grid is None:
             return [mine]
-        return gather_on_main(mine, [self.grid.rank_of(position, 0) for position in range(self.positions)], self.world)
+        return self.world.gather_on_main(mine, [self.grid.rank_of(position, 0) for position in range(self.positions)])
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run on the same layout needs to add in the same order: the orders of buckets."""
@@ -318,11 +310,11 @@ class PipelineEngine:
         return {"orders": orders}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, where it fits."""
+        """Restore what `state_dict` returned, where it fits; what does not, or is missing, begins anew."""
         orders = state.get("orders", {})
         for index, stage in self.stages.items():
-            if stage.reducer is not None and str(index) in orders:
-                stage.reducer.load_state_dict(orders[str(index)])
+            if stage.reducer is not None:
+                stage.reducer.load_state_dict(orders.get(str(index), {}))
                 stage.reducer.follow_trainable()
 
     def set_steps(self, steps: int) -> None:

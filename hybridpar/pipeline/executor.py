@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
+from hybridpar.comm.transport import ReceiveEnd, SendEnd
+from hybridpar.comm.world import World
 from hybridpar.errors import TrainingError
 from hybridpar.lanes import Event, Lane, Lanes
-from hybridpar.pipeline.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
 from hybridpar.pipeline.agreement import Agreement
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
-from hybridpar.pipeline.control import start_copy
 from hybridpar.pipeline.local_stage import LocalStage
-from hybridpar.pipeline.program import Program
 from hybridpar.pipeline.recorder import Queue, SpanRecorder
 from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, StepRequest, StepState
-from hybridpar.pipeline.transport import ReceiveEnd, SendEnd
-from hybridpar.pipeline.world import World
+from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
+from hybridpar.schedule.program import Program
+from hybridpar.sync.control import start_copy
 
 
 class Executor:
@@ -102,7 +102,7 @@ class Executor:
 
     def issue(self, request: StepRequest) -> StepState:
         """Issue the work of a step, without counting it as done."""
-        self._settle()
+        self._rebuild_buckets()
         self.borders.follow_trainable()
         if not all(self.borders.knows(batch.inputs) for batch in request.micro_batches):
             self.wait()  # the example run uses the buffers that the step before still writes to
@@ -110,7 +110,7 @@ class Executor:
         program = self.program = self._program(request, facts[0])
         flights = {index: stage.new_flight() for index, stage in self.stages.items()}
         # What is captured runs many times, so it has no times of its own.
-        spans = SpanRecorder(self._lanes.device, enabled=self._record if request.wishes is None else False)
+        spans = SpanRecorder(self._lanes.device, enabled=self._record if request.flags is None else False)
         step = StepState(self.steps + 1, request, facts, flights, spans)
         given = self._lanes.caller.record()
         for index, stage in self.stages.items():
@@ -138,7 +138,7 @@ class Executor:
         """Count a step whose work the caller's stream does as a whole, and start to copy its values to the host.
 
         Args:
-            step: What `issue` returned, for a request with `wishes`; its values may be overwritten after this.
+            step: What `issue` returned, for a request with `flags`; its values may be overwritten after this.
         """
         assert step.values is not None
         while len(self._running) > 1:
@@ -173,13 +173,13 @@ class Executor:
 
     # --------------------------------------------------------------- preparing
 
-    def _settle(self) -> None:
-        """Cut buckets anew where that is due; for that the lanes must be idle."""
+    def _rebuild_buckets(self) -> None:
+        """Rebuild buckets if needed; the lanes must be idle for that."""
         reducers = [stage.reducer for stage in self.stages.values() if stage.reducer is not None]
         if any(reducer.is_due() for reducer in reducers):
             self.wait()
             for reducer in reducers:
-                reducer.settle()
+                reducer.rebuild_buckets()
 
     def _program(self, request: StepRequest, facts: BorderFacts) -> Program:
         buckets = {index: stage.buckets for index, stage in self.stages.items()}
@@ -252,15 +252,14 @@ class Executor:
     def _issue_last(self, step: StepState, queue: Queue, action: Action, work: Callable[[], None]) -> None:
         """The last backward pass of a stage: its gradients leave on the way, and its reports after it."""
         stage, flight = self.stages[action.stage], step.flights[action.stage]
-        lane = stage.lane
+        lane, spans = stage.lane, step.spans
+
+        def ready(bucket: int) -> None:  # kept by the flight, so it must not hold the step, which holds the flight
+            spans.ready(Action(action.stage, Kind.SYNC, bucket))
 
         def whole() -> None:
             if stage.reducer is not None and flight is not None:
-                stage.reducer.begin_last(
-                    flight,
-                    lambda bucket: step.spans.ready(Action(action.stage, Kind.SYNC, bucket)),
-                    step.request.rate_factor,
-                )
+                stage.reducer.begin_last(flight, ready, step.request.rate_factor)
             work()
             stage.flush()
 

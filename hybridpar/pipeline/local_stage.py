@@ -12,20 +12,21 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from hybridpar.comm.collective import SumGroup
+from hybridpar.comm.node_worlds import NodeWorlds
+from hybridpar.comm.world import World
 from hybridpar.lanes import Lane, Lanes
-from hybridpar.pipeline.batchnorm import BatchNormPool
-from hybridpar.pipeline.collective import SumGroup
-from hybridpar.pipeline.compression import Decision
-from hybridpar.pipeline.constants import Constants
-from hybridpar.pipeline.local import LocalGradients
-from hybridpar.pipeline.node_worlds import NodeWorlds
-from hybridpar.pipeline.reducer import Flight, SyncLanes
-from hybridpar.pipeline.rollback import BufferRollback
-from hybridpar.pipeline.stage_reducer import StageReducer
-from hybridpar.pipeline.stage_run import StageRun, module_of
-from hybridpar.pipeline.sync import SyncOptions, clip_factor, first_bad_parameter
-from hybridpar.pipeline.sync_figures import SyncCosts
-from hybridpar.pipeline.world import World
+from hybridpar.pipeline.stage_module import module_of
+from hybridpar.pipeline.stage_run import StageRun
+from hybridpar.sync.batchnorm import BatchNormPool
+from hybridpar.sync.compression import Decision
+from hybridpar.sync.constants import Constants
+from hybridpar.sync.figures import SyncCosts
+from hybridpar.sync.gradient_sync import SyncOptions, clip_factor, first_bad_parameter
+from hybridpar.sync.local_gradients import LocalGradients
+from hybridpar.sync.reducer import Flight, SyncLanes
+from hybridpar.sync.rollback import BufferRollback
+from hybridpar.sync.stage_reducer import StageReducer
 
 OptimizerStep = Callable[[float | None, Tensor | None], None]
 
@@ -175,7 +176,7 @@ class LocalStage:
             count = len(self._used)
             unused = self.gradients.keep_used(message[:count], self._used)
             sums = message[count:]
-            self._settle(values, unused, costs, on_device)
+            self._commit_or_rollback(values, unused, costs, on_device)
         if on_device and values is not None:
             commit = values[4]
             if self._step_optimizer is not None:
@@ -195,17 +196,19 @@ class LocalStage:
             self._rollback.restore()
         return first_bad_parameter(self.module)
 
-    def _settle(self, values: Tensor | None, unused: list[str], costs: SyncCosts | None, on_device: bool) -> None:
+    def _commit_or_rollback(
+        self, values: Tensor | None, unused: list[str], costs: SyncCosts | None, on_device: bool
+    ) -> None:
         """Let codecs keep what the step left, or put it back."""
         compression = self.reducer.compression if self.reducer is not None else None
         if compression is None:
             return
         if values is None or not self.guarded:
-            compression.settle(True, unused, costs)
+            compression.commit_or_rollback(True, unused, costs)
         elif on_device:
-            compression.settle_later(Decision(values[4]), unused, costs)
+            compression.commit_or_rollback_later(Decision(values[4]), unused, costs)
         else:
-            compression.settle(bool(values[4]), unused, costs)
+            compression.commit_or_rollback(bool(values[4]), unused, costs)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hybridpar.errors import ScheduleError
-from hybridpar.pipeline.actions import Edge, Layout
-from hybridpar.pipeline.schedules import ScheduleRequest
-from hybridpar.pipeline.sync import SyncOptions
+from hybridpar.schedule.actions import Edge, Layout
+from hybridpar.schedule.schedules import ScheduleRequest
+from hybridpar.sync.gradient_sync import SyncOptions
 
 
 @dataclass(frozen=True)

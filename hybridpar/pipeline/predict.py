@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridpar.errors import ScheduleError
-from hybridpar.pipeline.actions import RECEIVES, Action, Kind
-from hybridpar.pipeline.costs import BucketCost, Costs, Link
-from hybridpar.pipeline.machine import Machine
-from hybridpar.pipeline.program import Program, lower
-from hybridpar.pipeline.spans import Span, StepSpans
+from hybridpar.schedule.actions import RECEIVES, Action, Kind
+from hybridpar.schedule.costs import BucketCost, Costs, Link
+from hybridpar.schedule.program import Program, lower
+from hybridpar.schedule.resources import Machine
+from hybridpar.schedule.spans import Span, StepSpans
 
 if TYPE_CHECKING:
     from hybridpar.pipeline.engine import PipelineEngine

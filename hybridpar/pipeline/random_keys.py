@@ -183,6 +183,8 @@ class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_random(node: fx.Node, modules: nn.Module) -> bool:
+    if node.meta.get("random"):  # it drew some in an example run
+        return True
     if node.op == "call_module":
         return any(_draws(module) for module in modules.get_submodule(str(node.target)).modules())
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from hybridpar.pipeline.actions import Action
-from hybridpar.pipeline.spans import Span
-from hybridpar.pipeline.spans import StepSpans as StepSpans
+from hybridpar.schedule.actions import Action
+from hybridpar.schedule.spans import Span
+from hybridpar.schedule.spans import StepSpans as StepSpans
 
 #: One name for it, so that tests can put a stand-in here.
 cuda: Any = torch.cuda

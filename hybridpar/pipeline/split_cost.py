@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.pipeline.actions import Action, Kind, Schedule, make_schedule
-from hybridpar.pipeline.rollback import BufferRollback
-from hybridpar.pipeline.stage_run import Mailbox, StageModule, StageRun, consumers_of, module_of
+from hybridpar.pipeline.stage_module import StageModule, consumers_of, module_of
+from hybridpar.pipeline.stage_run import Mailbox, StageRun
+from hybridpar.schedule.actions import Action, Kind, Schedule, make_schedule
+from hybridpar.sync.rollback import BufferRollback
 
 #: The most that the halves may cost together, over the whole.
 MOST_SPLIT_COST = 1.1

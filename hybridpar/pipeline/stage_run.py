@@ -7,48 +7,18 @@ which every user of a tensor has an entry of its own, so that whoever takes one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hybridpar.errors import ScheduleError
 from hybridpar.pipeline.random_keys import RandomKeys
+from hybridpar.pipeline.stage_module import StageModule, module_of
 
 Keep = Callable[..., None]
-
-
-class Border(Protocol):
-    """A tensor that enters or leaves a stage."""
-
-    @property
-    def name(self) -> str:
-        """Name of the value in the model's graph."""
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether a gradient flows back through it."""
-
-
-class StageModule(Protocol):
-    """What the pipeline needs to know of a stage: a module whose tensors are listed by name.
-
-    All stages but the last return a tuple of the tensors that `outputs` names; the last returns what the model does.
-    """
-
-    index: int
-    model_inputs: tuple[str, ...]
-
-    @property
-    def inputs(self) -> Sequence[Any]:
-        """The `Border`s it takes."""
-
-    @property
-    def outputs(self) -> Sequence[Any]:
-        """The `Border`s it returns; empty for the last stage."""
 
 
 #: (name of the value, micro-batch, stage that takes it)
@@ -273,37 +243,3 @@ class StageRun:
             if leaf.grad is not None:
                 self._mailbox.gradients[name, index, self.index] = leaf.grad
                 leaf.grad = None
-
-
-def module_of(stage: StageModule) -> nn.Module:
-    """The stage as the module that it also is, which a protocol cannot say."""
-    module: nn.Module = stage  # type: ignore[assignment]
-    return module
-
-
-def device_of(module: nn.Module, default: torch.device) -> torch.device:
-    """Where a stage computes: where its parameters or buffers are; a default for one that has neither."""
-    held = next(module.parameters(), next(module.buffers(), None))
-    return default if held is None else held.device
-
-
-def consumers_of(stages: Sequence[StageModule], index: int) -> dict[int, list[str]]:
-    """Who uses what a stage makes: for each later stage the names of what it uses, in the order of its inputs."""
-    made = {border.name for border in stages[index].outputs}
-    uses = {
-        other.index: [border.name for border in other.inputs if border.name in made] for other in stages[index + 1 :]
-    }
-    return {stage: names for stage, names in uses.items() if names}
-
-
-def check_stages(stages: Sequence[StageModule]) -> None:
-    """Refuse a list of stages that is not all stages of one model, in order.
-
-    Raises:
-        ScheduleError: A stage is missing or out of order.
-    """
-    if not stages or [stage.index for stage in stages] != list(range(len(stages))):
-        raise ScheduleError(
-            f"stages {[stage.index for stage in stages]} are not all stages of a model in order",
-            "A pipeline is made of what `partition_model` or `split_model` returns, as it is.",
-        )

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridpar.comm.world import World
 from hybridpar.lanes import Event
-from hybridpar.pipeline.actions import Action
 from hybridpar.pipeline.borders import BorderFacts
-from hybridpar.pipeline.control import StepOutcome
 from hybridpar.pipeline.recorder import SpanRecorder, StepSpans
-from hybridpar.pipeline.reducer import Flight
-from hybridpar.pipeline.sync_figures import SyncCosts, SyncFigures, add_up
-from hybridpar.pipeline.world import World
+from hybridpar.schedule.actions import Action
+from hybridpar.sync.control import StepOutcome
+from hybridpar.sync.figures import SyncCosts, SyncFigures, add_up
+from hybridpar.sync.reducer import Flight
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StepRequest:
         rate_factor: What the optimizers' peak learning rates are multiplied with; None where their rates have been set.
         stop: This worker wants training to end after this step.
         save: This worker wants a checkpoint after this step.
-        wishes: `stop` and `save` as a float64 tensor on the device, in place of what the host says. The step is then to
+        flags: `stop` and `save` as a float64 tensor on the device, in place of what the host says. The step is then to
             be captured: the host is told nothing of it but what `Executor.adopt` starts to copy.
     """
 
@@ -53,7 +53,7 @@ class StepRequest:
     rate_factor: float | None = 1.0
     stop: bool = False
     save: bool = False
-    wishes: Tensor | None = None
+    flags: Tensor | None = None
 
 
 @dataclass

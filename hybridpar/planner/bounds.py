@@ -7,8 +7,8 @@ answers. Tests compare both.
 
 from __future__ import annotations
 
-from hybridpar.pipeline.actions import Edge, Kind, Layout
-from hybridpar.pipeline.costs import Costs
+from hybridpar.schedule.actions import Edge, Kind, Layout
+from hybridpar.schedule.costs import Costs
 
 
 def lower_bound_ms(layout: Layout, costs: Costs, micro_batches: int) -> float:

@@ -143,7 +143,7 @@ def calibrate(directories: Sequence[Path]) -> list[Factor]:
 def known_factors() -> list[Factor]:
     """All factors that are kept."""
     return [
-        Factor(key, value, int(data.get("runs", 1)))
+        Factor(key, value, runs if isinstance(runs := data.get("runs"), int) else 1)
         for key, data in entries(KIND)
         if (value := _factor(data)) is not None
     ]

@@ -14,11 +14,11 @@ from functools import lru_cache
 from hybridpar.compress import Codec, Policy, format_codec, parse_codec
 from hybridpar.compress.auto import FIDELITIES, PLAIN, Layers, choose, kinds_of
 from hybridpar.compress.rates import CodecRate, LinkCost, lasting_rounds
-from hybridpar.pipeline.buckets import cut_buckets
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.network import Network
 from hybridpar.planner.profile import Parameter
 from hybridpar.planner.steps import planned_codecs, steps_factor
+from hybridpar.sync.buckets import cut_buckets
 
 #: Speeds of a link, in bytes per second, for which a policy is made.
 RUNGS = (1e6, 1e7, 3e7, 1e8, 3e8, 1e9, 1e10)
@@ -161,7 +161,7 @@ class BucketPrices:
                 continue
             text = travel.codecs[one.name]
             rounds = lasting_rounds(self._codecs[text], one.shape, self._peers)
-            kinds = [(entry.meeting, entry.dtype) for entry in rounds]
+            kinds = [(entry.collective, entry.dtype) for entry in rounds]
             if self._group.two_levels:
                 costs = self._network.between_hosts(kinds)
             else:

@@ -12,8 +12,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from hybridpar.cluster_file import ClusterSpec, LinkLevel
 from hybridpar.errors import HybridparError
+from hybridpar.machine.cluster_file import ClusterSpec, LinkLevel
 from hybridpar.plan import Plan, Ran, StepFigures
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
@@ -195,8 +195,8 @@ class Comparison:
 _SIZE_CAUSES = {
     "bytes_sent_per_step": "gradients did not travel as the plan says",
     "memory_bytes": (
-        "a checkpoint, for which the first worker of a pipeline gathers the state of all stages, or libraries and the "
-        "allocator took more than steps do"
+        "steps keep more than parameters, gradients, optimizer state and activations, or the allocator has not given "
+        "back what it freed"
     ),
 }
 

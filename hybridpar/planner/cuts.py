@@ -18,8 +18,8 @@ from hybridpar.partition.cost import IntervalCosts, Link, Problem
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.linear import least_maximum, stages_of
 from hybridpar.partition.planning import saved_bytes
-from hybridpar.pipeline.actions import Edge
 from hybridpar.planner.profile import ModelProfile, Parameter
+from hybridpar.schedule.actions import Edge
 
 #: Speeds of links, in bytes per second, for which cuts are made; None for one that costs nothing.
 LINKS = (None, 1e9, 1e8, 1e7)
@@ -56,6 +56,7 @@ class StageFigures:
         parameters: Trained parameters, in the model's order.
         ready: For every parameter, by name, when its gradient is there, as a fraction of the stage's backward pass.
         edges: What flows between stages.
+        largest_bytes: The largest tensor that one of its units reads or writes.
     """
 
     forward_ms: tuple[float, ...]
@@ -64,6 +65,7 @@ class StageFigures:
     parameters: tuple[tuple[Parameter, ...], ...]
     ready: dict[str, float]
     edges: tuple[Edge, ...]
+    largest_bytes: tuple[int, ...]
 
     @cached_property
     def parameter_bytes(self) -> tuple[int, ...]:
@@ -143,6 +145,11 @@ def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) ->
     parameters: list[list[Parameter]] = [[] for _ in stages]
     for one in profile.parameters:
         parameters[cut.stage_of[one.unit]].append(one)
+    largest = [0 for _ in stages]
+    for value in graph.values:
+        for unit in (value.producer, *value.consumers):
+            if unit >= 0:
+                largest[cut.stage_of[unit]] = max(largest[cut.stage_of[unit]], value.bytes)
     return StageFigures(
         forward,
         backward,
@@ -150,6 +157,7 @@ def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) ->
         tuple(map(tuple, parameters)),
         {one.name: done[one.unit] for one in profile.parameters},
         edges_of(graph, cut.stage_of),
+        tuple(largest),
     )
 
 

@@ -13,21 +13,29 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
 
-from hybridpar.pipeline.actions import Kind, Layout, Schedule
-from hybridpar.pipeline.costs import BucketCost, Costs, Link
-from hybridpar.pipeline.program import lower
-from hybridpar.pipeline.schedules import ScheduleRequest, make
-from hybridpar.pipeline.simulate import Simulation, simulate
+from hybridpar.comm.shared_channel import SLOT_BYTES, SLOTS
+from hybridpar.comm.shared_memory import CHUNK_BYTES
 from hybridpar.planner.codecs import BucketPrices, stage_buckets
 from hybridpar.planner.cuts import Cut, StageFigures
 from hybridpar.planner.network import Network
 from hybridpar.planner.space import Candidate, Shape, Space
+from hybridpar.schedule.actions import Kind, Layout, Schedule
+from hybridpar.schedule.costs import BucketCost, Costs, Link
+from hybridpar.schedule.program import lower
+from hybridpar.schedule.schedules import SCHEDULES, ScheduleRequest, make
+from hybridpar.schedule.simulate import Simulation, simulate
 
 #: What a pass takes at least, so that what it keeps is kept for some time.
 _LEAST_MS = 1e-6
 
 #: Bytes that moving, adding and sending one byte of a gradient costs a core, besides receiving it: one pass each way.
 _SEND_PART = 0.5
+
+#: What a process on a CPU grows by in its first steps, whatever the model is: threads, code that libraries compile.
+_PROCESS_BYTES = 30 << 20
+#: How many of its largest tensor a pass on a CPU needs beside what it keeps: its gradients with respect to inputs and
+#: outputs, and both again in the layout in which a library computes, or as holes that the allocator is left with.
+_WORKING_TENSORS = 4
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,7 @@ class Evaluator:
         self._network = cache(self._make_network)
         self._prices = cache(self._make_prices)
         self._buckets = cache(self._make_buckets)
+        self._gradients = cache(self._make_gradients)
         self._schedule = cache(self._make_schedule)
         self._peaks = cache(self._make_peaks)
         self._throughput = cache(self._make_throughput)
@@ -217,29 +226,48 @@ class Evaluator:
 
         Every worker holds all parameters, and gradients, optimizer state and, where they are exchanged, the buckets
         that gradients are copied into and with a codec residuals, of its own stages; to that come the activations that
-        wait.
+        wait. On a CPU the memory that a pass works in is the process's own as well, and so are the segments that
+        workers of a host share. For a checkpoint the first worker of a pipeline gathers the optimizer state of all.
 
         Args:
             candidate: The candidate.
             saved: For every worker the most that waits for backward passes at one time.
         """
-        inputs, layout = self._inputs, self.layout(candidate)
-        # A backward pass makes new gradients while the buckets of the step before are still there.
-        copies = 1 + inputs.optimizer_copies + (candidate.shape.replicas > 1) + (candidate.travel > 0)
-        own = [0] * layout.workers
-        for stage, size in enumerate(self.figures(candidate).parameter_bytes):
-            own[layout.home(stage)] += size
-        whole = inputs.profile.model_bytes
-        return inputs.memory_margin * max(whole + copies * mine + held for mine, held in zip(own, saved, strict=True))
+        inputs, layout, shape = self._inputs, self.layout(candidate), candidate.shape
+        figures, whole = self.figures(candidate), inputs.profile.model_bytes
+        gradients = self._gradients(candidate.cut, candidate.variant, shape)
+        own, largest = [0] * layout.workers, [0] * layout.workers
+        lasting = [whole] * layout.workers  # from one step to the next
+        for stage, size in enumerate(figures.parameter_bytes):
+            home = layout.home(stage)
+            own[home] += size
+            lasting[home] += (inputs.optimizer_copies + (candidate.travel > 0)) * size + gradients[stage]
+            largest[home] = max(largest[home], figures.largest_bytes[stage])
+        needs = [kept + held for kept, held in zip(lasting, saved, strict=True)]
+        if self._workers[0][1].kind == "cpu":
+            for home, size in enumerate(largest):
+                needs[home] += (
+                    _PROCESS_BYTES + _WORKING_TENSORS * shape.lanes * size + self._shared_bytes(layout, shape)
+                )
+        gathered = lasting[0] + inputs.optimizer_copies * (sum(own) - own[0]) if layout.workers > 1 else 0
+        return inputs.memory_margin * max(*needs, gathered)
+
+    def _shared_bytes(self, layout: Layout, shape: Shape) -> int:
+        """What workers of one host share to add gradients in, and to hand tensors from stage to stage."""
+        if self._network(shape.positions, shape.replicas).grouping.hosts > 1:
+            return 0
+        adding = shape.replicas > 1 and not self._inputs.rates  # codecs need process groups
+        sums = self._inputs.sync_lanes * 2 * shape.replicas * CHUNK_BYTES if adding else 0
+        return sums + (2 * SLOTS * SLOT_BYTES if layout.workers > 1 else 0)
 
     def least_memory(self, candidate: Candidate, *, make_order: bool = False) -> float:
         """What a candidate needs at least, without simulating it; see `_make_peaks`.
 
         Args:
             candidate: The candidate.
-            make_order: Also where `greedy` simulates to find the order of the passes.
+            make_order: Also for a schedule that simulates several orders to find one.
         """
-        name = candidate.schedule if make_order or candidate.schedule != "greedy" else None
+        name = candidate.schedule if make_order or not SCHEDULES.get(candidate.schedule).searches else None
         return self.memory(candidate, self._peaks(name, candidate.shape, candidate.cut, candidate.variant))
 
     def limit(self, candidate: Candidate) -> float:
@@ -330,6 +358,20 @@ class Evaluator:
                 )
             made.append(tuple(row))
         return tuple(made)
+
+    def _make_gradients(self, cut: Cut, variant: int, shape: Shape) -> tuple[int, ...]:
+        """For every stage the most that its gradients take.
+
+        Gradients are copied into a bucket that several parameters share, as soon as all of these have theirs: in the
+        last micro-batch. Where there is one micro-batch only, so few wait to be copied as a bucket has.
+        """
+        sizes = []
+        for parameters in self._figures(cut, variant, self.samples(shape)).parameters:
+            buckets = stage_buckets(parameters, self._inputs.bucket_bytes) if shape.replicas > 1 else []
+            copied = [4 * sum(one.count for one in bucket) for bucket in buckets if len(bucket) > 1]
+            waiting = sum(copied) if shape.micro_batches > 1 else max(copied, default=0)
+            sizes.append(4 * sum(one.count for one in parameters) + waiting)
+        return tuple(sizes)
 
     def _make_schedule(self, name: str, shape: Shape, cut: Cut, variant: int) -> Schedule:
         """A schedule; `greedy` is made for the link that the cut is for, so that it does not depend on the cluster."""

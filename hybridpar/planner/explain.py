@@ -100,6 +100,20 @@ def describe(candidate: Candidate, answer: Answer) -> str:
     return ", ".join(parts + ([variant] if variant else []))
 
 
+def brief(candidate: Candidate, answer: Answer) -> str:
+    """A candidate in a few words, without its schedule and its cut."""
+    shape, space = candidate.shape, answer.evaluator.space
+    if shape.stages == 1:
+        name = "one worker" if shape.workers == 1 else f"data parallel on {shape.workers} workers"
+    else:
+        name = f"{shape.stages}-stage pipeline" + (f" x {shape.replicas} replicas" if shape.replicas > 1 else "")
+        name += f" on {shape.lanes} lanes" if shape.lanes > 1 else ""
+    parts = [name] + ([f"{shape.micro_batches} micro-batches"] if shape.micro_batches > 1 else [])
+    parts += [space.travels[candidate.travel].name] if candidate.travel else []
+    variant = space.inputs.profile.variants[candidate.variant].name
+    return ", ".join(parts + ([variant] if variant else []))
+
+
 def rows(answer: Answer, most: int = 5) -> list[Row]:
     """The table: the chosen plan, the runners-up, and the baselines.
 
@@ -153,9 +167,9 @@ def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[WhatIf]:
     asked.append(
         ("a link 10 times as fast", inputs.on(inputs.cluster.faster_links(10)) if linked else None, "there is no link")
     )
-    more = inputs.cluster.with_another()
+    more, alike = inputs.cluster.with_another(), inputs.same_result()
     name = "another host" if inputs.cluster.between is not None else "another device"
-    asked.append((name, inputs.on(more) if more is not None else None, "nothing says what would lie between devices"))
+    asked.append((name, alike.on(more) if more is not None else None, "nothing says what would lie between devices"))
     found = []
     for name, changed, why in asked:
         if changed is None:
@@ -215,24 +229,20 @@ def curve_lines(points: Sequence[Point], equation: KHat) -> list[str]:
         gain = "-" if first is None else f"{first / point.step_ms:,.2f}"
         name = describe(point.answer.fastest.candidate, point.answer)
         lines.append(f"{point.workers:>8} {point.step_ms:>10,.1f} {plain:>10} {gain:>9}  {name}")
-    lines += _fewer_workers(points)
+    lines += _same_result(points)
     lines.append(f"workers worth having for plain data parallelism, by 1-bit SGD's equation: {equation.told()}")
     return lines
 
 
-def _fewer_workers(points: Sequence[Point]) -> list[str]:
-    """A line where fewer workers than all would be faster, beyond the noise."""
-    reached = [(point.step_ms, point) for point in points if point.answer is not None and point.step_ms is not None]
-    if not reached or reached[-1][1].answer is None:
+def _same_result(points: Sequence[Point]) -> list[str]:
+    """A line where layers normalise over the micro-batch, so that some numbers of workers can be used in part only."""
+    parts = max((one.answer.evaluator.space.inputs.fixed.parts or 1 for one in points if one.answer), default=1)
+    if parts == 1:
         return []
-    (last_ms, last), (least_ms, least) = reached[-1], min(reached, key=lambda one: (one[0], one[1].workers))
-    answer = reached[-1][1].answer
-    if least.workers == last.workers or least_ms * (1 + answer.noise) >= last_ms:
-        return []
-    told = f"fewer would be faster: {least_ms:,.1f} ms a step with {least.workers} workers"
-    if answer.evaluator.space.inputs.profile.batch_norm:
-        told += "; BatchNorm then normalises over more samples at a time, which is another result"
-    return [told]
+    return [
+        f"BatchNorm: all of these normalise over 1/{parts} of the batch at a time, so that they give the same result; "
+        f"replicas are numbers that divide {parts}"
+    ]
 
 
 def _steps(answer: Answer, outcome: Outcome) -> float:

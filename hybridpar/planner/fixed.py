@@ -24,6 +24,9 @@ class Fixed:
         memory_format: `contiguous` or `channels_last`.
         kernels: `stock` or `tuned`.
         codecs: What gradients travel as, by parameter; those that are not named travel as they are.
+        parts: Replicas x micro-batches, where layers normalise over a micro-batch; None for the number of workers.
+        exchanged: Only plans with several replicas: something was asked for that acts on what replicas exchange.
+        staged: Only plans with several stages: something was asked for that acts on stages.
     """
 
     workers: int | None = None
@@ -35,3 +38,6 @@ class Fixed:
     memory_format: str | None = None
     kernels: str | None = None
     codecs: Mapping[str, str] | None = None
+    parts: int | None = None
+    exchanged: bool = False
+    staged: bool = False

@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from hybridpar.cluster_file import ClusterSpec
 from hybridpar.compress.auto import FIDELITIES
 from hybridpar.compress.rates import CodecRate
-from hybridpar.errors import PlanError, UsageError, nearest
+from hybridpar.errors import PlanError, UsageError, nearest, shortened
+from hybridpar.formats.file_reader import first_problem
+from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.plan import Plan
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.profile import ModelProfile
@@ -104,6 +105,12 @@ class PlannerInputs:
         fixed = self.fixed if cluster.workers == self.cluster.workers else replace(self.fixed, workers=None)
         return replace(self, cluster=cluster, fixed=fixed)
 
+    def same_result(self) -> PlannerInputs:
+        """The same question, to compare numbers of workers: layers normalise over as many samples with each."""
+        if not self.profile.batch_norm or self.fixed.parts is not None:
+            return self
+        return replace(self, fixed=replace(self.fixed, parts=self.workers))
+
     def with_fidelity(self, fidelity: Fidelity) -> PlannerInputs:
         """The same question with another fidelity."""
         return replace(self, fidelity=fidelity)
@@ -127,24 +134,23 @@ def inputs_from_data(data: object, source: str = "the plan") -> PlannerInputs:
     found = data.get("version") if isinstance(data, dict) else None
     if found != INPUTS_VERSION:
         raise PlanError(
-            f"{source} records inputs of version {found!r}",
+            f"{source} records inputs of version {shortened(repr(found))}",
             f"This hybridpar reads version {INPUTS_VERSION}.",
             "Plan again, with `hybridpar plan MODEL --explain`.",
         )
     try:
         inputs = _ADAPTER.validate_python(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where, problem = first_problem(error)
         raise PlanError(
-            f"the recorded inputs of {source} are damaged: {where}: {first['msg']}",
+            f"the recorded inputs of {source} are damaged: {where}: {problem}",
             "They are read as they were written.",
             "Plan again, with `hybridpar plan MODEL --explain`.",
         ) from error
     unread = _unread(data, _ADAPTER.dump_python(inputs, mode="json"))
     if unread is not None:
         raise PlanError(
-            f"the recorded inputs of {source} have {unread}",
+            f"the recorded inputs of {source} have {shortened(unread)}",
             "No such key is read, so it would change nothing.",
             "Correct its name, or remove it.",
         )

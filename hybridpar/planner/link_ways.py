@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridpar.cluster_file import CoreUse, Efficiency, LinkLevel
-from hybridpar.compress import Meeting, TorchGroup
-from hybridpar.pipeline.collective import BackendSum
-from hybridpar.pipeline.grid import Grid
-from hybridpar.pipeline.transport import MessagePart
-from hybridpar.pipeline.world import World
+from hybridpar.comm.collective import BackendSum
+from hybridpar.comm.grid import Grid
+from hybridpar.comm.transport import MessagePart
+from hybridpar.comm.world import World
+from hybridpar.compress import Collective, TorchGroup
+from hybridpar.machine.cluster_file import CoreUse, Efficiency, LinkLevel
 from hybridpar.planner.network import log_rounds
 
 #: Bytes of messages: a small one, and large ones on slow links and on fast ones.
@@ -115,7 +115,7 @@ def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_W
 
     def codec_sum(message: Tensor) -> None:
         assert group is not None
-        group.all_reduce(message, Meeting.SUM)
+        group.all_reduce(message, Collective.SUM)
 
     def half_sum(message: Tensor) -> None:
         codec_sum(message.view(torch.float16))

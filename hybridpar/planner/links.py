@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import statistics
 from collections import Counter
@@ -18,9 +19,13 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from hybridpar.cluster import BUSY_LOAD, cache_directory, cpu_name, machine_load
-from hybridpar.cluster_file import ClusterSpec, Hosts, LinkLevel
-from hybridpar.pipeline.world import World
+from hybridpar.comm.world import World
+from hybridpar.errors import UsageError
+from hybridpar.formats.file_reader import read_json
+from hybridpar.machine.cluster import BUSY_LOAD, cache_directory, cpu_name, machine_load
+from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel
+from hybridpar.machine.process import available_cores, host_identity, usable_memory
+from hybridpar.machine.steady import repeat_until_steady
 from hybridpar.planner.link_ways import (
     LEAST_BYTES,
     MOST_BYTES,
@@ -34,10 +39,15 @@ from hybridpar.planner.link_ways import (
     spare_cores,
 )
 from hybridpar.planner.network import log_rounds
-from hybridpar.process import available_cores, host_identity, usable_memory
+from hybridpar.planner.store import MOST_TRIES
+
+_log = logging.getLogger(__name__)
 
 #: A link is measured again where it has become so many times faster or slower.
 DRIFT = 1.5
+
+#: What was measured is kept where a few messages right behind it take as long, but for such a factor.
+CONFIRMED = 1.5
 
 #: Seconds that one way of using a link is timed for, alone and again beside computing.
 LINK_SECONDS = 0.25
@@ -78,15 +88,29 @@ def measure_cluster(
     load = machine_load()
     if not fresh:
         known = world.from_main(lambda: _remembered(key, ways, load))
-        if known is not None and _still_true(known, world):
+        if known is not None and _still_true(known, world, DRIFT):
             return known
-    spare = least_of_all(spare_cores(world, seconds / 2), world) if world.device.type == "cpu" else 0.0
-    hosts = _hosts(told, world, spare)
-    with world.named_errors("measuring the links between workers"):
-        levels = _levels(world, [one.host for one in told], seconds, ways) if world.size > 1 else {}
-    found = ClusterSpec(name=name or _called(world), hosts=hosts, **levels)
-    world.from_main(lambda: _remember(key, ways, load, found))
-    return found
+
+    def measure() -> ClusterSpec:
+        spare = least_of_all(spare_cores(world, seconds / 2), world) if world.device.type == "cpu" else 0.0
+        hosts = _hosts(told, world, spare)
+        with world.named_errors("measuring the links between workers"):
+            levels = _levels(world, [one.host for one in told], seconds, ways) if world.size > 1 else {}
+        return ClusterSpec(name=name or _called(world), hosts=hosts, **levels)
+
+    def doubt(tries: Sequence[ClusterSpec]) -> float:
+        return float(not _still_true(tries[-1], world, CONFIRMED))
+
+    tries, doubtful = repeat_until_steady(measure, doubt, 0.0, MOST_TRIES)
+    if doubtful:
+        _log.warning(
+            "the links between workers change by more than %g times from one moment to the next: what was measured is "
+            "used now and not kept",
+            CONFIRMED,
+        )
+    else:
+        world.from_main(lambda: _remember(key, ways, load, tries[-1]))
+    return tries[-1]
 
 
 def _called(world: World) -> str:
@@ -164,9 +188,9 @@ def _read(key: Mapping[str, object], load: float) -> ClusterSpec | None:
         load: Of the machine now.
     """
     try:
-        kept = json.loads(_path(key).read_text(encoding="utf-8"))
+        kept = read_json(_path(key), "the measurement", UsageError)
         found, before = ClusterSpec.model_validate(kept["cluster"]), float(kept["load"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (UsageError, ValueError, KeyError, TypeError):
         return None
     return None if before > BUSY_LOAD and load < before / 2 else found
 
@@ -184,19 +208,19 @@ def _write(key: Mapping[str, object], load: float, spec: ClusterSpec) -> None:
             aside.unlink()
 
 
-def _still_true(spec: ClusterSpec, world: World) -> bool:
-    """Whether sums still take about as long as they did; a collective."""
+def _still_true(spec: ClusterSpec, world: World, factor: float) -> bool:
+    """Whether sums still take about as long as they did, but for a factor; a collective."""
     level = spec.outer
     if level is None:
         return True
-    speed, factor = level.bandwidth * level.efficiency.all_reduce, 2 * (world.size - 1) / world.size
+    speed, share = level.bandwidth * level.efficiency.all_reduce, 2 * (world.size - 1) / world.size
     # Of a length at which the link counts and not its latency.
     size = MOST_BYTES if MOST_BYTES / speed < 0.02 else LEAST_BYTES
     message = torch.zeros(size // 4, device=world.device)
     took = most_of_all(statistics.median(laps_of(world.lane_sums[0].all_reduce, message, 3)), world)
-    expected = factor * size / speed
+    expected = share * size / speed
     expected += 2 * log_rounds(world.size) * level.latency_ms / 1e3
-    return 1 / DRIFT <= took / expected <= DRIFT
+    return 1 / factor <= took / expected <= factor
 
 
 def _levels(world: World, hosts: Sequence[str], seconds: float, ways: Collection[str]) -> dict[str, LinkLevel]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,26 +14,27 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from hybridpar.comm.world import World
 from hybridpar.compress import parse_codec
 from hybridpar.compress.rates import measure_codec
 from hybridpar.errors import HybridparError
+from hybridpar.machine.process import describe_allocator, host_identity
+from hybridpar.machine.steady import least_apart
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.partition.analytic import device_roofline, estimate_units
-from hybridpar.partition.co_run import measure_co_run
+from hybridpar.partition.co_run import measure_lanes
 from hybridpar.partition.graph_facts import resolve_attribute
-from hybridpar.partition.profile import Progress, UnitTimes, measure_units
-from hybridpar.partition.profile_cache import device_name, load_profile, profile_key, store_profile
+from hybridpar.partition.profile import Progress, UnitTimes
+from hybridpar.partition.profile_cache import device_name, measured_profile
 from hybridpar.partition.state import untouched
-from hybridpar.partition.trace import trace_model
+from hybridpar.partition.trace import TracedModel, trace_model
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.partition.units import ModelUnits, find_units
-from hybridpar.pipeline.world import World
 from hybridpar.plan import ModelInfo
 from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant, merged
 from hybridpar.planner.rehearse import Rehearsal
 from hybridpar.planner.step_costs import StepCosts, figures_key, measure_step_costs
-from hybridpar.planner.store import remembered
-from hybridpar.process import describe_allocator, host_identity
+from hybridpar.planner.store import NOISE, remembered
 from hybridpar.tvm_kernels.database import default_database
 from hybridpar.tvm_kernels.layers import is_depthwise
 from hybridpar.tvm_kernels.swap import optimize, restore
@@ -44,9 +43,8 @@ _T = TypeVar("_T")
 
 _WAYS = ("encode", "decode")
 
-#: A profile with more noise than this is measured again, so often at most, and not after so many seconds: a machine
-#: that is busy for longer is not worth waiting for.
-NOISY, MOST_TRIES, MOST_SECONDS = 0.1, 3, 5.0
+#: No profile is measured once more after so many seconds: a machine that is busy for longer is not worth waiting for.
+MOST_SECONDS = 5.0
 
 #: In which ways to compute a model are compared, a step of each that counts and one before it.
 TURNS = 3
@@ -114,6 +112,7 @@ def profile_model(
     say = announce or (lambda line: None)
     variants: list[Variant] = []
     units: ModelUnits | None = None
+    traced: dict[str, TracedModel] = {}
     tuned = ("stock", "tuned") if kernels and measure and has_tuned_kernels(model) else ("stock",)
     co_run: dict[int, float] = {}
     rest: dict[str, StepCosts] = {}
@@ -125,7 +124,9 @@ def profile_model(
             for example in sorted(examples, key=lambda one: one.shape[0]):
                 given = _set_way(model, example, form, kernel)
                 say(f"profiling {form}, {kernel} kernels, micro-batches of {given.shape[0]}")
-                found = find_units(trace_model(model, (given,)), (given,))
+                if kernel not in traced:
+                    traced[kernel] = trace_model(model, (given,))
+                found = find_units(traced[kernel], (given,))
                 times = _times(found, given, measure, passes, threads, cache, progress)
                 sized = SizedTimes(given.shape[0], times.forward_ms, times.backward_ms)
                 variants.append(Variant(form, kernel, (sized,), times.noise))
@@ -189,7 +190,9 @@ def _set_way(model: nn.Module, example: torch.Tensor, form: str, kernel: str) ->
 def _steps_in_turns(
     model: nn.Module, example: torch.Tensor, ways: Sequence[tuple[str, str]], threads: int | None
 ) -> dict[str, float]:
-    """Milliseconds of a step in each way to compute a model, in turns: what the machine does meanwhile meets them all.
+    """Milliseconds of a step in each way to compute a model, and their noise.
+
+    The ways take turns, so that what the machine does meanwhile disturbs all of them alike.
 
     Units are timed one way after the other, seconds apart, in which a shared machine changes by more than ways differ.
     What disturbs a step can only have added to it, so ways are compared by their least; how much longer a step usually
@@ -207,7 +210,8 @@ def _steps_in_turns(
         for way in ways:
             times[way].append(_with_threads(threads, partial(turn, way)))
     usual = statistics.median(time / min(own) for own in times.values() for time in own)
-    return {_way_name(*way): usual * min(own) for way, own in times.items()}
+    noise = max(least_apart(own) for own in times.values())
+    return {_way_name(*way): usual * min(own) for way, own in times.items()} | {NOISE: noise}
 
 
 def _way_name(form: str, kernel: str) -> str:
@@ -286,14 +290,16 @@ def _rate(text: str, shapes: Sequence[tuple[int, ...]], workers: int, device: to
     except HybridparError:
         return {}
     tried = {} if rate is None else rate.tried
-    return {f"{count} {way}": took for count, both in tried.items() for way, took in zip(_WAYS, both, strict=True)}
+    times = {f"{count} {way}": took for count, both in tried.items() for way, took in zip(_WAYS, both, strict=True)}
+    return times if rate is None else times | {NOISE: rate.noise}
 
 
 def _rate_of_all(world: World, measure: Callable[[], dict[str, float]]) -> dict[str, float]:
     """The mean of what all measure at the same time; a collective."""
     world.barrier()
     told: list[dict[str, float]] = world.gather(measure())  # type: ignore[assignment]
-    return {name: statistics.mean(one[name] for one in told) for name in told[0] if all(name in one for one in told)}
+    means = {name: statistics.mean(one[name] for one in told) for name in told[0] if all(name in one for one in told)}
+    return means | {NOISE: max(one.get(NOISE, 0.0) for one in told)}
 
 
 def has_tuned_kernels(model: nn.Module) -> bool:
@@ -312,45 +318,13 @@ def _times(
 ) -> UnitTimes:
     if not measure:
         return estimate_units(units.graph, device_roofline(example.device, threads))
-    key = profile_key(units, (example,), threads or torch.get_num_threads(), passes)
-    known = load_profile(key, cache) if cache is not None else None
-    if known is None:
-        tries: list[UnitTimes] = []
-        end = time.perf_counter() + MOST_SECONDS
-        while not tries or (len(tries) < MOST_TRIES and steadied(tries).noise > NOISY and time.perf_counter() < end):
-            tries.append(measure_units(units, (example,), passes=passes, threads=threads, progress=progress))
-        known = steadied(tries)
-        if cache is not None:
-            store_profile(key, known, cache)
-    return known
-
-
-def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
-    """One measurement of several: of every unit the least time, as something else can only have added to the others.
-
-    The noise is that of the best one, or how far the two least times of the units lie apart, where that is less: two
-    measurements that agree are right, however wrong a third one is.
-    """
-    if len(tries) < 2:
-        return tries[0] if tries else UnitTimes((), (), 0.0, noise=math.inf)
-    best = min(tries, key=lambda one: one.noise)
-    ahead, back = (
-        [sorted(times)[:2] for times in zip(*(getattr(one, name) for one in tries), strict=True)]
-        for name in ("forward_ms", "backward_ms")
-    )
-    total = sum(least for least, _ in (*ahead, *back))
-    apart = sum(second - least for least, second in (*ahead, *back)) / total if total > 0 else 0.0
-    return replace(
-        best,
-        forward_ms=tuple(least for least, _ in ahead),
-        backward_ms=tuple(least for least, _ in back),
-        step_ms=min(one.step_ms for one in tries),
-        noise=min(best.noise, apart),
-    )
+    more = {"passes": passes, "threads": threads, "cache": cache, "progress": progress, "seconds": MOST_SECONDS}
+    return measured_profile(units, (example,), **more)  # type: ignore[arg-type]
 
 
 def _co_run(model: nn.Module, example: torch.Tensor, lanes: int) -> dict[str, float]:
-    return {"co_run": measure_co_run(model, (example,), lanes)}
+    slower, noise = measure_lanes(model, (example,), lanes)
+    return {"co_run": slower, NOISE: noise}
 
 
 def _step_costs(model: nn.Module, example: torch.Tensor, copies: int, threads: int | None) -> dict[str, float]:

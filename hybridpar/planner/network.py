@@ -19,11 +19,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from hybridpar.cluster_file import ClusterSpec, LinkLevel
-from hybridpar.compress import Meeting
+from hybridpar.compress import Collective
 from hybridpar.compress.auto import PLAIN
 from hybridpar.compress.rates import Kind, LinkCost
-from hybridpar.pipeline.costs import Link
+from hybridpar.machine.cluster_file import ClusterSpec, LinkLevel
+from hybridpar.schedule.costs import Link
 
 _FREE = LinkLevel(bandwidth=1e300)
 
@@ -194,10 +194,10 @@ def _core_use(kind: Kind, level: LinkLevel, codec: bool) -> float | None:
     use, reached = level.cores, level.efficiency
     if use is None:
         return None
-    if kind[0] is Meeting.SHARD:
+    if kind[0] is Collective.SHARD:
         there, back = 1 / reached.all_to_all, 1 / reached.all_gather
         return (use.all_to_all * there + use.all_gather * back) / (there + back)
-    return use.all_gather if kind[0] is Meeting.GATHER else use.of(_sum_way(kind, codec))
+    return use.all_gather if kind[0] is Collective.GATHER else use.of(_sum_way(kind, codec))
 
 
 def _sum_way(kind: Kind, codec: bool) -> str:
@@ -216,16 +216,16 @@ def log_rounds(workers: int) -> int:
 
 def _flat(kind: Kind, level: LinkLevel, workers: int, sharing: int, codec: bool = False) -> LinkCost:
     """One level; `sharing` groups use the link beside each other."""
-    meeting = kind[0]
+    collective = kind[0]
     if workers == 1:
         return LinkCost(0.0, 0.0)
     use, latency = level.efficiency, level.latency_ms
     speed = level.bandwidth / (1e3 * sharing)  # bytes per millisecond
     part = (workers - 1) / workers
-    if meeting is Meeting.SHARD:
+    if collective is Collective.SHARD:
         # Stripes go to their owners, and come back merged, of the same size.
         messages = (workers - 1) + log_rounds(workers)
         return LinkCost(messages * latency, part / (speed * use.all_to_all) + part / (speed * use.all_gather))
-    if meeting is Meeting.GATHER:
+    if collective is Collective.GATHER:
         return LinkCost(log_rounds(workers) * latency, (workers - 1) / (speed * use.all_gather))
     return LinkCost(2 * log_rounds(workers) * latency, 2 * part / (speed * use.of(_sum_way(kind, codec))))

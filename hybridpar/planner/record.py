@@ -125,13 +125,11 @@ def is_as_recorded(plan: Plan) -> bool:
 def _said(plan: Plan) -> tuple[object, ...]:
     """What tells a plan from the others of its space."""
     placement, pipeline, measured, sync = plan.placement, plan.pipeline, plan.measured, plan.sync
-    places = placement.stages if placement is not None else ()
     stages = len(plan.partition.stages)
     return (
         stages,
-        1 + max((place.worker for place in places), default=0),
         placement.replicas if placement is not None else 1,
-        1 + max((place.lane for place in places), default=0),
+        [placement.lanes[lane] for lane in placement.lane_of] if placement is not None else [(0, 0)],
         placement.kind if placement is not None and stages > 1 else "linear",
         pipeline.micro_batches if pipeline is not None else 1,
         pipeline.schedule if pipeline is not None else "accumulate",
@@ -150,9 +148,8 @@ def _said_by(candidate: Candidate, evaluator: Evaluator) -> tuple[object, ...]:
     lanes = [layout.lane_of[stage] - layout.worker_of.index(home) for stage, home in enumerate(homes)]
     return (
         shape.stages,
-        1 + max(homes),
         shape.replicas,
-        1 + max(lanes),
+        list(zip(homes, lanes, strict=True)),
         shape.placement,
         shape.micro_batches,
         candidate.schedule,

@@ -40,16 +40,16 @@ class KHat:
 
     def __post_init__(self) -> None:
         rules = (
-            ("samples", self.samples > 0),
-            ("per_sample_ms", self.per_sample_ms > 0),
-            ("exchange_ms", self.exchange_ms >= 0),
+            ("samples", 0 < self.samples < math.inf),
+            ("per_sample_ms", 0 < self.per_sample_ms < math.inf),
+            ("exchange_ms", 0 <= self.exchange_ms < math.inf),
             ("ratio", self.ratio > 0),
-            ("post_ms", self.post_ms >= 0),
-            ("update_ms", self.update_ms >= 0),
+            ("post_ms", 0 <= self.post_ms < math.inf),
+            ("update_ms", 0 <= self.update_ms < math.inf),
         )
         for name, holds in rules:
             if not holds:
-                raise UsageError(f"{name} is {getattr(self, name)}", "Times and sizes are not below 0.", "Correct it.")
+                raise UsageError(f"{name} is {getattr(self, name)}", "Times and sizes are finite and at least 0.")
 
     @property
     def divided_ms(self) -> float:
@@ -74,8 +74,10 @@ class KHat:
         """
         return max(1.0, self.unclamped)
 
-    def speedup(self, workers: int) -> float:
+    def speedup(self, workers: float) -> float:
         """Of K workers over one, where one exchanges nothing, and K do both at a time."""
+        if workers == 1:
+            return 1.0
         alone = self.divided_ms + self.update_ms
         return alone / max(self.divided_ms / workers + self.update_ms, self.exchange_ms / self.ratio)
 
@@ -150,18 +152,20 @@ def worker_counts(most: int) -> list[int]:
 def scaling_curve(inputs: PlannerInputs, progress: Progress | None = None) -> list[Point]:
     """The best plan for every number of workers of a cluster; the batch stays the same (strong scaling).
 
+    Layers that normalise over a micro-batch do so over as many samples in all plans, so that these give one result.
+
     Args:
         inputs: Of the search.
         progress: Told which point of how many is done.
     """
     # Whether fewer workers would do is what the curve is there to say.
-    inputs = replace(inputs, fixed=replace(inputs.fixed, workers=None))
+    inputs = replace(inputs, fixed=replace(inputs.fixed, workers=None)).same_result()
     counts = worker_counts(inputs.workers)
     points, library = [], CutLibrary(inputs.profile)
     for place, count in enumerate(counts):
         try:
             answer = find_plan(inputs, workers=count, keep=1, library=library, advise=False)
-            plain = answer.baselines[DATA_PARALLEL]
+            plain = answer.baselines.get(DATA_PARALLEL)
             points.append(Point(count, answer, None if plain is None else plain.score))
         except HybridparError as error:
             points.append(Point(count, None, None, error.what))

@@ -197,10 +197,13 @@ def _too_little_memory(evaluator: Evaluator, candidates: list[Candidate], advise
 def _nothing_left(space: Space) -> PlanError:
     """The error that says what is decided, as together that leaves nothing."""
     fixed = space.inputs.fixed
-    said = {name: value for name, value in vars(fixed).items() if value is not None and name != "codecs"}
-    told = ", ".join(f"{name} {value}" for name, value in said.items())
+    said = {
+        name: value for name, value in vars(fixed).items() if name not in ("codecs", "parts", "exchanged", "staged")
+    }
+    told = [f"{name} {value}" for name, value in said.items() if value is not None]
+    told += ["several replicas"] * fixed.exchanged + ["several stages"] * fixed.staged
     return PlanError(
-        f"what is decided leaves no plan for {space.workers} worker(s): {told or 'nothing'}",
+        f"what is decided leaves no plan for {space.workers} worker(s): {', '.join(told) or 'nothing'}",
         "Stages x replicas use all workers that are asked for, and stages are units of the model.",
         "Leave more of it to the search.",
     )

@@ -15,22 +15,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from hybridpar.pipeline.actions import Layout, place_stages
 from hybridpar.planner.codecs import Travel, travels
 from hybridpar.planner.cuts import Cut, CutLibrary
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.profile import Variant
+from hybridpar.schedule.actions import Layout, place_stages
+from hybridpar.schedule.schedules import SCHEDULES, planned_schedules
 
-#: Schedules that are tried, by placement, the simplest first. `zero_bubble` splits backward passes, which pays only
-#: where the halves were measured; nothing here was measured in halves.
-SCHEDULES_TRIED: dict[str, tuple[str, ...]] = {
-    "linear": ("1f1b", "gpipe", "greedy"),
-    "loop": ("interleaved", "looped_bfs", "greedy"),
-    "v": ("looped_bfs", "greedy"),
-}
-#: `greedy` simulates a dozen orders itself; beyond so many passes of a kind it takes longer than it can gain.
-MOST_GREEDY = 128
+#: Most forward passes of a step for which a schedule that simulates several orders is tried; beyond, that takes longer
+#: than it can gain.
+MOST_SEARCHED_PASSES = 128
 
 
 #: The plan that every search contains.
@@ -95,7 +90,7 @@ class Candidate:
     def simplicity(self) -> tuple[int | str, ...]:
         """Plans that are equally fast are taken in this order: fewer things that differ from plain training first."""
         shape = self.shape
-        tried = ("accumulate", *SCHEDULES_TRIED[shape.placement])
+        tried = ("accumulate", *planned_schedules(shape.placement))
         return (
             shape.stages,
             self.travel,
@@ -152,10 +147,10 @@ class Space:
         whole = self.library.cuts(1)[0]
         named = {}
         for name, workers in ((DATA_PARALLEL, self.workers), ("one device", 1)):
-            count = self.micro_batch_counts(workers)
-            candidate = Candidate(Shape(1, workers, 1, 1, "linear", count[0]), whole, "accumulate")
-            if self._allows(candidate):
-                named[name] = candidate
+            for count in self.micro_batch_counts(workers)[:1]:
+                candidate = Candidate(Shape(1, workers, 1, 1, "linear", count), whole, "accumulate")
+                if self._allows(candidate):
+                    named[name] = candidate
         return named
 
     def _allows(self, candidate: Candidate) -> bool:
@@ -184,7 +179,8 @@ class Space:
         if inputs.fixed.micro_batches is not None:
             return [inputs.fixed.micro_batches]
         if inputs.profile.batch_norm:
-            return [self.workers // replicas] if self.workers % replicas == 0 else []
+            parts = inputs.fixed.parts or self.workers
+            return [parts // replicas] if parts % replicas == 0 else []
         most = min(inputs.most_micro_batches, max(1, inputs.batch // replicas))
         counts = [1]
         while counts[-1] * 2 <= most:
@@ -211,8 +207,8 @@ class Space:
     def _schedules(self, shape: Shape) -> tuple[str, ...]:
         if shape.stages == 1:
             return ("accumulate",)
-        few = shape.stages * shape.micro_batches <= MOST_GREEDY
-        tried = (name for name in SCHEDULES_TRIED[shape.placement] if few or name != "greedy")
+        few = shape.stages * shape.micro_batches <= MOST_SEARCHED_PASSES
+        tried = (name for name in planned_schedules(shape.placement) if few or not SCHEDULES.get(name).searches)
         return tuple(name for name in tried if self.inputs.fixed.schedule in (None, name))
 
 
@@ -225,7 +221,8 @@ def _is_decided_shape(fixed: Fixed, shape: Shape) -> bool:
         (fixed.micro_batches, shape.micro_batches),
         (fixed.placement if shape.stages > 1 else None, shape.placement),
     )
-    return all(wish is None or wish == found for wish, found in wishes)
+    acts = (shape.replicas > 1 or not fixed.exchanged) and (shape.stages > 1 or not fixed.staged)
+    return acts and all(wish is None or wish == found for wish, found in wishes)
 
 
 def _is_decided_variant(fixed: Fixed, variant: Variant) -> bool:

@@ -16,17 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hybridpar.comm.world import World
 from hybridpar.lanes import Lanes
+from hybridpar.machine.process import describe_allocator, host_identity
+from hybridpar.machine.steady import halves_apart
 from hybridpar.models import model_fingerprint
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.profile_cache import device_name
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
-from hybridpar.pipeline.buckets import make_buckets
-from hybridpar.pipeline.sync import GradientSync, SyncOptions
-from hybridpar.pipeline.world import World
-from hybridpar.planner.store import remembered
-from hybridpar.process import describe_allocator, host_identity
+from hybridpar.planner.store import NOISE, remembered
+from hybridpar.sync.buckets import make_buckets
+from hybridpar.sync.gradient_sync import GradientSync, SyncOptions
 
 #: Steps of each measurement; the median of them counts.
 STEPS = 5
@@ -43,11 +44,13 @@ class StepCosts:
         collect_ms: Copying all gradients into buckets.
         accumulate_ms: By how much a pass whose gradients are added to others takes longer than one that makes the first
             ones. Profiles are of the former kind. Below 0 where new memory costs more than adding does.
+        noise: How far whole steps of the measurement lay apart, relative.
     """
 
     update_ms: float
     collect_ms: float
     accumulate_ms: float
+    noise: float = 0.0
 
 
 def optimizer_like(model: nn.Module, copies: int) -> torch.optim.Optimizer:
@@ -112,7 +115,8 @@ def measure_step_costs(
             clock.wait()
             collect.append(clock.between(began, ended))
     updating, collecting, adding, making = (statistics.median(times[1:]) for times in (update, collect, kept, fresh))
-    return StepCosts(updating, collecting, adding - making)
+    whole = [sum(times) for times in zip(update, collect, kept, fresh, strict=True)]
+    return StepCosts(updating, collecting, adding - making, halves_apart(whole[1:]))
 
 
 def forward_backward(sync: GradientSync, model: nn.Module, example: Tensor, clock: Clock) -> tuple[Any, Any]:
@@ -179,12 +183,12 @@ def measure_crowd(
     if most == 1 or world.device.type == "cuda":
         return {}
     key = {"host": places[0], "beside": most, **figures_key(model, example)}
-    found = remembered("crowd", key, cache, lambda: {"slower": _crowding(model, example, world, steps)}, world)
+    found = remembered("crowd", key, cache, lambda: _crowding(model, example, world, steps), world)
     return {most: found["slower"]}
 
 
-def _crowding(model: nn.Module, example: Tensor, world: World, steps: int) -> float:
-    """Time of a pass with all workers computing over that of one alone; a collective."""
+def _crowding(model: nn.Module, example: Tensor, world: World, steps: int) -> dict[str, float]:
+    """Time of a pass with all workers computing over that of one alone, and its noise; a collective."""
     clock = Clock(example.device)
     alone: list[float] = []
     together: list[float] = []
@@ -197,8 +201,9 @@ def _crowding(model: nn.Module, example: Tensor, world: World, steps: int) -> fl
             together.append(whole_step_ms(model, (example,), clock))
     told: list[tuple[list[float], list[float]]] = world.gather((alone, together))  # type: ignore[assignment]
     slowest = [max(times) for times in zip(*(beside for _, beside in told), strict=True)]
-    slower: float = max(1.0, statistics.median(slowest) / statistics.median(told[0][0]))
-    return slower
+    first = told[0][0]
+    slower = max(1.0, statistics.median(slowest) / statistics.median(first))
+    return {"slower": slower, NOISE: max(halves_apart(slowest), halves_apart(first))}
 
 
 def figures_key(model: nn.Module, example: Tensor, threads: int | None = None) -> dict[str, object]:

@@ -1,7 +1,8 @@
 """Why: what was measured for a plan is wanted again in the next run, and must not be taken for something else.
 
 One JSON file for each thing that was measured, named after everything that it depends on. A file that is damaged is
-measured again, and a directory that cannot be written costs only that: a cache never makes a run fail.
+measured again, and a directory that cannot be written costs only that: a cache never makes a run fail. What was taken
+while other programs disturbed it is measured again a few times, and is not kept where that did not help.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridpar.cluster import cache_directory
-from hybridpar.pipeline.world import World
+from hybridpar.comm.world import World
+from hybridpar.errors import UsageError
+from hybridpar.formats.file_reader import read_json
+from hybridpar.machine.cluster import cache_directory
+from hybridpar.machine.steady import MOST_NOISE, repeat_until_steady
 
 _log = logging.getLogger(__name__)
+
+#: The name of a number that is about the others, see `remembered`, and how often these are measured at most.
+NOISE, MOST_TRIES = "noise", 3
 
 
 def folder() -> Path:
@@ -47,13 +54,17 @@ def load(kind: str, key: Mapping[str, Any], directory: Path | None = None) -> An
         key: Likewise.
         directory: Likewise.
     """
+    entry = _entry(path_of(kind, key, directory))
+    return entry.get("data") if entry.get("key") == json.loads(json.dumps(key)) else None
+
+
+def _entry(path: Path) -> dict[str, Any]:
+    """What a file holds; nothing where that is no entry."""
     try:
-        entry = json.loads(path_of(kind, key, directory).read_text(encoding="utf-8"))
-        if entry["key"] != json.loads(json.dumps(key)):
-            return None
-        return entry.get("data")
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        found = read_json(path, "the measurement", UsageError)
+    except UsageError:
+        return {}
+    return found if isinstance(found, dict) and isinstance(found.get("key"), dict) else {}
 
 
 def store(kind: str, key: Mapping[str, Any], data: object, directory: Path | None = None) -> None:
@@ -101,6 +112,10 @@ def remembered(
 ) -> dict[str, float]:
     """Numbers by name that were kept, or are measured now and kept.
 
+    Where one of the numbers is called `noise`, it says how far repetitions lay apart, and is not handed on: above
+    `MOST_NOISE` all is measured again, `MOST_TRIES` times at most, the least noisy counts, and a warning says what is
+    not kept.
+
     Args:
         kind: As for `path_of`.
         key: Likewise.
@@ -111,10 +126,41 @@ def remembered(
     """
     known = figures(kind, key, directory) if world is None else world.from_main(lambda: figures(kind, key, directory))
     if known is None:
-        known = dict(measure())
-        if directory is not None and (world is None or world.is_main):
-            store(kind, key, known, directory)
+        tries, noise = repeat_until_steady(lambda: dict(measure()), _least_noise, MOST_NOISE, MOST_TRIES)
+        known = min(tries, key=_noise_of)
+        known.pop(NOISE, None)
+        if world is None or world.is_main:
+            if tell_noise(kind, noise):
+                directory = None
+            if directory is not None:
+                store(kind, key, known, directory)
     return known
+
+
+def _noise_of(figures: Mapping[str, float]) -> float:
+    return figures.get(NOISE, 0.0)
+
+
+def _least_noise(tries: Sequence[Mapping[str, float]]) -> float:
+    return min(map(_noise_of, tries))
+
+
+def tell_noise(kind: str, noise: float) -> bool:
+    """Whether something must not be kept, as its repetitions lay too far apart; a warning says so.
+
+    Args:
+        kind: As for `path_of`.
+        noise: How far they lay apart, relative.
+    """
+    if noise <= MOST_NOISE:
+        return False
+    _log.warning(
+        "%s: repeated measurements lie %.0f %% apart; they are used now and not kept: measure again when nothing else "
+        "runs",
+        kind,
+        100 * noise,
+    )
+    return True
 
 
 def forget(kind: str, key: Mapping[str, Any]) -> bool:
@@ -129,9 +175,6 @@ def forget(kind: str, key: Mapping[str, Any]) -> bool:
 def entries(kind: str) -> Iterator[tuple[dict[str, Any], Any]]:
     """Key and data of all that is kept of a kind, by the names of the files."""
     for path in sorted(folder().glob(f"{kind}-*.json")):
-        try:
-            entry = json.loads(path.read_text(encoding="utf-8"))
-            found = dict(entry["key"]), entry["data"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        yield found
+        entry = _entry(path)
+        if "data" in entry:
+            yield entry["key"], entry["data"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridpar.pipeline.buckets import flat_view
+from hybridpar.comm.flat import flat_view
 from hybridpar.server.running import flat_buffers, running_buffers
 from hybridpar.server.stripes import Stripe, piece_views, trained_parameters
 
@@ -38,7 +38,7 @@ def shard_starts(
         model: The model with the weights to begin with.
         stripes: What the shards hold.
         limit: Pushes wanted in all.
-        optimizer: State as of `hybridpar.optim.optimizer_state`; None for none.
+        optimizer: State as of `hybridpar.optim.build.optimizer_state`; None for none.
         progress: What `merged_states` returned of as many shards; else `taken` and `clock` count.
         taken: Pushes taken so far.
         clock: Updates so far.

@@ -18,7 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress import Coder, ErrorFeedback, Meeting, Policy, Round, TensorSpec, bind, format_codec, parse_codec
+from hybridpar.compress import (
+    Coder,
+    Collective,
+    ErrorFeedback,
+    Policy,
+    Round,
+    TensorSpec,
+    bind,
+    format_codec,
+    parse_codec,
+)
 from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.packing import aligned
 from hybridpar.compress.residual import NO_RESIDUAL, KeptResidual, Residual
@@ -115,7 +125,7 @@ class PushEncoder:
             written = torch.zeros(sum(entry.sizes), dtype=entry.dtype)
             coder.write(index, [written])
             came = written
-            if entry.meeting is Meeting.SHARD:
+            if entry.collective is Collective.SHARD:
                 came = torch.zeros(sum(entry.merged), dtype=entry.dtype)
                 coder.merge(index, [written], came)
             coder.read(index, [came])
@@ -188,6 +198,18 @@ class PushDecoder:
         most = max((piece.count for piece in stripe.pieces), default=0)
         self._zeros, self._spare = torch.zeros(most), torch.empty(most)
 
+    def size(self, warm: Sequence[int] = ()) -> int:
+        """Bytes of the next message of all pieces.
+
+        Args:
+            warm: Numbers of the pieces that come in full precision.
+        """
+        return sum(message_size(coder.rounds) for coder in self._coders(warm))
+
+    def _coders(self, warm: Sequence[int]) -> list[Coder]:
+        full = frozenset(warm)
+        return [self._full[n] if n in full else twin for n, twin in enumerate(self._twins)]
+
     def decode(self, message: Tensor, out: Tensor, warm: Sequence[int] = ()) -> None:
         """Decode the messages of all pieces, one behind the other; to be followed by `commit` or `rollback`.
 
@@ -199,12 +221,11 @@ class PushDecoder:
         Raises:
             SyncError: The message is of another size.
         """
-        begin, full = 0, frozenset(warm)
-        self._flight = [self._full[n] if n in full else twin for n, twin in enumerate(self._twins)]
+        if message.numel() != (size := self.size(warm)):
+            raise SyncError(f"a push of {message.numel()} bytes, where the codec makes {size}")
+        begin, self._flight = 0, self._coders(warm)
         for number, (coder, (first, last)) in enumerate(zip(self._flight, self._ranges, strict=True)):
             begin = self._decode(number, coder, message, begin, out[first:last])
-        if begin != message.numel():
-            raise SyncError(f"a push of {message.numel()} bytes, where the codec makes {begin}")
 
     def commit(self) -> None:
         """What was decoded last counts."""
@@ -232,7 +253,7 @@ class PushDecoder:
             came = message[begin : begin + size].view(entry.dtype)
             begin += _sent_size(entry)
             coder.write(index, [torch.zeros(sum(entry.sizes), dtype=entry.dtype)])
-            if entry.meeting is Meeting.SHARD and sum(entry.merged) > sum(entry.sizes):
+            if entry.collective is Collective.SHARD and sum(entry.merged) > sum(entry.sizes):
                 merged = torch.zeros(sum(entry.merged), dtype=entry.dtype)
                 coder.merge(index, [came], merged)
                 came = merged

@@ -112,12 +112,12 @@ class Links:
                 link.encoder.load_state_dict(known)
         _results([link.submit(link.send_coders) for link in self.links])
 
-    def close(self, *, polite: bool = True) -> None:
+    def close(self, *, graceful: bool = True) -> None:
         """Leave all shards."""
         for flight in self._flights:
             flight.finish()
         for link in self.links:
-            link.close(polite=polite)
+            link.close(graceful=graceful)
 
 
 def _plain_sizes(stripe: Stripe) -> list[int]:

@@ -37,7 +37,7 @@ class ServerOptions:
     optimizer: OptimizerOf
     policy: Policy
     half: bool
-    token: str
+    token: str = field(repr=False)
     timeout: float
 
 
@@ -54,6 +54,7 @@ class Peer:
         gradient: What that push stands for, where it has been decoded already.
         told: When it was last told anything.
         saved: The last wish to save that it has been told.
+        missed: Since when nothing has come from it, once that has been said.
         rows: Step up to which it has been told what the steps did; None for one that does not want to know.
     """
 
@@ -65,7 +66,13 @@ class Peer:
     gradient: Tensor | None = None
     told: float = field(default_factory=time.monotonic)
     saved: int = 0
+    missed: float | None = None
     rows: int | None = None
+
+    @property
+    def active(self) -> float:
+        """When something last came from it, or went to it."""
+        return max(self.connection.active, self.told)
 
 
 def refusal(error: HybridparError) -> dict[str, Any]:

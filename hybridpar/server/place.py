@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
+from hybridpar.comm.rendezvous import address_towards
+from hybridpar.config.server import ServerConfig
 from hybridpar.errors import LaunchError, SyncError, UsageError
-from hybridpar.server_config import ServerConfig
+from hybridpar.server.handshake import job_token, new_token
 
 #: Set by our launcher for a process that takes the place of one that died.
 JOINS_VARIABLE = "HYBRIDPAR_JOINS"
@@ -31,7 +32,8 @@ class Place:
         rank: Its number among all processes.
         workers: Number of workers.
         servers: Number of server processes.
-        store: Where the processes find each other; None for one worker with its own shard.
+        store: Where the processes find each other; whoever reaches it can read and change it.
+        token: What lets a worker in at a server.
         joins: Whether it takes the place of a worker that died.
     """
 
@@ -39,6 +41,7 @@ class Place:
     workers: int
     servers: int
     store: Any
+    token: str = field(repr=False)
     joins: bool = False
 
     @property
@@ -58,9 +61,9 @@ class Place:
         """Processes that hold shards. Shard n is at host n modulo their number."""
         return self.servers or self.workers
 
-    def publish(self, shard: int, address: str, token: str) -> None:
-        """Tell where a shard of this process listens, and what lets a worker in."""
-        self.store.set(f"shard/{shard}", f"{address} {token}")
+    def publish(self, shard: int, address: str) -> None:
+        """Tell where a shard of this process listens."""
+        self.store.set(f"shard/{shard}", address)
 
     def wait_for(self, key: str, timeout: float) -> str:
         """What another process has set under a key, once it has.
@@ -70,21 +73,20 @@ class Place:
         """
         return wait_for_key(self.store, key, timeout)
 
-    def find(self, shards: int, timeout: float) -> list[tuple[str, str]]:
-        """Address and token of every shard.
+    def find(self, shards: int, timeout: float) -> list[str]:
+        """Address of every shard.
 
         Raises:
             SyncError: One did not appear within the time-out.
         """
-        found = [wait_for_key(self.store, f"shard/{number}", timeout) for number in range(shards)]
-        return [(address, token) for address, _, token in (entry.partition(" ") for entry in found)]
+        return [wait_for_key(self.store, f"shard/{number}", timeout) for number in range(shards)]
 
 
 def find_own_place(config: ServerConfig, timeout: float) -> Place:
     """What this process is, from the environment that a launcher made.
 
     Raises:
-        UsageError: There are fewer processes than servers.
+        UsageError: There are fewer processes than servers, or the job has no token.
         LaunchError: The launcher's store cannot be reached.
     """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
@@ -97,7 +99,8 @@ def find_own_place(config: ServerConfig, timeout: float) -> Place:
         )
     joins = os.environ.get(JOINS_VARIABLE) == "1"
     if size == 1:
-        return Place(0, 1, 0, dist.HashStore())  # type: ignore[attr-defined]
+        return Place(0, 1, 0, dist.HashStore(), new_token())  # type: ignore[attr-defined]
+    token = job_token()
     try:
         # Documented parts of torch.distributed, which declares no exports.
         limit = datetime.timedelta(seconds=timeout)
@@ -113,24 +116,15 @@ def find_own_place(config: ServerConfig, timeout: float) -> Place:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
     attempt = os.environ.get("HYBRIDPAR_ATTEMPT", restarts)
     apart = dist.PrefixStore(f"servers-{attempt}", store)  # type: ignore[attr-defined]
-    return Place(rank, size - servers, servers, apart, joins)
+    return Place(rank, size - servers, servers, apart, token, joins)
 
 
 def own_host() -> str:
     """The address of this host by which the others of the job reach it."""
-    host = _address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    host = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     if host.startswith("127.") and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        return _address_towards("192.0.2.1")  # by no name of ours: an address that is nobody's, RFC 5737
+        return address_towards("192.0.2.1")  # by no name of ours: an address that is nobody's, RFC 5737
     return host
-
-
-def _address_towards(other: str) -> str:
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((other, 9))  # sends nothing; it only chooses the interface
-            return str(probe.getsockname()[0])
-    except OSError:
-        return "127.0.0.1"
 
 
 def wait_for_key(store: Any, key: str, timeout: float) -> str:

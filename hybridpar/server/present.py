@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
-from hybridpar.pipeline.world import World
 from hybridpar.server.shard_link import ShardLink
 from hybridpar.server.wire import unpack
 

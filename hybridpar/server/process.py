@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from types import TracebackType
 
@@ -10,12 +9,13 @@ import torch
 
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
-from hybridpar.errors import HybridparError
+from hybridpar.errors import HybridparError, SyncError
 from hybridpar.server.peers import ServerOptions
 from hybridpar.server.place import Place, own_host
 from hybridpar.server.rules import Rules
 from hybridpar.server.serve import ShardServer
 from hybridpar.server.stripe_optimizer import optimizer_of
+from hybridpar.server.stripes import MOST_PARTS
 
 #: Where worker 0 tells how many shards a process holds, which follows from the model.
 _PARTS = "parts"
@@ -47,11 +47,11 @@ class OwnShards:
                 optimizer=optimizer_of(config),
                 policy=read_policy(config.compress),
                 half=config.pull == "fp16",
-                token=os.urandom(16).hex(),
+                token=place.token,
                 timeout=config.timeout,
             )
             servers.append(ShardServer(options, own_host()))
-            place.publish(number, servers[-1].address, options.token)
+            place.publish(number, servers[-1].address)
         self._threads = [threading.Thread(target=self._serve, args=(one,), daemon=True) for one in servers]
         for thread in self._threads:
             thread.start()
@@ -97,11 +97,18 @@ def serve_shards(config: TrainConfig, place: Place) -> None:
     """Be a server until all workers have left.
 
     Raises:
-        SyncError: An update waits for a worker that is gone.
+        SyncError: An update waits for a worker that is gone, or the store says what no worker writes.
     """
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)
     # Worker 0 says it once it has data and model, which may have to be downloaded; the launcher ends us if it dies.
-    parts = int(place.wait_for(_PARTS, float("inf")))
+    told = place.wait_for(_PARTS, float("inf"))
+    parts = int(told) if told.isdigit() and len(told) == 1 else 0
+    if not 1 <= parts <= MOST_PARTS:
+        raise SyncError(
+            f"{told[:20]!r} shards in a process",
+            f"There are 1 to {MOST_PARTS}.",
+            "Somebody else writes to the store of this job; use a network that you trust.",
+        )
     with OwnShards(config, place, parts) as own:
         own.wait()

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from hybridpar.config.server import SERVER_SYNC, ServerConfig
 from hybridpar.errors import UsageError
 from hybridpar.server.staleness import SCALES, Scale, full_weight
-from hybridpar.server_config import SERVER_SYNC, ServerConfig
 
 
 @dataclass(frozen=True)

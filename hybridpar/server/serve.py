@@ -6,6 +6,7 @@ so now and then, so that the worker can tell a server that waits from one that i
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.errors import HybridparError, SyncError, UsageError
+from hybridpar.machine.process import usable_memory
 from hybridpar.server.encoding import PushDecoder
 from hybridpar.server.loop import SocketLoop
 from hybridpar.server.meetings import Meetings
@@ -24,8 +26,16 @@ from hybridpar.server.shard import Shard
 from hybridpar.server.stripes import Piece, Stripe
 from hybridpar.server.wire import Connection, Frame, Garbled, bytes_of, pack
 
+_log = logging.getLogger(__name__)
+
 #: How often a worker that waits is told so, as a part of the time-out.
 _TELL = 0.2
+
+#: Bytes of what workers tell each other over shard 0, and of what they say of themselves, at most.
+_FACT_BYTES = 1 << 24
+
+#: Tensors as large as the stripe that the state of codecs has at most.
+_MOST_STATES = 8
 
 #: How many time-outs workers wait for one that is busy with other things than a gradient.
 _PATIENCE = 10
@@ -43,9 +53,8 @@ class ShardServer(SocketLoop):
     def __init__(
         self, options: ServerOptions, host: str = "127.0.0.1", clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__(host)
+        super().__init__(host, options.token, options.rules.learners, clock)
         self._options = options
-        self._now = clock
         self.shard: Shard | None = None
         self._buffers = RunningBuffers(options.rules)
         self._rest: bytes = b""
@@ -145,10 +154,7 @@ class ShardServer(SocketLoop):
             for connection, _ in list(self._early.values()):
                 self._tell_waiting(connection, now)
             return
-        pushed, met = set(shard.waiting), self._meetings.waiting
-        waiting = pushed | met
-        # Who is not at a meeting may be busy with something that takes its time, such as testing.
-        limit = self._options.timeout * (1 if pushed or self._options.rules.barrier else _PATIENCE)
+        waiting = set(shard.waiting) | self._meetings.waiting
         for worker in waiting:
             peer = self._peers.get(worker)
             if peer is not None and now - peer.told > _TELL * self._options.timeout:
@@ -157,21 +163,59 @@ class ShardServer(SocketLoop):
             self._waiting_since = None
         elif self._waiting_since is None:
             self._waiting_since = now
-        elif now - self._waiting_since > limit:
-            self._end_waiting(waiting)
+        self._report_silent(waiting, now)
+        if late := self._late(waiting, now):
+            self._end_waiting(late)
+
+    def _late(self, waiting: set[int], now: float) -> list[int]:
+        """Workers that others have waited for too long, while nothing came from them."""
+        if self._waiting_since is None:
+            return []
+        shard, options, late = self.shard, self._options, list[int]()
+        assert shard is not None
+        for worker in range(options.rules.learners) if options.rules.barrier else [*self._peers]:
+            peer = self._peers.get(worker)
+            since = self._waiting_since if peer is None else max(self._waiting_since, peer.active)
+            # Where nobody waits for its gradient, worker 0 may be testing, which takes its time.
+            testing = worker == 0 and not options.rules.barrier and not shard.waiting
+            if worker not in waiting and now - since > options.timeout * (_PATIENCE if testing else 1):
+                late.append(worker)
+        return late
+
+    def _report_silent(self, waiting: set[int], now: float) -> None:
+        """Without a barrier: say of which worker nothing comes, and when something does again."""
+        timeout = self._options.timeout
+        if self._options.rules.barrier or self._options.number:  # one shard says it for all
+            return
+        for worker, peer in self._peers.items():
+            if peer.missed is not None and peer.connection.active > peer.missed:
+                seconds = peer.connection.active - peer.missed
+                self._report(worker, f"worker {worker} goes on after {seconds:.0f} s of silence")
+                peer.missed = None
+            elif peer.missed is None and worker not in waiting and now - peer.active > timeout:
+                if waiting and worker != 0:
+                    continue  # it will be dropped
+                peer.missed = peer.active
+                then = "the others go on, and its next gradient still counts"
+                if waiting:
+                    then = f"others wait for it, at most {_PATIENCE * timeout:g} s where it is testing"
+                self._report(worker, f"nothing has come from worker {worker} for {now - peer.active:.0f} s; {then}")
+
+    def _report(self, worker: int, text: str) -> None:
+        """Have worker 0 tell the user something about a worker, or tell it here where worker 0 hears nothing now."""
+        if worker == 0 or 0 not in self._peers or 0 in self._meetings.waiting:
+            _log.warning("%s", text)
+        else:
+            self._news.append(text)
 
     def _tell_waiting(self, connection: Connection, now: float) -> None:
         if now - connection.told > _TELL * self._options.timeout:
             connection.told = now
             self.send(connection, {"kind": "wait"})
 
-    def _end_waiting(self, waiting: set[int]) -> None:
-        """Somebody keeps others waiting for longer than the time-out."""
-        shard = self.shard
-        assert shard is not None
+    def _end_waiting(self, silent: list[int]) -> None:
+        """Workers keep others waiting for longer than the time-out."""
         self._waiting_since = None
-        present = range(self._options.rules.learners) if self._options.rules.barrier else [*self._peers]
-        silent = [worker for worker in present if worker not in waiting]
         text = f"worker{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
         if self._options.rules.barrier:
             raise SyncError(
@@ -180,7 +224,11 @@ class ShardServer(SocketLoop):
                 "Look at the first worker that failed, or raise --timeout.",
             )
         for worker in silent:
-            self._news.append(f"worker {worker} did not answer within {self._options.timeout:g} s; the others go on")
+            self._report(
+                worker,
+                f"worker {worker} did not answer within {self._options.timeout:g} s, and others waited for it; they go "
+                "on, and it joins again when it answers",
+            )
             self.drop(self._peers[worker].connection)
             self._leave(worker)
 
@@ -191,6 +239,20 @@ class ShardServer(SocketLoop):
             self.send_last(connection, refusal(error))
 
     # ------------------------------------------------------------------ frames
+
+    def most_bytes(self, connection: Connection, meta: dict[str, Any]) -> int:
+        """Bytes that a frame may have at most; once the shard has weights, what a push of them can take."""
+        kind, shard = meta["kind"], self.shard
+        peer = None if connection.worker is None else self._peers.get(connection.worker)
+        if kind in ("hello", "coders"):  # a codec keeps some tensors of a parameter's size at most
+            return _FACT_BYTES + (usable_memory() if shard is None else _MOST_STATES * 4 * shard.stripe.count)
+        if kind == "init":
+            return usable_memory() if connection.worker == 0 else 0
+        if kind == "push" and peer is not None and shard is not None:
+            return peer.decoder.size(meta["warm"]) if meta["coded"] else 4 * shard.stripe.count
+        if kind == "end":
+            return 4 * self._buffers.size
+        return _FACT_BYTES if kind == "gather" else 0
 
     def handle(self, connection: Connection, frame: Frame) -> None:
         """See `SocketLoop`."""
@@ -230,9 +292,9 @@ class ShardServer(SocketLoop):
     def _hello(self, connection: Connection, frame: Frame) -> None:
         """A worker has come, for the first time or again."""
         meta = frame.meta
-        if meta.get("token") != self._options.token:
-            raise Garbled("a stranger")
         worker = int(meta["worker"])
+        if not 0 <= worker < self._options.rules.learners:
+            raise Garbled(f"worker {worker} of {self._options.rules.learners}")
         own = {key: meta[key] for key in ("fingerprint", "stripe", "policy", "buffers")}
         if self._expected is None:
             self._expected = own | {"worker": worker}
@@ -269,7 +331,9 @@ class ShardServer(SocketLoop):
             decoder = PushDecoder(self._options.policy, shard.stripe, frame.unpack())
             if not self._options.rules.barrier and shard.taken and frame.meta.get("joins", True):
                 self._news.append(f"worker {worker} has joined at step {shard.step}")
-        peer = Peer(connection, session, decoder, clock=shard.clock, saved=self._save)
+        else:
+            self._news.append(f"worker {worker} has joined again at step {shard.step}")
+        peer = Peer(connection, session, decoder, clock=shard.clock, told=self._now(), saved=self._save)
         peer.rows = frame.meta.get("rows")
         self._peers[worker] = peer
         shard.join(worker, sequence)
@@ -340,6 +404,8 @@ class ShardServer(SocketLoop):
         shard = self.shard
         assert shard is not None
         if push.meta["coded"]:
+            if push.payload.numel() != (size := peer.decoder.size(push.meta["warm"])):
+                raise Garbled(f"a push of {push.payload.numel()} bytes, where the codec makes {size}")
             gradient = torch.empty(shard.stripe.count)
             peer.decoder.decode(push.payload, gradient, push.meta["warm"])
             return gradient

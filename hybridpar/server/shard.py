@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.errors import SyncError, UsageError
-from hybridpar.optim import fill_momentum
+from hybridpar.optim.build import fill_momentum
 from hybridpar.server.ledger import Ledger
 from hybridpar.server.push import Answer, Push
 from hybridpar.server.rules import Rules

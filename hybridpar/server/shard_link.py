@@ -27,6 +27,13 @@ from torch import Tensor
 
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.server.encoding import PushEncoder
+from hybridpar.server.handshake import (
+    GREETING_BYTES,
+    PROOF_BYTES,
+    TOKEN_VARIABLE,
+    HandshakeError,
+    WorkerHandshake,
+)
 from hybridpar.server.stripes import Stripe
 from hybridpar.server.wire import Garbled, bytes_of, frame_of, head_of, pack, read_exactly, read_head, tune, unpack
 
@@ -50,7 +57,7 @@ class LinkOptions:
     shards: int
     fingerprint: str
     policy: str
-    token: str
+    token: str = field(repr=False)
     timeout: float
     half: bool = False
     returns: bool = False
@@ -185,7 +192,7 @@ class ShardLink:
             try:
                 self._stream(flight)
                 return self._answer()
-            except (OSError, Garbled) as error:
+            except (OSError, Garbled, HandshakeError) as error:
                 return self._again(flight, error)
         except BaseException:
             if self.encoder is not None:
@@ -208,6 +215,7 @@ class ShardLink:
             meta, length = self._next()
             payload = torch.empty(length, dtype=torch.uint8)
             self._read(bytes_of(payload))
+            self._note_rows(meta)
             return meta, payload
 
     def unpack_rest(self) -> Any:
@@ -220,11 +228,11 @@ class ShardLink:
             with self._named():
                 self._send({"kind": "coders"}, pack(self.encoder.shared_state()))
 
-    def close(self, *, polite: bool = True) -> None:
+    def close(self, *, graceful: bool = True) -> None:
         """Leave."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                if polite:
+                if graceful:
                     self._send({"kind": "bye"})
                 self._socket.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread that reads
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -239,6 +247,15 @@ class ShardLink:
         host, _, port = self.address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)), self._options.timeout)
         tune(self._socket)
+        handshake = WorkerHandshake(self._options.token, self.address)
+        greeting, proof = bytearray(GREETING_BYTES), bytearray(PROOF_BYTES)
+        read_exactly(self._socket, memoryview(greeting))
+        self._socket.sendall(handshake.reply(bytes(greeting)))
+        try:
+            read_exactly(self._socket, memoryview(proof))
+        except ConnectionError as error:
+            raise HandshakeError(f"it did not let this worker in; {TOKEN_VARIABLE} must be equal everywhere") from error
+        handshake.check(bytes(proof))
 
     def _say_hello(self, *, joins: bool) -> None:
         options = self._options
@@ -246,7 +263,6 @@ class ShardLink:
         meta = {
             "kind": "hello",
             "worker": options.worker,
-            "token": options.token,
             "session": self._session,
             "fingerprint": options.fingerprint,
             "stripe": self.stripe.fingerprint,
@@ -333,9 +349,15 @@ class ShardLink:
                 self._put_draft()
             if meta["sequence"] == self.sequence:
                 break
+        self._note_rows(meta)
         if self.encoder is not None:
             self.encoder.commit() if meta["applied"] else self.encoder.rollback()
         return meta
+
+    def _note_rows(self, meta: dict[str, Any]) -> None:
+        """Remember up to which step this worker knows what happened, should it have to come again."""
+        if meta.get("rows"):
+            self._rows = int(meta["rows"][-1]["step"])
 
     def _again(self, flight: PushFlight, error: BaseException) -> dict[str, Any]:
         """Come again, once, and repeat the push with the same number and the same bytes."""
@@ -356,12 +378,15 @@ class ShardLink:
             self._send(flight.meta | {"coded": self.encoder is not None}, *messages)
             self._finish(flight)
             return self._answer()
-        except (OSError, Garbled) as second:
+        except (OSError, Garbled, HandshakeError) as second:
             raise self._gone(second) from second
 
     def _take_weights(self, meta: dict[str, Any], length: int) -> None:
         """Read weights into the parameters, and what comes behind them."""
         statistics = 4 * int(meta["buffers"])
+        expected = self.stripe.count * (2 if self._options.half else 4)
+        if length - statistics not in (0, expected):
+            raise Garbled(f"weights of {length - statistics} bytes for a stripe of {self.stripe.count}")
         if length > statistics:
             if self._options.half:
                 self._take_draft(length - statistics)
@@ -427,7 +452,7 @@ class ShardLink:
         """Errors of the connection as what they mean to the user."""
         try:
             yield
-        except (OSError, Garbled) as error:
+        except (OSError, Garbled, HandshakeError) as error:
             raise self._gone(error) from error
 
     def _gone(self, error: BaseException) -> SyncError:

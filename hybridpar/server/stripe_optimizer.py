@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.optim import parameter_groups
+from hybridpar.optim.build import parameter_groups
 from hybridpar.server.shard import OptimizerOf
 from hybridpar.server.stripes import trained_parameters
 
 
 def optimizer_of(config: OptimizerConfig) -> OptimizerOf:
-    """What makes the optimizer of a stripe: SGD or AdamW, as `hybridpar.optim` makes it of a model."""
+    """What makes the optimizer of a stripe: SGD or AdamW, as `hybridpar.optim.build` makes it of a model."""
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         ready = [

@@ -16,11 +16,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from hybridpar.comm.flat import flat_view, is_dense
 from hybridpar.errors import UsageError
-from hybridpar.pipeline.buckets import flat_view, is_dense
 
 #: With more, little would be gained: of n parts all but 1 / n of the way back is hidden.
-_MOST_PARTS = 6
+MOST_PARTS = 6
 
 #: Elements of a shard that is one of several of a process: 1 MiB.
 _LEAST_PART = 1 << 18
@@ -103,7 +103,7 @@ def parts_of_a_host(parameters: Sequence[tuple[str, tuple[int, ...], bool]], hos
         hosts: Processes that hold shards.
     """
     elements = sum(_count(shape) for _, shape, _ in parameters)
-    return max(1, min(_MOST_PARTS, len(parameters) // hosts, elements // hosts // _LEAST_PART))
+    return max(1, min(MOST_PARTS, len(parameters) // hosts, elements // hosts // _LEAST_PART))
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -7,7 +7,7 @@ them:
 * any other process that dies - a server, or a worker that an update waits for - makes the launcher start all of them
   again, and they go on from the last whole checkpoint.
 
-Verdicts, signals and exit codes are as in `hybridpar.launch`.
+Verdicts, signals and exit codes are as in `hybridpar.machine.launch`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,8 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from hybridpar.launch import STOP_SECONDS, TUNED_VARIABLE, VERDICT_VARIABLE, check_processes, report_verdict
-from hybridpar.process import available_cores, threads_per_worker, worker_environment
+from hybridpar.machine.launch import STOP_SECONDS, VERDICT_VARIABLE, check_processes, report_verdict, tell_interrupted
+from hybridpar.machine.process import TUNED_VARIABLE, available_cores, threads_per_worker, worker_environment
+from hybridpar.server.handshake import TOKEN_VARIABLE, new_token
 
 #: How long processes that have failed are waited for, so that the one which failed first is found.
 _SETTLE_SECONDS = 2.0
@@ -111,11 +113,11 @@ def launch_with_servers(
         workers: Number of workers.
         servers: Number of server processes; 0 where every worker serves a stripe.
         patient: Whether an update waits for every worker.
-        tune: Give CPU workers the environment of `hybridpar.process.worker_environment`.
+        tune: Give CPU workers the environment of `hybridpar.machine.process.worker_environment`.
         restarts: How often processes that died are replaced.
 
     Returns:
-        The exit code, as of `hybridpar.launch.launch_workers`.
+        The exit code, as of `hybridpar.machine.launch.launch_workers`.
 
     Raises:
         UsageError: More processes than this machine has room for.
@@ -128,8 +130,15 @@ def launch_with_servers(
         environment = {}
     if tune:
         environment |= worker_environment(workers, available_cores()) | {TUNED_VARIABLE: "1"}
+    # A socket of our own, because a store left to itself listens on all interfaces. It becomes the store's.
+    door = socket.create_server(("127.0.0.1", 0))
+    port = int(door.getsockname()[1])
     store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=60)
+        *("127.0.0.1", port),
+        is_master=True,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=60),
+        master_listen_fd=door.detach(),
     )
     with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
         verdict = Path(directory) / "verdict.json"
@@ -137,6 +146,7 @@ def launch_with_servers(
             VERDICT_VARIABLE: str(verdict),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(store.port),
+            TOKEN_VARIABLE: new_token(),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": f"hybridpar-{os.getpid()}-{os.urandom(4).hex()}",
         }
@@ -157,7 +167,10 @@ def _watch(job: _Job, signals: _Signals, verdict: Path, restarts: int) -> int:
             job.start(rank, attempt)
         failed, joined = _until_something_fails(job, signals, verdict, attempt, restarts, joined)
         if signals.number is not None:
-            return report_verdict(verdict) if verdict.exists() else 128 + signals.number
+            if verdict.exists():
+                return report_verdict(verdict)
+            tell_interrupted(verdict)
+            return 128 + signals.number
         if verdict.exists():
             return report_verdict(verdict)
         if failed is None:

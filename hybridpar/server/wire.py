@@ -4,30 +4,38 @@ So data travels over plain TCP sockets, one per worker and shard, and torch.dist
 each other. A socket tells a death at once, others are not touched by it, a newcomer is one more connection, and one
 thread can wait for whoever comes first, which a group's receive from a named peer cannot.
 
-A frame is a header (magic, length of the meta data, length of the payload), the meta data as JSON, and the payload.
-What a payload means follows from the kind that the meta data names. Objects travel as torch saves them and are read
-with `weights_only`, so that reading a frame runs no code.
+A connection begins with a handshake (`hybridpar.server.handshake`). Then come frames: a header (magic, length of the
+meta data, length of the payload), the meta data as JSON, and the payload. What a payload means follows from the kind
+that the meta data names. Objects are read by `hybridpar.formats.messages`, which runs no code.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
+import functools
 import json
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hybridpar.formats import messages
+from hybridpar.formats.file_reader import Unreadable, parse_json
+from hybridpar.machine.process import usable_memory
+from hybridpar.server.handshake import REPLY_BYTES, ServerHandshake
+
 _HEADER = struct.Struct("!4sIQ")
 _MAGIC = b"hyp1"
-#: More than any message of ours has; a stranger's bytes must not make us allocate what they happen to say.
-_MOST_META, _MOST_PAYLOAD = 1 << 26, 1 << 40
+#: More meta data than any frame has: worker 0 is told of 10,000 steps at most.
+_MOST_META = 1 << 24
+
+#: Bytes of a payload that a host can hold.
+_memory = functools.cache(usable_memory)
 
 
 class Garbled(Exception):
@@ -57,15 +65,20 @@ class Frame:
 
 
 def pack(item: Any) -> memoryview:
-    """An object of plain values and tensors as bytes."""
-    file = io.BytesIO()
-    torch.save(item, file)
-    return file.getbuffer()
+    """An object as `hybridpar.formats.messages.pack` takes it, as bytes."""
+    return memoryview(messages.pack(item))
 
 
 def unpack(payload: Tensor) -> Any:
-    """What `pack` was given."""
-    return torch.load(io.BytesIO(payload.numpy().tobytes()), weights_only=True)
+    """What `pack` was given.
+
+    Raises:
+        Garbled: It was given nothing like that.
+    """
+    try:
+        return messages.unpack(payload.numpy().data)
+    except ValueError as error:
+        raise Garbled(str(error)) from error
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -143,17 +156,19 @@ def read_head(connection: socket.socket) -> tuple[dict[str, Any], int]:
 
 def _check_head(head: bytes) -> tuple[int, int]:
     magic, meta_length, length = _HEADER.unpack(head)
-    if magic != _MAGIC or meta_length > _MOST_META or length > _MOST_PAYLOAD:
+    if magic != _MAGIC:
         raise Garbled("no frame of hybridpar")
+    if meta_length > _MOST_META or length > _memory():
+        raise Garbled(f"a frame of {meta_length} + {length} bytes")
     return meta_length, length
 
 
 def _parse(text: bytes) -> dict[str, Any]:
     try:
-        meta = json.loads(text)
-    except ValueError as error:
+        meta = parse_json(text)
+    except Unreadable as error:
         raise Garbled("meta data that is no JSON") from error
-    if not isinstance(meta, dict) or "kind" not in meta:
+    if not isinstance(meta, dict) or not isinstance(meta.get("kind"), str):
         raise Garbled("meta data without a kind")
     return meta
 
@@ -163,20 +178,37 @@ class Connection:
 
     Args:
         connection: The socket.
+        handshake: What lets the other end in. Until then nothing but a reply of fixed size is read.
+        most: Most bytes that the payload of a frame may have, by its meta data; asked when all frames before have been
+            handled.
+        now: When it was accepted, in seconds.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        handshake: ServerHandshake,
+        most: Callable[[Connection, dict[str, Any]], int],
+        now: float,
+    ) -> None:
         connection.setblocking(False)
         tune(connection)
         self.socket = connection
+        #: Whether the other end knows the job's token.
+        self.known = False
         #: Who is at the other end, once it has said so.
         self.worker: int | None = None
         #: When it was last told to wait, before it is let in.
         self.told = 0.0
+        #: When bytes last came, or queued ones went.
+        self.active = now
         self.received = self.sent = 0
+        self._handshake, self._most = handshake, most
         self._out: deque[memoryview] = deque()
         self._room = torch.empty(0, dtype=torch.uint8)
         self._begin()
+        self._head = bytearray(REPLY_BYTES)
+        self._into, self._state = memoryview(self._head), "reply"
 
     def _begin(self) -> None:
         self._head = bytearray(_HEADER.size)
@@ -191,31 +223,42 @@ class Connection:
         """Whether something is left to be sent."""
         return bool(self._out)
 
-    def read(self) -> list[Frame]:
-        """All frames that are whole by now.
+    def greet(self) -> None:
+        """Begin the handshake.
 
         Raises:
             ConnectionError: The other end is gone.
-            Garbled: It sends no frames.
         """
-        frames: list[Frame] = []
-        while True:
+        self.send([memoryview(self._handshake.greeting)])
+
+    def read(self) -> Iterator[Frame]:
+        """All frames that are whole by now, each read when those before have been handled.
+
+        Raises:
+            ConnectionError: The other end is gone.
+            Garbled: It sends no frames, or one that is too long.
+            HandshakeError: It is nobody of this job.
+        """
+        while self.socket.fileno() >= 0:
             try:
                 count = self.socket.recv_into(self._into)
             except BlockingIOError:
-                return frames
+                return
             if not count:
-                if frames:
-                    return frames  # the end is met again by the next call
                 raise ConnectionResetError("the connection was closed")
             self.received += count
             self._into = self._into[count:]
             while not len(self._into):
                 if (frame := self._advance()) is not None:
-                    frames.append(frame)
+                    yield frame
 
     def _advance(self) -> Frame | None:
         """A part is whole: go on to the next one, or hand the frame over."""
+        if self._state == "reply":
+            self.send([memoryview(self._handshake.proof(bytes(self._head)))])
+            self.known = True
+            self._begin()
+            return None
         if self._state == "head":
             meta_length, self._length = _check_head(bytes(self._head))
             self._text = bytearray(meta_length)
@@ -224,6 +267,8 @@ class Connection:
         if self._state == "meta":
             assert self._text is not None
             self._meta = _parse(bytes(self._text))
+            if self._length > (most := self._most(self, self._meta)):
+                raise Garbled(f"{self._meta['kind'][:20]} with {self._length} bytes, at most {most} are expected")
             self._payload = self._take(self._length)
             self._state = "payload"
             if self._length:

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridpar.tvm_kernels.choice import AnyKernel, Choices, TunedKernel, cuda_kernel_for, kernel_for
+from hybridpar.tvm_kernels.choice import Choices, cuda_kernel_for, kernel_for
 from hybridpar.tvm_kernels.conv_norm_choice import choose_moments
+from hybridpar.tvm_kernels.kernel import AnyKernel, TunedKernel
 from hybridpar.tvm_kernels.moments import moments_in
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridpar.kernel_cache import KernelsUnavailable
-from hybridpar.tvm_kernels.choice import AnyKernel, TunedKernel
+from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.tvm_kernels.cuda_compiled import make_cuda_kernels
 from hybridpar.tvm_kernels.cuda_device import is_gpu
 from hybridpar.tvm_kernels.database import KernelRecord
-from hybridpar.tvm_kernels.kernel import Variant, load_variants
+from hybridpar.tvm_kernels.kernel import AnyKernel, TunedKernel, Variant, load_variants
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.space import reject
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridpar.kernel_cache import KernelsUnavailable, wanted
-from hybridpar.tvm_kernels.choice import Choices, TunedKernel
+from hybridpar.codegen.cache import KernelsUnavailable, wanted
+from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.compiled import Asked, compiled_kernels
-from hybridpar.tvm_kernels.conv_norm_records import ConvNormKey, ConvNormRecord, ConvNormShape
-from hybridpar.tvm_kernels.database import KernelKey
+from hybridpar.tvm_kernels.conv_norm_records import ConvNormKey, ConvNormRecord, ConvNormShape, conv_norm_versions
+from hybridpar.tvm_kernels.database import KernelKey, why_unused
 from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.kernel import MomentsVariant
+from hybridpar.tvm_kernels.kernel import MomentsVariant, TunedKernel
 from hybridpar.tvm_kernels.norm_choice import judge_norm
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
@@ -109,7 +109,8 @@ def _why_apart(choices: Choices, key: ConvNormKey, record: ConvNormRecord | None
     if not wanted():
         return "HYBRIDPAR_KERNELS is off"
     if record is None:
-        return "there is no record of both together"
+        old = choices.database.best_conv_norm(key, current=False)
+        return "there is no record of both together" if old is None else why_unused(old, conv_norm_versions())
     if not record.wins:
         return "the record says that both are as fast apart"
     if choices.prepare([convolution_of(key)])[0].kernel is None:

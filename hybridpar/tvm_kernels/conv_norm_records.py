@@ -8,15 +8,15 @@ parts run on their kernels.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from hybridpar.tvm_kernels.device import installed_versions
-from hybridpar.tvm_kernels.norm_records import LEAST_GAIN, NormKey, NormShape, norm_versions
+from hybridpar.tvm_kernels.norm_records import NormKey, NormShape, norm_versions
+from hybridpar.tvm_kernels.record import Record
 from hybridpar.tvm_kernels.shapes import ConvShape, Layout, ShapeError
 
 #: The operation's name: in records, and where a table has directions of convolutions.
@@ -77,15 +77,21 @@ class ConvNormKey:
         return CONV_NORM_OP
 
     @property
+    def dtype(self) -> str:
+        """Of all tensors."""
+        return "float32"
+
+    @property
     def norm(self) -> NormKey:
         """The norm's part of it."""
         return NormKey(self.shape.norm, self.threads, self.device)
 
 
-class ConvNormRecord(BaseModel):
-    """One measurement. Times are milliseconds of the forward of both, medians of interleaved pairs."""
+class ConvNormRecord(Record):
+    """One measurement. Times are milliseconds of the forward of both, medians of interleaved pairs.
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    The error is that of the moments, in standard deviations and variances.
+    """
 
     version: Literal[1] = CONV_NORM_RECORD_VERSION
     op: Literal["depthwise_batch_norm_act"] = CONV_NORM_OP
@@ -93,16 +99,9 @@ class ConvNormRecord(BaseModel):
     activation: Literal["none", "relu", "relu6", "silu"]
     dtype: Literal["float32"] = "float32"
     layout: Literal["channels_last"] = "channels_last"
-    device: str
-    threads: int = Field(ge=1)
-    versions: dict[str, str]
     parameters: dict[str, int | float | str | bool | None] = Field(description="of the convolution's schedule")
     ms: float = Field(gt=0, description="of both together: that apart over the median of the paired ratios")
     apart_ms: float = Field(gt=0, description="of the kernels of convolution and norm, one after the other; the median")
-    error: float | None = Field(
-        None, ge=0, description="largest difference of the moments from float64, in standard deviations and variances"
-    )
-    tuned_at: float = Field(0.0, ge=0, description="seconds since the epoch")
 
     @field_validator("shape")
     @classmethod
@@ -123,13 +122,9 @@ class ConvNormRecord(BaseModel):
         return tuple(sorted(self.versions.items())) == conv_norm_versions()
 
     @property
-    def wins(self) -> bool:
-        """Whether both together were measured to be faster than apart, by `LEAST_GAIN`."""
-        return self.ms * LEAST_GAIN < self.apart_ms
-
-    def line(self) -> str:
-        """The record as a line of a database."""
-        return json.dumps(self.model_dump(mode="json", exclude_none=True))
+    def times(self) -> tuple[float, float]:
+        """Milliseconds of both together and of both apart."""
+        return self.ms, self.apart_ms
 
 
 @cache

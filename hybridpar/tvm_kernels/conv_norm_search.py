@@ -13,14 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybridpar.kernel_builder import Builder
-from hybridpar.kernel_cache import KernelsUnavailable
-from hybridpar.process import available_cores
+from hybridpar.codegen.cache import KernelsUnavailable
+from hybridpar.codegen.compile_pool import Builder
+from hybridpar.machine.process import available_cores
+from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.tvm_kernels.conv_norm_choice import convolution_of
-from hybridpar.tvm_kernels.conv_norm_measure import ConvNormTime, WrongKernelError, measure_conv_norm
+from hybridpar.tvm_kernels.conv_norm_measure import ConvNormTime, measure_conv_norm
 from hybridpar.tvm_kernels.conv_norm_records import ConvNormKey, ConvNormRecord, conv_norm_versions
 from hybridpar.tvm_kernels.database import Database, KernelRecord, append_records, read_database
-from hybridpar.tvm_kernels.search import SearchReport
+from hybridpar.tvm_kernels.record import WrongKernelError
+from hybridpar.tvm_kernels.search import SearchReport, tell_unsteady
 from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT
 
 _log = logging.getLogger(__name__)
@@ -101,6 +103,10 @@ def measure_conv_norms(
                 _log.warning("%s: both stay apart: %s", key.shape.text, error)
                 report.empty += 1
                 continue
+            if found.noise > MOST_NOISE:
+                tell_unsteady(f"{key.direction} {key.shape.text}", found.noise)
+                report.unsteady += 1
+                continue
             append_records(path, [_record_of(key, found)])
             report.tuned += 1
     return report
@@ -134,5 +140,7 @@ def _record_of(key: ConvNormKey, found: ConvNormTime) -> ConvNormRecord:
         ms=found.ms,
         apart_ms=found.apart_ms,
         error=found.error,
+        stock_error=found.stock_error,
+        noise=found.noise,
         tuned_at=time.time(),
     )

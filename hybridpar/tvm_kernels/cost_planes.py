@@ -19,7 +19,7 @@ from hybridpar.tvm_kernels.cost_channels import (
 from hybridpar.tvm_kernels.families import ROWS, ROWS_WEIGHT, family_of
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.schedules.geometry import axis, by_input
-from hybridpar.tvm_kernels.schedules.planes import Room, room_of, turned_room
+from hybridpar.tvm_kernels.schedules.planes import PaddedTile, padded_tile, turned_tile
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 #: Cycles to copy a vector and to copy two apart, around a tile, a row and a plane, and to turn a vector.
@@ -39,22 +39,22 @@ def planes_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], 
     return _turned(shape, direction, own, threads, machine)
 
 
-def _fill(room: Room, lanes: int, machine: Machine) -> float:
-    """Copying the rows of a room, the border too, in vectors of the machine."""
+def _fill(padded: PaddedTile, lanes: int, machine: Machine) -> float:
+    """Copying the rows of a padded tile, the border too, in vectors of the machine."""
     pieces = max(1.0, lanes / machine.lanes)
-    if room.phases == 1:
-        one = (room.columns // lanes * pieces or room.columns) * _COPY + (room.columns % lanes > 0)
+    if padded.phases == 1:
+        one = (padded.columns // lanes * pieces or padded.columns) * _COPY + (padded.columns % lanes > 0)
     else:
-        pairs = room.columns // 2
-        one = (pairs // lanes * pieces or room.columns) * _SPLIT + (pairs % lanes > 0) * _SPLIT
-    return room.rows * (one + _ROW)
+        pairs = padded.columns // 2
+        one = (pairs // lanes * pieces or padded.columns) * _SPLIT + (pairs % lanes > 0) * _SPLIT
+    return padded.rows * (one + _ROW)
 
 
 def _rows(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     lanes, rows, strip = own["lanes"], own["tile_rows"], own["strip"]
     whole, phases = vertical.whole, horizontal.whole
-    room = room_of(vertical, horizontal, strip)
+    padded = padded_tile(vertical, horizontal, strip)
     strips = -(-(-(-vertical.out // whole) * whole) // strip)
     tiles_down = -(-strip // rows)
     count = -(-horizontal.out // (lanes * phases))
@@ -76,10 +76,10 @@ def _rows(shape: ConvShape, direction: Direction, own: Mapping[str, int], thread
     whole_tiles, rest = divmod(count, own["tile_vectors"])
     compute = tiles_down * (whole_tiles * tile(own["tile_vectors"]) + (tile(rest) if rest else 0.0))
     planes = shape.batch * shape.channels
-    total = planes * (_PLANE + strips * (compute + _fill(room, lanes, machine)))
+    total = planes * (_PLANE + strips * (compute + _fill(padded, lanes, machine)))
     travelled = 0.0
-    if room.places * 4 > 0.75 * machine.level1:
-        travelled = planes * strips * room.places * 4 / _LINE * _LINE_CYCLES * 2
+    if padded.places * 4 > 0.75 * machine.level1:
+        travelled = planes * strips * padded.places * 4 / _LINE * _LINE_CYCLES * 2
     return Cost(total, travelled, memory_cycles(shape, direction, machine), share_of(own["parts"], threads))
 
 
@@ -87,7 +87,7 @@ def _rows_weight(shape: ConvShape, own: Mapping[str, int], threads: int, machine
     direction = Direction.WEIGHT_GRADIENT
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     lanes, rows, strip = own["lanes"], own["tile_rows"], own["strip"]
-    room = room_of(vertical, horizontal, strip)
+    padded = padded_tile(vertical, horizontal, strip)
     groups = -(-shape.kernel[0] // own["tap_rows"]) * -(-shape.kernel[1] // own["tap_columns"])
     sums = own["tap_rows"] * own["tap_columns"]
     met = (rows - 1) * vertical.stride + (own["tap_rows"] - 1) * vertical.dilation + 1
@@ -99,11 +99,11 @@ def _rows_weight(shape: ConvShape, own: Mapping[str, int], threads: int, machine
     held = -(-shape.out_height // strip) * groups * (2 * sums + _TILE)
     planes = shape.batch * shape.channels
     strips = shape.out_height / strip
-    total = planes * (_PLANE + groups * passes + held + strips * _fill(room, lanes, machine))
+    total = planes * (_PLANE + groups * passes + held + strips * _fill(padded, lanes, machine))
     total += own["parts"] * shape.channels * shape.kernel[0] * shape.kernel[1] * _FOLD
     travelled = 0.0
-    if (room.places + strip * shape.out_width) * 4 > 0.75 * machine.level1:
-        lines = (room.places + strip * shape.out_width) * 4 / _LINE
+    if (padded.places + strip * shape.out_width) * 4 > 0.75 * machine.level1:
+        lines = (padded.places + strip * shape.out_width) * 4 / _LINE
         travelled = planes * strips * lines * groups * _LINE_CYCLES
     memory = memory_cycles(shape, direction, machine)
     return Cost(total, travelled, memory, share_of(own["parts"] * own["groups"], threads))
@@ -115,7 +115,7 @@ def _turned(shape: ConvShape, direction: Direction, own: Mapping[str, int], thre
     strip = min(own["strip"], vertical.out)
     vectors = max(1.0, lanes / machine.lanes)
     blocks = -(-shape.channels // lanes)
-    _, room = turned_room(vertical, horizontal, strip, lanes)
+    _, padded = turned_tile(vertical, horizontal, strip, lanes)
     units = own["parts"]
     if direction is Direction.WEIGHT_GRADIENT:
         inner = weight_cost(shape, own, 1, machine).compute
@@ -123,11 +123,11 @@ def _turned(shape: ConvShape, direction: Direction, own: Mapping[str, int], thre
     else:
         inner = gather_cost(shape, direction, {**own, "columns_outer": 0}, 1, machine).compute
     strips = -(-vertical.out // strip)
-    pixels = room / lanes * strips * shape.batch * blocks
+    pixels = padded / lanes * strips * shape.batch * blocks
     total = inner + pixels * vectors * _TURN
     # Planes are read and written some at a time, each for a few lines only, which prefetchers hardly follow.
-    lines = room * 4 / _LINE * strips * shape.batch * blocks
+    lines = padded * 4 / _LINE * strips * shape.batch * blocks
     travelled = lines * _PLANES_CYCLES
-    if room * 4 > 0.75 * machine.level1:
+    if padded * 4 > 0.75 * machine.level1:
         travelled += 2 * lines * _LINE_CYCLES
     return Cost(total, travelled, memory_cycles(shape, direction, machine), share_of(units, threads))

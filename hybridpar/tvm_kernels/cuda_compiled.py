@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hybridpar.kernel_cache import KernelsUnavailable
-from hybridpar.process import available_cores
+from hybridpar.codegen.cache import KernelsUnavailable
+from hybridpar.machine.process import available_cores
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, cubin_of, load_cubin, sources_of
 from hybridpar.tvm_kernels.cuda_space import reject
 from hybridpar.tvm_kernels.database import KernelRecord

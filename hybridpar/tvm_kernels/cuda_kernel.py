@@ -1,6 +1,6 @@
 """Why: a kernel for a GPU is a source text that TVM wrote, machine code that NVRTC made of it, and a launch.
 
-Source and machine code need no GPU; only loading does. Both are cached (`hybridpar.kernel_cache`), so a process that
+Source and machine code need no GPU; only loading does. Both are cached (`hybridpar.codegen.cache`), so a process that
 finds them starts neither TVM nor NVRTC.
 """
 
@@ -15,11 +15,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hybridpar.cuda_driver import CudaFunction, CudaModule, driver
-from hybridpar.kernel_build import contents_of, kernel_paths, parted
-from hybridpar.kernel_builder import Request
-from hybridpar.kernel_cache import KernelsUnavailable, cache_path, cached
-from hybridpar.kernel_cuda import CONTRACTED, DRIVER, compiler
+from hybridpar.codegen.build import contents_of, kernel_paths, parted
+from hybridpar.codegen.cache import KernelsUnavailable, cache_path, cached
+from hybridpar.codegen.compile_pool import Request
+from hybridpar.codegen.cuda_driver import CudaFunction, CudaModule, driver
+from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, compiler
 from hybridpar.tvm_kernels.families import Parameters
 from hybridpar.tvm_kernels.schedules.cuda_tile import Tile
 from hybridpar.tvm_kernels.schedules.cuda_weight import MERGE_PARTS, MERGE_THREADS
@@ -28,7 +28,7 @@ from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 _SCHEDULES = Path(__file__).with_name("schedules")
 _IMPORTED = (
     *(_SCHEDULES / name for name in ("geometry.py", "cuda_tile.py", "cuda_load.py")),
-    *(Path(__file__).with_name("shapes.py"), Path(__file__).parents[1] / "kernel_writer_cuda.py"),
+    *(Path(__file__).with_name("shapes.py"), Path(__file__).parents[1] / "codegen/cuda_writer.py"),
 )
 
 #: What each kernel is launched with: pointers alone.

@@ -15,22 +15,20 @@ import torch
 from torch import Tensor
 
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel
-from hybridpar.tvm_kernels.measure import Timing, reference, stock_call, summarize_pairs
+from hybridpar.tvm_kernels.measure import (
+    Timing,
+    reference,
+    relative_error,
+    result_of,
+    stock_call,
+    summarize_pairs,
+)
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-#: Largest difference from float64, relative to the largest value: that of the last rounding, and of sums in float32.
-_ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-_SUMS = {Direction.FORWARD: 1e-5, Direction.INPUT_GRADIENT: 1e-5, Direction.WEIGHT_GRADIENT: 1e-4}
-
 #: Seconds that calls between two events should take: an event's own time is some microseconds.
 _STRETCH = 4e-4
-
-
-def most_error(direction: Direction, dtype: str) -> float:
-    """Largest difference from float64, relative to the largest value, that a kernel may have."""
-    return _SUMS[direction] + _ROUNDING[dtype]
 
 
 class CudaBench:
@@ -83,11 +81,12 @@ class CudaBench:
 
     def error(self, kernel: CudaKernel) -> float:
         """Largest difference of a kernel's result from float64, relative to the largest value; infinite for NaN."""
-        out = self.run(kernel).cpu()
-        worst = float((out.double() - self.reference).abs().max())
-        largest = float(self.reference.abs().max())
-        error = worst / largest if largest else worst
-        return error if error == error else float("inf")
+        return relative_error(self.run(kernel).cpu(), self.reference)
+
+    @functools.cached_property
+    def stock_error(self) -> float:
+        """The same of torch's result."""
+        return relative_error(result_of(self.direction, self.ways[f"torch {self.layout}"]()).cpu(), self.reference)
 
     @functools.cached_property
     def reference(self) -> Tensor:

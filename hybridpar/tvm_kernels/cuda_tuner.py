@@ -13,22 +13,25 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from hybridpar.kernel_builder import Builder, Built
-from hybridpar.kernel_cache import KernelsUnavailable
-from hybridpar.process import available_cores
+from hybridpar.codegen.cache import KernelsUnavailable
+from hybridpar.codegen.compile_pool import Builder, Built
+from hybridpar.machine.process import available_cores
 from hybridpar.tvm_kernels.candidates import neighbours
 from hybridpar.tvm_kernels.cuda_cost import estimate
 from hybridpar.tvm_kernels.cuda_device import Gpu, gpu_at
 from hybridpar.tvm_kernels.cuda_kernel import Compiled, CudaKernel, CudaVariant, compile_source, load_cubin
-from hybridpar.tvm_kernels.cuda_measure import CudaBench, most_error
+from hybridpar.tvm_kernels.cuda_measure import CudaBench
 from hybridpar.tvm_kernels.cuda_space import candidates
 from hybridpar.tvm_kernels.database import Database, KernelKey, KernelRecord, append_records, read_database
 from hybridpar.tvm_kernels.device import installed_versions
+from hybridpar.tvm_kernels.measure import steady_timing
+from hybridpar.tvm_kernels.record import is_right
 from hybridpar.tvm_kernels.search import Progress, SearchReport
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.standings import Standings, Tuned, TuningStopped, key_of
@@ -301,8 +304,8 @@ class _Search(Standings[CudaKernel]):
         except (KernelsUnavailable, RuntimeError, OSError) as error:
             self.lose(f"{self.bench.direction} {self.bench.shape.text} {parameters}", error)
             return
-        error_found = self.bench.error(kernel)
-        if not error_found <= most_error(self.bench.direction, self.bench.dtype):
+        error_found, stock_error = self.bench.error(kernel), self.bench.stock_error
+        if not is_right(error_found, self.bench.direction, self.bench.dtype, stock_error):
             _log.warning(
                 "%s %s %s is wrong by %.1e", self.bench.direction, self.bench.shape.text, parameters, error_found
             )
@@ -312,13 +315,12 @@ class _Search(Standings[CudaKernel]):
         floor = self.gpu.floor_ms(shape.multiply_adds, shape.least_bytes(self.bench.direction) * item // 4)
         key = key_of(parameters)
         self.kernels[key] = kernel
-        self.note(key, self.measured(parameters, timing, floor, error_found))
+        self.note(key, self.measured(parameters, timing, floor, error_found, stock_error))
 
     def _finals(self, end: float) -> None:
-        """Time the fastest once more, as long as there is time, in turn."""
+        """Time the fastest once more, as long as there is time, in turn, until two comparisons agree."""
         best = self.fastest(_FINALISTS)
         for place, key in enumerate(best):
             left = max(0.0, end - time.monotonic()) / (len(best) - place)
-            timing = self.bench.compare(self.kernels[key], min(left, _LONGEST), least=9)
-            again = replace(self.results[key], ms=timing.ms, stock_ms=timing.stock_ms, speedup=timing.speedup)
-            self.note(key, replace(again, final=True))
+            compare = partial(self.bench.compare, self.kernels[key], min(left, _LONGEST) / 2, least=9)
+            self.note(key, self.finish(key, steady_timing(compare)))

@@ -24,10 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from hybridpar.cluster import cache_directory
 from hybridpar.errors import UsageError
+from hybridpar.formats.file_reader import parse_json, read_text
+from hybridpar.machine.cluster import cache_directory
 from hybridpar.tvm_kernels.conv_norm_records import (
     CONV_NORM_OP,
     CONV_NORM_RECORD_VERSION,
@@ -35,18 +36,22 @@ from hybridpar.tvm_kernels.conv_norm_records import (
     ConvNormRecord,
 )
 from hybridpar.tvm_kernels.device import installed_versions
-from hybridpar.tvm_kernels.norm_records import LEAST_GAIN, NORM_OP, NORM_RECORD_VERSION, NormKey, NormRecord
+from hybridpar.tvm_kernels.norm_records import NORM_OP, NORM_RECORD_VERSION, NormKey, NormRecord
+from hybridpar.tvm_kernels.record import Record
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, ShapeError
 
 RECORD_VERSION: Literal[1] = 1
 
 _CONVOLUTION = "depthwise_conv2d"
 
+#: Bytes of a database: some 400,000 records.
+_MOST_BYTES = 256 << 20
+
 _log = logging.getLogger(__name__)
 
 _Key = TypeVar("_Key")
 _Record = TypeVar("_Record")
-_Timed = TypeVar("_Timed", NormRecord, ConvNormRecord)
+_Measured = TypeVar("_Measured", bound=Record)
 
 
 @dataclass(frozen=True, order=True)
@@ -72,13 +77,11 @@ class KernelKey:
     op: str = "depthwise_conv2d"
 
 
-class KernelRecord(BaseModel):
+class KernelRecord(Record):
     """One candidate that was measured. Times are milliseconds of one call, medians of interleaved pairs.
 
     With one thread they are time of the CPU, without what other processes took; with more they are time of the clock.
     """
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     version: Literal[1] = RECORD_VERSION
     op: str = "depthwise_conv2d"
@@ -86,9 +89,6 @@ class KernelRecord(BaseModel):
     shape: str = Field(description="as `ConvShape.text` has it")
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     layout: Layout
-    device: str
-    threads: int = Field(ge=1)
-    versions: dict[str, str]
     parameters: dict[str, int | float | str | bool | None] = Field(description="of the schedule")
     align: int = Field(4, ge=1, description="what the addresses of all tensors must be multiples of")
     ms: float | None = Field(gt=0, description="None where it was compiled and not measured")
@@ -97,14 +97,10 @@ class KernelRecord(BaseModel):
         None, gt=0, description="torch in the layout of the record, where that is not its better one"
     )
     floor_ms: float | None = Field(None, gt=0, description="what neither arithmetic nor memory can beat here")
-    error: float | None = Field(
-        None, ge=0, description="largest difference from float64, relative to the largest value"
-    )
     predicted_ms: float | None = Field(
         None, gt=0, description="what the cost model says of a candidate for a GPU that was compiled and not measured"
     )
     cubin: str | None = Field(None, description="its machine code, relative to the database's directory")
-    tuned_at: float = Field(0.0, ge=0, description="seconds since the epoch; records of one search share it")
 
     @field_validator("shape")
     @classmethod
@@ -126,11 +122,9 @@ class KernelRecord(BaseModel):
         return tuple(sorted(self.versions.items())) == installed_versions()
 
     @property
-    def wins(self) -> bool:
-        """Whether it was measured to be faster than torch in the layout that the convolution is in, beyond chance."""
-        if self.ms is None or self.stock_ms is None:
-            return False
-        return LEAST_GAIN * self.ms < (self.stock_ms if self.layout_ms is None else self.layout_ms)
+    def times(self) -> tuple[float | None, float | None]:
+        """Milliseconds of the kernel, and of torch in the layout that the convolution is in."""
+        return self.ms, self.stock_ms if self.layout_ms is None else self.layout_ms
 
     def line(self) -> str:
         """The record as a line of a database."""
@@ -209,7 +203,7 @@ class Database:
 
         Args:
             key: What is to be computed.
-            current: Only records of the versions that are installed.
+            current: Only records that may be used: of the versions that are installed, and without a `doubt`.
         """
         return _newest(self._norm_by_key.get(key, ()), current)
 
@@ -223,7 +217,7 @@ class Database:
 
         Args:
             key: What is to be computed.
-            current: Only records of the versions that are installed.
+            current: Only records that may be used: of the versions that are installed, and without a `doubt`.
         """
         return _newest(self._conv_norm_by_key.get(key, ()), current)
 
@@ -238,9 +232,9 @@ class Database:
 
         Args:
             key: What is to be computed.
-            current: Only records of the versions that are installed.
+            current: Only records that may be used: of the versions that are installed, and without a `doubt`.
         """
-        found = [one for one in self._by_key.get(key, ()) if one.ms is not None and (one.current or not current)]
+        found = [one for one in _usable(self._by_key.get(key, ()), current) if one.ms is not None]
         newest = max((one.tuned_at for one in found), default=0.0)
         # Records without a time were left out above, so every one of these has one.
         return min((one for one in found if one.tuned_at == newest), key=lambda one: one.ms or 0.0, default=None)
@@ -254,10 +248,25 @@ def _keep(record: _Record, key: _Key, records: list[_Record], by_key: dict[_Key,
         known.append(record)
 
 
-def _newest(records: Sequence[_Timed], current: bool) -> _Timed | None:
-    """The newest of the records of one key; with `current`, of those of the versions that are installed."""
-    found = [one for one in records if one.current or not current]
-    return max(found, key=lambda one: one.tuned_at, default=None)
+def _usable(records: Sequence[_Measured], current: bool) -> list[_Measured]:
+    """The records of one key; with `current`, those that may be used."""
+    return [one for one in records if not current or (one.current and not one.doubt)]
+
+
+def _newest(records: Sequence[_Measured], current: bool) -> _Measured | None:
+    return max(_usable(records, current), key=lambda one: one.tuned_at, default=None)
+
+
+def why_unused(record: AnyRecord, versions: Iterable[tuple[str, str]]) -> str:
+    """Why a record of the right key is not used.
+
+    Args:
+        record: One that `Database.best` leaves out.
+        versions: What is installed.
+    """
+    if record.current:
+        return f"{record.doubt}; tune again"
+    return f"its record is not of {', '.join(f'{name} {version}' for name, version in versions)}; tune again"
 
 
 def parse_records(text: str, name: str = "the database") -> Database:
@@ -270,7 +279,7 @@ def parse_records(text: str, name: str = "the database") -> Database:
         if not line.strip():
             continue
         try:
-            data = json.loads(line)
+            data = parse_json(line)
             fields = data if isinstance(data, dict) else {}
             op, version = fields.get("op", _CONVOLUTION), fields.get("version")
             if isinstance(op, str) and op not in _VERSIONS:
@@ -283,7 +292,7 @@ def parse_records(text: str, name: str = "the database") -> Database:
                 conv_norms.append(ConvNormRecord.model_validate(data))
             else:
                 records.append(KernelRecord.model_validate(data))
-        except (ValueError, ValidationError, RecursionError):
+        except ValueError:  # pydantic's errors among them
             damaged += 1
     return Database(name, records, damaged, versions, norms, operations, conv_norms)
 
@@ -300,7 +309,7 @@ def read_database(path: str | Path) -> Database:
         raise UsageError(
             f"{path} is not a kernel database: none of its {database.damaged} line(s) is a record",
             "It is a file of JSON lines that `hybridpar tune` writes.",
-            f"Make it with `hybridpar tune MODEL -o {path}`.",
+            "Name such a file, or a new one for `hybridpar tune MODEL -o`.",
         )
     _tell(database)
     return database
@@ -319,6 +328,15 @@ def _tell(database: Database) -> None:
     if old:
         versions = ", ".join(f"{name} {version}" for name, version in installed_versions())
         _log.warning("%s: %d record(s) are not of %s and are not used; tune again", database.name, old, versions)
+    doubtful = [one for one in database.everything if one.current and None not in one.times and one.doubt]
+    if doubtful:
+        _log.warning(
+            "%s: %d record(s) are not used, of %s for instance %s; tune again",
+            database.name,
+            len(doubtful),
+            doubtful[0].key.shape.text,
+            doubtful[0].doubt,
+        )
 
 
 def user_database() -> Path:
@@ -382,14 +400,16 @@ def merge_databases(paths: Sequence[str | Path], into: str | Path) -> int:
 
 
 def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8", errors="replace")
-    except OSError as error:
-        raise UsageError(
-            f"cannot read the kernel database {path}: {error.strerror}",
-            "It is a file of JSON lines that `hybridpar tune` writes.",
-            f"Make it with `hybridpar tune MODEL -o {path}`.",
-        ) from error
+    # A line in another encoding is a damaged line, and not a damaged file.
+    return read_text(
+        path,
+        "the kernel database",
+        UsageError,
+        "Make one with `hybridpar tune MODEL -o FILE`, and name a new file there.",
+        why="It is a file of JSON lines that `hybridpar tune` writes.",
+        most=_MOST_BYTES,
+        errors="replace",
+    )
 
 
 def _append(path: Path, lines: Sequence[str]) -> None:

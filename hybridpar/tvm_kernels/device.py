@@ -7,7 +7,7 @@ import importlib.metadata
 from functools import cache
 from pathlib import Path
 
-from hybridpar.cluster import cpu_name
+from hybridpar.machine.cluster import cpu_name
 
 #: Raised where the same parameters come to mean other code, so that old times say nothing any more.
 SCHEDULES = 2

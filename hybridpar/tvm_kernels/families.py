@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hybridpar.tvm_kernels.schedules.cpu_gather_moments import scratch_floats
 from hybridpar.tvm_kernels.schedules.geometry import PREPARED, axis
-from hybridpar.tvm_kernels.schedules.planes import room_of, turned_room, whole_lines
+from hybridpar.tvm_kernels.schedules.planes import padded_tile, turned_tile, whole_lines
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 _HERE = Path(__file__).parent
@@ -105,8 +105,8 @@ def _rows_phases(shape: ConvShape, direction: Direction, own: Parameters) -> Pha
 
 
 def _rows_scratch(shape: ConvShape, direction: Direction, own: Parameters) -> int:
-    room = room_of(axis(shape, direction, 0), axis(shape, direction, 1), own["strip"])
-    return own["parts"] * room.places
+    padded = padded_tile(axis(shape, direction, 0), axis(shape, direction, 1), own["strip"])
+    return own["parts"] * padded.places
 
 
 def _rows_weight_phases(shape: ConvShape, direction: Direction, own: Parameters) -> Phases:
@@ -123,8 +123,8 @@ def _turned_phases(shape: ConvShape, direction: Direction, own: Parameters) -> P
 
 
 def _turned_scratch(shape: ConvShape, direction: Direction, own: Parameters) -> int:
-    _, room = turned_room(axis(shape, direction, 0), axis(shape, direction, 1), own["strip"], own["lanes"])
-    return whole_lines(_gather_scratch(shape, direction, own)) + own["parts"] * room
+    _, padded = turned_tile(axis(shape, direction, 0), axis(shape, direction, 1), own["strip"], own["lanes"])
+    return whole_lines(_gather_scratch(shape, direction, own)) + own["parts"] * padded
 
 
 def _turned_weight_phases(shape: ConvShape, direction: Direction, own: Parameters) -> Phases:
@@ -132,8 +132,8 @@ def _turned_weight_phases(shape: ConvShape, direction: Direction, own: Parameter
 
 
 def _turned_weight_scratch(shape: ConvShape, direction: Direction, own: Parameters) -> int:
-    _, room = turned_room(axis(shape, direction, 0), axis(shape, direction, 1), own["strip"], own["lanes"])
-    return whole_lines(_weight_scratch(shape, direction, own)) + own["parts"] * own["groups"] * room
+    _, padded = turned_tile(axis(shape, direction, 0), axis(shape, direction, 1), own["strip"], own["lanes"])
+    return whole_lines(_weight_scratch(shape, direction, own)) + own["parts"] * own["groups"] * padded
 
 
 GATHER = Family(

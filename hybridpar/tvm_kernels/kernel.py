@@ -10,17 +10,23 @@ of the result only a multiple of 64 where the kernel writes past the caches, as 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from hybridpar.kernel_build import Function, Session, contents_of, kernel_paths, parted, session
-from hybridpar.kernel_builder import Request
-from hybridpar.kernel_cache import KernelsUnavailable
-from hybridpar.process import available_cores
+import torch
+from torch import Tensor
+
+from hybridpar.codegen.build import Function, Session, contents_of, kernel_paths, parted, session
+from hybridpar.codegen.cache import KernelsUnavailable
+from hybridpar.codegen.compile_pool import Request
+from hybridpar.errors import KernelError
+from hybridpar.machine.process import available_cores
 from hybridpar.tvm_kernels.families import GATHER_MOMENTS, Family, Parameters, family_of
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.spread import run_ranges
 
 _FLOAT = 4
 
@@ -172,3 +178,88 @@ def _loaded(variant: Variant, content: bytes | KernelsUnavailable) -> Kernel | K
 
 def _key(variant: Variant) -> str:
     return json.dumps([variant.source.name, variant.arguments], sort_keys=True)
+
+
+#: A function of a kernel takes the addresses of first, second, third, out and scratch, then begin and end of a range,
+#: and releases the GIL; with how far the range goes that must be computed before the next function.
+Phase = tuple[Callable[..., Any], int]
+
+
+@dataclass(frozen=True, slots=True)
+class TunedKernel:
+    """A compiled kernel of one record. It checks nothing: what it is given must be dense, float32 and aligned.
+
+    Attributes:
+        phases: What is computed, in order.
+        scratch_bytes: Memory that it needs meanwhile.
+        align: What all addresses are multiples of.
+        threads: On how many threads it runs.
+        align_out: What the address of the result is a multiple of; else the process would be killed.
+    """
+
+    phases: Sequence[Phase]
+    scratch_bytes: int
+    align: int
+    threads: int
+    align_out: int = 4
+
+    def takes(self, *tensors: Tensor) -> bool:
+        """Whether the addresses are aligned as they must be."""
+        for tensor in tensors:  # noqa: SIM110 - a generator costs more than all the rest
+            if tensor.data_ptr() % self.align:
+                return False
+        return True
+
+    def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> None:
+        """Compute.
+
+        Args:
+            first: Input, or the output's gradient where the input's is computed.
+            second: Weights, or the output's gradient where theirs is computed.
+            third: Bias, or None.
+            out: The result.
+
+        Raises:
+            KernelError: The result is not aligned, as torch's own allocator aligns it.
+        """
+        self.run(first, second, third, out)
+
+    def run(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> Tensor | None:
+        """As a call.
+
+        Returns:
+            The scratch memory, with what the kernel left there; None where there is none.
+
+        Raises:
+            KernelError: The result is not aligned, as torch's own allocator aligns it.
+        """
+        if out.data_ptr() % self.align_out:
+            raise KernelError(
+                f"a result at address {out.data_ptr():#x}",
+                f"This kernel writes whole cache lines, so its result is aligned to {self.align_out} bytes.",
+                "Use torch's own allocator, or set HYBRIDPAR_KERNELS=off.",
+            )
+        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8) if self.scratch_bytes else None
+        places = (
+            first.data_ptr(),
+            second.data_ptr(),
+            0 if third is None else third.data_ptr(),
+            out.data_ptr(),
+            0 if scratch is None else scratch.data_ptr(),
+        )
+        for function, count in self.phases:
+            if self.threads == 1:
+                function(*places, 0, count)
+            else:
+                run_ranges(partial(function, *places), count, self.threads)
+        return scratch
+
+
+class AnyKernel(Protocol):
+    """What the op runs, on the CPU or a GPU; `TunedKernel` says what its methods do."""
+
+    def takes(self, *tensors: Tensor) -> bool: ...  # noqa: D102
+
+    def __call__(  # noqa: D102
+        self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor
+    ) -> None: ...

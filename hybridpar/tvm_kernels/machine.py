@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from hybridpar.kernel_build import Session
-from hybridpar.kernel_builder import Builder, Request
+from hybridpar.codegen.build import Session
+from hybridpar.codegen.compile_pool import Builder, Request
 from hybridpar.tvm_kernels.measure import torch_threads
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")

@@ -38,7 +38,7 @@ def _nothing() -> None:
     return None
 
 
-def hang_moments(tensor: Tensor, values: Tensor) -> None:
+def attach_moments(tensor: Tensor, values: Tensor) -> None:
     """Leave the moments of a tensor for whoever gets it next.
 
     Args:

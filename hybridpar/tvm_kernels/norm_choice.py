@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from hybridpar.codegen.cache import wanted
 from hybridpar.errors import KernelError
-from hybridpar.kernel_cache import wanted
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.choice import Choices, active_choices, apart, how_to_tune, is_strict
-from hybridpar.tvm_kernels.database import Database
+from hybridpar.tvm_kernels.database import Database, why_unused
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.norm_records import NormKey, NormRecord, NormShape, norm_versions
 
@@ -103,9 +103,8 @@ def _find(choices: Choices, call: tuple[int, int, str, int]) -> bool:
 
 def why_no_norm_record(database: Database, key: NormKey) -> str:
     """What the nearest record of another key differs in."""
-    if database.best_norm(key, current=False) is not None:
-        versions = ", ".join(f"{name} {version}" for name, version in norm_versions())
-        return f"its record is not of {versions}; tune again"
+    if (own := database.best_norm(key, current=False)) is not None:
+        return why_unused(own, norm_versions())
     near: list[tuple[int, str]] = []
     for other in database.norm_keys:
         if (other.dtype, other.shape.channels, other.shape.act) != (key.dtype, key.shape.channels, key.shape.act):

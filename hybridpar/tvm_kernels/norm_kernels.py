@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridpar.kernel_build import Function, load_kernels
-from hybridpar.kernel_writer import LANES
+from hybridpar.codegen.build import Function, load_kernels
+from hybridpar.codegen.tir_writer import LANES
 from hybridpar.tvm_kernels.schedules.norm_rows import (
     APPLY,
     CHUNK,

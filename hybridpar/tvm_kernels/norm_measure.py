@@ -19,8 +19,9 @@ from torch.nn import functional
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels.batch_norm_act import STOCK, batch_norm_then, fusable
 from hybridpar.tvm_kernels.machine import copy_speed
-from hybridpar.tvm_kernels.measure import Timing, time_pairs, torch_threads
-from hybridpar.tvm_kernels.norm_records import NormKey, NormShape
+from hybridpar.tvm_kernels.measure import Timing, relative_error, steady_timing, time_pairs, torch_threads
+from hybridpar.tvm_kernels.norm_records import NORM_OP, NormKey, NormShape
+from hybridpar.tvm_kernels.record import require_right
 
 #: Pairs of a measurement, at least.
 _LEAST = 7
@@ -53,12 +54,16 @@ class NormTime:
         floor_ms: See `norm_floor_ms`; None where no copies were timed.
         error: The largest error of the result and the three gradients against float64, each relative to its largest
             value.
+        stock_error: The same of torch in float32.
+        noise: How far repeated measurements lie apart, see `measure.steady_timing`.
     """
 
     ms: float
     stock_ms: float
     floor_ms: float | None
     error: float
+    stock_error: float | None = None
+    noise: float = 0.0
 
 
 class NormBench:
@@ -130,6 +135,7 @@ def measure_norm(
 
     Raises:
         UsageError: Kernels cannot be had here, or there are not two rows.
+        WrongKernelError: The kernels' result or gradients are wrong.
     """
     if not fusable(images(shape), None, None, None, None, True):
         raise UsageError(
@@ -137,9 +143,13 @@ def measure_norm(
             "There must be two values per channel, and kernels.",
             "See the log for why there are none; HYBRIDPAR_KERNELS must not be off.",
         )
-    timing = NormBench(shape, seed).compare(seconds, threads)
+    error, stock_error = norm_errors(shape, seed)
+    require_right(f"{NORM_OP} {shape.text}", error, NORM_OP, stock_error)
+    bench = NormBench(shape, seed)
+    timing = steady_timing(lambda: bench.compare(seconds / 2, threads))
     floor = None if copies is None else norm_floor_ms(shape, copies, threads)
-    return NormTime(timing.stock_ms / timing.speedup, timing.stock_ms, floor, norm_error(shape, seed))
+    ms = timing.stock_ms / timing.speedup
+    return NormTime(ms, timing.stock_ms, floor, error, stock_error, timing.noise)
 
 
 def norm_floor_ms(shape: NormShape, copies: Sequence[tuple[int, float]], threads: int = 1) -> float:
@@ -172,28 +182,32 @@ def measure_norm_saving(keys: Mapping[NormKey, int], pairs: int = 5) -> float:
     return saved
 
 
-def norm_error(shape: NormShape, seed: int = 0) -> float:
-    """The largest error of the kernels' result and gradients against float64, relative to the largest value of each.
+def norm_errors(shape: NormShape, seed: int = 0) -> tuple[float, float]:
+    """The largest error of result and gradients against float64, relative to the largest value of each.
 
     Args:
         shape: Of the norm; of many rows only a part is computed.
         seed: Of the data.
+
+    Returns:
+        That of the kernels and that of torch in float32; infinite where there is a NaN.
     """
     draw = torch.Generator().manual_seed(seed)
     part = NormShape(min(shape.rows, max(2, _CHECKED // shape.channels)), shape.channels, shape.act)
     x, gradient = images(part, draw), images(part, draw)
     weight, bias = torch.rand(shape.channels, generator=draw) + 0.5, torch.randn(shape.channels, generator=draw)
 
-    def results(dtype: torch.dtype) -> list[Tensor]:
+    def results(dtype: torch.dtype, stock: bool) -> list[Tensor]:
         own = [one.to(dtype).requires_grad_() for one in (x, weight, bias)]
-        if dtype == torch.float64:
+        if stock:
             y = STOCK[shape.act](functional.batch_norm(own[0], None, None, own[1], own[2], True, 0.0, _EPS))
         else:
             y = batch_norm_then(own[0], own[1], own[2], None, None, True, 0.0, _EPS, shape.act)
         return [y.detach(), *torch.autograd.grad(y, own, gradient.to(dtype))]
 
-    both = zip(results(torch.float32), results(torch.float64), strict=True)
-    return max(float((one - true).abs().max() / true.abs().max().clamp(min=1e-30)) for one, true in both)
+    true = results(torch.float64, stock=True)
+    own, stock = (max(map(relative_error, results(torch.float32, stock=one), true)) for one in (False, True))
+    return own, stock
 
 
 def images(shape: NormShape, draw: torch.Generator | None = None) -> Tensor:

@@ -7,16 +7,16 @@ rows (pixels of all images), of channels, the activation and the threads.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from hybridpar.errors import UsageError
+from hybridpar.errors import UsageError, shortened
 from hybridpar.tvm_kernels.device import installed_versions
+from hybridpar.tvm_kernels.record import Record
 from hybridpar.tvm_kernels.schedules.norm_rows import ACTIVATIONS
 from hybridpar.tvm_kernels.shapes import Layout
 
@@ -28,10 +28,7 @@ NORM_RECORD_VERSION: Literal[1] = 1
 #: Raised where the kernels change so that old times say nothing any more.
 _KERNELS = 1
 
-#: How many times as fast as torch the kernels must have been to be used: less is within what a measurement errs by.
-LEAST_GAIN = 1.02
-
-_TEXT = re.compile(r"(\d+)x(\d+) (\w+)")
+_TEXT = re.compile(r"(\d{1,12})x(\d{1,6}) (\w+)")
 
 
 @dataclass(frozen=True, order=True)
@@ -68,7 +65,7 @@ class NormShape:
         match = _TEXT.fullmatch(text.strip())
         if match is None or match[3] not in ACTIVATIONS or not int(match[1]) * int(match[2]):
             raise UsageError(
-                f"{text!r} is no shape of a norm",
+                f"{shortened(repr(text))} is no shape of a norm",
                 f"It is rows x channels and one of {', '.join(ACTIVATIONS)}.",
                 'Write it as "100352x96 relu6".',
             )
@@ -104,10 +101,8 @@ class NormKey:
         return NORM_OP
 
 
-class NormRecord(BaseModel):
+class NormRecord(Record):
     """One measurement. Times are milliseconds of forward and backward together, in interleaved pairs."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
 
     version: Literal[1] = NORM_RECORD_VERSION
     op: Literal["batch_norm_act"] = NORM_OP
@@ -116,16 +111,9 @@ class NormRecord(BaseModel):
     activation: Literal["none", "relu", "relu6", "silu"]
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     layout: Layout = Layout.CHANNELS_LAST
-    device: str
-    threads: int = Field(ge=1)
-    versions: dict[str, str]
     ms: float = Field(gt=0, description="of the kernels: torch's median over the median of the paired ratios")
     stock_ms: float = Field(gt=0, description="of torch's two operations, the activation in place; the median")
     floor_ms: float | None = Field(None, gt=0, description="of the least passes over memory, at the speed of copies")
-    error: float | None = Field(
-        None, ge=0, description="largest difference from float64, relative to the largest value"
-    )
-    tuned_at: float = Field(0.0, ge=0, description="seconds since the epoch")
 
     @property
     def key(self) -> NormKey:
@@ -139,13 +127,9 @@ class NormRecord(BaseModel):
         return tuple(sorted(self.versions.items())) == norm_versions()
 
     @property
-    def wins(self) -> bool:
-        """Whether it was measured to be faster than torch, by `LEAST_GAIN`."""
-        return self.ms * LEAST_GAIN < self.stock_ms
-
-    def line(self) -> str:
-        """The record as a line of a database."""
-        return json.dumps(self.model_dump(mode="json", exclude_none=True))
+    def times(self) -> tuple[float, float]:
+        """Milliseconds of the kernels and of torch."""
+        return self.ms, self.stock_ms
 
 
 @cache

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.database import Database, append_records, read_database
 from hybridpar.tvm_kernels.machine import measure_copies
 from hybridpar.tvm_kernels.norm_measure import NormTime, measure_norm
 from hybridpar.tvm_kernels.norm_records import NormKey, NormRecord, norm_versions
-from hybridpar.tvm_kernels.search import SearchReport
+from hybridpar.tvm_kernels.record import WrongKernelError
+from hybridpar.tvm_kernels.search import SearchReport, tell_unsteady
 
 _log = logging.getLogger(__name__)
 
@@ -91,6 +93,14 @@ def measure_norms(
         except KeyboardInterrupt:
             report.stopped, report.left = True, len(todo) - place
             break
+        except WrongKernelError as error:
+            _log.warning("torch is used: %s", error)
+            report.empty += 1
+            continue
+        if found.noise > MOST_NOISE:
+            tell_unsteady(f"{key.op} {key.shape.text}", found.noise)
+            report.unsteady += 1
+            continue
         append_records(path, [_record_of(key, found)])
         report.tuned += 1
     return report
@@ -109,5 +119,7 @@ def _record_of(key: NormKey, found: NormTime) -> NormRecord:
         stock_ms=found.stock_ms,
         floor_ms=found.floor_ms,
         error=found.error,
+        stock_error=found.stock_error,
+        noise=found.noise,
         tuned_at=time.time(),
     )

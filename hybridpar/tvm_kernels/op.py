@@ -29,7 +29,7 @@ from hybridpar.tvm_kernels.call_plan import (
     usable,
 )
 from hybridpar.tvm_kernels.choice import active_choices, any_kernel
-from hybridpar.tvm_kernels.moments import hang_moments
+from hybridpar.tvm_kernels.moments import attach_moments
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 
 #: The same on every call, so looked up once.
@@ -85,7 +85,7 @@ def depthwise_conv2d(
     else:
         result = plan.compute(x, weight, bias, moments)
     if moments:
-        hang_moments(result, moments[0])
+        attach_moments(result, moments[0])
     return result
 
 

@@ -62,7 +62,13 @@ class TuneConfig:
     """Print JSON."""
     draw: Path | None = None
     """Draw how much faster than torch the kernels are into this .svg, .png or .pdf file."""
-    tune_process: bool = True
+    tune_process: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="Leave the C allocator and thread counts as they are.",
+            help_behavior_hint="(default: set as for training)",
+        ),
+    ] = True
     """Whether the C allocator and thread counts are set as for training."""
     debug: bool = False
     """Show tracebacks."""

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from hybridpar.tvm_kernels.choice import AnyKernel, Choices
+from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.cuda_device import is_gpu
 from hybridpar.tvm_kernels.cuda_measure import CudaBench, time_cuda_pairs
 from hybridpar.tvm_kernels.database import KernelKey
+from hybridpar.tvm_kernels.kernel import AnyKernel
 from hybridpar.tvm_kernels.measure import Bench, time_pairs, torch_threads
 
 

@@ -9,15 +9,17 @@ known of the same convolution: in the database, and in the one that comes with t
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hybridpar.codegen.compile_pool import Builder
 from hybridpar.errors import UsageError
-from hybridpar.kernel_builder import Builder
-from hybridpar.process import available_cores
+from hybridpar.machine.process import available_cores
+from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.tvm_kernels.cuda_device import is_gpu
 from hybridpar.tvm_kernels.database import (
     Database,
@@ -32,6 +34,8 @@ from hybridpar.tvm_kernels.machine import measure_speed
 from hybridpar.tvm_kernels.stake import weigh
 from hybridpar.tvm_kernels.standings import Tuned, TuningStopped
 from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT, tune
+
+_log = logging.getLogger(__name__)
 
 #: Candidates of a search that are kept: the fastest, and others to begin the next search with.
 KEPT = 3
@@ -70,6 +74,7 @@ class SearchReport:
         empty: Searches that no kernel came out of.
         left: Searches for which no time was left.
         stopped: Whether the user stopped it.
+        unsteady: Searches and measurements whose repetitions did not agree, so that nothing was recorded.
     """
 
     skipped: int = 0
@@ -77,6 +82,7 @@ class SearchReport:
     empty: int = 0
     left: int = 0
     stopped: bool = False
+    unsteady: int = 0
 
     def plus(self, other: SearchReport) -> SearchReport:
         """Of both together."""
@@ -86,6 +92,7 @@ class SearchReport:
             self.empty + other.empty,
             self.left + other.left,
             self.stopped or other.stopped,
+            self.unsteady + other.unsteady,
         )
 
 
@@ -168,13 +175,25 @@ def search_all(
                 )
             except TuningStopped as stopped:
                 report.stopped, found = True, stopped.results
-            _keep(path, key, found)
-            report.tuned += bool(found)
+            finals = [one for one in found if one.final]
+            steady = [one for one in finals if one.noise <= MOST_NOISE]
+            _keep(path, key, steady)
+            report.tuned += bool(steady)
+            report.unsteady += bool(finals) and not steady
             report.empty += not found and not report.stopped
+            if finals and not steady:
+                tell_unsteady(f"{key.direction} {key.shape.text}", min(one.noise for one in finals))
             if report.stopped:
-                report.left = len(todo) - place - bool(found)
+                report.left = len(todo) - place - bool(finals)
                 break
     return report
+
+
+def tell_unsteady(what: str, noise: float) -> None:
+    """Say in a log line that a measurement is not recorded, as its repetitions lay so far apart."""
+    _log.warning(
+        "%s: measurements lay %.0f %% apart, so none is recorded: tune again when nothing else runs", what, 100 * noise
+    )
 
 
 def _known(database: Database, key: KernelKey) -> list[dict[str, int]]:
@@ -201,7 +220,6 @@ def _same_but_batch(one: KernelKey, other: KernelKey) -> bool:
 
 def _keep(path: Path, key: KernelKey, found: Sequence[Tuned]) -> None:
     now, versions = time.time(), dict(installed_versions())
-    finals = [one for one in found if one.final] or list(found)
     append_records(
         path,
         [
@@ -219,8 +237,10 @@ def _keep(path: Path, key: KernelKey, found: Sequence[Tuned]) -> None:
                 layout_ms=one.layout_ms,
                 floor_ms=one.floor_ms,
                 error=one.error,
+                stock_error=one.stock_error,
+                noise=one.noise,
                 tuned_at=now,
             )
-            for one in finals[:KEPT]
+            for one in found[:KEPT]
         ],
     )

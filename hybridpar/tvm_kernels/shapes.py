@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hybridpar.errors import UsageError
+from hybridpar.errors import UsageError, shortened
 
-_TEXT = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+) k(\d+)x(\d+) s(\d+)x(\d+) p(\d+)x(\d+) d(\d+)x(\d+)")
+_TEXT = re.compile("{n}x{n}x{n}x{n} k{n}x{n} s{n}x{n} p{n}x{n} d{n}x{n}".replace("{n}", r"(\d{1,6})"))
 _FLOAT = 4
 
 
@@ -110,7 +110,9 @@ class ConvShape:
         found = _TEXT.fullmatch(text.strip())
         if found is None:
             raise ShapeError(
-                f"'{text}' is not a shape", "one looks like 8x96x56x56 k3x3 s1x1 p1x1 d1x1", "write it like that"
+                f"'{shortened(text)}' is not a shape",
+                "one looks like 8x96x56x56 k3x3 s1x1 p1x1 d1x1",
+                "write it like that",
             )
         batch, channels, height, width, *pairs = (int(one) for one in found.groups())
         kernel, stride, padding, dilation = zip(pairs[::2], pairs[1::2], strict=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
-from hybridpar.kernel_cache import KernelsUnavailable
+from hybridpar.codegen.cache import KernelsUnavailable
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +33,8 @@ class Tuned:
         final: Whether it was timed again as a finalist.
         drawn: Whether it was drawn at random, and not chosen.
         layout_ms: Of torch's call in the layout of the kernel, where it is not its better one; of finalists only.
+        stock_error: Torch's largest difference from float64, on the same data.
+        noise: Of the ratio, see `measure.Timing`; of finalists that of repeated comparisons, see `steady_timing`.
     """
 
     parameters: Mapping[str, int]
@@ -45,6 +47,8 @@ class Tuned:
     final: bool = False
     drawn: bool = False
     layout_ms: float | None = None
+    stock_error: float | None = None
+    noise: float = 0.0
 
 
 class TuningStopped(KeyboardInterrupt):
@@ -68,6 +72,8 @@ class Timed(Protocol):
     def stock_ms(self) -> float: ...  # noqa: D102
     @property
     def speedup(self) -> float: ...  # noqa: D102
+    @property
+    def noise(self) -> float: ...  # noqa: D102
 
 
 def key_of(parameters: Mapping[str, int]) -> Key:
@@ -118,11 +124,19 @@ class Standings(Generic[_Kernel]):
         if self._lost >= _MOST_LOST and not self.results:
             raise KernelsUnavailable(str(error)) from None
 
-    def measured(self, parameters: Mapping[str, int], timing: Timed, floor_ms: float, error: float) -> Tuned:
+    def measured(
+        self, parameters: Mapping[str, int], timing: Timed, floor_ms: float, error: float, stock_error: float
+    ) -> Tuned:
         """A candidate's result."""
         key = key_of(parameters)
         numbers = (timing.ms, timing.stock_ms, floor_ms, error, timing.speedup, self.predicted[key])
-        return Tuned(dict(parameters), *numbers, drawn=key in self.drawn)
+        drawn = key in self.drawn
+        return Tuned(dict(parameters), *numbers, drawn=drawn, stock_error=stock_error, noise=timing.noise)
+
+    def finish(self, key: Key, timing: Timed) -> Tuned:
+        """The result of a finalist: that of the search with the times of its last comparisons."""
+        before = replace(self.results[key], final=True, noise=timing.noise)
+        return replace(before, ms=timing.ms, stock_ms=timing.stock_ms, speedup=timing.speedup)
 
     def note(self, key: Key, result: Tuned) -> None:
         """Take in a result, and tell how it stands."""

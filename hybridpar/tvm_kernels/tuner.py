@@ -15,16 +15,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
-from hybridpar.kernel_build import Session
-from hybridpar.kernel_builder import Builder, Built
-from hybridpar.kernel_cache import KernelsUnavailable
-from hybridpar.process import available_cores
+from hybridpar.codegen.build import Session
+from hybridpar.codegen.cache import KernelsUnavailable
+from hybridpar.codegen.compile_pool import Builder, Built
+from hybridpar.machine.process import available_cores
 from hybridpar.tvm_kernels.candidates import candidates, neighbours
 from hybridpar.tvm_kernels.cost import Ranking, estimate, rank
 from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image
 from hybridpar.tvm_kernels.machine import Speed, measure_speed, this_machine
-from hybridpar.tvm_kernels.measure import MOST_ERROR, Bench, torch_threads
+from hybridpar.tvm_kernels.measure import Bench, Timing, steady_timing, torch_threads
+from hybridpar.tvm_kernels.record import is_right
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.standings import Standings, Tuned, TuningStopped, key_of
 
@@ -221,13 +223,14 @@ class _Search(Standings[Kernel]):
         except (KernelsUnavailable, RuntimeError) as error:
             self.lose(f"{self.direction} {self.shape.text} {parameters}", error)
             return
-        error_found = self.bench.error(kernel)
-        if error_found > MOST_ERROR[self.direction]:
+        error_found, stock_error = self.bench.error(kernel), self.bench.stock_error
+        if not is_right(error_found, self.direction, "float32", stock_error):
             _log.warning("%s %s %s is wrong by %.1e", self.direction, self.shape.text, parameters, error_found)
             return
         key = key_of(parameters)
         self.kernels[key] = kernel
-        self.note(key, self.measured(parameters, self.bench.compare(kernel, _GLANCE), self._floor_ms, error_found))
+        timing = self.bench.compare(kernel, _GLANCE)
+        self.note(key, self.measured(parameters, timing, self._floor_ms, error_found, stock_error))
         for other in self.fastest(len(self.results))[_FINALISTS + 2 :]:
             self.kernels.pop(other, None)  # unloads it
 
@@ -236,7 +239,7 @@ class _Search(Standings[Kernel]):
         return self.speed.floor_ms(self.shape.multiply_adds, self.shape.least_bytes(self.direction), self.threads)
 
     def _finals(self, end: float) -> None:
-        """Time the fastest once more, as long as there is time, in turn.
+        """Time the fastest once more, as long as there is time, in turn, until two comparisons agree.
 
         Some are fast on the tensors of the search alone, by where these lie in memory; what counts is the worse of two.
         """
@@ -246,12 +249,14 @@ class _Search(Standings[Kernel]):
             left = max(0.0, end - time.monotonic()) / (min(len(best), _FINALISTS) - place)
             rivals = 1 if self.bench.stock_layout is self.layout else 2
             share = min(left / rivals, _LONGEST)
-            timings = [bench.compare(self.kernels[key], share / 2, least=5) for bench in benches]
-            timing = min(timings, key=lambda one: one.speedup)
-            before = self.results[key]
-            again = replace(self.measured(before.parameters, timing, self._floor_ms, before.error), final=True)
+            compare = partial(_worse_of, [partial(one.compare, self.kernels[key], share / 4, 5) for one in benches])
+            again = self.finish(key, steady_timing(compare))
             if rivals > 1:
-                same = self.bench.compare(self.kernels[key], share, least=5, layout=self.layout)
+                same = steady_timing(partial(self.bench.compare, self.kernels[key], share / 2, 5, self.layout))
                 # The ratio is of pairs, the times of the two comparisons are not.
-                again = replace(again, layout_ms=again.ms * same.speedup)
+                again = replace(again, layout_ms=again.ms * same.speedup, noise=max(again.noise, same.noise))
             self.note(key, again)
+
+
+def _worse_of(comparisons: Sequence[Callable[[], Timing]]) -> Timing:
+    return min((compare() for compare in comparisons), key=lambda one: one.speedup)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridpar.compress import CODECS, Exchange, Meeting, TensorSpec, TorchGroup, bind, parse_codec
+from hybridpar.comm.world import World
+from hybridpar.compress import CODECS, Collective, Exchange, TensorSpec, TorchGroup, bind, parse_codec
 from hybridpar.compress.auto import (
     FIDELITIES,
     PLAIN,
@@ -21,16 +22,15 @@ from hybridpar.compress.auto import (
 )
 from hybridpar.compress.rates import CodecRate, LinkCost, lasting_rounds, measure_codec, measure_link, meet_over
 from hybridpar.errors import UsageError
-from hybridpar.pipeline.world import World
 from tests.ranks import run_ranks
 
 BUCKETS = [
     [("fc.weight", (1000, 512))],
     [("conv.weight", (256, 256, 3, 3)), ("bn.weight", (256,)), ("bn.bias", (256,))],
 ]
-HALF = (Meeting.SUM, torch.float16)
-BYTES = (Meeting.SHARD, torch.uint8)
-ALL = (Meeting.GATHER, torch.uint8)
+HALF = (Collective.SUM, torch.float16)
+BYTES = (Collective.SHARD, torch.uint8)
+ALL = (Collective.GATHER, torch.uint8)
 #: A pass over float32 at 2 GB/s to write and one to read, per element.
 SLOW_CPU = CodecRate({1 << 20: (2.1, 2.1)})
 
@@ -168,7 +168,7 @@ def test_between_sizes_that_were_tried_a_codec_takes_what_the_line_between_says(
 
 
 def test_a_warm_up_is_not_what_is_predicted():
-    assert lasting_rounds(parse_codec("onebit:warmup=5"), (64, 64), 3)[0].meeting is Meeting.SHARD
+    assert lasting_rounds(parse_codec("onebit:warmup=5"), (64, 64), 3)[0].collective is Collective.SHARD
 
 
 @pytest.mark.parametrize("name", sorted(CODECS))

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from hybridpar.comm.world import World
 from hybridpar.compress.ddp import CodecState, ddp_hook
 from hybridpar.errors import CheckpointError, UsageError
-from hybridpar.pipeline.world import World
 from tests.compress.test_ddp import batch, make, net, train, weights
 from tests.ranks import run_ranks
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from hybridpar.compress import Exchange, Meeting, TensorSpec, Traffic, bind, parse_codec, run_together
+from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, bind, parse_codec, run_together
 from hybridpar.compress.exchange import AllGather, AllReduce, AllToAll
 from hybridpar.compress.sharded import cut_stripes
 from hybridpar.compress.together import meet
@@ -42,7 +42,7 @@ def test_messages_that_meet_alike_travel_together() -> None:
     for request in exchange.requests(gradients, gradients):
         kinds.append(type(request))
         if isinstance(request, AllReduce):
-            assert request.meeting is Meeting.SUM
+            assert request.collective is Collective.SUM
         else:
             request.out.copy_(request.inp)
     assert kinds == [AllToAll, AllGather, AllReduce, AllReduce]
@@ -115,7 +115,7 @@ class _Solo:
 class _Copies(_Solo):
     """A group of one."""
 
-    def all_reduce(self, tensor: torch.Tensor, meeting: Meeting) -> None:
+    def all_reduce(self, tensor: torch.Tensor, collective: Collective) -> None:
         pass
 
     def all_to_all(
@@ -135,8 +135,8 @@ def test_a_group_of_other_workers_is_refused() -> None:
 
 def test_and_and_max_meet() -> None:
     words = [torch.tensor([7, 12]), torch.tensor([5, 10])]
-    meet([AllReduce(word, Meeting.AND) for word in words])
+    meet([AllReduce(word, Collective.AND) for word in words])
     assert [word.tolist() for word in words] == [[5, 8], [5, 8]]
     values = [torch.tensor([1.0, -2.0]), torch.tensor([0.0, 3.0])]
-    meet([AllReduce(value, Meeting.MAX) for value in values])
+    meet([AllReduce(value, Collective.MAX) for value in values])
     assert [value.tolist() for value in values] == [[1.0, 3.0], [1.0, 3.0]]

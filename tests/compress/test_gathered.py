@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridpar.compress import Meeting, TensorSpec, bind, parse_codec
+from hybridpar.compress import Collective, TensorSpec, bind, parse_codec
 from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.errors import UsageError
 from tests.compress.team import Team
@@ -14,16 +14,20 @@ SHAPES = {"w": (40, 33), "v": (8, 3, 3, 5)}
 TEXTS = ["onebit", "onebit:group=column,least=1", "twobit:least=1", "twobit:least=1,levels=mean"]
 
 
-def meeting(text: str, workers: int) -> Meeting:
-    return bind(parse_codec(text), TensorSpec("w", (40, 33), workers=workers)).rounds[0].meeting
+def collective(text: str, workers: int) -> Collective:
+    return bind(parse_codec(text), TensorSpec("w", (40, 33), workers=workers)).rounds[0].collective
 
 
 @pytest.mark.parametrize("text", ["onebit", "twobit:least=1"])
 def test_two_workers_send_to_each_other_and_more_to_owners(text: str) -> None:
-    assert [meeting(text, workers) for workers in (1, 2, 3)] == [Meeting.GATHER, Meeting.GATHER, Meeting.SHARD]
+    assert [collective(text, workers) for workers in (1, 2, 3)] == [
+        Collective.GATHER,
+        Collective.GATHER,
+        Collective.SHARD,
+    ]
     more = "," if ":" in text else ":"
-    assert meeting(f"{text}{more}meet=shard", 2) is Meeting.SHARD
-    assert meeting(f"{text}{more}meet=gather", 3) is Meeting.GATHER
+    assert collective(f"{text}{more}meet=shard", 2) is Collective.SHARD
+    assert collective(f"{text}{more}meet=gather", 3) is Collective.GATHER
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybridpar.compress import CODECS, Exchange, Meeting, TensorSpec, TorchGroup, bind, parse_codec
+from hybridpar.compress import CODECS, Collective, Exchange, TensorSpec, TorchGroup, bind, parse_codec
 from hybridpar.compress.group import open_group
 from tests.compress.team import Team, same_bits
 from tests.ranks import run_ranks
@@ -55,10 +55,10 @@ def meet_over_gloo(world: Any) -> list[Any]:
     group = TorchGroup()
     words = torch.tensor([7, 12, 255]) - world.rank
     by_gathering = words.clone()
-    group.all_reduce(words, Meeting.AND)
+    group.all_reduce(words, Collective.AND)
     group._and_by_gathering(by_gathering)  # the way of NCCL, which has no bitwise operations
     largest = torch.tensor([1.0, float("inf") if world.rank else -2.0])
-    group.all_reduce(largest, Meeting.MAX)
+    group.all_reduce(largest, Collective.MAX)
     return [words.tolist(), by_gathering.tolist(), largest.tolist()]
 
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.node_worlds import NodeWorlds
+from hybridpar.comm.world import World
 from hybridpar.compress.hierarchy import Leaders, Nodes
-from hybridpar.pipeline.node_worlds import NodeWorlds
-from hybridpar.pipeline.world import World
 from tests.compress.test_ddp import make as make_ddp
 from tests.compress.test_ddp import net, train, weights
-from tests.pipeline.test_compression import Net, Staged, batch, kept
-from tests.pipeline.test_compression import make as make_trainer
 from tests.ranks import run_ranks
+from tests.sync.test_compression import Net, Staged, batch, kept
+from tests.sync.test_compression import make as make_trainer
 
 EVEN = ("a", "a", "b", "b")
 MIXED = ("a", "b", "b", "a")
@@ -107,7 +107,7 @@ def test_replicas_stay_equal_and_leaders_share_the_work(names: tuple[str, ...], 
 def trained(world: World, names: tuple[str, ...], codec: str, hierarchy: bool) -> tuple[dict[str, Tensor], bool, int]:
     torch.manual_seed(0)
     config = TrainConfig(compress=codec, lr=0.05, bucket_mb=0.02, hierarchy=hierarchy, micro_batches=2)
-    with mock.patch("hybridpar.pipeline.node_worlds.host_identity", return_value=names[world.rank]):
+    with mock.patch("hybridpar.comm.node_worlds.host_identity", return_value=names[world.rank]):
         trainer = Trainer(Net(), config=config, world=world)
     with trainer:
         for step in range(2):
@@ -137,7 +137,7 @@ def test_a_trainer_on_nodes(names: tuple[str, ...]) -> None:
 
 def summed(world: World, names: tuple[str, ...], codec: str) -> tuple[list[Tensor], str]:
     torch.manual_seed(0)
-    with mock.patch("hybridpar.pipeline.node_worlds.host_identity", return_value=names[world.rank]):
+    with mock.patch("hybridpar.comm.node_worlds.host_identity", return_value=names[world.rank]):
         trainer = Trainer(Net(), config=TrainConfig(compress=codec, lr=0.05, bucket_mb=0.02), world=world)
     with trainer:
         nodes = trainer.engine.codecs[0]._nodes
@@ -209,7 +209,7 @@ def staged(
 ) -> tuple[dict[str, Tensor], dict[str, str], list[list[int]], bool]:
     """State after three steps, what parameters travel as, the sizes of nodes, and whether any residual is kept."""
     config = {"stages": 2, "replicas": replicas, "micro_batches": 2, "hierarchy": hierarchy}
-    with mock.patch("hybridpar.pipeline.node_worlds.host_identity", return_value=names[world.rank]):
+    with mock.patch("hybridpar.comm.node_worlds.host_identity", return_value=names[world.rank]):
         trainer = make_trainer(world, codec, **config)
     skipped, unmoved = list[bool](), list[bool]()
     with trainer:
@@ -224,7 +224,7 @@ def staged(
             after = kept(trainer)
             unmoved.append(before.keys() == after.keys() and equal(before, after))
         nodes = [codec.state_dict()["nodes"] for codec in trainer.engine.codecs]
-        rows = {row.layer: row.codec for row in trainer.engine.travelling().layers}
+        rows = {row.layer: row.codec for row in trainer.engine.wire_format().layers}
         assert skipped == [False, poisoned, False]
         keeps = any(bool(residual.any()) for residual in after.values())
         assert not keeps or unmoved == [False, poisoned, False], "what is kept moves with steps that count"
@@ -274,7 +274,7 @@ def resumed(world: World, names: str, directory: str) -> tuple[dict[str, Tensor]
     """Four steps of stages in one go, and two by two with a checkpoint between."""
     states = []
     for part in ("whole", "rest"):
-        with mock.patch("hybridpar.pipeline.node_worlds.host_identity", return_value=names[world.rank]):
+        with mock.patch("hybridpar.comm.node_worlds.host_identity", return_value=names[world.rank]):
             trainer = make_trainer(world, "onebit", stages=2, replicas=4)
         with trainer:
             if part == "rest":

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridpar import kernel_cuda
+from hybridpar.codegen import nvrtc as kernel_cuda
 from hybridpar.compress import kernels, parse_codec
 from hybridpar.compress.codec import TensorSpec
 from hybridpar.compress.codecs.onebit import RowSigns

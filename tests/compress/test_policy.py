@@ -138,12 +138,12 @@ def test_a_bad_file_is_one_error_with_file_and_line(text, line, told, tmp_path):
 
 
 def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path):
-    with pytest.raises(UsageError, match="there is no policy file"):
+    with pytest.raises(UsageError, match="cannot read the policy file"):
         read_policy(str(tmp_path / "missing.toml"))
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     for name in ("folder.toml", "bytes.toml"):
-        with pytest.raises(UsageError, match="cannot be read"):
+        with pytest.raises(UsageError, match="cannot read the policy file"):
             read_policy(str(tmp_path / name))
 
 

@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.world import World
 from hybridpar.compress import CODECS
 from hybridpar.compress.ddp import CodecState
 from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.redivide import put_together
 from hybridpar.errors import CheckpointError
-from hybridpar.pipeline.world import World
 from tests.compress.team import Team, equal
 from tests.compress.test_ddp import batch as ddp_batch
 from tests.compress.test_ddp import make as make_ddp
 from tests.compress.test_ddp import net, train
-from tests.pipeline.test_compression import Net, batch
 from tests.ranks import run_ranks
+from tests.sync.test_compression import Net, batch
 
 SHAPES = {"matrix": (40, 33), "conv": (10, 6, 3, 3), "row": (1, 64), "bias": (7,), "empty": (0, 5)}
 TEXTS = [

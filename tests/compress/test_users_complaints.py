@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.world import World
 from hybridpar.compress import CODECS, ErrorFeedback, parse_codec, run_together
 from hybridpar.compress.ddp import ddp_hook
 from hybridpar.compress.packing import Fields
 from hybridpar.compress.scratch import Scratch
-from hybridpar.pipeline.world import World
 from tests.compress.team import Team, equal, same_bits
 from tests.compress.test_ddp import batch as ddp_batch
 from tests.compress.test_ddp import net, weights
-from tests.pipeline.test_compression import Net, batch
 from tests.ranks import run_ranks
+from tests.sync.test_compression import Net, batch
 
 NAMES = list(CODECS)
 SHAPES = {"matrix": (40, 33), "conv": (12, 10, 3, 3), "few": (3, 70), "bias": (7,)}

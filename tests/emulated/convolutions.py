@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridpar import cuda_driver
-from hybridpar.cuda_driver import CudaFunction, CudaModule
-from hybridpar.kernel_builder import Builder
-from hybridpar.kernel_writer_cuda import PRELUDE
+from hybridpar.codegen import cuda_driver
+from hybridpar.codegen.compile_pool import Builder
+from hybridpar.codegen.cuda_driver import CudaFunction, CudaModule
+from hybridpar.codegen.cuda_writer import PRELUDE
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant
 from tests.emulated import IMAGE, emulated_driver
 

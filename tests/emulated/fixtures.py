@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hybridpar import cuda_driver, kernel_cuda
+from hybridpar.codegen import cuda_driver
+from hybridpar.codegen import nvrtc as kernel_cuda
+from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.compress.kernels.cuda import PARAMETERS, SOURCE, CudaKernels
-from hybridpar.kernel_cache import KernelsUnavailable
 from tests.emulated import IMAGE, emulated_driver
 
 

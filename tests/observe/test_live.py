@@ -184,3 +184,23 @@ def test_a_terminal_that_went_away_does_not_end_the_run(info, make_step, make_ep
         clock.now += 1
         progress.step(make_step(1))
         progress.epoch(make_epoch(0))
+
+
+def test_what_is_prepared_stands_in_one_line_until_something_else_does(info):
+    console, stream = terminal(40)
+    screen = Screen(40)
+    with LiveProgress(console) as progress:
+        progress.prepare("planning: timing a step of the model (--plan none skips planning)")
+        assert screen.play(sent(stream)) == ["planning: timing a step of the model (…"]
+        progress.prepare("planning: predicting")
+        assert Screen(40).play(sent(stream)) == ["planning: predicting ..."]
+        progress.start(info)
+    assert screen.widest < 40
+    assert not [line for line in Screen(40).play(sent(stream)) if "planning" in line]
+
+
+def test_what_is_prepared_is_taken_away_where_nothing_follows():
+    console, stream = terminal(80)
+    with LiveProgress(console) as progress:
+        progress.prepare("loading the data")
+    assert Screen(80).play(sent(stream)) == [""]

@@ -6,9 +6,10 @@ import math
 import pytest
 from rich.console import Console
 
-from hybridpar.observe.live import LiveProgress
-from hybridpar.observe.progress import PlainProgress, Progress, open_progress
+from hybridpar.observe.live import LiveProgress, open_progress
+from hybridpar.observe.progress import PlainProgress, Progress
 from hybridpar.observe.running import WARM_UP_STEPS, RunningFigures
+from hybridpar.observe.text import epoch_line
 
 GOLDEN = """\
 model    resnet18, 11,181,642 parameters
@@ -142,3 +143,15 @@ def test_a_run_longer_than_planned_has_nothing_left(make_step):
         figures.add_step(make_step(step), float(step))
     assert figures.fraction == 1.0
     assert figures.seconds_left == 0.0
+
+
+def test_a_log_has_a_line_for_everything_that_is_prepared():
+    stream = io.StringIO()
+    progress = PlainProgress(stream)
+    progress.prepare("loading the data")
+    progress.prepare("planning: timing a step of the model")
+    assert stream.getvalue() == "loading the data ...\nplanning: timing a step of the model ...\n"
+
+
+def test_an_epoch_without_a_step_has_no_loss(make_epoch):
+    assert "nan" not in epoch_line(make_epoch(0, train_loss=math.nan), 1)

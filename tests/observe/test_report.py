@@ -1,12 +1,15 @@
 """Why: the last thing a user sees of a run must be right, fit eighty columns, and survive a pipe."""
 
 import io
+import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
-from hybridpar.observe.report import print_report
+from hybridpar.observe.report import percentages, print_report
 from hybridpar.observe.text import format_bytes, format_duration, format_rate
 
 SUMMARY = {
@@ -63,9 +66,10 @@ run            resnet18 on cifar10
 test accuracy  93.26%  (best 95.45%)
 speed          3,013 images/s
 step               42.50 ms  (median)
-                   30.00 ms   71%  compute
+                   30.00 ms   70%  compute
                     7.50 ms   18%  exposed sync
                     1.20 ms    3%  waiting for data
+                    3.80 ms    9%  other
 sent           44.0 MB per worker and step
 skipped        4 steps with non-finite gradients
 written        runs/a/summary.json
@@ -95,13 +99,13 @@ def test_a_pipeline_shows_predicted_beside_measured():
         "peak_saved_bytes": 87_600_000,
         "predicted_step_ms": 30.0,
     }
-    assert printed(SUMMARY | pipeline).splitlines()[10:13] == [
+    assert printed(SUMMARY | pipeline).splitlines()[11:14] == [
         "predicted       30.00 ms  measured  41.30 ms   +38%  step, without data",
         "pipeline       4 stages x 2 replicas, 8 micro-batches, greedy",
         "               bubble 27%, 91% of sums hidden, 87.6 MB kept for backward",
     ]
     alone = {"replicas": 1, "micro_batches": 1, "overlap": None, "predicted_step_ms": None, "compute_ms": None}
-    assert printed(SUMMARY | pipeline | alone).splitlines()[9:11] == [
+    assert printed(SUMMARY | pipeline | alone).splitlines()[10:12] == [
         "pipeline       4 stages, 1 micro-batch, greedy",
         "               bubble 27%, 87.6 MB kept for backward",
     ]
@@ -118,7 +122,7 @@ def test_all_that_was_predicted_stands_beside_what_was_measured():
         "predicted_memory_bytes": 200_000_000,
         "memory_bytes": 230_000_000,
     }
-    assert printed(SUMMARY | predicted).splitlines()[10:15] == [
+    assert printed(SUMMARY | predicted).splitlines()[11:16] == [
         "predicted       36.00 ms  measured  41.30 ms   +15%  step, without data",
         "                31.00 ms  measured  30.00 ms    -3%  compute",
         "                 5.00 ms  measured   7.50 ms   +50%  exposed sync",
@@ -129,19 +133,19 @@ def test_all_that_was_predicted_stands_beside_what_was_measured():
 
 def test_a_run_that_compresses_says_what_it_saved_and_what_that_took():
     codec = {"codec": "onebit:warmup=20", "compression_ratio": 28.04, "encode_ms": 4.0, "decode_ms": 1.5}
-    assert printed(SUMMARY | codec).splitlines()[11:13] == [
+    assert printed(SUMMARY | codec).splitlines()[12:14] == [
         "gradients      as onebit:warmup=20, 28.0x less",
         "               encode 4.00 ms, wire 9.00 ms, decode 1.50 ms",
     ]
     rules = {"codec": "a.* -> onebit; * -> fp16", "compression_ratio": None, "encode_ms": None, "decode_ms": None}
-    assert printed(SUMMARY | rules | {"wire_ms": None}).splitlines()[11:13] == [
+    assert printed(SUMMARY | rules | {"wire_ms": None}).splitlines()[12:14] == [
         "gradients      as 2 rules",
         "skipped        4 steps with non-finite gradients",
     ]
 
 
 def test_a_choice_that_was_predicted_is_shown_beside_what_was_measured():
-    assert printed(SUMMARY | {"predicted_sync_ms": 6.4}).splitlines()[11] == (
+    assert printed(SUMMARY | {"predicted_sync_ms": 6.4}).splitlines()[12] == (
         "sync           predicted 6.40 ms, measured 8.00 ms, +25%"
     )
     assert "predicted" not in printed(SUMMARY | {"predicted_sync_ms": 6.4, "sync_ms": None})
@@ -212,3 +216,42 @@ def test_a_run_with_servers_tells_where_gradients_met_and_how_old_they_were():
     assert "softsync:2 at 1 server" in stream.getvalue()
     assert "45.0 MB pulled per worker and step" in stream.getvalue()
     assert "mean 1.88, largest 4" in stream.getvalue()
+
+
+@given(st.lists(st.floats(0.0, 1e6), min_size=1, max_size=6))
+def test_percentages_add_up_to_a_hundred_and_none_is_further_off_than_one(values):
+    told = percentages(values)
+    whole = sum(values)
+    assert sum(told) == (100 if whole else 0)
+    assert all(abs(share - 100 * value / whole) < 1 for share, value in zip(told, values, strict=True) if whole)
+
+
+@given(st.floats(0.01, 1e4), st.tuples(st.floats(0, 1e4), st.floats(0, 1e4), st.floats(0, 1e4)))
+def test_the_shares_of_a_step_add_up_whatever_a_summary_says(step_ms, parts):
+    keys = ("compute_ms", "exposed_sync_ms", "data_ms")
+    summary = SUMMARY | {"step_ms_median": step_ms} | dict(zip(keys, parts, strict=True))
+    shown = [int(share) for share in re.findall(r" ms +(\d+)%  ", printed(summary, width=120))]
+    assert sum(shown) == 100
+
+
+def test_next_to_nothing_is_no_percentage():
+    predicted = {
+        "predicted_step_ms": 36.0,
+        "predicted_compute_ms": 30.1,
+        "predicted_exposed_sync_ms": 0.01,
+        "exposed_sync_ms": 0.71,
+        "predicted_sync_ms": 0.01,
+        "sync_ms": 0.6,
+    }
+    lines = printed(SUMMARY | predicted).splitlines()
+    assert "                30.10 ms  measured  30.00 ms         compute" in lines
+    assert "                 0.01 ms  measured   0.71 ms         exposed sync" in lines
+    assert "sync           predicted 0.01 ms, measured 0.60 ms" in lines
+
+
+def test_the_best_checkpoint_is_named():
+    best = {"step": 391, "test_accuracy": 0.9545, "checkpoint": "checkpoints/step-391"}
+    assert printed(SUMMARY | {"best": best}).splitlines()[4:6] == [
+        "test accuracy  93.26%",
+        "best           95.45% after step 391, kept in checkpoints/step-391",
+    ]

@@ -21,8 +21,8 @@ from hybridpar.observe.timeline import (
     length_ms,
 )
 from hybridpar.observe.timeline_file import read_timeline, timeline_of, trace_of, write_timeline
-from hybridpar.pipeline.actions import parse_action
-from hybridpar.pipeline.spans import Span, StepSpans
+from hybridpar.schedule.actions import parse_action
+from hybridpar.schedule.spans import Span, StepSpans
 from tests.observe.timelines import a_step, a_timeline
 from tests.runs import small_disk
 

@@ -12,8 +12,8 @@ from hybridpar.errors import UsageError
 from hybridpar.observe.timeline import Timeline, TimelineRow
 from hybridpar.observe.timeline_picture import draw_timeline
 from hybridpar.observe.timeline_text import print_timeline
-from hybridpar.pipeline.actions import parse_action
-from hybridpar.pipeline.spans import Span, StepSpans
+from hybridpar.schedule.actions import parse_action
+from hybridpar.schedule.spans import Span, StepSpans
 from tests.observe.timelines import a_timeline
 
 TINY = Timeline(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from hybridpar.observe.timeline import Timeline, add_prediction
-from hybridpar.pipeline.actions import Edge, place_stages
-from hybridpar.pipeline.costs import BucketCost, Costs, Link
-from hybridpar.pipeline.program import lower
-from hybridpar.pipeline.schedules import ScheduleRequest, make
-from hybridpar.pipeline.simulate import Simulation, simulate
-from hybridpar.pipeline.spans import StepSpans
+from hybridpar.schedule.actions import Edge, place_stages
+from hybridpar.schedule.costs import BucketCost, Costs, Link
+from hybridpar.schedule.program import lower
+from hybridpar.schedule.schedules import ScheduleRequest, make
+from hybridpar.schedule.simulate import Simulation, simulate
+from hybridpar.schedule.spans import StepSpans
 
 FACTS = {"model": "resnet18", "stages": 2, "micro_batches": 4, "schedule": "1f1b", "clocks": "one for all workers"}
 

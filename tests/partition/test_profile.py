@@ -7,12 +7,19 @@ import pytest
 import torch
 
 from hybridpar.errors import UsageError
+from hybridpar.partition import profile_cache
 from hybridpar.partition.analytic import Roofline, estimate_units
 from hybridpar.partition.co_run import measure_co_run
 from hybridpar.partition.dry_run import dry_run_stages
 from hybridpar.partition.planning import saved_bytes
 from hybridpar.partition.profile import UnitTimes, _summarise, measure_units
-from hybridpar.partition.profile_cache import load_profile, profile_key, profile_path, store_profile
+from hybridpar.partition.profile_cache import (
+    load_profile,
+    measured_profile,
+    profile_key,
+    profile_path,
+    store_profile,
+)
 from hybridpar.partition.split import split_model
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.unit_runner import Clock, UnitRunner
@@ -145,6 +152,56 @@ def test_profiles_are_kept_by_everything_they_depend_on(tmp_path: Path, monkeypa
         assert load_profile(profile_key(units, [example], 1, 5), tmp_path) is None
     monkeypatch.setenv("MALLOC_ARENA_MAX", "7")
     assert load_profile(profile_key(units, [example], 1, 5), tmp_path) is None, "another allocator, other times"
+
+
+class Machine:
+    """Measures profiles of given noise, all units alike, and is as busy as that says."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *noises: float) -> None:
+        self.noises, self.measured = iter(noises), 0
+        patch.setattr(profile_cache, "measure_units", self)
+
+    def __call__(self, units: ModelUnits, *_: object, **__: object) -> UnitTimes:
+        self.measured += 1
+        noise = next(self.noises)
+        each = (1.0 + noise,) * len(units.graph)
+        return UnitTimes(each, each, 1.0, noise=noise)
+
+
+def test_a_noisy_profile_is_taken_again_a_few_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    units, example = units_of("residual")
+    options = {"passes": 5, "threads": 1, "cache": tmp_path}
+    machine = Machine(monkeypatch, 0.96, 0.04)
+    found = measured_profile(units, [example], **options)
+    assert (found.noise, found.forward_ms[0], machine.measured) == (0.04, 1.04, 2)
+    said: list[str] = []
+    assert measured_profile(units, [example], **options, announce=said.append) == found
+    assert (said, machine.measured) == (["using the profile measured before"], 2)
+
+
+def test_a_profile_that_stays_noisy_is_used_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    units, example = units_of("residual")
+    options = {"passes": 5, "threads": 1, "cache": tmp_path}
+    machine = Machine(monkeypatch, 0.96, 2.0, 4.0, 0.05)
+    assert measured_profile(units, [example], **options).noise == pytest.approx((3.0 - 1.96) / 1.96)
+    assert machine.measured == 3
+    assert "has 53 % noise after 3 measurement(s): it is used now and not kept" in caplog.text
+    assert not list(tmp_path.iterdir())
+    assert measured_profile(units, [example], **options).noise == 0.05, "the next command measures again"
+
+
+def test_a_noisy_profile_of_an_earlier_release_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    units, example = units_of("residual")
+    count = len(units.graph)
+    key = profile_key(units, [example], 1, 5)
+    store_profile(key, UnitTimes((9.0,) * count, (9.0,) * count, 9.0, noise=0.96), tmp_path)
+    Machine(monkeypatch, 0.02)
+    assert measured_profile(units, [example], passes=5, threads=1, cache=tmp_path).noise == 0.02
+    kept = load_profile(key, tmp_path)
+    assert kept is not None
+    assert kept.noise == 0.02
 
 
 def test_a_cache_that_cannot_be_written_keeps_nothing_and_fails_nothing(tmp_path: Path) -> None:

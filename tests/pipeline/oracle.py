@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hybridpar.comm.world import World
 from hybridpar.lanes import Checker, Lanes
 from hybridpar.partition.planning import partition_model
 from hybridpar.partition.split import split_model
@@ -24,8 +25,7 @@ from hybridpar.partition.stage import Stage
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
-from hybridpar.pipeline.sync import SyncOptions
-from hybridpar.pipeline.world import World
+from hybridpar.sync.gradient_sync import SyncOptions
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Any, Any], Tensor]

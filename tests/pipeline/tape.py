@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hybridpar import lane_cuda, replica_engine, stage_engine, trainer
 from hybridpar.lanes import Event, Lane, Lanes
+from hybridpar.lanes import cuda as lane_cuda
 from hybridpar.pipeline import cuda_graph
+from hybridpar.train import replica_engine, stage_engine, trainer
 
 #: Functions that look at a value on a CPU only.
 _CPU_ONLY = {"wait", "clip_factor", "sum_of_squares"}

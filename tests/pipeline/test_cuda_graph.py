@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 
 from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.capture_rules import check_capturable
-from hybridpar.pipeline.constants import Constants
-from hybridpar.pipeline.control import backward_report, forward_report
 from hybridpar.pipeline.cuda_graph import StepGraph
-from hybridpar.pipeline.world import World
+from hybridpar.sync.constants import Constants
+from hybridpar.sync.control import backward_report, forward_report
 from tests.pipeline.tape import StandInCuda, StreamLanes, Tape, stand_in
 from tests.small_nets import SmallNet
 
@@ -78,8 +78,8 @@ class Run:
         assert graph is not None
         return graph
 
-    def step(self, batch: tuple[Tensor, Tensor], **wishes: bool) -> Any:
-        result = self.trainer.step(batch, **wishes)
+    def step(self, batch: tuple[Tensor, Tensor], **flags: bool) -> Any:
+        result = self.trainer.step(batch, **flags)
         outcome = result.outcome
         self.seen.append((outcome.loss, outcome.samples, outcome.committed, outcome.grad_norm, outcome.stop))
         return result
@@ -155,8 +155,8 @@ class TestReplay:
                 run.step(batch)
             answers = [
                 (outcome.stop, outcome.save)
-                for wishes in ({}, {"stop": True}, {"save": True}, {})
-                if (outcome := run.step(given[4], **wishes).outcome)
+                for flags in ({}, {"stop": True}, {"save": True}, {})
+                if (outcome := run.step(given[4], **flags).outcome)
             ]
         assert answers == [(False, False), (True, False), (False, True), (False, False)]
 
@@ -411,13 +411,13 @@ class TestRefusals:
             TrainConfig(cuda_graph=True, timeline="trace.json").check()  # type: ignore[arg-type]
 
     def test_the_trainer_refuses_before_it_cuts_the_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("hybridpar.trainer.make_stage_plan", lambda *_, **__: pytest.fail("cut"))
+        monkeypatch.setattr("hybridpar.train.trainer.make_stage_plan", lambda *_, **__: pytest.fail("cut"))
         with Lanes("cpu") as lanes, pytest.raises(UsageError, match="device 'cpu'"):
             Trainer(SmallNet(), config=replace(GRAPH, stages=2), world=World(), lanes=lanes, example=torch.zeros(1))
 
     def test_dropout_in_a_stage_is_found(self, cuda: StandInCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         given: list[Any] = []
-        monkeypatch.setattr("hybridpar.stage_engine.check_capturable", lambda *_, **facts: given.append(facts))
+        monkeypatch.setattr("hybridpar.train.stage_engine.check_capturable", lambda *_, **facts: given.append(facts))
         config = replace(GRAPH, stages=2)
         with (
             StreamLanes() as lanes,
@@ -469,4 +469,4 @@ def test_the_reports_of_a_replica_copy_nothing_either(copies: Copies) -> None:
     for _ in range(2):
         forward_report(torch.ones(()), 4, layout=3, batch_norm=None, constants=known)
         backward_report(torch.ones(2), [True, False], known)
-    assert copies.count == 4  # samples, wishes, layout, used
+    assert copies.count == 4  # samples, flags, layout, used

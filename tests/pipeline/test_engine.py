@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tempfile
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybridpar.comm.world import World
 from hybridpar.errors import HybridparError, ScheduleError
 from hybridpar.lanes import Checker, Lanes
 from hybridpar.partition.split import split_model
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
-from hybridpar.pipeline.world import World
+from hybridpar.pipeline.step import StepState
 from tests.pipeline.oracle import (
     MODELS,
     MORE_MODELS,
@@ -368,3 +370,18 @@ def test_what_travels_is_gathered_after_the_step_under_way(monkeypatch: pytest.M
     monkeypatch.setattr(engine.world, "gather", lambda item: calls.append("gather") or [item])
     assert engine.layer_bytes() == []
     assert calls == ["wait", "gather"]
+
+
+def steps_that_are_left(world: World) -> int:
+    """How many steps are alive after a training, if nobody looks for cycles of references."""
+    gc.collect()
+    gc.disable()
+    try:
+        train_rank(world, "residual", 2, places(2), Setting(2, shares=(4, 4)), 8, {"schedule": "gpipe"})
+        return sum(isinstance(one, StepState) for one in gc.get_objects())
+    finally:
+        gc.enable()
+
+
+def test_a_step_that_is_over_keeps_no_gradients() -> None:
+    assert run_ranks(steps_that_are_left, 2) == [0, 0]

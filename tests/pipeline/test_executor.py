@@ -300,9 +300,9 @@ def _with_a_bad_step(
     optimizers: list[torch.optim.Optimizer],
 ) -> Run:
     """Trains on all batches, the third of which goes bad, and keeps the state after each."""
+    from hybridpar.comm.world import World
     from hybridpar.lanes import Lanes
     from hybridpar.pipeline.engine import PipelineOptions
-    from hybridpar.pipeline.world import World
 
     def step_of(stage: nn.Module) -> Any:
         optimizer = make(stage)

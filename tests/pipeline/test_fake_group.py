@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.world import World
 from hybridpar.lanes import Lanes
 from hybridpar.partition import partition_model
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
-from hybridpar.pipeline.reducer import GradientReducer
-from hybridpar.pipeline.sync import SyncOptions
-from hybridpar.pipeline.world import World
+from hybridpar.sync.gradient_sync import SyncOptions
+from hybridpar.sync.reducer import GradientReducer
 from tests.pipeline.tape import StreamLanes, stand_in
 from tests.small_nets import SmallNet
 

@@ -18,10 +18,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybridpar.comm.world import World
 from hybridpar.errors import TrainingError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
-from hybridpar.pipeline.world import World
 from tests.pipeline.oracle import (
     Residuals,
     Setting,

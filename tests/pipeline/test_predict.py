@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar.errors import ScheduleError
-from hybridpar.pipeline.actions import Edge, place_stages
-from hybridpar.pipeline.costs import BucketCost, Costs, Link
 from hybridpar.pipeline.predict import StageFacts, fit_link, predicted_costs, whole_program
-from hybridpar.pipeline.program import lower
-from hybridpar.pipeline.schedules import ScheduleRequest, make
-from hybridpar.pipeline.simulate import simulate
-from hybridpar.pipeline.spans import StepSpans
+from hybridpar.schedule.actions import Edge, place_stages
+from hybridpar.schedule.costs import BucketCost, Costs, Link
+from hybridpar.schedule.program import lower
+from hybridpar.schedule.schedules import ScheduleRequest, make
+from hybridpar.schedule.simulate import simulate
+from hybridpar.schedule.spans import StepSpans
 
 FACTS = (StageFacts((8 << 20, 3 << 20), 1000), StageFacts((5 << 20,), 2000), StageFacts((), 500))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hybridpar.comm.world import World
 from hybridpar.pipeline.random_keys import RandomKeys, key_random_operations, numbers_of_its_own
-from hybridpar.pipeline.world import World
 from tests.pipeline.oracle import Residuals, Run, Setting, batches_of, cut, cut_evenly, places, seeded, train_stages
 from tests.ranks import run_ranks
 
@@ -27,8 +28,32 @@ class Dropping(Residuals):
         return super().forward(F.dropout(x, 0.2, self.training))
 
 
-def train(stages: int, *, seed: int = 0, together: bool = False, schedule: str = "looped_bfs", **options: Any) -> Run:
-    model = seeded(Dropping)
+class OwnNoise(nn.Module):
+    """Draws what no node of a graph could, so it is kept whole; nothing says that it is random but running it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rand(x.shape[1], 1, 1)
+
+
+class Noisy(Residuals):
+    def __init__(self) -> None:
+        super().__init__(norm=False)
+        self.noise = OwnNoise()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.noise(x))
+
+
+def train(
+    stages: int,
+    *,
+    make: Callable[[], nn.Module] = Dropping,
+    seed: int = 0,
+    together: bool = False,
+    schedule: str = "looped_bfs",
+    **options: Any,
+) -> Run:
+    model = seeded(make)
     batches = batches_of(8)
     parts = cut_evenly(model, batches[0][0][:2], stages)
     return train_stages(
@@ -48,6 +73,10 @@ def assert_same(run: Run, other: Run) -> None:
 def test_masks_do_not_depend_on_the_cut_or_the_order(stages: int, schedule: str, recompute: bool) -> None:
     again = tuple(range(stages)) if recompute else ()
     assert_same(train(stages, schedule=schedule, recompute=again, together=True), train(1))
+
+
+def test_a_module_that_is_kept_whole_draws_the_same_wherever_it_runs() -> None:
+    assert_same(train(3, make=Noisy, recompute=(0, 1, 2), together=True), train(1, make=Noisy))
 
 
 def train_rank(world: World) -> Run:

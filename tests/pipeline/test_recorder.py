@@ -10,9 +10,9 @@ import torch
 
 import hybridpar.pipeline.executor as executor_module
 import hybridpar.pipeline.recorder as recorder_module
-from hybridpar.pipeline.actions import Action, Kind
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.recorder import SpanRecorder
+from hybridpar.schedule.actions import Action, Kind
 from tests.pipeline.oracle import Residuals, Setting, batches_of, cut, images, places, seeded, train_stages
 
 CPU = torch.device("cpu")

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hybridpar.pipeline.stage_run import Mailbox, StageRun, consumers_of, device_of
+from hybridpar.pipeline.stage_module import consumers_of, device_of
+from hybridpar.pipeline.stage_run import Mailbox, StageRun
 from tests.pipeline.oracle import Residuals, cut, images, seeded
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from hybridpar.cluster_file import ClusterSpec, parse_cluster
 from hybridpar.compress.auto import FIDELITIES
+from hybridpar.machine.cluster_file import ClusterSpec, parse_cluster
 from hybridpar.partition.graph import Saved, Unit, UnitGraph, Value
 from hybridpar.plan import ModelInfo
 from hybridpar.planner.inputs import PlannerInputs

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from hybridpar.cluster_file import parse_cluster
+from hybridpar.commands.plan.search import run_search
 from hybridpar.errors import HybridparError, PlanError, UsageError
+from hybridpar.machine.cluster_file import parse_cluster
 from hybridpar.plan import read_plan
-from hybridpar.planner.command import run_search
 from hybridpar.planner.evaluate import Parts
 from hybridpar.planner.explain import curve_lines, describe, notes, rows, what_ifs, why_lost
 from hybridpar.planner.fixed import Fixed
-from hybridpar.planner.profile import SizedTimes, Variant
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.request import PlanRequest
 from hybridpar.planner.scaling import k_hat, scaling_curve
@@ -213,15 +212,19 @@ def test_what_is_decided_and_leaves_no_plan_is_said():
         find_plan(inputs(spec=cluster(2), fixed=Fixed(workers=3)))
 
 
-def test_fewer_workers_that_are_faster_are_told_of():
-    # Twice as many samples take hardly longer, and the link is of no use.
-    sizes = tuple(SizedTimes(samples, (ms, ms), (2 * ms, 2 * ms)) for samples, ms in ((4, 20.0), (8, 22.0)))
-    variants = (Variant("contiguous", "stock", sizes),)
-    slow = inputs(chain([(20, 40)] * 2, [(1000, 1000)] * 2, batch_norm=True, variants=variants), cluster(2, 1e5))
-    lines = curve_lines(scaling_curve(slow), k_hat(slow))
-    assert any("fewer would be faster" in line and "BatchNorm" in line for line in lines)
-    fast = inputs(spec=cluster(2, 1e12))
-    assert not any("fewer" in line for line in curve_lines(scaling_curve(fast), k_hat(fast)))
+def test_numbers_of_workers_are_compared_at_one_result_of_batch_norm():
+    net = chain([(20, 40)] * 2, [(64, 64)] * 2, 2_000_000, samples=4, batch_norm=True)
+    asked = inputs(net, cluster(6, 1e10, memory="100MB"), batch=24, most_stages=2, most_micro_batches=8)
+    answer, points = find_plan(asked), scaling_curve(asked)
+    assert points[-1].step_ms == answer.fastest.score
+    steps = [point.step_ms for point in points]
+    assert None not in steps, "one worker takes small micro-batches too, and so they fit"
+    assert steps == sorted(steps, reverse=True), "more workers are never slower: those that do not help are left out"
+    lines = curve_lines(points, k_hat(asked))
+    assert any("BatchNorm: all of these normalise over 1/6 of the batch" in line for line in lines)
+    (another,) = [one for one in what_ifs(asked, answer) if one.name == "another host"]
+    assert another.after_ms is not None
+    assert another.after_ms <= answer.fastest.score, "a worker that is of no use is left out"
 
 
 def test_a_memory_cap_that_nothing_fits_is_one_error(place):

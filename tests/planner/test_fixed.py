@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridpar.errors import PlanError
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs, inputs_from_data
 from hybridpar.planner.profile import SizedTimes, Variant
@@ -35,6 +36,8 @@ wishes = st.builds(
     replicas=st.sampled_from([None, 1, 2]),
     schedule=st.sampled_from([None, "gpipe"]),
     placement=st.sampled_from([None, "linear", "loop"]),
+    exchanged=st.booleans(),
+    staged=st.booleans(),
 )
 
 
@@ -49,6 +52,8 @@ def test_the_space_is_the_part_that_was_left_open(asked: PlannerInputs, fixed: F
             and fixed.replicas in (None, shape.replicas)
             and (shape.stages == 1 or fixed.schedule in (None, one.schedule))
             and (shape.stages == 1 or fixed.placement in (None, shape.placement))
+            and (shape.replicas > 1 or not fixed.exchanged)
+            and (shape.stages > 1 or not fixed.staged)
         )
 
     left = all_of(replace(asked, fixed=fixed))
@@ -65,6 +70,19 @@ def test_the_answer_is_the_best_of_what_was_left_open(asked: PlannerInputs, fixe
     assert fast.chosen == slow.chosen
     assert {one.candidate for one in slow.ranked} == set(all_of(part))
     assert inputs_from_data(json.loads(json.dumps(part.to_data()))) == part
+
+
+def test_a_plan_in_which_what_was_asked_for_does_nothing_is_not_chosen():
+    slow = inputs(spec=cluster(2, 1e6), fixed=Fixed(workers=2))
+    assert find_plan(slow).chosen.candidate.shape.replicas == 1, "on a slow link a pipeline is faster"
+    coded = Fixed(workers=2, codecs={"u0.weight": "fp16"}, exchanged=True)
+    assert find_plan(replace(slow, fixed=coded)).chosen.candidate.shape.replicas == 2
+    fast = inputs(spec=cluster(2, 1e12), fixed=Fixed(workers=2))
+    assert find_plan(fast).chosen.candidate.shape.stages == 1
+    staged = Fixed(workers=2, schedule="gpipe", staged=True)
+    assert find_plan(replace(fast, fixed=staged)).chosen.candidate.shape.stages > 1
+    with pytest.raises(PlanError, match=r"workers 2, stages 2, replicas 1, several replicas"):
+        find_plan(replace(fast, fixed=Fixed(workers=2, stages=2, replicas=1, exchanged=True)))
 
 
 def test_a_number_of_micro_batches_that_was_decided_is_tried_though_layers_normalise_over_them():

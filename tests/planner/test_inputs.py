@@ -7,9 +7,9 @@ import json
 import pytest
 from hypothesis import given, settings
 
-from hybridpar.cluster_file import CoreUse, parse_cluster
 from hybridpar.compress import read_policy
 from hybridpar.errors import PlanError, UsageError
+from hybridpar.machine.cluster_file import CoreUse, parse_cluster
 from hybridpar.plan import Plan, read_plan
 from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_from_data, inputs_of_plan
 from hybridpar.planner.profile import SizedTimes, Variant, merged

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridpar.cluster_file import ClusterSpec, parse_cluster
-from hybridpar.compress import Meeting
+from hybridpar.comm.world import World
+from hybridpar.compress import Collective
 from hybridpar.compress.auto import PLAIN
 from hybridpar.errors import SyncError
-from hybridpar.pipeline.world import World
+from hybridpar.machine.cluster_file import ClusterSpec, LinkLevel, parse_cluster
 from hybridpar.planner import links
 from hybridpar.planner.link_ways import PLAIN_WAYS, WAYS
 from hybridpar.planner.links import measure_cluster
@@ -24,6 +24,7 @@ def measured(world: World, cache: str, fresh: bool) -> tuple[str, int]:
     import os
 
     os.environ["HYBRIDPAR_CACHE"] = cache
+    links.CONFIRMED = 1e9  # whatever the machine does meanwhile
     try:
         spec = measure_cluster(world, fresh=fresh, seconds=0.002)
     finally:
@@ -73,6 +74,7 @@ def remembered_alone(world: World, cache: str) -> list[str]:
 
     os.environ["HYBRIDPAR_CACHE"] = cache
     before = links.DRIFT
+    links.CONFIRMED = 1e9  # whatever the machine does meanwhile
     try:
         one = measure_cluster(world, fresh=True, seconds=0.002)
         links.DRIFT = 1e9  # whatever the machine does meanwhile
@@ -93,6 +95,7 @@ def ways_measured(world: World, cache: str) -> list[object]:
 
     os.environ["HYBRIDPAR_CACHE"] = cache
     before = links.DRIFT
+    links.CONFIRMED = 1e9  # whatever the machine does meanwhile
     found: list[object] = []
     try:
         for drift, ways in ((1e9, PLAIN_WAYS), (1e9, WAYS), (1e9, PLAIN_WAYS), (1.0, PLAIN_WAYS), (1e9, PLAIN_WAYS)):
@@ -145,17 +148,17 @@ def test_cores_that_a_link_keeps_busy_are_those_of_what_uses_it():
     )
     network = Network(spec, 1, 2)
     assert network.core_use(PLAIN) == 0.4
-    assert network.core_use((Meeting.GATHER, torch.uint8)) == 0.4
+    assert network.core_use((Collective.GATHER, torch.uint8)) == 0.4
     # There at half of the bandwidth, back at a quarter: a third of the time, and two thirds.
-    assert network.core_use((Meeting.SHARD, torch.uint8)) == pytest.approx(0.1 / 3 + 0.4 * 2 / 3)
+    assert network.core_use((Collective.SHARD, torch.uint8)) == pytest.approx(0.1 / 3 + 0.4 * 2 / 3)
     assert Network(spec.model_copy(update={"between": spec.between.faster(1)}), 1, 2).core_use(PLAIN) == 0.4
     faster = spec.faster_links(10).between
     assert faster.cores.all_reduce / faster.bandwidth == pytest.approx(0.4 / 1e8), "a byte takes a core as long"
 
 
 def test_a_cluster_with_measured_cores_is_written_and_read(tmp_path):
-    from hybridpar.cluster_file import read_cluster_file
     from hybridpar.errors import UsageError
+    from hybridpar.machine.cluster_file import read_cluster_file
 
     spec = parse_cluster({"hosts": [{"count": 2}], "between": {"bandwidth": 1e8, "cores": {"all_reduce": 0.4}}})
     path = tmp_path / "cluster.toml"
@@ -188,3 +191,31 @@ def test_a_link_that_cannot_be_measured_is_one_error():
     for told in run_ranks(broken, 2):
         assert "stopped while measuring the links between workers" in told
         assert "Connection reset by peer" in told
+
+
+def unconfirmed(world: World, cache: str, confirmed: tuple[bool, ...]) -> tuple[int, float, int]:
+    import os
+
+    os.environ["HYBRIDPAR_CACHE"] = cache
+    answers, taken = iter(confirmed), []
+    inner = links._levels, links._still_true
+
+    def levels(*given):
+        taken.append(len(taken) + 1)
+        return {"inside": LinkLevel(bandwidth=1e6 * len(taken))}
+
+    links._levels = levels
+    links._still_true = lambda *_: next(answers)
+    try:
+        spec = measure_cluster(world, fresh=True, seconds=0.002)
+    finally:
+        links._levels, links._still_true = inner
+        del os.environ["HYBRIDPAR_CACHE"]
+    assert spec.inside is not None
+    return len(taken), spec.inside.bandwidth, len(list(Path(cache).glob("links-*.json")))
+
+
+def test_links_are_measured_again_until_messages_confirm_them_and_kept_only_then(tmp_path):
+    assert run_ranks(unconfirmed, 2, str(tmp_path), (False,) * 3) == [(3, 3e6, 0)] * 2
+    assert [found[:2] for found in run_ranks(unconfirmed, 2, str(tmp_path), (False, True))] == [(2, 2e6)] * 2
+    assert len(list(tmp_path.glob("links-*.json"))) == 1

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from hybridpar.comm.world import World
+from hybridpar.partition import profile_cache
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
-from hybridpar.pipeline.world import World
+from hybridpar.planner import store
 from hybridpar.planner.cuts import cuts_of, figures_of
 from hybridpar.planner.measure import TURNS, measure_rates, parameters_of, profile_model
 from tests.ranks import run_ranks
@@ -43,7 +46,9 @@ def test_parameters_are_the_model_s_each_with_the_unit_that_uses_it():
     assert modules == [one.name.partition(".")[0] for one in found]
 
 
-def test_a_measured_profile_has_every_size_and_format_and_leaves_the_model_alone(tmp_path):
+def test_a_measured_profile_has_every_size_and_format_and_leaves_the_model_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile_cache, "MOST_NOISE", math.inf)  # whatever else runs meanwhile
+    monkeypatch.setattr(store, "MOST_NOISE", math.inf)
     model = net()
     before = {name: one.clone() for name, one in model.state_dict().items()}
     told: list[str] = []
@@ -106,6 +111,7 @@ def test_codecs_that_fit_a_layer_are_timed():
 
 
 def rates_together(world: World, cache: Path | None) -> list[object]:
+    store.MOST_NOISE = math.inf  # whatever else runs meanwhile
     parameters = profile_model(net(), images(2), measure=False).parameters
     codecs = ("fp16", "onebit:decay=0.9")
     return [measure_rates(codecs, parameters, world.size, world.device, world=world, cache=cache) for _ in range(2)]
@@ -140,7 +146,7 @@ def test_ways_to_compute_are_compared_in_turns_and_units_add_up_to_that(monkeypa
 
 
 def test_what_disturbs_most_steps_of_one_way_makes_it_no_worse_than_the_others(monkeypatch):
-    counting = {False: [20.0, 31.0, 28.0], True: [30.0, 30.3, 30.6]}
+    counting = {False: [20.0, 31.0, 24.0], True: [30.0, 30.3, 30.6]}
     calls = {False: 0, True: 0}
 
     def step(model, inputs, clock):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridpar.cluster_file import ClusterSpec, parse_cluster
-from hybridpar.compress import Meeting
+from hybridpar.compress import Collective
 from hybridpar.compress.auto import PLAIN
+from hybridpar.machine.cluster_file import ClusterSpec, parse_cluster
 from hybridpar.planner.network import Network
 
 
@@ -64,15 +64,15 @@ def test_stages_on_one_host_have_wires_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("meeting", "latency", "per_byte"),
+    ("collective", "latency", "per_byte"),
     [
-        (Meeting.SHARD, (3 + 2) * 0.1, 3 / 4 / (1e6 * 0.5) + 3 / 4 / (1e6 * 0.9)),
-        (Meeting.GATHER, 2 * 0.1, 3 / (1e6 * 0.9)),
-        (Meeting.MAX, 4 * 0.1, 2 * 3 / 4 / (1e6 * 0.8)),
+        (Collective.SHARD, (3 + 2) * 0.1, 3 / 4 / (1e6 * 0.5) + 3 / 4 / (1e6 * 0.9)),
+        (Collective.GATHER, 2 * 0.1, 3 / (1e6 * 0.9)),
+        (Collective.MAX, 4 * 0.1, 2 * 3 / 4 / (1e6 * 0.8)),
     ],
 )
-def test_other_ways_of_meeting_have_their_own_costs(meeting, latency, per_byte):
-    kind = (meeting, PLAIN[1])
+def test_other_ways_of_meeting_have_their_own_costs(collective, latency, per_byte):
+    kind = (collective, PLAIN[1])
     cost = Network(spec(4, 1), 1, 4).exchange([kind])[kind]
     assert cost.latency_ms == pytest.approx(latency)
     assert cost.ms_per_byte == pytest.approx(per_byte)
@@ -89,7 +89,7 @@ def test_sums_of_codecs_have_speeds_of_their_own_by_their_type():
     level = {"bandwidth": 1e9, "efficiency": ways, "cores": {"all_reduce": 1.0, "integer_sum": 0.5}}
     network = Network(parse_cluster({"hosts": [{"count": 2}], "between": level}), 1, 2)
     types = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
-    kinds = [(Meeting.SUM, dtype) for dtype in types]
+    kinds = [(Collective.SUM, dtype) for dtype in types]
     assert network.exchange([PLAIN])[PLAIN].ms_per_byte == pytest.approx(1 / (1e6 * 0.8))
     found = network.exchange(kinds, codec=True)
     speeds = [1 / (1e6 * found[kind].ms_per_byte) for kind in kinds]

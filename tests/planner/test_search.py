@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridpar.cluster_file import CoreUse, parse_cluster
+from hybridpar.comm.shared_channel import SLOT_BYTES, SLOTS
+from hybridpar.comm.shared_memory import CHUNK_BYTES
 from hybridpar.compress.auto import FIDELITIES, PROVEN
 from hybridpar.errors import PlanError
+from hybridpar.machine.cluster_file import CoreUse, parse_cluster
 from hybridpar.planner.bounds import lower_bound_ms
 from hybridpar.planner.evaluate import Evaluator
+from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.record import is_as_recorded, plan_of
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.space import Space
 from hybridpar.planner.steps import STEPS_TO_TARGET
@@ -294,7 +299,7 @@ def test_no_plan_fits_says_what_is_missing_and_what_would_fit():
 @pytest.mark.parametrize("batch_norm", [True, False])
 def test_a_batch_that_is_said_to_fit_does_and_none_is_named_where_none_does(memory, batch_norm):
     profile = chain([(1, 2)] * 4, [(4, 4), (512, 512), (4, 4), (512, 600)], 400_000, batch_norm=batch_norm)
-    asked = inputs(profile, cluster(2, memory=memory), batch=64)
+    asked = inputs(profile, cluster(2, memory=memory, kind="cuda"), batch=64)
 
     def fits(batch: int) -> bool:
         try:
@@ -329,3 +334,83 @@ def test_the_progress_is_told():
     told: list[tuple[int, int]] = []
     found = find_plan(inputs(), progress=lambda done, total: told.append((done, total)))
     assert told[-1] == (found.considered, found.considered)
+
+
+def test_a_plan_whose_stages_were_put_elsewhere_is_not_the_one_that_was_predicted():
+    plan = plan_of(find_plan(inputs(fixed=Fixed(workers=2, stages=2, placement="linear"))))
+    assert plan.placement is not None
+    assert is_as_recorded(plan)
+    swapped = tuple(place.model_copy(update={"worker": 1 - place.worker}) for place in plan.placement.stages)
+    moved = plan.placement.model_copy(update={"stages": swapped})
+    assert not is_as_recorded(plan.model_copy(update={"placement": moved}))
+
+
+# ------------------------------------------------------------------------------------------------- memory
+
+MIB = 1 << 20
+
+
+def needed(asked: PlannerInputs, **shape: Any) -> float:
+    """Bytes that a device needs for the first candidate of a shape, without the margin."""
+    evaluator = Evaluator(Space(replace(asked, memory_margin=1.0, fixed=Fixed(**shape))))
+    return evaluator.outcome(next(evaluator.space.candidates())).memory_bytes
+
+
+def of_memory(parameters: list[tuple[int, ...]], kind: str, **options: Any) -> PlannerInputs:
+    profile = chain([(1, 2)] * len(parameters), parameters, 8 * MIB)
+    return inputs(profile, cluster(2, kind=kind), **{"batch": 8, "rates": {}, **options})
+
+
+def test_gradients_are_counted_twice_only_where_they_are_copied_into_a_bucket():
+    large, small = (512, 1024), (64, 1024)  # 2 MiB and 256 KiB
+    model = state = gradients = 8 * MIB  # the state is that of SGD with momentum
+    saved = 4 * 8 * MIB  # four samples are the profile's
+    asked = of_memory([large] * 4, "cuda", bucket_bytes=MIB)
+    plain = needed(asked, workers=2, replicas=2, stages=1, micro_batches=1)
+    assert plain == model + state + gradients + saved, "every bucket has one parameter"
+    asked = of_memory([small] * 4, "cuda", bucket_bytes=MIB // 2)
+    model = state = gradients = MIB
+    assert needed(asked, workers=2, replicas=2, stages=1, micro_batches=1) == (
+        model + state + gradients + MIB // 2 + saved
+    ), "in the only micro-batch one bucket fills while others have been copied"
+    assert needed(asked, workers=2, replicas=2, stages=1, micro_batches=2) == (
+        model + state + 2 * gradients + saved // 2
+    )
+    assert needed(asked, workers=1, replicas=1, stages=1, micro_batches=2) == model + state + gradients + saved
+
+
+def test_on_a_cpu_a_process_needs_what_passes_work_in_and_workers_share():
+    sizes = [(64, 64)] * 4
+
+    def more(sync_lanes: int = 2, devices: int = 2, **shape: Any) -> float:
+        both = []
+        for kind in ("cpu", "cuda"):
+            asked = of_memory(sizes, kind, sync_lanes=sync_lanes)
+            link = {"bandwidth": 1e9, "latency_ms": 0.1}
+            hosts = {"hosts": [{"count": 2 // devices, "devices": devices, "kind": kind}], "inside": link}
+            spec = parse_cluster(hosts | ({"between": link} if devices == 1 else {}))
+            both.append(needed(replace(asked, cluster=spec), **shape))
+        return both[0] - both[1]
+
+    working = 30 * MIB + 4 * 8 * MIB
+    assert more(workers=1, replicas=1, stages=1, micro_batches=2) == working
+    data_parallel = {"workers": 2, "replicas": 2, "stages": 1, "micro_batches": 1}
+    assert more(**data_parallel) == working + 2 * 2 * 2 * CHUNK_BYTES
+    assert more(sync_lanes=1, **data_parallel) == working + 2 * 2 * CHUNK_BYTES
+    assert more(devices=1, **data_parallel) == working, "workers of several hosts share no memory"
+    pipeline = {"workers": 2, "replicas": 1, "stages": 2, "micro_batches": 2, "schedule": "1f1b", "placement": "linear"}
+    assert more(**pipeline) == working + 2 * SLOTS * SLOT_BYTES
+
+
+def test_the_first_worker_of_a_pipeline_gathers_the_optimizer_state_for_a_checkpoint():
+    profile = chain([(1, 2)] * 2, [(16, 16), (2048, 2048)], 1000)
+    pipeline = {"workers": 2, "replicas": 1, "stages": 2, "micro_batches": 1, "schedule": "1f1b", "placement": "linear"}
+    last = needed(inputs(profile, cluster(2, kind="cuda"), optimizer_copies=0), **pipeline)
+    first, second = 4 * 16 * 16, 4 * 2048 * 2048
+    assert last == pytest.approx(first + 2 * second, rel=1e-3), "the model and the gradients of the second stage"
+    evaluator = Evaluator(Space(inputs(profile, cluster(2, kind="cuda"), optimizer_copies=8, memory_margin=1.0)))
+    one = next(candidate for candidate in evaluator.space.candidates() if candidate.shape.positions == 2)
+    assert evaluator.memory(one, (0, 0)) == max(
+        first + second + 9 * second,  # what the second worker keeps
+        first + second + 9 * first + 8 * second,  # what the first one keeps and gathers
+    )

@@ -41,3 +41,19 @@ def test_a_cache_that_cannot_be_written_is_no_error_and_is_told(tmp_path, monkey
     store.store(KIND, KEY, {})
     assert store.load(KIND, KEY) is None
     assert f"{KIND} is not kept, and will be measured again: cannot write" in caplog.text
+
+
+def test_what_repetitions_do_not_agree_on_is_measured_again_and_not_kept(tmp_path, caplog):
+    noises = iter([0.9, 0.5, 0.7])
+
+    def measure() -> dict[str, float]:
+        noise = next(noises)
+        return {"ms": 10 * noise, store.NOISE: noise}
+
+    assert store.remembered(KIND, KEY, tmp_path, measure) == {"ms": 5.0}, "the least noisy"
+    assert f"{KIND}: repeated measurements lie 50 % apart; they are used now and not kept" in caplog.text
+    assert store.load(KIND, KEY, tmp_path) is None
+    noises = iter([0.9, 0.1])
+    assert store.remembered(KIND, KEY, tmp_path, measure) == {"ms": 1.0}
+    assert store.load(KIND, KEY, tmp_path) == {"ms": 1.0}
+    assert store.remembered(KIND, KEY, tmp_path, measure) == {"ms": 1.0}, "it is kept"

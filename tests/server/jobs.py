@@ -11,13 +11,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hybridpar.comm.world import World
 from hybridpar.errors import HybridparError
-from hybridpar.pipeline.world import World
+from hybridpar.server.handshake import TOKEN_VARIABLE
 from tests.ranks import start_processes
 from tests.runs import train
 
 #: What tells a process of its place; as our launcher sets it.
-_PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "HYBRIDPAR_JOINS")
+_PLACE = (
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE", "HYBRIDPAR_JOINS"),
+    TOKEN_VARIABLE,
+)
 
 
 @contextlib.contextmanager
@@ -30,7 +34,7 @@ def store() -> Iterator[int]:
 @contextlib.contextmanager
 def placed(rank: int, size: int, port: int, *, joins: bool = False) -> Iterator[None]:
     """The environment of one process of a job."""
-    own = (str(rank), str(size), "127.0.0.1", str(port), "True", "1" if joins else "0")
+    own = (str(rank), str(size), "127.0.0.1", str(port), "True", "1" if joins else "0", "a secret of this test")
     before = {name: os.environ.get(name) for name in _PLACE}
     os.environ.update(zip(_PLACE, own, strict=True))
     try:

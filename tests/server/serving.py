@@ -6,6 +6,7 @@ import contextlib
 import copy
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,7 +29,17 @@ from hybridpar.server.serve import ShardServer
 from hybridpar.server.shard_link import LinkOptions, ShardLink
 from hybridpar.server.stripes import piece_views, trained_parameters
 
-TOKEN = "let me in"
+TOKEN = "let me in, I work here"
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
 
 
 class Net(nn.Module):
@@ -94,11 +105,12 @@ def serving(
     half: bool = False,
     timeout: float = 20.0,
     optimizer: OptimizerConfig | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Served]:
     made = optimizer_of(optimizer or OptimizerConfig(lr=0.1, momentum=0.9, weight_decay=0.01))
     policy = read_policy(codec)
     options = [ServerOptions(n, shards, rules, made, policy, half, TOKEN, timeout) for n in range(shards)]
-    served = Served([ShardServer(one) for one in options])
+    served = Served([ShardServer(one, clock=clock) for one in options])
     served.start()
     try:
         yield served
@@ -174,10 +186,10 @@ class Worker:
         batch = images(seed)
         return self.learner.step([batch], 4, 4 * workers, **more)
 
-    def close(self, *, polite: bool = True) -> None:
+    def close(self, *, graceful: bool = True) -> None:
         if self.learner is not None:
             self.learner.close()
-        self.links.close(polite=polite)
+        self.links.close(graceful=graceful)
 
 
 def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:

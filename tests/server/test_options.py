@@ -9,7 +9,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.server import Rules
 from hybridpar.server.encoding import check_for_servers
-from hybridpar.trainer import Trainer
+from hybridpar.train.trainer import Trainer
 from tests.small_nets import plain
 
 

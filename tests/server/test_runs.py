@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridpar.checkpoint import load_checkpoint
+from hybridpar.errors import UsageError
 from hybridpar.observe import read_metrics
+from hybridpar.train.checkpoint import load_checkpoint
 from tests.ranks import run_ranks
 from tests.runs import assert_same_state, check_run, command, saved_state, small_arguments, train, train_rank
 from tests.server.jobs import ends, job, pids, store, train_process
@@ -46,6 +47,12 @@ def test_sync_servers_train_what_an_all_reduce_trains(tmp_path):
     assert (tmp_path / "served" / "staleness.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_head_that_does_not_fit_the_classes_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="fixed has 1,000 outputs, and the data has 10 classes"):
+        train(tmp_path / "run", "fixed", sync="ps", servers=0)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     """What a codec left out, momentum, dropout's generators and the place in the data are all in the checkpoint."""
     options = {"sync": "ps", "compress": "onebit:least=1", "lr_schedule": "constant", "warmup_epochs": 0.0}
@@ -57,13 +64,37 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     assert summary["resumed_from"] == 7
 
 
+def run_without_servers(run_dir: Path, size: int, **options):
+    assert run_ranks(train_rank, size, run_dir, "plain", None, options) == [0] * size
+
+
 def test_any_layout_resumes_any_checkpoint(tmp_path):
-    run(tmp_path / "run", 3, sync="ps", steps=3)
-    run(tmp_path / "run", 3, sync="softsync:1", servers=0, steps=6, resume=True)
-    assert train(tmp_path / "run", steps=8, resume=True) == 0  # alone, with no servers at all
-    run(tmp_path / "run", 3, sync="ps-async", servers=2, steps=10, resume=True)
-    steps = read_metrics(tmp_path / "run").steps["step"]
-    assert [int(step) for step in steps] == list(range(1, 11))
+    """With as many workers as before each worker's own part of the checkpoint is read, with others it is not."""
+    place, more = tmp_path / "run", {"resume": True}
+    run(place, 3, sync="ps", steps=2)
+    run_without_servers(place, 2, steps=4, **more)
+    run(place, 2, sync="softsync:1", servers=0, steps=6, **more)
+    run_without_servers(place, 2, sync="local:2", steps=8, **more)
+    run(place, 4, sync="ps-async", steps=10, **more)
+    run_without_servers(place, 2, stages=2, micro_batches=2, steps=12, **more)
+    run(place, 3, sync="ps-async", servers=2, steps=14, **more)  # one worker
+    assert train(place, steps=16, **more) == 0  # alone, with no servers at all
+    steps = read_metrics(place).steps["step"]
+    assert [int(step) for step in steps] == list(range(1, 17))
+
+
+def test_a_run_that_changes_between_servers_and_all_reduce_is_one_run(tmp_path):
+    """Momentum, the place in the data and weights go over; sums are added in another order."""
+    options = {"lr_schedule": "constant", "warmup_epochs": 0.0}
+    run_without_servers(tmp_path / "whole", 2, steps=6, **options)
+    run(tmp_path / "there", 3, sync="ps", steps=3, **options)
+    run_without_servers(tmp_path / "there", 2, steps=6, resume=True, **options)
+    run_without_servers(tmp_path / "back", 2, steps=3, **options)
+    run(tmp_path / "back", 3, sync="ps", steps=6, resume=True, **options)
+    whole = parameters(tmp_path / "whole")
+    for place in ("there", "back"):
+        for name, own in parameters(tmp_path / place).items():
+            torch.testing.assert_close(own, whole[name], rtol=1e-5, atol=1e-6)
 
 
 def test_an_asynchronous_run_in_figures(tmp_path):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import logging
 import socket
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,11 +15,11 @@ from torch import nn
 
 from hybridpar.config import OptimizerConfig
 from hybridpar.errors import SyncError, UsageError
-from hybridpar.optim import build_optimizer
+from hybridpar.optim.build import build_optimizer
 from hybridpar.server import Rules
 from hybridpar.server.present import PresentWorkers, exchange
 from hybridpar.server.serve import ShardServer
-from tests.server.serving import Worker, copies, images, serving, together
+from tests.server.serving import Clock, Worker, copies, images, serving, together
 
 OPTIMIZER = OptimizerConfig(lr=0.1, momentum=0.9, weight_decay=0.01)
 
@@ -178,7 +180,7 @@ def test_a_worker_that_dies_is_dropped_and_one_that_joins_begins_with_the_weight
     rules = Rules.asynchronous(2)
     with serving(rules) as served:
         team, _ = train(served, rules, 2, 2)
-        team[1].close(polite=False)
+        team[1].close(graceful=False)
         after = [team[0].step(100 + number) for number in range(3)]
         assert any("worker 1 is gone" in text for one in after for text in one.news)
         (model,) = copies(1, width=6)
@@ -211,6 +213,7 @@ def test_a_push_whose_connection_breaks_is_repeated_and_counts_once():
         link._finish = break_first
         first = worker.step(20)
         assert first.applied
+        assert [row["step"] for row in first.rows] == [3], "steps are told of once"
         assert (shard.clock, shard.taken) == (3, 3)
 
         # After it was taken in, but before the answer was heard.
@@ -244,7 +247,7 @@ def test_a_shard_that_dies_is_named_to_every_worker():
         for worker in team:
             with pytest.raises(SyncError, match=r"shard 1 of 2 at .* is gone.*worker"):
                 [worker.step(number) for number in range(20)]
-            worker.close(polite=False)
+            worker.close(graceful=False)
 
 
 def test_a_shard_that_is_silent_is_an_error_within_the_time_out():
@@ -256,7 +259,7 @@ def test_a_shard_that_is_silent_is_an_error_within_the_time_out():
         worker = Worker(served, 0, model, rules, timeout=0.3)
         with pytest.raises(SyncError, match=r"shard 0 of 1 at .* did not answer within 0.3 s"):
             worker.begin()
-        worker.close(polite=False)
+        worker.close(graceful=False)
     listener.close()
 
 
@@ -267,7 +270,7 @@ def test_a_barrier_names_the_worker_that_does_not_push():
         with pytest.raises(SyncError, match=r"worker 1 did not push a gradient within 0.5 s"):
             team[0].step(3, 2)
         for worker in team:
-            worker.close(polite=False)
+            worker.close(graceful=False)
     assert "worker 1 did not push" in served.problems[0].what
 
 
@@ -275,12 +278,12 @@ def test_a_barrier_cannot_go_on_without_a_worker_and_says_so_to_the_others():
     rules = Rules.synchronous(2)
     with serving(rules) as served:
         team, _ = train(served, rules, 2, 1)
-        waiting = threading.Timer(0.2, lambda: team[1].close(polite=False))
+        waiting = threading.Timer(0.2, lambda: team[1].close(graceful=False))
         waiting.start()
         with pytest.raises(SyncError, match="worker 1 is gone"):
             team[0].step(3, 2)
         waiting.join()
-        team[0].close(polite=False)
+        team[0].close(graceful=False)
 
 
 def test_who_waits_is_told_so_and_does_not_give_up():
@@ -294,6 +297,69 @@ def test_who_waits_is_told_so_and_does_not_give_up():
         together([worker.close for worker in team])
 
 
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_worker_that_is_silent_is_said_to_be_where_nobody_waits_for_it(silent, caplog):
+    rules, clock = Rules.soft(2, 1), Clock()
+    with serving(rules, 2, clock=clock) as served, caplog.at_level(logging.WARNING):
+        team, _ = train(served, rules, 2, 1)
+        server, other = served.servers[0], team[1 - silent]
+        told: list[str] = []
+
+        def hear(expected: str) -> None:
+            deadline = time.monotonic() + 20
+            while not any(expected in text for text in [*told, *caplog.messages]):
+                assert time.monotonic() < deadline, (told, caplog.messages)
+                told.extend(other.step(len(told)).news)
+
+        def pass_time(steps: int) -> None:
+            for _ in range(steps):  # the other one takes its steps, and is never missed
+                clock.seconds += 12
+                told.extend(other.step(1).news)
+
+        pass_time(2)
+        hear(f"nothing has come from worker {silent} for 24 s; the others go on, and its next gradient still counts")
+        count = len(told) + len(caplog.messages)
+        pass_time(8)
+        assert len(told) + len(caplog.messages) == count == 1, "it is said once"
+        assert silent in server._peers
+        assert team[silent].step(9).applied  # its gradient counts, by its age
+        hear(f"worker {silent} goes on after 120 s of silence")
+        together([worker.close for worker in team])
+    assert not served.problems
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_worker_that_others_wait_for_is_dropped_and_joins_again(silent, caplog):
+    """In a meeting, such as for a checkpoint, where worker 0 may be busy with a test."""
+    rules, clock = Rules.asynchronous(2), Clock()
+    with serving(rules, clock=clock) as served, caplog.at_level(logging.WARNING):
+        team, _ = train(served, rules, 2, 1)
+        server, other = served.servers[0], team[1 - silent]
+        waits = ThreadPoolExecutor(1).submit(exchange, other.links.links[0], "save/0", "here")
+
+        def until(happened) -> None:
+            deadline = time.monotonic() + 20
+            while not happened():
+                assert time.monotonic() < deadline
+                time.sleep(0.005)
+
+        until(lambda: server._waiting_since is not None)
+        clock.seconds += 21
+        if silent == 0:
+            until(lambda: "worker 0 for 21 s; others wait for it, at most 200 s" in caplog.text)
+            assert not waits.done()
+            clock.seconds += 180
+        assert waits.result(20) == ([other.number], ["here"])
+        told = [*other.step(1).news, *caplog.messages]
+        assert any(f"worker {silent} did not answer within 20 s, and others waited for it" in text for text in told)
+        assert team[silent].step(2).applied  # by a new connection
+        told = [*team[0].step(3).news, *team[0].step(4).news]
+        assert silent == 0 or any("worker 1 has joined again" in text for text in told)
+        assert server._peers.keys() == {0, 1}
+        together([worker.close for worker in team])
+    assert not served.problems
+
+
 def test_workers_with_different_models_are_told_apart_at_the_first_message():
     rules = Rules.asynchronous(2)
     with serving(rules) as served:
@@ -303,27 +369,12 @@ def test_workers_with_different_models_are_told_apart_at_the_first_message():
         second = Worker(served, 1, other, rules)
         with pytest.raises(UsageError, match="worker 1 and worker 0 differ in the model"):
             second.begin()
-        second.close(polite=False)
+        second.close(graceful=False)
         (third_model,) = copies(1)
         third = Worker(served, 1, third_model, rules, codec="onebit")
         with pytest.raises(UsageError, match="differ in --compress"):
             third.begin()
-        third.close(polite=False), first.close()
-
-
-def test_strangers_are_not_let_in_and_hurt_nobody():
-    rules = Rules.asynchronous(1)
-    with serving(rules) as served:
-        (worker,), _ = train(served, rules, 1, 1)
-        for rubbish in (b"GET / HTTP/1.1\r\n\r\n" * 3, b"hyp1" + bytes(20)):
-            stranger = socket.create_connection(("127.0.0.1", served.servers[0].port))
-            stranger.sendall(rubbish)
-            stranger.settimeout(5)
-            with contextlib.suppress(ConnectionResetError):  # closed with bytes unread
-                assert stranger.recv(10) == b""
-            stranger.close()
-        assert worker.step(3).applied
-        worker.close()
+        third.close(graceful=False), first.close()
 
 
 def test_a_layer_that_nobody_uses_is_left_alone():
@@ -360,7 +411,7 @@ def test_workers_exchange_facts_over_shard_0():
         firsts = [worker.links.links[0] for worker in team]
         found = together([lambda n=n: exchange(firsts[n], "a/0", {"n": n}) for n in range(3)])
         assert found == [([0, 1, 2], [{"n": 0}, {"n": 1}, {"n": 2}])] * 3
-        team[1].close(polite=False)
+        team[1].close(graceful=False)
         found = together([lambda n=n: exchange(firsts[n], "b/0", n) for n in (0, 2)])
         assert found == [([0, 2], [0, 2])] * 2
         worlds = [PresentWorkers(firsts[n], "c", n, [0, 2], torch.device("cpu"), 5) for n in (0, 2)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -31,6 +33,11 @@ if act == "verdict":
 if act == "waits":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     time.sleep(30)
+if act == "looks":
+    port = f":{int(os.environ['MASTER_PORT']):04X}"
+    rows = [row.split() for file in ("/proc/net/tcp", "/proc/net/tcp6") for row in open(file)]
+    door = [row[1] for row in rows if row[1].endswith(port) and row[3] == "0A"]  # the state of one that listens
+    (place / f"found-{rank}").write_text(json.dumps([door, os.environ["HYBRIDPAR_TOKEN"]]))
 if act == "lags":
     time.sleep(1.0)
 """
@@ -85,3 +92,17 @@ def test_a_verdict_ends_everything(tmp_path, capfd):
 def test_a_signal_is_passed_on_to_workers(tmp_path):
     threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
     assert launch(tmp_path, '{"0:0": "waits", "1:0": "waits"}') == 128 + signal.SIGTERM
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_nobody_outside_reaches_the_store_and_every_start_has_a_token_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRIDPAR_TOKEN", "that of another job")
+    tokens = set()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        assert launch(tmp_path / name, '{"0:0": "looks", "2:0": "looks"}') == 0
+        found = [json.loads((tmp_path / name / f"found-{rank}").read_text()) for rank in (0, 2)]
+        assert [door for door, _ in found] == [[f"0100007F:{found[0][0][0][-4:]}"]] * 2  # 127.0.0.1
+        tokens |= {token for _, token in found}
+    assert len(tokens) == 2
+    assert all(len(token) == 32 for token in tokens)

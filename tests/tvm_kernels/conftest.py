@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hybridpar.kernel_builder import Builder
+from hybridpar.codegen.compile_pool import Builder
 from hybridpar.tvm_kernels import norm_kernels
 
 

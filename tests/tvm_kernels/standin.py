@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hybridpar.kernel_cache import KernelsUnavailable
+from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import STOCK
-from hybridpar.tvm_kernels.choice import Choices, Phase, TunedKernel, use_choices
+from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.conv_norm_records import ConvNormRecord, ConvNormShape, conv_norm_versions
 from hybridpar.tvm_kernels.database import Database, KernelRecord
 from hybridpar.tvm_kernels.device import cpu_fingerprint, installed_versions
+from hybridpar.tvm_kernels.kernel import Phase, TunedKernel
 from hybridpar.tvm_kernels.norm_records import NormRecord, NormShape, norm_versions
 from hybridpar.tvm_kernels.schedules.norm_rows import TABLE_ROWS
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout

@@ -121,8 +121,8 @@ def test_results_past_the_caches_are_the_same(size: int, monkeypatch: pytest.Mon
 
 
 def test_views_that_are_not_aligned() -> None:
-    room = torch.randn(1 + 2 * 5 * 5 * 24)
-    x = room[1:].view(2, 5, 5, 24).permute(0, 3, 1, 2)
+    padded = torch.randn(1 + 2 * 5 * 5 * 24)
+    x = padded[1:].view(2, 5, 5, 24).permute(0, 3, 1, 2)
     assert x.data_ptr() % 16 == 4
     weight, bias = parameters(24)
     gradient = torch.randn(x.shape)  # and one that lies otherwise

@@ -147,8 +147,8 @@ def test_an_error_of_strict_says_how_to_get_the_record(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("align", [4, 64])
 def test_addresses_are_looked_at_in_every_call(align: int) -> None:
     x, weight = operands()
-    room = torch.empty(x.numel() + 1)
-    shifted = room[1:].as_strided(x.shape, x.stride()).copy_(x.detach())
+    padded = torch.empty(x.numel() + 1)
+    shifted = padded[1:].as_strided(x.shape, x.stride()).copy_(x.detach())
     right = torch.autograd.grad(
         functional.conv2d(x.double(), weight.double(), None, 1, 1, groups=8).square().sum(), (x, weight)
     )

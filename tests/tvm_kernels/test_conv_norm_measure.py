@@ -8,24 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridpar.kernel_builder import Builder
-from hybridpar.kernel_cache import KernelsUnavailable
-from hybridpar.tvm_kernels import conv_norm_measure, norm_kernels
-from hybridpar.tvm_kernels.choice import TunedKernel
+from hybridpar.codegen.cache import KernelsUnavailable
+from hybridpar.codegen.compile_pool import Builder
+from hybridpar.tvm_kernels import conv_norm_measure, norm_kernels, record
 from hybridpar.tvm_kernels.conv_norm_measure import (
     ConvNormBench,
     ConvNormTime,
-    WrongKernelError,
     measure_conv_norm,
     measure_conv_norm_saving,
     moments_error,
     summing_candidates,
 )
-from hybridpar.tvm_kernels.conv_norm_records import ConvNormKey, ConvNormShape
+from hybridpar.tvm_kernels.conv_norm_records import CONV_NORM_OP, ConvNormKey, ConvNormShape
 from hybridpar.tvm_kernels.conv_norm_search import ConvNormProgress, measure_conv_norms
 from hybridpar.tvm_kernels.database import append_records, read_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.kernel import TunedKernel
 from hybridpar.tvm_kernels.measure import Timing
+from hybridpar.tvm_kernels.record import WrongKernelError
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from tests.tvm_kernels.standin import conv_norm_record, norm_record, record_of
 
@@ -73,9 +73,10 @@ def test_a_pair_is_measured_as_it_would_run(builder: Builder, monkeypatch: pytes
     assert min(found.ms, found.apart_ms) > 0
     assert 0 < found.error < 2e-6
     assert given.count(True) == given.count(False), "both sides ran as often"
-    monkeypatch.setattr(conv_norm_measure, "MOST_MOMENTS_ERROR", -1.0)
+    monkeypatch.setitem(record._SUMS, CONV_NORM_OP, 0.0)
+    monkeypatch.setattr(record, "_TIMES_STOCK", 0.0)
     odd = ConvNormKey(ConvNormShape(ConvShape.parse("2x20x8x8 k3x3 s1x1 p1x1 d1x1"), "relu"), 1, cpu_fingerprint())
-    with pytest.raises(WrongKernelError, match=r"2x20x8x8 .* relu is wrong"):
+    with pytest.raises(WrongKernelError, match=r"the moments of 2x20x8x8 .* relu is wrong"):
         measure_conv_norm(odd, TILE, builder, 0.0)
 
 
@@ -122,11 +123,11 @@ def test_pairs_of_winning_parts_are_measured_largest_first_and_skipped_the_next_
     assert (report.tuned, report.skipped, report.left) == (2, 0, 0)
     assert [(one.done, one.total, one.key) for one in told] == [(0, 2, KEYS[1]), (1, 2, KEYS[0])]
     assert max(measure.seconds) <= 1.5
-    record = read_database(path).best_conv_norm(KEYS[0])
-    assert record is not None
-    assert record.wins
-    assert record.current
-    assert record.parameters == TILE | {"stream": 1}
+    found = read_database(path).best_conv_norm(KEYS[0])
+    assert found is not None
+    assert found.wins
+    assert found.current
+    assert found.parameters == TILE | {"stream": 1}
     report = measure_conv_norms(keys, path, 10.0, measure=measure)
     assert (report.tuned, report.skipped) == (0, 2)
     assert measure_conv_norms(keys, path, 10.0, again=True, measure=measure).tuned == 2
@@ -159,4 +160,13 @@ def test_who_stops_keeps_what_there_is(path: Path) -> None:
 def test_a_pair_without_a_kernel_is_left_apart(error: Exception, path: Path) -> None:
     report = measure_conv_norms(dict.fromkeys(KEYS, 1), path, 10.0, measure=MeasureBoth(fail=error))
     assert (report.tuned, report.empty, report.left) == (0, 2, 0)
+    assert not read_database(path).conv_norms
+
+
+def test_a_pair_whose_measurements_do_not_agree_is_not_recorded(path: Path) -> None:
+    def measure(*_: object) -> ConvNormTime:
+        return ConvNormTime(TILE, 1.0, 64.0, 1e-7, 1e-7, noise=0.5)
+
+    report = measure_conv_norms(dict.fromkeys(KEYS, 1), path, 10.0, measure=measure)
+    assert (report.tuned, report.unsteady) == (0, 2)
     assert not read_database(path).conv_norms

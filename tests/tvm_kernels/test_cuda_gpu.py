@@ -11,9 +11,10 @@ from torch import nn
 from hybridpar.tvm_kernels import choice
 from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.cuda_device import gpu_at
-from hybridpar.tvm_kernels.cuda_measure import DTYPES, CudaBench, most_error
+from hybridpar.tvm_kernels.cuda_measure import DTYPES, CudaBench
 from hybridpar.tvm_kernels.cuda_tuner import tune_cuda
 from hybridpar.tvm_kernels.database import Database, KernelKey, read_database
+from hybridpar.tvm_kernels.record import most_error
 from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 

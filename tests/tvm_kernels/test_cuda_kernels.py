@@ -14,19 +14,20 @@ from typing import Any
 import pytest
 import torch
 
-from hybridpar import cuda_driver
-from hybridpar.kernel_builder import Builder
-from hybridpar.kernel_cache import KernelsUnavailable
-from hybridpar.kernel_cuda import CONTRACTED, compiler
+from hybridpar.codegen import cuda_driver
+from hybridpar.codegen.cache import KernelsUnavailable
+from hybridpar.codegen.compile_pool import Builder
+from hybridpar.codegen.nvrtc import CONTRACTED, compiler
 from hybridpar.tvm_kernels import Database, call_plan, choice, op
 from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.cuda_compiled import TunedCudaKernel
 from hybridpar.tvm_kernels.cuda_cost import bank_conflicts
 from hybridpar.tvm_kernels.cuda_device import KNOWN
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, compile_source
-from hybridpar.tvm_kernels.cuda_measure import DTYPES, CudaBench, most_error
+from hybridpar.tvm_kernels.cuda_measure import DTYPES, CudaBench
 from hybridpar.tvm_kernels.cuda_space import candidates, reject
 from hybridpar.tvm_kernels.cuda_tuner import ranked
+from hybridpar.tvm_kernels.record import most_error
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from tests.emulated.convolutions import emulated_kernels, write_sources
 
@@ -121,12 +122,12 @@ def test_nothing_is_written_beside_the_result(kernels: list[CudaKernel]) -> None
     for kernel in kernels:
         bench = bench_of(kernel)
         count = bench._like.numel()
-        room = torch.full((count + 256,), 7.0, dtype=bench._like.dtype)
+        padded = torch.full((count + 256,), 7.0, dtype=bench._like.dtype)
         scratch = torch.full((kernel.scratch_bytes // 4 + 64,), math.nan)
         places = (bench._first.data_ptr(), bench._second.data_ptr(), 0)
-        kernel(*places, room[128:].data_ptr(), scratch.data_ptr())
-        assert (room[:128] == 7).all()
-        assert (room[128 + count :] == 7).all()
+        kernel(*places, padded[128:].data_ptr(), scratch.data_ptr())
+        assert (padded[:128] == 7).all()
+        assert (padded[128 + count :] == 7).all()
         assert scratch[kernel.scratch_bytes // 4 :].isnan().all()
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from hybridpar import cuda_driver
+from hybridpar.codegen import cuda_driver
+from hybridpar.codegen.cache import KernelsUnavailable
+from hybridpar.codegen.compile_pool import Builder
+from hybridpar.codegen.nvrtc import compiler
+from hybridpar.commands.tune import run_tune
 from hybridpar.errors import KernelError, UsageError
-from hybridpar.kernel_builder import Builder
-from hybridpar.kernel_cache import KernelsUnavailable
-from hybridpar.kernel_cuda import compiler
-from hybridpar.tune_command import run_tune
 from hybridpar.tvm_kernels import choice, cuda_compiled, cuda_measure, cuda_tuner
 from hybridpar.tvm_kernels.choice import Choices, cuda_kernel_for, kernel_for
 from hybridpar.tvm_kernels.compiled import make_kernels
@@ -203,9 +203,9 @@ def test_a_kernel_needs_what_its_vectors_need() -> None:
     own = next(one for one in candidates(wide, Direction.FORWARD, LAST, "bfloat16", HOPPER) if one["vector"] == 4)
     variant = CudaVariant(wide, Direction.FORWARD, LAST, "bfloat16", own)
     kernel = cuda_compiled.TunedCudaKernel(variant, "", "sm_90")
-    room = torch.empty(64, dtype=torch.bfloat16)
-    assert kernel.takes(room, room[4:])
-    assert not kernel.takes(room, room[2:])
+    padded = torch.empty(64, dtype=torch.bfloat16)
+    assert kernel.takes(padded, padded[4:])
+    assert not kernel.takes(padded, padded[2:])
 
 
 # --------------------------------------------------------------------------------------------------- the cost model
@@ -245,7 +245,7 @@ def test_the_model_knows_what_costs() -> None:
     assert cost(columns=2).seconds > cost(virtual=2).seconds
     assert cost(rows=1).halo > cost(rows=8).halo >= 1
     assert cost(rows=4, hold=0).shared_s > cost(rows=4).shared_s
-    # Sixteen bytes a cell and 2048 threads are what an SM has room for.
+    # Sixteen bytes a cell and 2048 threads are what an SM has padded tile for.
     tile = Tile(shape, Direction.FORWARD, Layout.CONTIGUOUS, "float32", own)
     held = resident_blocks(tile, HOPPER)
     assert held * tile.threads <= HOPPER.threads

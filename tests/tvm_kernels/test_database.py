@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
 import multiprocessing
 from pathlib import Path
 
@@ -11,6 +13,8 @@ import pytest
 
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels import database as module
+from hybridpar.tvm_kernels.choice import why_no_record
+from hybridpar.tvm_kernels.conv_norm_records import ConvNormRecord, ConvNormShape
 from hybridpar.tvm_kernels.database import (
     Database,
     KernelRecord,
@@ -20,9 +24,10 @@ from hybridpar.tvm_kernels.database import (
     read_database,
     user_database,
 )
-from hybridpar.tvm_kernels.norm_records import NormKey, NormShape
-from hybridpar.tvm_kernels.shapes import Direction, Layout
-from tests.tvm_kernels.standin import all_records, norm_record, record_of
+from hybridpar.tvm_kernels.norm_choice import why_no_norm_record
+from hybridpar.tvm_kernels.norm_records import NormKey, NormRecord, NormShape
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from tests.tvm_kernels.standin import all_records, conv_norm_record, norm_record, record_of
 
 SHAPE = "8x96x56x56 k3x3 s1x1 p1x1 d1x1"
 ONE = record_of(SHAPE, Direction.FORWARD, Layout.CHANNELS_LAST)
@@ -228,3 +233,58 @@ def test_a_damaged_database_of_the_user_costs_one_line(monkeypatch, tmp_path, ca
 def test_nothing_in_a_record_is_code():
     text = ONE.line().replace('"tile": 2', '"tile": "__import__(\'os\')"')
     assert KernelRecord.model_validate_json(text).parameters == {"tile": "__import__('os')"}
+
+
+# ----------------------------------------------------------------------------------------------- the one rule
+
+PAIR = conv_norm_record(ConvNormShape(ConvShape.parse(SHAPE), "relu6"))
+
+
+@pytest.mark.parametrize("record", [ONE, NORM, PAIR], ids=["convolution", "norm", "both"])
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"error": 3e-2}, "its error is 3.0e-02, and at most"),
+        ({"error": 3e-2, "stock_error": 1.0}, "and at most 1.0e-02"),
+        ({"error": 3e-3, "stock_error": 1e-5}, "its error is 3.0e-03"),
+        ({"error": math.nan}, "its error is nan"),
+        ({"error": math.inf}, "its error is inf"),
+        ({"error": None}, "its error is unknown"),
+        ({"noise": 0.96}, "its measurements lay 96 % apart, and at most 25 %"),
+        ({"noise": math.nan}, "its measurements lay nan % apart"),
+    ],
+    ids=str,
+)
+def test_a_record_that_is_wrong_or_unsteady_is_not_used(tmp_path, caplog, record, fields, why):
+    doubtful = record.model_copy(update={**fields, "tuned_at": 5.0})
+    assert why in doubtful.doubt
+    assert record.wins
+    assert not doubtful.wins
+    kinds = {KernelRecord: Database.best, NormRecord: Database.best_norm, ConvNormRecord: Database.best_conv_norm}
+    best = kinds[type(record)]
+    database = Database("", [])
+    database.add([doubtful])
+    assert best(database, record.key) is None
+    database.add([record])
+    assert best(database, record.key) == record, "an older one that is right"
+    append_records(tmp_path / "k.jsonl", [doubtful])
+    # A line whose error is no number is a damaged one, and such a file is none.
+    with caplog.at_level(logging.WARNING), contextlib.suppress(UsageError):
+        assert best(read_database(tmp_path / "k.jsonl"), record.key) is None
+        assert len(caplog.records) == 1
+
+
+def test_a_kernel_may_be_as_far_off_as_torch_is_there():
+    assert ONE.model_copy(update={"error": 3e-5}).doubt
+    assert not ONE.model_copy(update={"error": 3e-5, "stock_error": 1e-5}).doubt
+    assert not NORM.model_copy(update={"error": 8e-4, "stock_error": 8e-4}).doubt
+    half = ONE.model_copy(update={"error": 3e-3, "dtype": "bfloat16"})
+    assert not half.doubt, "its last rounding alone is that far off"
+    assert not record_of(SHAPE, Direction.WEIGHT_GRADIENT, Layout.CONTIGUOUS, error=5e-5).doubt
+
+
+def test_a_run_says_why_a_record_is_not_used():
+    wrong = ONE.model_copy(update={"error": 3e-2})
+    assert why_no_record(Database("", [wrong]), ONE.key).startswith("its error is 3.0e-02, and at most")
+    unsteady = NORM.model_copy(update={"noise": 0.5})
+    assert "50 % apart" in why_no_norm_record(Database("", norms=[unsteady]), NORM.key)

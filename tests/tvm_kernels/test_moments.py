@@ -13,21 +13,21 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from hybridpar.kernel_build import Session
-from hybridpar.kernel_builder import Builder
-from hybridpar.pipeline.batchnorm import BatchNormPool
+from hybridpar.codegen.build import Session
+from hybridpar.codegen.compile_pool import Builder
+from hybridpar.sync.batchnorm import BatchNormPool
 from hybridpar.tvm_kernels import call_plan, norm_kernels, optimize, restore
 from hybridpar.tvm_kernels.candidates import candidates
-from hybridpar.tvm_kernels.choice import Choices, TunedKernel, active_choices, use_choices
+from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
 from hybridpar.tvm_kernels.conv_norm_choice import decide_conv_norm
 from hybridpar.tvm_kernels.conv_norm_measure import moments_error
 from hybridpar.tvm_kernels.conv_norm_records import ConvNormKey, ConvNormRecord, ConvNormShape
 from hybridpar.tvm_kernels.database import Database, parse_records
 from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.kernel import MomentsVariant, load_image
+from hybridpar.tvm_kernels.kernel import MomentsVariant, TunedKernel, load_image
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.measure import reference, torch_threads
-from hybridpar.tvm_kernels.moments import behind, hang_moments, moments_in, take_moments
+from hybridpar.tvm_kernels.moments import attach_moments, behind, moments_in, take_moments
 from hybridpar.tvm_kernels.schedules.cpu_gather_moments import piece_rows
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from tests.tvm_kernels.norms import error, images, parameters, truth
@@ -157,7 +157,7 @@ def test_moments_are_those_of_one_tensor_as_it_was() -> None:
 
     def hung() -> Tensor:
         one = torch.randn(2, 3, 4, 4)
-        hang_moments(one, values)
+        attach_moments(one, values)
         return one
 
     x = hung()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torchvision import models
 
 from hybridpar.errors import UsageError
-from hybridpar.pipeline.batchnorm import BatchNormPool
+from hybridpar.sync.batchnorm import BatchNormPool
 from hybridpar.tvm_kernels import norm_swap
 from hybridpar.tvm_kernels.norm_swap import NormPair, find_norms, fuse_norms, unfuse_norms
 from tests.tvm_kernels.norms import error, images

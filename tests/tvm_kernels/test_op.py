@@ -14,8 +14,9 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hybridpar.errors import KernelError
-from hybridpar.tvm_kernels.choice import Choices, TunedKernel, active_choices, use_choices
+from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
 from hybridpar.tvm_kernels.database import Database
+from hybridpar.tvm_kernels.kernel import TunedKernel
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from tests.tvm_kernels.standin import StandIn, all_records, tuned
@@ -129,8 +130,8 @@ def test_threads_share_the_rows(threads):
 
 def views(x: Tensor) -> dict[str, Tensor]:
     """The same values in tensors that no kernel may be given as they are, or may it?"""
-    room = torch.empty(x.numel() + 1)
-    shifted = room[1:].as_strided(x.shape, x.stride()).copy_(x)
+    padded = torch.empty(x.numel() + 1)
+    shifted = padded[1:].as_strided(x.shape, x.stride()).copy_(x)
     wide = torch.cat([x, x], 1)
     tall = torch.cat([x, x], 2)
     return {
@@ -498,9 +499,9 @@ def test_gradients_of_gradients_past_the_dispatcher():
 
 
 def test_a_result_that_lies_where_a_kernel_cannot_write_is_refused_by_name():
-    room = torch.zeros(64 + 16)
-    start = (-room.data_ptr() // 4) % 16 + 1  # one value behind a line's begin
+    padded = torch.zeros(64 + 16)
+    start = (-padded.data_ptr() // 4) % 16 + 1  # one value behind a line's begin
     kernel = TunedKernel((), 0, 4, 1, align_out=64)
     with pytest.raises(KernelError, match="aligned to 64 bytes"):
-        kernel(room, room, None, room[start:])
-    kernel(room, room, None, room[start + 15 :])
+        kernel(padded, padded, None, padded[start:])
+    kernel(padded, padded, None, padded[start + 15 :])

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hybridpar.kernel_build import Session
-from hybridpar.kernel_builder import Builder
+from hybridpar.codegen.build import Session
+from hybridpar.codegen.compile_pool import Builder
 from hybridpar.tvm_kernels.candidates import candidates
 from hybridpar.tvm_kernels.families import GATHER, families, family_of
 from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image
@@ -44,12 +44,12 @@ class Memory:
     """Values at an odd multiple of 4 bytes, or at what they must be aligned to, between guards."""
 
     def __init__(self, values: torch.Tensor, align: int = 4) -> None:
-        self.room = torch.full((values.numel() + 2 * GUARD + 16,), 7.0)
-        first = self.room.data_ptr() // 4
+        self.padded = torch.full((values.numel() + 2 * GUARD + 16,), 7.0)
+        first = self.padded.data_ptr() // 4
         start = GUARD + (1 - first % 2 if align == 4 else -(first + GUARD) % (align // 4))
-        self.values = self.room[start : start + values.numel()]
+        self.values = self.padded[start : start + values.numel()]
         self.values.copy_(values.reshape(-1))
-        self.guards = self.room[:start], self.room[start + values.numel() :]
+        self.guards = self.padded[:start], self.padded[start + values.numel() :]
 
     @property
     def address(self) -> int:

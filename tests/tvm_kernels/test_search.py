@@ -159,6 +159,22 @@ def test_a_user_who_stops_keeps_what_there_is(tmp_path):
     assert search_all(KEYS, file, 600.0, tuner=Tuner(), weigher=weighed).skipped == 3
 
 
+def test_what_no_second_measurement_confirmed_is_not_recorded(tmp_path, caplog):
+    def unsteady(*given, **_):
+        first = Tuned({"tile": 1}, 1.0, 228.0, 0.5, 1e-7, final=True, noise=0.9)
+        steady = Tuned({"tile": 2}, 2.0, 3.0, 0.5, 1e-7, final=True, noise=0.1, stock_error=2e-7)
+        glance = Tuned({"tile": 3}, 0.1, 3.0, 0.5, 1e-7)
+        return [first, glance] if given[1] is Direction.FORWARD else [first, steady, glance]
+
+    report = search_all(KEYS[:2], tmp_path / "k.jsonl", 600.0, tuner=unsteady, weigher=weighed)
+    assert (report.tuned, report.unsteady, report.empty, report.left) == (1, 1, 0, 0)
+    (record,) = read_database(tmp_path / "k.jsonl").records
+    assert (record.parameters, record.noise, record.stock_error) == ({"tile": 2}, 0.1, 2e-7)
+    assert f"forward {SHAPES[0]}: measurements lay 90 % apart, so none is recorded" in caplog.text
+    again = search_all(KEYS[:2], tmp_path / "k.jsonl", 600.0, tuner=unsteady, weigher=weighed)
+    assert again.skipped == 1, "what was not recorded is searched again"
+
+
 def test_no_kernel_is_no_error(tmp_path):
     report = search_all(KEYS, tmp_path / "k.jsonl", 600.0, tuner=Tuner(empty=True), weigher=weighed)
     assert (report.tuned, report.empty) == (0, 6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -11,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridpar.kernel_builder import Builder, Built, Request
-from hybridpar.kernel_cache import KernelsUnavailable
-from hybridpar.tvm_kernels import tuner
+from hybridpar.codegen.cache import KernelsUnavailable
+from hybridpar.codegen.compile_pool import Builder, Built, Request
+from hybridpar.tvm_kernels import measure, tuner
 from hybridpar.tvm_kernels.candidates import candidates
-from hybridpar.tvm_kernels.choice import Choices, TunedKernel, use_choices
+from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.database import Database, KernelRecord
-from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image, load_variants
+from hybridpar.tvm_kernels.kernel import Kernel, TunedKernel, Variant, load_image, load_variants
 from hybridpar.tvm_kernels.machine import Machine, Speed, measure_speed
 from hybridpar.tvm_kernels.measure import Bench, Timing, reference, summarize_pairs
 from hybridpar.tvm_kernels.op import depthwise_conv2d
@@ -85,7 +86,8 @@ def test_torch_is_timed_in_both_layouts_where_the_other_is_its_better_one(
         tune_one = (SHAPE, Direction.FORWARD, Layout.CONTIGUOUS)
         (found,) = tune(*tune_one, budget_s=600.0, trials=1, builder=builder, speed=SPEED)
         assert (found.ms, found.stock_ms, found.layout_ms) == (2.0, 4.0, expected)
-    assert asked == [*[None] * 6, Layout.CONTIGUOUS]  # once in the search, twice in its final
+    # Once in the search, in its final twice on each of two sets of tensors, and twice in the other layout.
+    assert asked == [*[None] * 10, Layout.CONTIGUOUS, Layout.CONTIGUOUS]
 
 
 def test_a_search_goes_on_from_what_is_known(builder: Builder) -> None:
@@ -205,7 +207,7 @@ def test_variants_come_from_the_cache(tmp_path: Path, monkeypatch: pytest.Monkey
     for kernel in load_variants(variants):
         assert isinstance(kernel, Kernel)
         assert Bench(SHAPE, Direction.FORWARD, LAST).error(kernel) < 1e-5
-    monkeypatch.setattr("hybridpar.kernel_build._built", lambda *_: pytest.fail("it is there already"))
+    monkeypatch.setattr("hybridpar.codegen.build._built", lambda *_: pytest.fail("it is there already"))
     assert all(isinstance(kernel, Kernel) for kernel in load_variants([*variants, variants[0]]))
 
 
@@ -218,6 +220,45 @@ def test_disturbed_pairs_are_dropped() -> None:
     assert timing.ms == pytest.approx(1.0)
     assert timing.stock_ms == pytest.approx(2.0)
     assert timing.speedup == pytest.approx(2.0)
+
+
+def test_ratios_that_only_medians_show_are_noise() -> None:
+    # Torch waits in most of its calls, as threads do on a busy machine; where it did not, it was as fast.
+    timing = summarize_pairs([(0.001, 0.228)] * 9 + [(0.001, 0.001)])
+    assert timing.speedup == pytest.approx(228)
+    assert timing.noise == pytest.approx(227)
+    assert summarize_pairs([(0.001, 0.002)] * 9).noise == 0.0
+
+
+def test_waiting_for_cores_is_noise_of_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, waited = itertools.count(), itertools.count(step=4.0)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(next(seconds)))
+    monkeypatch.setattr(measure, "seconds_waited", lambda: next(waited))
+    # Two pairs of three readings of the clock each, and one before and after them: 8 s on 2 threads, 4 of them waiting.
+    timing = measure.time_pairs(int, int, 0.0, least=2, threads=2)
+    assert timing.noise == pytest.approx(4 / (2 * 8 - 4), rel=0.2)
+    assert measure.time_pairs(int, int, 0.0, least=2, threads=1).noise < 1e9
+
+
+def timing_of(speedup: float, noise: float = 0.0) -> Timing:
+    return Timing(1.0, speedup, speedup, 5, 0, 1.0, noise)
+
+
+def test_comparisons_are_repeated_until_two_agree_and_the_worse_counts() -> None:
+    taken = iter([timing_of(228.0), timing_of(1.3), timing_of(1.4), timing_of(9.0)])
+    found = measure.steady_timing(lambda: next(taken), most=4)
+    assert found.speedup == 1.3
+    assert found.noise == pytest.approx(1.4 / 1.3 - 1)
+    assert next(taken).speedup == 9.0, "no more were taken than were needed"
+
+
+def test_comparisons_that_never_agree_say_so() -> None:
+    taken = iter([timing_of(1.0), timing_of(2.0), timing_of(64.0)])
+    found = measure.steady_timing(lambda: next(taken))
+    assert (found.speedup, found.noise) == (1.0, pytest.approx(1.0))
+    disturbed = iter([timing_of(2.0, noise=0.8)] * 3)
+    assert measure.steady_timing(lambda: next(disturbed)).noise == 0.8
+    assert next(disturbed, None) is None, "each was disturbed, so all were taken"
 
 
 def test_a_single_pair_is_kept() -> None:

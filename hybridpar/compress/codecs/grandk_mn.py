@@ -77,7 +77,7 @@ class QueueCoder(Coder):
     def __init__(self, spec: TensorSpec, rate: float, steps: Sequence[int]) -> None:
         super().__init__(spec)
         turns = math.ceil(spec.count / share(rate, spec.count))
-        self._turns = cut_stripes(spec.count, 1, turns)  # the first ones may be longer by one
+        self._phases = cut_stripes(spec.count, 1, turns)  # the first ones may be longer by one
         self._most = math.ceil(spec.count / turns)
         self._inner = GridsCoder(replace(spec, shape=(self._most,)), steps)
         self.residuals = {WORKER: spec.count}
@@ -125,7 +125,7 @@ class QueueCoder(Coder):
         """See `Coder`."""
         self._inner.finish(self._picked)
         if not self._residual.keeps:
-            self._picked.mul_(len(self._turns))
+            self._picked.mul_(len(self._phases))
         out.zero_()
         out.index_copy_(0, self._places, self._picked[: self._places.numel()])
 
@@ -145,12 +145,12 @@ class QueueCoder(Coder):
 
     def _next(self) -> Tensor:
         """Places of the elements whose turn it is, equal on all workers."""
-        queue, turn = divmod(self._steps, len(self._turns))
+        queue, turn = divmod(self._steps, len(self._phases))
         if queue != self._drawn:
             draw = torch.Generator().manual_seed(self.spec.draw_seed("queue", queue))
             self._queue = torch.randperm(self.spec.count, generator=draw, dtype=torch.int32, device="cpu").to(
                 self.spec.device
             )
             self._drawn = queue
-        start, stop = self._turns[turn]
+        start, stop = self._phases[turn]
         return self._queue[start:stop].to(torch.int64)

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, TensorSpec
+from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
 from hybridpar.compress.codecs.twobit import TwoBit
 from hybridpar.compress.packing import aligned
 from hybridpar.compress.residual import NO_RESIDUAL, WORKER, Residual
@@ -172,8 +172,8 @@ class FilterCoder(_WaitingCoder):
         super().__init__(spec, delay)
         self._sent = sent
         self._rounds = (
-            Round(Meeting.SUM, torch.float64, (self._filters,)),
-            Round(Meeting.SUM, spec.wire, (sent * self._length,)),
+            Round(Collective.SUM, torch.float64, (self._filters,)),
+            Round(Collective.SUM, spec.wire, (sent * self._length,)),
         )
         self._share = 1 / spec.workers if spec.wire != torch.float32 else 1.0
         self._rows = torch.empty(0)
@@ -230,7 +230,7 @@ class ServedFilterCoder(_WaitingCoder):
         self._stripes, self._sent = stripes, sent
         pushed = tuple(self._start_of_numbers(count) + aligned(4 * count) for count in sent)
         pulled = tuple(aligned(4 * (stop - start) * self._length) for start, stop in stripes)
-        self._rounds = (Round(Meeting.SHARD, torch.uint8, pushed, pulled),)
+        self._rounds = (Round(Collective.SHARD, torch.uint8, pushed, pulled),)
         self._merged: Sequence[Tensor] = ()
 
     @property

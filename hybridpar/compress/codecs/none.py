@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, TensorSpec
+from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
 from hybridpar.compress.residual import NO_RESIDUAL, Residual
 
 
@@ -35,7 +35,7 @@ class Full(Coder):
     def __init__(self, spec: TensorSpec) -> None:
         super().__init__(spec)
         self._cast = spec.wire != torch.float32
-        self._rounds = (Round(Meeting.SUM, spec.wire, (spec.count,)),)
+        self._rounds = (Round(Collective.SUM, spec.wire, (spec.count,)),)
         self._gradient = self._reduced = torch.empty(0)
 
     @property

@@ -8,7 +8,7 @@ travel in full precision. From then on, with the momentum m that all workers sha
     mean of these, plus d, encoded again, kept is d                               owner of a stripe
     m = what arrives                                                              everybody
 
-What arrives is m and no gradient: the optimizer must know (`hybridpar.recipes.onebit_adam`). C is the two means per
+What arrives is m and no gradient: the optimizer must know (`hybridpar.optim.onebit_adam`). C is the two means per
 group of `onebit`, or, as the paper has it, a sign and one level that keeps the norm (`levels=norm`).
 """
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, TensorSpec
+from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
 from hybridpar.compress.residual import NO_RESIDUAL, WORKER, Residual
 from hybridpar.compress.scratch import CHUNK
 from hybridpar.errors import CheckpointError, UsageError
@@ -79,7 +79,7 @@ class LowRank(Coder):
         self._rows, self._columns = spec.shape[0], math.prod(spec.shape[1:])
         self._rank = min(rank, self._rows, self._columns)
         self._rounds = tuple(
-            Round(Meeting.SUM, spec.wire, (side * self._rank,)) for side in (self._rows, self._columns)
+            Round(Collective.SUM, spec.wire, (side * self._rank,)) for side in (self._rows, self._columns)
         )
         self.residuals = {WORKER: spec.count}
         # Factors of 16 bits are sent divided by K, so that their sum is no larger than they are.

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels
-from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, TensorSpec
+from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
 from hybridpar.compress.noise import Noise, NoisyCoder
 from hybridpar.compress.packing import Fields
 from hybridpar.compress.residual import NO_RESIDUAL, Residual
@@ -142,7 +142,7 @@ class SummedLevels(ScaledCoder):
 
     def __init__(self, spec: TensorSpec, steps: int) -> None:
         self._fields = Fields.summable(spec.count, 2 * steps, spec.workers)
-        super().__init__(spec, [Round(Meeting.SUM, self._fields.word, (self._fields.words,))])
+        super().__init__(spec, [Round(Collective.SUM, self._fields.word, (self._fields.words,))])
         self._grid = _Grid(steps, self._noise)
         self._words = torch.empty(0)
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, Meeting, Round, TensorSpec
+from hybridpar.compress.codec import CODECS, Codec, Collective, Round, TensorSpec
 from hybridpar.compress.packing import Fields, bits_size, pack_bits, unpack_bits
 from hybridpar.compress.scaled import ScaledCoder
 from hybridpar.compress.scratch import CHUNK
@@ -93,8 +93,8 @@ class GridsCoder(ScaledCoder):
         self._gains = [right - left for left, right in pairwise(steps)]
         self._fields = Fields.summable(spec.count, 2 * self._coarse, spec.workers)
         self._plane = bits_size(spec.count)
-        agree = (Round(Meeting.AND, torch.uint8, (len(self._finer) * self._plane,)),) if self._finer else ()
-        super().__init__(spec, (*agree, Round(Meeting.SUM, self._fields.word, (self._fields.words,))))
+        agree = (Round(Collective.AND, torch.uint8, (len(self._finer) * self._plane,)),) if self._finer else ()
+        super().__init__(spec, (*agree, Round(Collective.SUM, self._fields.word, (self._fields.words,))))
         self._planes = self._words = torch.empty(0)
 
     def _write_codes(self, index: int, parts: Sequence[Tensor]) -> None:

@@ -19,7 +19,7 @@ from itertools import starmap
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, Meeting, Round, TensorSpec
+from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
 from hybridpar.compress.packing import ALIGN, aligned, at_least, bits_size, pack_bits, unpack_bits
 from hybridpar.compress.residual import NO_RESIDUAL, Residual
 from hybridpar.compress.scratch import CHUNK
@@ -74,7 +74,7 @@ class MajorityCoder(Coder):
         self._plain = plain
         self._stripes = cut_stripes(spec.count, 8, spec.workers)
         sizes = tuple(aligned(ALIGN + bits_size(stop - start)) for start, stop in self._stripes)
-        self._rounds = (Round(Meeting.SHARD, torch.uint8, sizes),)
+        self._rounds = (Round(Collective.SHARD, torch.uint8, sizes),)
         self._gradient = torch.empty(0)
         self._merged: Sequence[Tensor] = ()
 

@@ -1,4 +1,4 @@
-"""Why: three values on a scale that all workers share are unbiased, and their sum over K workers is exact.
+"""Why: gradients as three values on a scale that all workers share, whose sum over K workers is exact.
 
 TernGrad: Wen, Xu, Yan, Wu, Wang, Chen, Li, "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
 Learning", NeurIPS 2017. With w = max over workers and elements of |g_i|, agreed first (scaler sharing):
@@ -6,8 +6,8 @@ Learning", NeurIPS 2017. With w = max over workers and elements of |g_i|, agreed
     t_i = sign(g_i) with probability |g_i| / w, else 0        mean gradient = w / K * sum over workers of t_i
 
 Workers send 2 bits per element to the owner of a stripe. It sends the sum, a whole number from -K to K, in as many bits
-as that takes: nothing is rounded again. Before all that a layer's gradient may be clipped to `clip` times its root mean
-square, which makes w smaller and the result less noisy, at the price of a bias.
+as that takes: nothing is rounded again. Drawing adds no bias. Before it a layer's gradient is clipped to `clip` times
+its root mean square, as in the paper, which makes w smaller and the result less noisy, but biased; `clip=0` is not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, Meeting, Round, TensorSpec
+from hybridpar.compress.codec import CODECS, Codec, Collective, Round, TensorSpec
 from hybridpar.compress.packing import Fields, aligned, pack_pairs, pair_table, pairs_size, unpack_pairs
 from hybridpar.compress.scaled import ScaledCoder
 from hybridpar.compress.scratch import CHUNK
@@ -30,7 +30,10 @@ from hybridpar.errors import UsageError
 _UNIT = 16
 
 
-@CODECS.register("terngrad", "TernGrad: minus, nothing or plus the agreed largest magnitude, drawn without bias")
+@CODECS.register(
+    "terngrad",
+    "TernGrad: minus, nothing or plus the agreed largest magnitude, drawn; biased by its clipping unless clip=0",
+)
 @dataclass(frozen=True)
 class TernGrad(Codec):
     """Three values, drawn.
@@ -79,7 +82,7 @@ class TernaryCoder(ScaledCoder):
         self._sums = [Fields.dense(stop - start, 2 * spec.workers) for start, stop in self._stripes]
         codes = tuple(aligned(pairs_size(stop - start)) for start, stop in self._stripes)
         merged = tuple(aligned(fields.bytes) for fields in self._sums)
-        super().__init__(spec, [Round(Meeting.SHARD, torch.uint8, codes, merged)])
+        super().__init__(spec, [Round(Collective.SHARD, torch.uint8, codes, merged)])
         self._clip = clip
         self._table = pair_table(spec.device)
         self._merged: Sequence[Tensor] = ()

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hybridpar.codegen.build import Function, load_kernels
 from hybridpar.compress.kernels.threshold import ThresholdRule
 from hybridpar.compress.scratch import CHUNK, Scratch
-from hybridpar.kernel_build import Function, load_kernels
 
 if TYPE_CHECKING:
     from hybridpar.compress.packing import Fields

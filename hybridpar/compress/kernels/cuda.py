@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from hybridpar.codegen.nvrtc import load_cuda_kernels
 from hybridpar.compress.kernels.threshold import ThresholdRule
 from hybridpar.compress.scratch import CHUNK, Scratch
-from hybridpar.kernel_cuda import load_cuda_kernels
 
 if TYPE_CHECKING:
     from hybridpar.compress.packing import Fields

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybridpar.kernel_writer import INFINITE, LANES, Writer
+from hybridpar.codegen.tir_writer import INFINITE, LANES, Writer
 
 #: What the encoders take: addresses, then numbers. Rows of `values` begin `stride` values after each other; those of
 #: what is kept and left lie side by side. `ones` has room for a float32 per column. Bits of a row fill whole 16s.

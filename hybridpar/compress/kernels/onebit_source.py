@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybridpar.kernel_writer import INFINITE, LANES, Writer
+from hybridpar.codegen.tir_writer import INFINITE, LANES, Writer
 
 #: What the encoders take: addresses, then numbers. `stream` is 1 where what is left is to be written past the caches.
 ENCODE = ("values", "kept", "pending", "lower", "upper", "bits", "groups", "length", "stream")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybridpar.kernel_writer import INFINITE, LANES, Writer
+from hybridpar.codegen.tir_writer import INFINITE, LANES, Writer
 
 #: `noise` is what to add, `places` where in it each run of up to `chunk` values begins: one number per chunk and place.
 ENCODE = ("values", "scale", "words", "noise", "places", "count", "total", "width", "per_word", "steps", "chunk")

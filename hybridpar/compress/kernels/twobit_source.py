@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hybridpar.kernel_writer import INFINITE, LANES, Writer
+from hybridpar.codegen.tir_writer import INFINITE, LANES, Writer
 
 #: `mode`: 0, the threshold is `fixed`; 1, it is min(scale * mean, cap * largest); 2, values above scale * mean are
 #: sent, as the mean of those sent.

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridpar.kernel_writer import Writer
+from hybridpar.codegen.tir_writer import Writer
 from hybridpar.tvm_kernels.schedules.geometry import PREPARED, Span, axis, by_input, functions_of, interior, spans
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 

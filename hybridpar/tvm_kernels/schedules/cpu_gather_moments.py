@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hybridpar.kernel_writer import INFINITE, Writer
+from hybridpar.codegen.tir_writer import INFINITE, Writer
 from hybridpar.tvm_kernels.schedules.cpu_gather import Gather
 from hybridpar.tvm_kernels.schedules.geometry import Span, functions_of
 from hybridpar.tvm_kernels.schedules.planes import whole_lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridpar.kernel_writer import Writer
+from hybridpar.codegen.tir_writer import Writer
 
 #: No pass that turns schedules into loops is needed.
 WRITTEN_OUT = True

@@ -1,16 +1,16 @@
 """Why: in contiguous images a row of a channel lies side by side, so forward and input gradient are SIMD over columns.
 
-Level 1 is a strip of rows of one plane, copied into a room in L1 that has the border (`planes`). Level 2 is a tile of
-rows x vectors of outputs in registers; a value of the room is read once per tile and column of taps, and multiplied
-with the tap of every output row that it meets. Taps are written out. The last vector of a row and the last tile and
-strip of a plane reach back, so there are no conditions and no scalar rest.
+Level 1 is a strip of rows of one plane, copied into a padded tile in L1 that has the border (`planes`). Level 2 is a
+tile of rows x vectors of outputs in registers; a value of the padded tile is read once per tile and column of taps, and
+multiplied with the tap of every output row that it meets. Taps are written out. The last vector of a row and the last
+tile and strip of a plane reach back, so there are no conditions and no scalar rest.
 
-At stride 2 outputs meet every second column: forward the room keeps even and odd columns apart, and in the input
+At stride 2 outputs meet every second column: forward the padded tile keeps even and odd columns apart, and in the input
 gradient a vector has outputs of the same remainder, which are interleaved when they are stored.
 
-Work is cut into parts, each with a room of its own in the scratch, which threads share out; planes are computed one by
-one and alike in any part. Arguments of all functions: addresses (first, second, third, out, scratch), then the range
-(begin, end). First is the input or the output's gradient, second the weights (C, 1, KH, KW), third the bias or 0.
+Work is cut into parts, each with a padded tile of its own in the scratch, which threads share out; planes are computed
+one by one and alike in any part. Arguments of all functions: addresses (first, second, third, out, scratch), then the
+range (begin, end). First is the input or the output's gradient, second the weights (C, 1, KH, KW), third the bias or 0.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from hybridpar.kernel_writer import Writer
+from hybridpar.codegen.tir_writer import Writer
 from hybridpar.tvm_kernels.schedules.geometry import axis, by_input, functions_of, share
-from hybridpar.tvm_kernels.schedules.planes import Vector, empty, fill, room_of, shuffles
+from hybridpar.tvm_kernels.schedules.planes import Vector, empty, fill, padded_tile, shuffles
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
 #: No pass that turns schedules into loops is needed.
@@ -66,7 +66,7 @@ class _Rows:
         #: Rows in whole steps; where there are more than of the image, the last one is not stored.
         self.height = -(-self.vertical.out // whole) * whole
         self.strip = min(strip, self.height)
-        self.room = room_of(self.vertical, self.horizontal, self.strip)
+        self.padded = padded_tile(self.vertical, self.horizontal, self.strip)
         self.phases = self.horizontal.whole
         self.bias = direction is Direction.FORWARD
         self.taps = shape.kernel[0] * shape.kernel[1]
@@ -78,11 +78,11 @@ class _Rows:
         self.input, self.weights, self.output, self.memory = views
         bias = w.view(third, "float32")
         self.start = w.local(1, "float32")
-        total, room = shape.batch * shape.channels, self.room
+        total, padded = shape.batch * shape.channels, self.padded
         with t.attr(0, "pragma_import_llvm", w.tvm.ir.StringImm(shuffles(self.lanes))):
             with t.serial(begin, end) as part:
-                self.own = w.keep(part * room.places)
-                empty(w, self.memory, self.own, room.places)
+                self.own = w.keep(part * padded.places)
+                empty(w, self.memory, self.own, padded.places)
                 low, high = share(w, part, total, self.parts)
                 with t.serial(low, high) as plane:
                     channel = w.keep(t.floormod(plane, t.int64(shape.channels)))
@@ -93,18 +93,18 @@ class _Rows:
 
     def _plane(self, plane: Any, filters: Any) -> None:
         """All strips of one plane."""
-        w, t, room = self.w, self.t, self.room
+        w, t, padded = self.w, self.t, self.padded
         vertical, horizontal = self.vertical, self.horizontal
         held = {tap: w.keep(self._tap(filters, tap)) for tap in range(self.taps)} if self.taps <= _HELD else None
         start = w.keep(t.broadcast(self.start[t.int64(0)], self.lanes))
         image = w.keep(plane * (vertical.size * horizontal.size))
         result = w.keep(plane * (vertical.out * horizontal.out))
         for top in self._starts(self.height, self.strip):
-            first = w.keep(self._shift(top) + room.first)
+            first = w.keep(self._shift(top) + padded.first)
             sizes = (vertical.size, horizontal.size)
-            fill(w, self.input, image, self.memory, self.own, room, *sizes, first, self.lanes)
+            fill(w, self.input, image, self.memory, self.own, padded, *sizes, first, self.lanes)
             for row in self._starts(self.strip, self.tile_rows):
-                base = w.keep(self.own + self._shift(row) * room.pitch)
+                base = w.keep(self.own + self._shift(row) * padded.pitch)
                 at = w.keep(result + (top + row) * horizontal.out)
                 for vectors, moved in self._tiles():
                     self._tile(base, at, w.keep(top + row), vectors, moved, start, held, filters)
@@ -147,7 +147,7 @@ class _Rows:
         self, base: Any, at: Any, row: Any, vectors: list[Vector], moved: Any, start: Any, held: Any, filters: Any
     ) -> None:
         """One tile, all of it written out."""
-        w, t, lanes, room = self.w, self.t, self.lanes, self.room
+        w, t, lanes, padded = self.w, self.t, self.lanes, self.padded
         base = w.keep(base + moved * (self.tile_vectors * lanes))
         rows = range(self.tile_rows)
         sums = {(r, v, p): start for r in rows for v in range(len(vectors)) for p in range(self.phases)}
@@ -156,7 +156,7 @@ class _Rows:
         for input_row, row_uses in by_input(row_taps):
             for v, vector in enumerate(vectors):
                 for column, column_uses in by_input(vector.taps):
-                    place = (input_row - room.first) * room.pitch + room.at(column)
+                    place = (input_row - padded.first) * padded.pitch + padded.at(column)
                     value = w.keep(self.memory[t.ramp(base + place, 1, lanes)])
                     for r, row_tap in row_uses:
                         for phase, column_tap in column_uses:

@@ -1,24 +1,24 @@
 """Why: the weight gradient of contiguous images is a sum per tap over rows, so it is SIMD over columns.
 
-Level 1 is a strip of rows of one plane, whose input is copied into a room in L1 that has the border (`planes`). Level 2
-is a group of taps, each with a vector of sums in registers, and some rows of the gradient that pass by at a time: a
-value of the input is read once and multiplied with every row of the gradient that it meets. Sums stay vectors over all
-images and are added up lane by lane once, at the end. The last vector of a row reaches back with what was counted set
-to zero.
+Level 1 is a strip of rows of one plane, whose input is copied into a padded tile in L1 that has the border (`planes`).
+Level 2 is a group of taps, each with a vector of sums in registers, and some rows of the gradient that pass by at a
+time: a value of the input is read once and multiplied with every row of the gradient that it meets. Sums stay vectors
+over all images and are added up lane by lane once, at the end. The last vector of a row reaches back with what was
+counted set to zero.
 
-The work is cut into parts of images times groups of channels, each with a room of its own in the scratch, which threads
-share out. Each part leaves sums of its own and `merge` adds them in order, so the result does not depend on how many
-threads there are. Arguments of all functions: addresses (first, second, third, out, scratch), then the range (begin,
-end). First is the input, second the output's gradient, third is not used, out is the gradient (C, 1, KH, KW).
+The work is cut into parts of images times groups of channels, each with a padded tile of its own in the scratch, which
+threads share out. Each part leaves sums of its own and `merge` adds them in order, so the result does not depend on how
+many threads there are. Arguments of all functions: addresses (first, second, third, out, scratch), then the range
+(begin, end). First is the input, second the output's gradient, third is not used, out is the gradient (C, 1, KH, KW).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from hybridpar.kernel_writer import Writer
+from hybridpar.codegen.tir_writer import Writer
 from hybridpar.tvm_kernels.schedules.geometry import axis, functions_of, share
-from hybridpar.tvm_kernels.schedules.planes import empty, fill, room_of, shuffles, whole_lines
+from hybridpar.tvm_kernels.schedules.planes import empty, fill, padded_tile, shuffles, whole_lines
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
 #: No pass that turns schedules into loops is needed.
@@ -62,11 +62,11 @@ class _RowsWeight:
         self.tile_rows, self.parts, self.groups = tile_rows, parts, groups
         self.vertical, self.horizontal = axis(shape, Direction.FORWARD, 0), axis(shape, Direction.FORWARD, 1)
         self.strip = min(strip, shape.out_height)
-        self.room = room_of(self.vertical, self.horizontal, self.strip)
+        self.padded = padded_tile(self.vertical, self.horizontal, self.strip)
         self.taps = shape.kernel[0] * shape.kernel[1]
-        #: Floats of one part's sums; rooms lie behind those of all parts.
+        #: Floats of one part's sums; padded tiles lie behind those of all parts.
         self.sums = shape.channels * self.taps * lanes
-        self.first_room = whole_lines(parts * self.sums)
+        self.first_padded = whole_lines(parts * self.sums)
 
     def planes(self, first: Any, second: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Make the sums of parts; the range counts groups of channels within parts."""
@@ -81,8 +81,8 @@ class _RowsWeight:
                 each = self.taps * self.lanes
                 with t.serial(low * each, high * each) as index:
                     w.store(self.memory, sums + index, t.float32(0))
-                self.own = w.keep(self.first_room + item * self.room.places)
-                empty(w, self.memory, self.own, self.room.places)
+                self.own = w.keep(self.first_padded + item * self.padded.places)
+                empty(w, self.memory, self.own, self.padded.places)
                 from_image, to_image = share(w, part, shape.batch, self.parts)
                 with t.serial(from_image, to_image) as image:
                     with t.serial(low, high) as channel:
@@ -105,15 +105,15 @@ class _RowsWeight:
 
     def _plane(self, plane: Any, sums: Any) -> None:
         """All strips of one plane."""
-        w, t, shape, room = self.w, self.t, self.shape, self.room
+        w, t, shape, padded = self.w, self.t, self.shape, self.padded
         image = w.keep(plane * (shape.height * shape.width))
         gradient = w.keep(plane * (shape.out_height * shape.out_width))
         whole, rest = divmod(shape.out_height, self.strip)
 
         def strip(top: Any, rows: int) -> None:
-            first = w.keep(top * self.vertical.stride + room.first)
+            first = w.keep(top * self.vertical.stride + padded.first)
             sizes = (shape.height, shape.width)
-            fill(w, self.input, image, self.memory, self.own, room, *sizes, first, self.lanes)
+            fill(w, self.input, image, self.memory, self.own, padded, *sizes, first, self.lanes)
             self._strip(w.keep(gradient + top * shape.out_width), rows, sums)
 
         if whole == 1:
@@ -153,11 +153,11 @@ class _RowsWeight:
 
         for key, place in places.items():
             w.store(held, place, self.memory[memory(*key)])
-        base = w.keep(self.own + tap * (self.vertical.dilation * self.room.pitch))
+        base = w.keep(self.own + tap * (self.vertical.dilation * self.padded.pitch))
         whole, rest = divmod(rows, self.tile_rows)
 
         def tile(row: Any, size: int) -> None:
-            x = w.keep(base + row * (self.vertical.stride * self.room.pitch))
+            x = w.keep(base + row * (self.vertical.stride * self.padded.pitch))
             self._tile(held, places, x, w.keep(gradient + row * self.shape.out_width), size)
 
         if whole == 1:
@@ -187,7 +187,7 @@ class _RowsWeight:
 
     def _vector(self, held: Any, places: dict[tuple[int, int], Any], x: Any, g: Any, size: int, counted: int) -> None:
         """A vector of columns of some rows of the gradient; the first ones may have been counted before."""
-        w, t, lanes, room = self.w, self.t, self.lanes, self.room
+        w, t, lanes, padded = self.w, self.t, self.lanes, self.padded
         gradients = []
         for row in range(size):
             value = self.gradient[t.ramp(g + row * self.shape.out_width, 1, lanes)]
@@ -195,7 +195,7 @@ class _RowsWeight:
                 fresh = t.ramp(t.int32(0), 1, lanes) >= t.broadcast(t.int32(counted), lanes)
                 value = t.Select(fresh, value, t.broadcast(t.float32(0), lanes))
             gradients.append(w.keep(value))
-        # Rows of the room, each with the (row of the gradient, row of taps) that meet there.
+        # Rows of the padded tile, each with the (row of the gradient, row of taps) that meet there.
         meetings: dict[int, list[tuple[int, int]]] = {}
         for row in range(size):
             for r in sorted({r for r, _ in places}):
@@ -204,7 +204,7 @@ class _RowsWeight:
         start = self.horizontal.unbounded(0)
         for down, pairs in sorted(meetings.items()):
             for column in sorted({column for _, column in places}):
-                at = x + (down * room.pitch + room.at(start[column][1]))
+                at = x + (down * padded.pitch + padded.at(start[column][1]))
                 value = w.keep(self.memory[t.ramp(at, 1, lanes)])
                 for row, r in pairs:
                     new[r, column] = w.keep(new[r, column] + value * gradients[row])

@@ -4,20 +4,21 @@ So some channels of a strip are turned in the scratch, until their pixels lie as
 tiles of `cpu_gather` and `cpu_weight`: SIMD over channels, with just the taps that meet the image. Results are turned
 back. Both ways it is square blocks of vectors in registers.
 
-Work is cut into parts (of images and blocks of channels), each with rooms of its own in the scratch, which threads
-share out; for the weight gradient parts and groups are those of `cpu_weight`. Arguments of all functions: addresses
-(first, second, third, out, scratch), then the range (begin, end), as the schedules for channels_last have them.
+Work is cut into parts (of images and blocks of channels), each with padded tiles of its own in the scratch, which
+threads share out; for the weight gradient parts and groups are those of `cpu_weight`. Arguments of all functions:
+addresses (first, second, third, out, scratch), then the range (begin, end), as the schedules for channels_last have
+them.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from hybridpar.kernel_writer import Writer
+from hybridpar.codegen.tir_writer import Writer
 from hybridpar.tvm_kernels.schedules.cpu_gather import Gather
 from hybridpar.tvm_kernels.schedules.cpu_weight import Weight
 from hybridpar.tvm_kernels.schedules.geometry import Axis, functions_of, share
-from hybridpar.tvm_kernels.schedules.planes import reach, turned_room, whole_lines
+from hybridpar.tvm_kernels.schedules.planes import reach, turned_tile, whole_lines
 from hybridpar.tvm_kernels.schedules.turning import turn_in, turn_out, turns
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
@@ -79,9 +80,9 @@ class _TurnedGather(Gather):
         super().__init__(w, shape, direction, lanes, tile_rows, tile_columns, strip, 0, unroll)
         self.pixel, self.parts = lanes, parts
         self.strips = _Strips(self.vertical, strip)
-        #: Floats of one room for input and one for output; rooms lie behind the weights.
-        self.inside, self.room = turned_room(self.vertical, self.horizontal, strip, lanes)
-        self.first_room = whole_lines((self.taps + 1) * shape.channels)
+        #: Floats of one padded tile for input and one for output; padded tiles lie behind the weights.
+        self.inside, self.padded = turned_tile(self.vertical, self.horizontal, strip, lanes)
+        self.first_padded = whole_lines((self.taps + 1) * shape.channels)
 
     def blocks(self, first: Any, out: Any, scratch: Any, begin: Any, end: Any, **_: Any) -> None:
         """Compute parts of all images and blocks of channels."""
@@ -94,7 +95,7 @@ class _TurnedGather(Gather):
         sizes = (self.vertical.size * self.horizontal.size, self.vertical.out * self.horizontal.out)
         with t.attr(0, "pragma_import_llvm", w.tvm.ir.StringImm(turns(self.lanes))):
             with t.serial(begin, end) as part:
-                self.own = w.keep(self.first_room + part * self.room)
+                self.own = w.keep(self.first_padded + part * self.padded)
                 low, high = share(w, part, total, self.parts)
                 with t.serial(low, high) as item:
                     image = w.keep(t.floordiv(item, t.int64(count)))
@@ -127,8 +128,8 @@ class _TurnedWeight(Weight):
         super().__init__(w, shape, **parameters)
         self.pixel = self.lanes
         self.strips = _Strips(self.rows_axis, self.strip)
-        self.inside, self.room = turned_room(self.rows_axis, self.columns_axis, self.strip, self.lanes)
-        self.first_room = whole_lines(self.parts * self.taps * self.pitch)
+        self.inside, self.padded = turned_tile(self.rows_axis, self.columns_axis, self.strip, self.lanes)
+        self.first_padded = whole_lines(self.parts * self.taps * self.pitch)
 
     def blocks_of_parts(self, first: Any, second: Any, scratch: Any, begin: Any, end: Any, **others: Any) -> None:
         """Make the sums of parts; the range counts groups of channels within parts."""
@@ -139,7 +140,7 @@ class _TurnedWeight(Weight):
 
     def _strip(self, image: Any, top: Any, bottom: Any, block: Any, own: Any, item: Any) -> None:
         w, shape = self.w, self.shape
-        self.own = w.keep(self.first_room + item * self.room)
+        self.own = w.keep(self.first_padded + item * self.padded)
         self.top = top
         self.first, last = self.strips.rows(w, top)
         plane = w.keep(image * shape.channels + self._channel(block))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridpar.kernel_writer_cuda import STORED, CudaWriter
+from hybridpar.codegen.cuda_writer import STORED, CudaWriter
 from hybridpar.tvm_kernels.schedules.cuda_load import Places, image_unit, load_tile, shared_unit
 from hybridpar.tvm_kernels.schedules.cuda_tile import Tile
 from hybridpar.tvm_kernels.schedules.geometry import by_input

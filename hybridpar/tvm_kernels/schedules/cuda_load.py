@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridpar.kernel_writer_cuda import STORED, CudaWriter
+from hybridpar.codegen.cuda_writer import STORED, CudaWriter
 from hybridpar.tvm_kernels.schedules.cuda_tile import Tile
 
 #: Loads that a thread has under way.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hybridpar.kernel_writer import INFINITE, LANES, Writer
+from hybridpar.codegen.tir_writer import INFINITE, LANES, Writer
 from hybridpar.tvm_kernels.schedules.norm_rows import (
     ACTIVATIONS,
     APPLY,

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hybridpar.kernel_writer import LANES, Writer
+from hybridpar.codegen.tir_writer import LANES, Writer
 
 #: Wide rows whose sums are float32.
 CHUNK = 128

@@ -1,8 +1,8 @@
 """Why: contiguous images have a border on every row, so strips of them are copied to where zeros stand around them.
 
-A `Room` is such a place: some rows of one plane with their padding, small enough for L1. Where outputs are two columns
-apart, even and odd columns lie in halves of a row, so that what neighbouring outputs read is side by side again.
-Nothing that is computed in it needs a condition.
+A `PaddedTile` is such a place: some rows of one plane with their padding, small enough for L1. Where outputs are two
+columns apart, even and odd columns lie in halves of a row, so that what neighbouring outputs read is side by side
+again. Nothing that is computed in it needs a condition.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hybridpar.kernel_writer import Writer
+from hybridpar.codegen.tir_writer import Writer
 from hybridpar.tvm_kernels.schedules.geometry import Axis, Taps
 
 #: Vectors of a row that are copied without a loop.
@@ -19,11 +19,11 @@ _FLOATS_OF_LINE = 16
 
 
 @dataclass(frozen=True)
-class Room:
+class PaddedTile:
     """Rows of a plane with their border.
 
     Attributes:
-        first: Image row in the first row of the room, where outputs from row 0 on are computed.
+        first: Image row in the first row of the padded tile, where outputs from row 0 on are computed.
         rows: Rows of it.
         low: Image column in the first place of a row.
         begin: First image column that is copied.
@@ -69,8 +69,8 @@ class Vector:
     taps: tuple[Taps, ...]
 
 
-def room_of(vertical: Axis, horizontal: Axis, strip: int) -> Room:
-    """The room for so many output rows of any strip, whose first row is a multiple of `vertical.whole`."""
+def padded_tile(vertical: Axis, horizontal: Axis, strip: int) -> PaddedTile:
+    """The padded tile for so many output rows of any strip, whose first row is a multiple of `vertical.whole`."""
     whole = vertical.whole
     strip = min(strip, -(-vertical.out // whole) * whole)
     rows, columns = reach(vertical, strip), reach(horizontal, horizontal.out)
@@ -79,7 +79,7 @@ def room_of(vertical: Axis, horizontal: Axis, strip: int) -> Room:
     phases = 1 if horizontal.transposed else horizontal.stride
     # What is copied first has phase 0, so that vectors are split the same way in all rows.
     low = columns.start - (begin - columns.start) % phases
-    return Room(rows.start, len(rows), low, begin, count, phases, -(-(columns.stop - low) // phases))
+    return PaddedTile(rows.start, len(rows), low, begin, count, phases, -(-(columns.stop - low) // phases))
 
 
 def reach(along: Axis, count: int) -> range:
@@ -88,7 +88,7 @@ def reach(along: Axis, count: int) -> range:
     return range(min(places), max(places) + 1)
 
 
-def turned_room(vertical: Axis, horizontal: Axis, strip: int, lanes: int) -> tuple[int, int]:
+def turned_tile(vertical: Axis, horizontal: Axis, strip: int, lanes: int) -> tuple[int, int]:
     """Floats for the input of so many output rows in so many channels, and for input and output together."""
     strip = min(strip, vertical.out)
     inside = whole_lines(min(len(reach(vertical, strip)), vertical.size) * horizontal.size * lanes)
@@ -100,49 +100,58 @@ def whole_lines(places: int) -> int:
     return -(-places // _FLOATS_OF_LINE) * _FLOATS_OF_LINE
 
 
-def empty(w: Writer, room: Any, start: Any, places: int) -> None:
-    """Set all of a room to zero; what no strip copies stays so."""
+def empty(w: Writer, padded: Any, start: Any, places: int) -> None:
+    """Set all of a padded tile to zero; what no strip copies stays so."""
     with w.t.serial(w.t.int64(0), w.t.int64(places)) as index:
-        w.store(room, start + index, w.t.float32(0))
+        w.store(padded, start + index, w.t.float32(0))
 
 
 def fill(
-    w: Writer, source: Any, plane: Any, to: Any, start: Any, room: Room, rows: int, pitch: int, first: Any, lanes: int
+    w: Writer,
+    source: Any,
+    plane: Any,
+    to: Any,
+    start: Any,
+    padded: PaddedTile,
+    rows: int,
+    pitch: int,
+    first: Any,
+    lanes: int,
 ) -> None:
-    """Copy rows of a plane into a room that was emptied once; rows outside of the image become zero.
+    """Copy rows of a plane into a padded tile that was emptied once; rows outside of the image become zero.
 
     Args:
         w: Writes it.
         source: The images.
         plane: Index of the plane's first element in it.
-        to: Memory of the room.
-        start: Index of the room in it.
-        room: Its form.
+        to: Memory of the padded tile.
+        start: Index of the padded tile in it.
+        padded: Its form.
         rows: Rows of the plane.
         pitch: Columns of the plane.
-        first: Image row that comes into the room's first row.
+        first: Image row that comes into the padded tile's first row.
         lanes: Values of a vector.
     """
     t = w.t
-    low = w.keep(t.min(t.max(t.int64(0) - first, t.int64(0)), t.int64(room.rows)))
-    high = w.keep(t.max(low, t.min(t.int64(room.rows), t.int64(rows) - first)))
+    low = w.keep(t.min(t.max(t.int64(0) - first, t.int64(0)), t.int64(padded.rows)))
+    high = w.keep(t.max(low, t.min(t.int64(padded.rows), t.int64(rows) - first)))
 
     def clear(begin: Any, end: Any) -> None:
         with t.serial(begin, end) as row:
-            with t.serial(t.int64(0), t.int64(room.pitch)) as index:
-                w.store(to, start + row * room.pitch + index, t.float32(0))
+            with t.serial(t.int64(0), t.int64(padded.pitch)) as index:
+                w.store(to, start + row * padded.pitch + index, t.float32(0))
 
     clear(t.int64(0), low)
-    clear(high, t.int64(room.rows))
-    if not room.columns:
+    clear(high, t.int64(padded.rows))
+    if not padded.columns:
         return
     with t.serial(low, high) as row:
-        here = w.keep(plane + (first + row) * pitch + room.begin)
-        there = w.keep(start + row * room.pitch + room.at(room.begin))
-        if room.phases == 1:
-            _copy(w, source, here, to, there, room.columns, lanes)
+        here = w.keep(plane + (first + row) * pitch + padded.begin)
+        there = w.keep(start + row * padded.pitch + padded.at(padded.begin))
+        if padded.phases == 1:
+            _copy(w, source, here, to, there, padded.columns, lanes)
         else:
-            _split(w, source, here, to, there, room, lanes)
+            _split(w, source, here, to, there, padded, lanes)
 
 
 def _copy(w: Writer, source: Any, here: Any, to: Any, there: Any, count: int, lanes: int) -> None:
@@ -167,19 +176,19 @@ def _copy(w: Writer, source: Any, here: Any, to: Any, there: Any, count: int, la
         move(t.int64(count - lanes))
 
 
-def _split(w: Writer, source: Any, here: Any, to: Any, there: Any, room: Room, lanes: int) -> None:
+def _split(w: Writer, source: Any, here: Any, to: Any, there: Any, padded: PaddedTile, lanes: int) -> None:
     """Copy a row of which even and odd columns go apart."""
-    t, count = w.t, room.columns
+    t, count = w.t, padded.columns
 
     def move(offset: Any, half: Any) -> None:
-        places = (source[here + offset], to[there + half], to[there + half + room.half])
+        places = (source[here + offset], to[there + half], to[there + half + padded.half])
         t.evaluate(w.call("void", f"hp_split{lanes}", *(t.address_of(place) for place in places)))
 
     pairs = count // 2
     whole = pairs // lanes
     if not whole:
         for offset in range(count):
-            w.store(to, there + offset % 2 * room.half + offset // 2, source[here + offset])
+            w.store(to, there + offset % 2 * padded.half + offset // 2, source[here + offset])
         return
     with t.serial(t.int64(0), t.int64(whole)) as index:
         half = w.keep(index * lanes)

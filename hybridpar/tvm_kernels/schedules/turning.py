@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hybridpar.kernel_writer import Writer
+from hybridpar.codegen.tir_writer import Writer
 
 _MOST = 8
 
@@ -22,7 +22,7 @@ def side(lanes: int) -> int:
 def turn_in(
     w: Writer, planes: Any, plane: Any, size: int, pixels: Iterable[Any], to: Any, start: Any, lanes: int
 ) -> None:
-    """Put pixels of some planes into a room, where a pixel's channels lie side by side.
+    """Put pixels of some planes into a padded tile, where a pixel's channels lie side by side.
 
     Args:
         w: Writes it.
@@ -30,8 +30,8 @@ def turn_in(
         plane: The first plane.
         size: Pixels of a plane.
         pixels: From which pixel to which.
-        to: Memory of the room.
-        start: Index of the room in it.
+        to: Memory of the padded tile.
+        start: Index of the padded tile in it.
         lanes: Planes.
     """
     first, last = pixels
@@ -48,17 +48,17 @@ def turn_in(
 
 
 def turn_out(
-    w: Writer, room: Any, start: Any, lanes: int, planes: Any, plane: Any, size: int, pixels: Iterable[Any]
+    w: Writer, padded: Any, start: Any, lanes: int, planes: Any, plane: Any, size: int, pixels: Iterable[Any]
 ) -> None:
-    """The way back from a room to planes; arguments as `turn_in` has them."""
+    """The way back from a padded tile to planes; arguments as `turn_in` has them."""
     first, last = pixels
 
     def block(pixel: Any, group: int) -> None:
-        source = room[start + (pixel - first) * lanes + group]
+        source = padded[start + (pixel - first) * lanes + group]
         _turn(w, source, lanes, planes[(plane + group) * size + pixel], size, lanes)
 
     def one(pixel: Any, lane: int) -> None:
-        w.store(planes, (plane + lane) * size + pixel, room[start + (pixel - first) * lanes + lane])
+        w.store(planes, (plane + lane) * size + pixel, padded[start + (pixel - first) * lanes + lane])
 
     _blocks(w, first, last, lanes, block, one)
 

@@ -8,7 +8,7 @@ import torch
 from hybridpar.compress import TensorSpec, check_optimizer, parse_codec
 from hybridpar.compress.codecs.dgc import DeepGradient, MomentumCoder
 from hybridpar.errors import CheckpointError, UsageError
-from hybridpar.pipeline.sync_policy import check_compression
+from hybridpar.sync.policy import check_compression
 from tests.compress.team import Team, same_bits
 
 SHAPES = {"w": (40, 50)}

@@ -12,7 +12,7 @@ from hybridpar.compress import check_optimizer, parse_codec
 from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.owner import Kept, OwnerCoder, OwnerRule, adagrad_
 from hybridpar.errors import CheckpointError, UsageError
-from hybridpar.recipes.adagrad_sgd import AdaGradSGD
+from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from tests.compress.team import Team, equal
 
 SHAPES = {"matrix": (12, 40), "bias": (7,), "filters": (5, 3, 3, 3), "wide": (2, 50)}
@@ -150,7 +150,7 @@ def test_state_goes_on_with_another_number_of_workers(adagrad, workers):
 def test_momentum_per_sample():
     team = Team("onebit_sgd:adagrad=off,bits=off,momentum=0.81", {"bias": (4,)}, 2)
     for exchange in team.exchanges:
-        exchange.coders[0].repace(0.5)
+        exchange.coders[0].set_batch_scale(0.5)
     ones = [[torch.ones(4)], [torch.ones(4)]]
     team.step(ones)
     torch.testing.assert_close(team.step(ones)[0], torch.full((4,), 1.9))

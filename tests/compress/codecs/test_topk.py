@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridpar.compress import Meeting, TensorSpec, parse_codec
+from hybridpar.compress import Collective, TensorSpec, parse_codec
 from hybridpar.compress.codecs.topk import TopK
 from hybridpar.compress.sparse import Picks, share
 from hybridpar.errors import UsageError
@@ -49,7 +49,7 @@ def test_what_the_cast_rounds_off_is_kept() -> None:
 def test_places_and_values_have_their_sizes() -> None:
     def size(shape: tuple[int, ...], workers: int = 2, text: str = "topk") -> int:
         (entry,) = parse_codec(text).bind(TensorSpec("w", shape, workers=workers)).rounds
-        assert entry.meeting is Meeting.GATHER
+        assert entry.collective is Collective.GATHER
         return entry.bytes
 
     assert size((100, 80)) == 80 * (4 + 2)
@@ -67,8 +67,8 @@ def test_where_pairs_take_more_than_the_whole_the_whole_travels(workers: int) ->
 
 def test_both_ways_say_the_same() -> None:
     sparse, dense = Team("topk:rate=0.4", SHAPES, 3), Team("topk:rate=0.5", SHAPES, 3)
-    assert sparse.coders("w")[0].rounds[0].meeting is Meeting.GATHER
-    assert dense.coders("w")[0].rounds[0].meeting is Meeting.SUM
+    assert sparse.coders("w")[0].rounds[0].collective is Collective.GATHER
+    assert dense.coders("w")[0].rounds[0].collective is Collective.SUM
     for team, count in ((sparse, 800), (dense, 1000)):
         gradients = team.gradients(1)
         total = torch.zeros(2000)

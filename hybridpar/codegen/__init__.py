@@ -1,0 +1,1 @@
+"""Why: builds kernels with TVM and CUDA, and keeps what was built."""

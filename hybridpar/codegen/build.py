@@ -1,0 +1,336 @@
+"""Why: kernels are compiled for the CPU they run on, once, and later starts need neither compiler nor TVM.
+
+Kernels are defined in source files of their own, each with a function `define(writer)` that returns functions of TIR by
+name, written out or made by a schedule of `writer.tvm`. They are compiled to one object file by a child process of
+`hybridpar.codegen.compile_pool`, as `import tvm` takes seconds and starts threads. apache-tvm-ffi-orcjit loads the
+file from memory, without linker or compiler.
+
+The file is kept in the user's cache (`hybridpar.codegen.cache`). Its name is a hash of what it was made from: sources,
+TVM's version, the CPU with its features. Where nothing can be built, one line is logged and callers use their fallback.
+`HYBRIDPAR_KERNELS=off` says that from the start.
+
+This is the only module that imports TVM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import platform
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hybridpar.codegen.cache import KernelsUnavailable, cache_path, cached_all, wanted
+from hybridpar.codegen.compile_pool import Builder, Request
+
+_log = logging.getLogger(__name__)
+
+#: Names of TVM's passes for functions with schedules, and for files that say WRITTEN_OUT = True.
+_SCHEDULED, _WRITTEN = "hybridpar", "hybridpar_written"
+
+Function = Callable[..., Any]
+
+
+def load_kernels(name: str, sources: Sequence[Path]) -> dict[str, Function] | None:
+    """The functions that source files define, built if that has not been done on this machine.
+
+    It is no collective: each process loads for itself, and the first one of a machine builds.
+
+    Args:
+        name: What they are called in the cache and in messages.
+        sources: The files that define them.
+
+    Returns:
+        Functions by name; they release the GIL while they run. None where they are switched off or cannot be had,
+        which is logged in one line.
+    """
+    if not wanted():
+        _log.info("%s kernels are switched off by HYBRIDPAR_KERNELS", name)
+        return None
+    try:
+        (content,) = contents_of([kernel_path(name, sources)], [Request(sources)])
+        if isinstance(content, KernelsUnavailable):
+            raise content
+        names, image = parted(content)
+        return session().load(image, names)
+    except (KernelsUnavailable, ImportError, OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        _log.warning("%s kernels cannot be had, slower torch code is used: %s", name, reason[-1])
+        return None
+
+
+def kernel_path(name: str, sources: Sequence[Path]) -> Path:
+    """The cache file of some kernels on this machine."""
+    return kernel_paths(name, sources, [{}])[0]
+
+
+def kernel_paths(name: str, sources: Sequence[Path], arguments: Sequence[dict[str, Any]]) -> list[Path]:
+    """The cache files of kernels that differ by the arguments of `define` only.
+
+    Args:
+        name: What they are called.
+        sources: The files that define them, and those that these import.
+        arguments: One entry per kernel.
+
+    Raises:
+        KernelsUnavailable: Nothing can be built on this machine.
+    """
+    own = [Path(__file__), Path(__file__).with_name("tir_writer.py")]
+    made_from = {
+        "sources": [hashlib.sha256(path.read_bytes()).hexdigest() for path in (*own, *sources)],
+        "tvm": [_version("apache-tvm"), _version("apache-tvm-ffi"), _version("apache-tvm-ffi-orcjit")],
+        "device": _cpu(),
+    }
+    return [cache_path(name, {**made_from, "arguments": one}, ".o") for one in arguments]
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise KernelsUnavailable(f"{distribution} is not installed") from error
+
+
+def _cpu() -> list[str]:
+    """What code may depend on: architecture, model and features."""
+    if sys.byteorder != "little":
+        raise KernelsUnavailable("kernels are written for little-endian machines")
+    wanted_keys = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in wanted_keys:
+                found.setdefault(key.strip(), " ".join(sorted(value.split())))
+    return [platform.system(), platform.machine(), *(f"{key}={found[key]}" for key in sorted(found))]
+
+
+def contents_of(
+    paths: Sequence[Path], requests: Sequence[Request], workers: int = 1
+) -> list[bytes | KernelsUnavailable]:
+    """The contents of cache files; those that are not there are built together.
+
+    Args:
+        paths: From `kernel_paths`.
+        requests: What builds each.
+        workers: How many may be built at a time.
+
+    Returns:
+        Of each file what it holds, or why it cannot be built.
+
+    Raises:
+        KernelsUnavailable: The directory cannot be used, or another process does not come to an end.
+        OSError: It cannot be written to.
+    """
+    return cached_all(paths, lambda missing: _built({index: requests[index] for index in missing}, workers))
+
+
+def _built(requests: Mapping[int, Request], workers: int) -> Iterator[tuple[int, bytes | KernelsUnavailable]]:
+    """Build in child processes."""
+    with Builder(max(1, min(workers, len(requests)))) as builder:
+        asked = {index: builder.submit(request) for index, request in requests.items()}
+        for index, future in asked.items():
+            try:
+                built = future.result()
+                yield index, json.dumps(built.names).encode() + b"\n" + built.image
+            except KernelsUnavailable as error:
+                yield index, error
+
+
+def parted(content: bytes) -> tuple[list[str], bytes]:
+    """The functions' names and the object file, from the content of a cache file."""
+    line, _, image = content.partition(b"\n")
+    return json.loads(line), image
+
+
+class Session:
+    """Object files that were loaded from memory; machine code is unloaded with the last of a session's functions.
+
+    Names need to be unique in a file only.
+    """
+
+    def __init__(self) -> None:
+        import tvm_ffi_orcjit
+
+        # Plain C objects need no platform, and kernels are small, so the slab that is set aside is too.
+        self._session = tvm_ffi_orcjit.ExecutionSession(orc_rt=None, slab_size=4 << 20)
+        self._loading = threading.Lock()
+
+    def load(self, image: bytes, names: Sequence[str], keep: bool = True) -> dict[str, Function]:
+        """Functions of an object file; they release the GIL while they run.
+
+        Args:
+            image: The file.
+            names: Functions in it.
+            keep: Leave it loaded until the process ends; otherwise until the last of the functions is gone.
+
+        Raises:
+            RuntimeError: It is no object file for this machine.
+        """
+        with self._loading:
+            # Looking for a C++ runtime would start a compiler; these objects use none.
+            module = self._session.load_module(image, keep_module_alive=keep, cxx="-")
+        return {name: module[name] for name in names}
+
+
+@functools.cache
+def session() -> Session:
+    """The session of what stays loaded until the process ends."""
+    return Session()
+
+
+# ---------------------------------------------------------------------------------------------------- the child process
+
+
+def _serve() -> None:
+    """Compile what is asked for, one line of JSON each, until there is no more to read.
+
+    The first line says that TVM is loaded. Each answer is a line of JSON: the functions' names and the sizes of the
+    object file and of the text that follow, or why there are none.
+    """
+    # What TVM or LLVM print must not get between the answers.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    # TVM imports torch where it is there, for tensors of its that are never seen here, which takes most of the time.
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+    import tvm
+    from tvm.script import ir_builder  # noqa: F401 - the writer reaches it as tvm.script.ir_builder
+    from tvm.target import codegen
+    from tvm.tirx.script.builder import ir  # noqa: F401 - and this one as tvm.tirx.script.builder.ir
+
+    from hybridpar.codegen.cuda_writer import CudaWriter, source_of
+    from hybridpar.codegen.tir_writer import Writer
+
+    _register_pipeline(tvm)
+    cuda = tvm.target.Target({"kind": "cuda", "arch": "sm_80"}, host={"kind": "llvm"})
+    target = tvm.target.Target({"kind": "llvm", "mcpu": codegen.llvm_get_system_cpu(), **_features()})
+    answers.write(b"ready\n")
+    answers.flush()
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        image, text = b"", b""
+        on_gpu = request["target"] == "cuda"
+        try:
+            # TVM keeps what is half written per thread, and would go on with it after an error.
+            with ThreadPoolExecutor(1) as fresh:
+                writer: Writer | CudaWriter = CudaWriter(tvm, cuda) if on_gpu else Writer(tvm)
+                functions, pipeline = fresh.submit(_defined, writer, request).result()
+            if on_gpu:
+                image = source_of(tvm, functions, cuda).encode()
+            else:
+                module = tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline=pipeline).mod
+                image = _object_file(module)
+                text = module.inspect_source(request["text"]).encode() if request["text"] else b""
+            answer: dict[str, Any] = {"names": sorted(functions), "bytes": len(image), "text": len(text)}
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [""]
+            answer = {"error": f"{type(error).__name__}: {reason[-1]}"}
+        answers.write(json.dumps(answer).encode() + b"\n" + image + text)
+        answers.flush()
+
+
+def _object_file(module: Any) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="hybridpar-") as aside:
+        file = Path(aside, "kernels.o")
+        module.write_to_file(str(file), "o")
+        return file.read_bytes()
+
+
+def _defined(writer: Any, request: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The functions that are asked for, and which pipeline they go through."""
+    functions: dict[str, Any] = {}
+    modules = [_imported(Path(source)) for source in request["sources"]]
+    for module in modules:
+        functions |= module.define(writer, **request["arguments"])
+    written = all(getattr(module, "WRITTEN_OUT", False) for module in modules)
+    return functions, _WRITTEN if written else _SCHEDULED
+
+
+@functools.cache
+def _imported(source: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(source.stem, source)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(f"{source} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _features() -> dict[str, list[str]]:
+    """What LLVM would conclude from the CPU's model, but the system does not offer, as in some virtual machines."""
+    flags = next((entry for entry in _cpu() if entry.startswith("flags=")), "").partition("=")[2].split()
+    if not flags:
+        return {}
+    named = {"avx": "avx", "avx2": "avx2", "fma": "fma", "bmi2": "bmi2", "avx512f": "avx512f", "avx512bw": "avx512bw"}
+    named |= {"avx512vl": "avx512vl", "avx512dq": "avx512dq"}
+    missing = [f"-{feature}" for feature, flag in named.items() if flag not in flags]
+    return {"mattr": missing} if missing else {}
+
+
+def _register_pipeline(tvm: Any) -> None:
+    """TVM's default passes, but arrays in scope `local` stay on the stack; and the few that written out code needs.
+
+    Otherwise each array becomes a call of TVM's allocator, which also keeps LLVM from holding it in registers. Code
+    that is written out has no blocks, schedules or storage to lower, so the passes for those would only take time.
+    """
+    pipelines = tvm.tirx.compilation_pipeline.PIPELINE_MAP
+    tirx = tvm.tirx.transform
+
+    def host(others: Callable[[], Any]) -> Callable[[], Any]:
+        mark = tirx.prim_func_pass(
+            lambda function, _module, _context: function.with_body(_on_stack(tvm, function.body)), opt_level=0
+        )
+        return lambda: tvm.ir.transform.Sequential([mark, others()])
+
+    def scheduled() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
+        passes, others, device = pipelines["s_tir"]()
+        return passes, host(others), device
+
+    def written() -> tuple[Any, Callable[[], Any], Callable[[], Any]]:
+        _, others, device = pipelines["s_tir"]()
+        own = [tirx.FlattenBuffer(), tirx.StmtSimplify(), tirx.VerifyMemory(), tirx.AnnotateEntryFunc()]
+        own += [tirx.SplitHostDevice(), tirx.MakePackedAPI()]
+        return tvm.ir.transform.Sequential(own), host(others), device
+
+    pipelines[_SCHEDULED] = scheduled
+    pipelines[_WRITTEN] = written
+
+
+def _on_stack(tvm: Any, node: Any) -> Any:
+    """A statement whose local arrays are marked; there is no mutator of statements in Python."""
+    kinds = tvm.tirx.stmt
+
+    def inside(one: Any) -> Any:
+        return None if one is None else _on_stack(tvm, one)
+
+    if isinstance(node, kinds.SeqStmt):
+        return kinds.SeqStmt([inside(one) for one in node.seq])
+    if isinstance(node, kinds.For):
+        body = inside(node.body)
+        return kinds.For(
+            node.loop_var, node.min, node.extent, node.kind, body, node.thread_binding, node.annotations, node.step
+        )
+    if isinstance(node, kinds.AttrStmt):
+        return kinds.AttrStmt(node.node, node.attr_key, node.value, inside(node.body))
+    if isinstance(node, kinds.IfThenElse):
+        return kinds.IfThenElse(node.condition, inside(node.then_case), inside(node.else_case))
+    if isinstance(node, kinds.AllocBuffer) and node.buffer.scope() == "local":
+        marks = {**dict(node.annotations or {}), "disable_lower_builtin": tvm.tirx.const(1, "bool")}
+        return kinds.AllocBuffer(node.buffer, marks)
+    return node
+
+
+if __name__ == "__main__":
+    _serve()

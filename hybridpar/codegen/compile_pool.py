@@ -1,0 +1,230 @@
+"""Why: compiling takes TVM, seconds of start-up and now and then a crash, none of which may happen in this process.
+
+A `Builder` keeps child processes that have TVM loaded and compile what they are asked for, each one thing at a time. A
+request that crashes its child, or takes too long, is lost alone: the child is replaced and the next request is served.
+
+This module imports no TVM; the children run `hybridpar.codegen.build`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from hybridpar.codegen.cache import TIMEOUT, KernelsUnavailable
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be compiled to one object file, or to source for CUDA.
+
+    Attributes:
+        sources: Files with a function `define(writer, **arguments)` each, that returns functions of TIR by name.
+        arguments: Further arguments of `define`, which JSON can tell.
+        text: Also give the code as text: "ll" for LLVM's, "asm" for the machine's; empty for neither.
+        target: "cpu" for an object file for this machine; "cuda" for CUDA C, written by a `CudaWriter`.
+    """
+
+    sources: Sequence[Path]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
+    target: str = "cpu"
+
+    @property
+    def line(self) -> bytes:
+        """As a child reads it."""
+        told = {"sources": [str(one) for one in self.sources], "arguments": self.arguments}
+        told |= {"text": self.text, "target": self.target}
+        return json.dumps(told).encode() + b"\n"
+
+
+@dataclass(frozen=True)
+class Built:
+    """What became of a request.
+
+    Attributes:
+        names: The functions.
+        image: The object file, or the source for CUDA.
+        text: The code as text, where that was asked for.
+        seconds: How long it took, without starting a child.
+    """
+
+    names: tuple[str, ...]
+    image: bytes
+    text: str = ""
+    seconds: float = 0.0
+
+
+class Builder:
+    """Compiles in child processes; a context manager, at whose end they are gone.
+
+    Args:
+        workers: Children, each of which is started when it is first needed.
+        timeout: Seconds that a request may take, without starting a child.
+    """
+
+    def __init__(self, workers: int = 1, timeout: float = TIMEOUT) -> None:
+        self._timeout = timeout
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="build")
+        self._own = threading.local()
+        self._children: set[_Child] = set()
+        self._changing = threading.Lock()
+        self._closed = False
+
+    def submit(self, request: Request) -> Future[Built]:
+        """Ask for something to be built; the future raises KernelsUnavailable where it could not be."""
+        return self._pool.submit(self._build, request)
+
+    def build(self, request: Request) -> Built:
+        """Have something built, and wait.
+
+        Raises:
+            KernelsUnavailable: It does not compile, the compiler crashed, or it took too long.
+        """
+        return self.submit(request).result()
+
+    def close(self) -> None:
+        """End the children, also amid a request; what was not begun is cancelled."""
+        with self._changing:
+            self._closed = True
+            for child in self._children:
+                child.kill()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for child in self._children:
+            child.close()
+        self._children.clear()
+
+    def __enter__(self) -> Builder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _build(self, request: Request) -> Built:
+        child = getattr(self._own, "child", None) or self._start()
+        try:
+            return child.ask(request, self._timeout)
+        except _Lost as error:
+            with self._changing:
+                self._children.discard(child)
+            child.close()
+            self._own.child = None
+            raise KernelsUnavailable(str(error)) from None
+
+    def _start(self) -> _Child:
+        with self._changing:
+            if self._closed:
+                raise KernelsUnavailable("building was stopped")
+            child = self._own.child = _Child()
+            self._children.add(child)
+        return child
+
+
+class _Lost(Exception):
+    """A child is not fit for use any more, and why."""
+
+
+class _Child:
+    """One process that compiles."""
+
+    def __init__(self) -> None:
+        root = str(Path(__file__).parents[2])
+        paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TVM_NUM_THREADS": "1"}
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "hybridpar.codegen.build"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            bufsize=0,
+            process_group=0,  # Ctrl-C is for the parent, which may want to finish
+        )
+        self._ready = False
+
+    def ask(self, request: Request, timeout: float) -> Built:
+        """Have one thing compiled.
+
+        Raises:
+            KernelsUnavailable: It does not compile; the child can go on.
+            _Lost: The child cannot.
+        """
+        if not self._ready:
+            self._line(time.monotonic() + TIMEOUT, "starting TVM")
+            self._ready = True
+        began = time.monotonic()
+        deadline = began + timeout
+        try:
+            self._pipe(self._process.stdin).write(request.line)
+        except OSError:
+            raise self._lost() from None
+        answer = json.loads(self._line(deadline, "building"))
+        if "error" in answer:
+            raise KernelsUnavailable(f"building failed: {answer['error']}")
+        image = self._exactly(answer["bytes"], deadline)
+        text = self._exactly(answer["text"], deadline).decode()
+        return Built(tuple(answer["names"]), image, text, time.monotonic() - began)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End it and wait for that."""
+        self.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._complaints):
+            with contextlib.suppress(OSError):
+                self._pipe(stream).close()
+
+    @staticmethod
+    def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
+        assert stream is not None
+        return stream
+
+    def _line(self, deadline: float, doing: str) -> bytes:
+        line = bytearray()
+        while not line.endswith(b"\n"):  # few and short, so byte by byte does no harm
+            line += self._some(1, deadline, doing)
+        return bytes(line)
+
+    def _exactly(self, count: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            data += self._some(count - len(data), deadline, "building")
+        return bytes(data)
+
+    def _some(self, most: int, deadline: float, doing: str) -> bytes:
+        """What the child writes next."""
+        source = self._pipe(self._process.stdout)
+        with selectors.DefaultSelector() as selector:
+            selector.register(source, selectors.EVENT_READ)
+            if not selector.select(max(deadline - time.monotonic(), 0)):
+                raise _Lost(f"{doing} took too long and was given up")
+        data = source.read(most)
+        if not data:
+            raise self._lost()
+        return data
+
+    def _lost(self) -> _Lost:
+        """Say how it ended."""
+        code = self._process.wait()
+        self._complaints.seek(0)
+        said = self._complaints.read().decode(errors="replace").strip().splitlines() or [f"exit {code}"]
+        return _Lost(f"building failed: the compiler ended with {code}: {said[-1]}")

@@ -1,0 +1,177 @@
+"""Why: machine code is loaded and launched by the CUDA driver itself, as each layer above it would have to be built.
+
+Code is loaded into torch's context. Launches go to torch's current stream, so kernels are in order with torch's, and
+keep to its rules of memory. A launch is three short calls, with arguments in a buffer that is kept, and nothing waits
+for the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from typing import Any
+
+import torch
+
+#: Marks of `cuLaunchKernel`: here is a buffer with all arguments; here is its size; the end.
+_BUFFER, _SIZE, _END = 1, 2, 0
+
+
+class CudaError(RuntimeError):
+    """What the driver said."""
+
+
+@functools.cache
+def driver(path: str) -> Driver:
+    """The CUDA driver in a shared library, loaded once.
+
+    Raises:
+        OSError: There is none.
+    """
+    return Driver(path)
+
+
+class Driver:
+    """The few functions of the CUDA driver that kernels need.
+
+    Args:
+        path: Of the shared library.
+    """
+
+    def __init__(self, path: str) -> None:
+        # Calls that may wait let other threads have the GIL. To give it up for those that do not would cost more.
+        waiting, quick = ctypes.CDLL(path), ctypes.PyDLL(path)
+        pointer, unsigned = ctypes.c_void_p, ctypes.c_uint
+        self._message = quick.cuGetErrorString
+        self._init, self._device, self._retain = waiting.cuInit, waiting.cuDeviceGet, waiting.cuDevicePrimaryCtxRetain
+        self._load, self._function = waiting.cuModuleLoadData, waiting.cuModuleGetFunction
+        self.push, self.pop, self.launch = quick.cuCtxPushCurrent_v2, quick.cuCtxPopCurrent_v2, waiting.cuLaunchKernel
+        self._load.argtypes = [pointer, ctypes.c_char_p]
+        self._function.argtypes = [pointer, pointer, ctypes.c_char_p]
+        self.push.argtypes, self.pop.argtypes = [pointer], [pointer]
+        self.launch.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
+
+    def check(self, call: str, status: int) -> None:
+        """Raise what a status says.
+
+        Raises:
+            CudaError: It is not success.
+        """
+        if status:
+            text = ctypes.c_char_p()
+            self._message(status, ctypes.byref(text))
+            raise CudaError(f"{call}: {(text.value or b'unknown error').decode()} ({status})")
+
+    def load(self, code: bytes, index: int) -> CudaModule:
+        """Load machine code into torch's context on a device.
+
+        Args:
+            code: For the architecture of the device.
+            index: Of the device, as torch counts.
+
+        Raises:
+            CudaError: The driver cannot.
+        """
+        device, context, module = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
+        self.check("cuInit", self._init(0))
+        self.check("cuDeviceGet", self._device(ctypes.byref(device), index))
+        # The primary context is the one of the CUDA runtime, so of torch. It is kept for good, as the module is.
+        self.check("cuDevicePrimaryCtxRetain", self._retain(ctypes.byref(context), device))
+        found = CudaModule(self, context, module, index)
+        with found:
+            self.check("cuModuleLoadData", self._load(ctypes.byref(module), code))
+        return found
+
+    def function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
+        """A kernel of a module whose context is current."""
+        handle = ctypes.c_void_p()
+        self.check(f"cuModuleGetFunction {name}", self._function(ctypes.byref(handle), module, name.encode()))
+        return handle
+
+
+class CudaModule:
+    """Machine code on one device. Inside a `with` block its context is current, and afterwards the one before.
+
+    Args:
+        driver: The driver that loaded it.
+        context: Of the device.
+        handle: Of the driver.
+        index: Of the device.
+    """
+
+    def __init__(self, driver: Driver, context: ctypes.c_void_p, handle: ctypes.c_void_p, index: int) -> None:
+        self.driver = driver
+        self.index = index
+        self._context = context
+        self._handle = handle
+
+    def function(self, name: str, parameters: str) -> CudaFunction:
+        """A kernel.
+
+        Args:
+            name: As in the source.
+            parameters: As in `hybridpar.codegen.nvrtc.load_cuda_kernels`.
+
+        Raises:
+            CudaError: It has no such kernel.
+        """
+        with self:
+            return CudaFunction(self, self.driver.function(self._handle, name), name, parameters)
+
+    def __enter__(self) -> None:
+        self.driver.check("cuCtxPushCurrent", self.driver.push(self._context))
+
+    def __exit__(self, *_: object) -> None:
+        self.driver.check("cuCtxPopCurrent", self.driver.pop(ctypes.byref(ctypes.c_void_p())))
+
+
+class CudaFunction:
+    """A kernel; calling it launches it on torch's current stream of its device. Threads may do so at the same time.
+
+    Args:
+        module: That it is from.
+        handle: Of the driver.
+        name: For messages.
+        parameters: As in `hybridpar.codegen.nvrtc.load_cuda_kernels`.
+    """
+
+    def __init__(self, module: CudaModule, handle: ctypes.c_void_p, name: str, parameters: str) -> None:
+        self.name = name
+        #: Where arguments lie: as a C compiler aligns them, which is how CUDA does.
+        self.layout = struct.Struct(f"@{parameters}")
+        self._module = module
+        self._handle = handle
+        self._own = threading.local()
+
+    def __call__(
+        self, grid: tuple[int, int, int], block: tuple[int, int, int], *arguments: Any, shared: int = 0
+    ) -> None:
+        """Launch.
+
+        Args:
+            grid: Blocks in x, y and z.
+            block: Threads of each.
+            arguments: One for each parameter.
+            shared: Bytes of shared memory beyond what the source declares.
+
+        Raises:
+            CudaError: The driver refuses. What goes wrong later on the device is for torch to find.
+        """
+        own = self._own.__dict__
+        if not own:
+            # One buffer for each thread; the driver copies it before a launch returns.
+            buffer, size = ctypes.create_string_buffer(self.layout.size), ctypes.c_size_t(self.layout.size)
+            addresses = (_BUFFER, ctypes.addressof(buffer), _SIZE, ctypes.addressof(size), _END)
+            own.update(buffer=buffer, size=size, extra=(ctypes.c_void_p * 5)(*addresses))
+        self.layout.pack_into(own["buffer"], 0, *arguments)
+        launch, stream = self._module.driver.launch, current_stream(self._module.index)
+        with self._module:
+            status = launch(self._handle, *grid, *block, shared, stream, None, own["extra"])
+        self._module.driver.check(f"cuLaunchKernel {self.name}", status)
+
+
+def current_stream(index: int) -> int:
+    """Torch's current stream of a device, as the driver knows it."""
+    return int(torch.cuda.current_stream(index).cuda_stream)

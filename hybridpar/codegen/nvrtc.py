@@ -1,0 +1,198 @@
+"""Why: kernels in CUDA C run beside torch's own, and need for that no toolkit, no extension and no build step.
+
+Source text is compiled to machine code for one architecture by NVRTC, which comes with torch, or by nvcc; neither needs
+a GPU. The result is kept in the user's cache (`hybridpar.codegen.cache`) and loaded by the CUDA driver
+(`hybridpar.codegen.cuda_driver`).
+
+Where nothing can be compiled or loaded one line is logged, and callers use their fallback. `HYBRIDPAR_KERNELS=off` says
+that from the start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import functools
+import hashlib
+import importlib.util
+import logging
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from hybridpar.codegen.cache import TIMEOUT, KernelsUnavailable, cache_path, cached, wanted
+from hybridpar.codegen.cuda_driver import CudaError, CudaFunction, driver
+
+_log = logging.getLogger(__name__)
+
+#: With it, a product and a sum stay two operations, as they are in torch: else what two devices decode from the same
+#: bytes would differ in the last bit. Division, square root and denormals are exact without asking.
+OPTIONS = ("--fmad=false", "--std=c++17")
+
+#: Where a product and a sum may be one operation, which rounds once, and so is also nearer to the exact result. There
+#: is no --use_fast_math: denormals, infinities and NaN stay as torch's own kernels have them.
+CONTRACTED = ("--fmad=true", "--std=c++17")
+
+#: The CUDA driver.
+DRIVER = "libcuda.so.1"
+
+
+def load_cuda_kernels(
+    name: str, source: Path, parameters: Mapping[str, str], device: torch.device
+) -> dict[str, CudaFunction] | None:
+    """The kernels of a source file, built if that has not been done on this machine.
+
+    It is no collective: each process loads for itself, and the first one of a machine builds.
+
+    Args:
+        name: What they are called in the cache and in messages.
+        source: CUDA C whose kernels are `extern "C"`.
+        parameters: Of each kernel by name, in the format of `struct`, as in `PPIf` for two pointers, an unsigned
+            int and a float. Structures are written as their members.
+        device: A CUDA device with its index.
+
+    Returns:
+        Functions by name. None where they are switched off or cannot be had, which is logged in one line.
+    """
+    if not wanted():
+        _log.info("%s kernels are switched off by HYBRIDPAR_KERNELS", name)
+        return None
+    try:
+        major, minor = torch.cuda.get_device_capability(device)
+        code = cubin(name, source, f"sm_{major}{minor}")
+        module = driver(DRIVER).load(code, device.index)
+        return {kernel: module.function(kernel, values) for kernel, values in parameters.items()}
+    except (KernelsUnavailable, CudaError, OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        _log.warning("%s kernels cannot be had on %s, slower torch code is used: %s", name, device, reason[0])
+        return None
+
+
+def cubin(name: str, source: Path, architecture: str) -> bytes:
+    """Machine code of a source file, from the cache if it is there.
+
+    Args:
+        name: What it is called in the cache.
+        source: CUDA C.
+        architecture: As in `sm_90`.
+
+    Raises:
+        KernelsUnavailable: There is no compiler, or it reports an error.
+    """
+    version, compile_source = compiler()
+    text = source.read_bytes()
+    made_from = {
+        "source": hashlib.sha256(text).hexdigest(),
+        "options": OPTIONS,
+        "compiler": version,
+        "architecture": architecture,
+    }
+    return cached(
+        cache_path(name, made_from, ".cubin"), lambda directory: compile_source(text, architecture, directory)[0]
+    )
+
+
+#: Compiles text for an architecture, in a directory that it may use; returns machine code, and what ptxas says of
+#: registers and memory.
+Compile = Callable[[bytes, str, Path], tuple[bytes, str]]
+
+
+def compiler(options: Sequence[str] = OPTIONS) -> tuple[str, Compile]:
+    """Name and version of the compiler of this machine, and how it is called.
+
+    Args:
+        options: For the compiler.
+
+    Raises:
+        KernelsUnavailable: There is none.
+    """
+    library = _nvrtc()
+    if library is not None:
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        return f"nvrtc {major.value}.{minor.value}", functools.partial(_by_nvrtc, library, options)
+    path = shutil.which("nvcc")
+    if path is None:
+        raise KernelsUnavailable("there is neither NVRTC nor nvcc")
+    return _nvcc_version(path), functools.partial(_by_nvcc, path, options)
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL | None:
+    """NVRTC of the CUDA version that torch was built for, as it comes with torch, else the system's."""
+    for path in (*_bundled_nvrtc(), ctypes.util.find_library("nvrtc")):
+        if path is not None:
+            try:
+                # It looks for this beside itself only if it was linked that way; what is loaded is not looked for.
+                for part in sorted(Path(path).parent.glob("libnvrtc-builtins.so.*")):
+                    ctypes.CDLL(str(part))
+                return ctypes.CDLL(path)
+            except OSError as error:
+                _log.debug("%s cannot be loaded: %s", path, error)
+    return None
+
+
+def _bundled_nvrtc() -> Iterator[str]:
+    spec = importlib.util.find_spec("nvidia")
+    version = (torch.version.cuda or "*").partition(".")[0]
+    for folder in (spec and spec.submodule_search_locations) or ():
+        yield from map(str, sorted(Path(folder).glob(f"*/lib/libnvrtc.so.{version}")))
+
+
+def _by_nvrtc(
+    library: ctypes.CDLL, own_options: Sequence[str], text: bytes, architecture: str, _directory: Path
+) -> tuple[bytes, str]:
+    def check(status: int) -> None:
+        if status:
+            library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            raise KernelsUnavailable(f"NVRTC: {library.nvrtcGetErrorString(status).decode()}")
+
+    def content(what: str) -> bytes:
+        size = ctypes.c_size_t()
+        check(getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+        room = ctypes.create_string_buffer(size.value)
+        check(getattr(library, f"nvrtcGet{what}")(program, room))
+        return room.raw
+
+    options = [f"--gpu-architecture={architecture}", *own_options, "--ptxas-options=-v"]
+    listed = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+    program = ctypes.c_void_p()
+    check(library.nvrtcCreateProgram(ctypes.byref(program), text, b"kernels.cu", 0, None, None))
+    try:
+        status = library.nvrtcCompileProgram(program, len(options), listed)
+        log = content("ProgramLog").rstrip(b"\0").decode(errors="replace")
+        if status:
+            raise KernelsUnavailable(f"NVRTC for {architecture}: {_first_error(log)}")
+        return content("CUBIN"), log
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _nvcc_version(path: str) -> str:
+    done = _run([path, "--version"])
+    return "nvcc " + " ".join(done.stdout.split()[-1:])
+
+
+def _by_nvcc(path: str, options: Sequence[str], text: bytes, architecture: str, directory: Path) -> tuple[bytes, str]:
+    source, made = directory / "kernels.cu", directory / "kernels.cubin"
+    source.write_bytes(text)
+    command = [path, "-cubin", f"-arch={architecture}", *options, "--ptxas-options=-v", "-o", str(made), str(source)]
+    done = _run(command)
+    if done.returncode:
+        raise KernelsUnavailable(f"nvcc for {architecture}: {_first_error(done.stderr)}")
+    return made.read_bytes(), done.stderr
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise KernelsUnavailable(f"{command[0]} took more than {TIMEOUT:.0f} s") from error
+
+
+def _first_error(log: str) -> str:
+    lines = [line for line in log.splitlines() if line.strip()] or ["no reason given"]
+    return next((line for line in lines if "error" in line), lines[0])

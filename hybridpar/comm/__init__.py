@@ -1,0 +1,1 @@
+"""Why: process groups, collectives and transports between workers."""

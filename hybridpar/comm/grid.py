@@ -1,0 +1,230 @@
+"""Why: a pipeline beside data parallelism is a grid of workers, and each worker has peers along both of its axes.
+
+Along one axis are the replicas of its stages, with which it adds gradients; along the other the stages before and after
+its own, with which it exchanges activations and their gradients. Replicas of a stage have neighbouring ranks, because
+launchers number the workers of a host one after the other and gradients are heavier than activations.
+
+Whatever needs all workers to set up is set up here, in one order that is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hybridpar.comm.shared_channel import Offer, take_offer
+from hybridpar.comm.transport import BackendReceive, BackendSend, MessagePart, ReceiveEnd, SendEnd
+from hybridpar.comm.world import World
+from hybridpar.compress.group import open_group
+from hybridpar.errors import SyncError, UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+#: (rank of the sender, rank of the receiver)
+Channel = tuple[int, int]
+
+
+class Grid:
+    """This worker's place among P pipeline positions times R replicas; rank = position * R + replica.
+
+    Making one is a collective over all workers of the job.
+
+    Args:
+        world: All workers of the job. It stays its owner's, and open.
+        positions: P, the number of workers that share the stages of one replica.
+        pairs: Which positions send to which: (from, to), each direction by itself. The same on all workers.
+        lanes: Number of gradient sync lanes of each position.
+
+    Attributes:
+        world: All workers of the job.
+        positions: P.
+        replicas: R.
+        position: This worker's position.
+        replica: This worker's replica.
+        columns: For every position the ranks of its workers, by replica.
+        replica_world: The workers of this position. Its rank is the replica.
+        senders: Where messages leave, by the position that they go to.
+        receivers: Where messages arrive, by the position that they come from.
+
+    Raises:
+        UsageError: The workers do not fill a grid, or a pair is not of two positions.
+        SyncError: The workers want different grids, or one of them died or did not answer within the time-out.
+    """
+
+    def __init__(self, world: World, positions: int, pairs: Iterable[tuple[int, int]], *, lanes: int = 2) -> None:
+        pairs = sorted(set(pairs))
+        _check(world, positions, pairs)
+        self.world = world
+        self.positions = positions
+        self.replicas = world.size // positions
+        self.position, self.replica = divmod(world.rank, self.replicas)
+        self.senders: dict[int, SendEnd] = {}
+        self.receivers: dict[int, ReceiveEnd] = {}
+        self._groups: list[dist.ProcessGroup] = []
+        self._mesh: DeviceMesh | None = None
+        hosts = self._agree(pairs)
+        self.columns = [range(first, first + self.replicas) for first in range(0, world.size, self.replicas)]
+        self.replica_world = world.split(self.columns, lanes)
+        channels = [
+            (self.rank_of(source, replica), self.rank_of(target, replica))
+            for source, target in pairs
+            for replica in range(self.replicas)
+        ]
+        try:
+            shared = self._share_memory([one for one in channels if hosts[one[0]] == hosts[one[1]] is not None])
+            with world.named_errors("connecting the stages of the pipeline"):
+                self._connect([one for one in channels if one not in shared])
+        except BaseException:
+            self.close()
+            raise
+
+    def rank_of(self, position: int, replica: int) -> int:
+        """The rank in the job of a place in the grid."""
+        return position * self.replicas + replica
+
+    def device_mesh(self) -> DeviceMesh:
+        """The grid for other code: dimensions `stage` and `replica`, over process groups of this grid.
+
+        The first call is a collective over all workers of the job. The mesh ends with the grid.
+        """
+        if self._mesh is None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            ranks = torch.arange(self.world.size).view(self.positions, self.replicas)
+            with self.world.named_errors("making a device mesh"):
+                column = self.replica_world.control
+                groups = [self._own_group(ranks.T.tolist()), column or self._own_group(ranks.tolist())]
+            self._mesh = DeviceMesh.from_group(
+                groups, self.world.device.type, ranks, mesh_dim_names=("stage", "replica")
+            )
+        return self._mesh
+
+    def close(self) -> None:
+        """Leave all channels and destroy the grid's process groups. Safe to call twice."""
+        ends: list[SendEnd | ReceiveEnd] = [*self.senders.values(), *self.receivers.values()]
+        for end in ends:
+            end.close()
+        self.senders, self.receivers, self._mesh = {}, {}, None
+        groups, self._groups = self._groups, []
+        if dist.is_initialized():
+            for group in groups:
+                dist.destroy_process_group(group)
+        self.replica_world.close()
+
+    # ------------------------------------------------------------------- set-up
+
+    def _agree(self, pairs: list[tuple[int, int]]) -> list[str | None]:
+        """Make sure that all workers want the same grid, and learn where they are."""
+        mine = (self.positions, pairs)
+        answers = self.world.gather((mine, self.world.memory_host()))
+        hosts: list[str | None] = []
+        for rank, answer in enumerate(answers):
+            assert isinstance(answer, tuple)
+            theirs, host = answer
+            if theirs != mine:
+                raise SyncError(
+                    f"worker {rank} wants {theirs[0]} positions and pairs {theirs[1]}, worker {self.world.rank} wants "
+                    f"{mine[0]} and {mine[1]}",
+                    "All workers must make the same grid.",
+                    "Start all workers with the same plan.",
+                )
+            hosts.append(host)
+        return hosts
+
+    def _share_memory(self, wanted: list[Channel]) -> set[Channel]:
+        """Open channels in shared memory, and return those that could be opened, at both ends."""
+        rank, timeout = self.world.rank, self.world.timeout
+        offers: dict[Channel, Offer] = {}
+        try:
+            for one in wanted:
+                if one[0] == rank and (offer := _attempt(partial(Offer, one[1], timeout), one[1])) is not None:
+                    offers[one] = offer
+            places = _merged(self.world.gather({one: offer.place for one, offer in offers.items()}))
+            taken: dict[Channel, bool] = {}
+            for one, place in places.items():
+                end = _attempt(partial(take_offer, place, one[0], timeout), one[0]) if one[1] == rank else None
+                if end is not None:
+                    self.receivers[one[0] // self.replicas] = end
+                    taken[one] = True
+            opened = _merged(self.world.gather(taken))
+            for one in offers.keys() & opened.keys():
+                self.senders[one[1] // self.replicas] = offers[one].accept()
+        except OSError as error:
+            raise self.world.peer_error("connecting the stages of the pipeline", error) from error
+        finally:
+            for offer in offers.values():
+                offer.close()
+        return set(opened)
+
+    def _connect(self, channels: list[Channel]) -> None:
+        """Open channels over the backend. All workers make all groups, in one order, theirs or not.
+
+        A first message goes over every channel at once, as NCCL connects on first use, when the order in which workers
+        come to different channels is nobody's to control. In this one order the first exchange can always go on.
+        """
+        device = self.world.device
+        first = MessagePart((1,))
+        for source, target in channels:
+            group = open_group((source, target), self.world.timeout)
+            if group is None:
+                continue
+            self._groups.append(group)
+            # Ranks in a group follow the ranks in the job.
+            if self.world.rank == source:
+                sender = BackendSend(group, int(source < target), device)
+                sender.send([torch.zeros(first.shape, device=device)])
+                sender.bytes_sent = 0
+                self.senders[target // self.replicas] = sender
+            else:
+                receiver = BackendReceive(group, int(target < source), device)
+                receiver.receive([first])
+                self.receivers[source // self.replicas] = receiver
+
+    def _own_group(self, parties: list[list[int]]) -> dist.ProcessGroup:
+        """Make a group of every party, and return this worker's."""
+        groups = [group for party in parties if (group := open_group(party, self.world.timeout)) is not None]
+        self._groups += groups
+        return groups[0]
+
+
+def _check(world: World, positions: int, pairs: list[tuple[int, int]]) -> None:
+    if positions < 1 or world.size % positions:
+        fits = [str(number) for number in range(1, world.size + 1) if world.size % number == 0]
+        raise UsageError(
+            f"{world.size} worker(s) cannot be {positions} pipeline position(s) times a number of replicas",
+            "Every replica of a pipeline has a worker at every position.",
+            f"Start a multiple of {max(positions, 1)} workers, or use {' or '.join(fits)} position(s).",
+        )
+    wrong = next((pair for pair in pairs if pair[0] == pair[1] or not set(pair) <= set(range(positions))), None)
+    if wrong is not None:
+        raise UsageError(
+            f"a channel from position {wrong[0]} to position {wrong[1]} of {positions} was asked for",
+            "A channel is from one position to another.",
+            f"Name two different positions from 0 to {positions - 1}.",
+        )
+
+
+def _attempt(make: Callable[[], _T], peer: int) -> _T | None:
+    try:
+        return make()
+    except OSError as error:
+        _log.warning("no shared memory between this worker and worker %d (%s); they use the network", peer, error)
+        return None
+
+
+def _merged(answers: list[object]) -> dict[Channel, Any]:
+    merged: dict[Channel, Any] = {}
+    for answer in answers:
+        assert isinstance(answer, dict)
+        merged.update(answer)
+    return merged

@@ -1,0 +1,97 @@
+"""Why: between nodes gradients are compressed and inside a node they are not, so each worker is in two smaller worlds.
+
+Those who add gradients with each other are a **party**: all workers, or the replicas of a stage. One of the two worlds
+is what a party has on this node, where CPU workers add through shared memory, the other those of the party with the
+same place on the other nodes. `hybridpar.compress.hierarchy` says what they do there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hybridpar.comm.collective import BackendSum, SumGroup
+from hybridpar.comm.world import World
+from hybridpar.compress.exchange import Traffic
+from hybridpar.compress.group import TorchGroup
+from hybridpar.compress.hierarchy import NodeExchange, Nodes
+from hybridpar.machine.process import host_identity
+
+
+class NodeWorlds:
+    """The two worlds of a worker.
+
+    Args:
+        nodes: Which workers of the party are on which node.
+        inside: Those on this node.
+        across: Those that lead with this one on other nodes; this worker alone where it leads nothing.
+    """
+
+    def __init__(self, nodes: Nodes, inside: World, across: World) -> None:
+        self.nodes = nodes
+        self.inside = inside
+        self.across = across
+
+    @classmethod
+    def open(cls, job: World, parties: Sequence[Sequence[int]], lanes: int) -> NodeWorlds | None:
+        """Find the nodes and divide the parties; a collective of all workers of the job.
+
+        Args:
+            job: All workers.
+            parties: The ranks of every party, ascending; each worker is in one.
+            lanes: Number of sync lanes.
+
+        Returns:
+            None where the party of this worker adds as it would without nodes: the job has one node, or each node has
+            one worker of the party.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+        """
+        hosts = job.gather(host_identity())
+        divided = [Nodes.of([hosts[rank] for rank in party]) for party in parties]
+        if len(set(hosts)) == 1 or not any(nodes.share for nodes in divided):
+            return None
+        inside, across = list[tuple[int, ...]](), list[tuple[int, ...]]()
+        for party, nodes in zip(parties, divided, strict=True):
+            inside += _ranks(party, nodes.members)
+            across += _ranks(party, nodes.columns if nodes.share else [(place,) for place in range(len(party))])
+        own = next(nodes for party, nodes in zip(parties, divided, strict=True) if job.rank in party)
+        inner = job.split(inside, lanes, shared_memory=True)
+        outer = job.split(across, lanes, shared_memory=False)
+        # Worlds of one worker have nothing to close.
+        return cls(own, inner, outer) if own.share else None
+
+    def inner(self, lane: int) -> SumGroup | None:
+        """What adds inside the node on a sync lane; None where this worker is alone there."""
+        return self.inside.lane_sums[lane] if self.inside.size > 1 else None
+
+    def run(self, exchange: NodeExchange, lane: int, flat: Tensor) -> Traffic:
+        """Exchange a bucket on a sync lane.
+
+        Returns:
+            What this worker sent to other nodes, and where the time of that went.
+
+        Raises:
+            RuntimeError: A peer died or did not come in time.
+        """
+        inner = self.inner(lane)
+
+        def add(tensor: Tensor) -> None:
+            if inner is not None:
+                inner.all_reduce(tensor)
+
+        # A worker that leads nothing has no group.
+        group = self.across.lane_sums[lane] if self.across.size > 1 else None
+        return exchange.run(add, TorchGroup(group.group) if isinstance(group, BackendSum) else None, flat)
+
+    def close(self) -> None:
+        """Leave both worlds. Safe to call twice."""
+        self.inside.close()
+        self.across.close()
+
+
+def _ranks(party: Sequence[int], groups: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Ranks in the job of groups of a party's workers."""
+    return [tuple(party[place] for place in group) for group in groups]

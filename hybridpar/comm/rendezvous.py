@@ -1,0 +1,350 @@
+"""Why: time-outs, restarts, several trainers in one program and errors need more than torch's default rendezvous.
+
+Torch's default time-out is half an hour. Its store keeps the addresses of process groups that are gone, of a dead
+attempt or of an earlier trainer, and it lets gloo listen on the loopback where other machines cannot reach it. So the
+default process group is made here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import ipaddress
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hybridpar.errors import LaunchError
+from hybridpar.machine.process import host_identity
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+#: Stores of this process by the address they were reached at. Each is kept to the end: on rank 0 it may be the server,
+#: which the peers may still need for a process group that this worker has left already.
+_stores: dict[str, Any] = {}
+#: How often this process has made a default process group, and the one it made last.
+_made = 0
+_group: dist.ProcessGroup | None = None
+#: How many worlds use that group.
+_users = 0
+
+
+def enter_group(device: torch.device, timeout: float) -> dist.ProcessGroup | None:
+    """Use the default process group, which is made where there is none.
+
+    Args:
+        device: The device this worker computes on.
+        timeout: Seconds after which a silent peer is an error.
+
+    Returns:
+        The group if it was made here, to be handed to `leave_group` once; None if it is the caller's program's own.
+
+    Raises:
+        LaunchError: The peers cannot be reached within the time-out.
+    """
+    global _users
+    if not dist.is_initialized():
+        _users = 0
+        initialise(device, timeout)
+    elif dist.group.WORLD is not _group:
+        return None
+    _users += 1
+    return _group
+
+
+def leave_group(group: dist.ProcessGroup) -> None:
+    """Destroy the default process group when the last of those that entered it leaves."""
+    global _users
+    if not dist.is_initialized() or dist.group.WORLD is not group:
+        return
+    _users -= 1
+    if _users <= 0:
+        _destroy()
+
+
+@atexit.register
+def _destroy() -> None:
+    """Destroy the default group if it was made here: a process that ends with it may abort in the backend's threads."""
+    global _group
+    if _group is not None and dist.is_initialized() and dist.group.WORLD is _group:
+        dist.destroy_process_group()
+    _group = None
+
+
+def initialise(device: torch.device, timeout: float) -> None:
+    """Make torch's default process group: NCCL for CUDA tensors, gloo for CPU tensors.
+
+    Args:
+        device: The device this worker computes on.
+        timeout: Seconds after which a silent peer is an error.
+
+    Raises:
+        LaunchError: The peers cannot be reached within the time-out.
+    """
+    global _made, _group
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    limit = datetime.timedelta(seconds=timeout)
+    _made += 1
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = _own_store(limit)
+        _use_reachable_interface(_exchange_places(store, rank, size), rank)
+        dist.init_process_group(
+            backend,
+            timeout=limit,
+            device_id=device if device.type == "cuda" else None,
+            store=store,
+            rank=rank,
+            world_size=size,
+        )
+    except (RuntimeError, ValueError, KeyError, OSError) as error:
+        place = _store_address()
+        if "EADDRINUSE" in str(error):
+            raise LaunchError(
+                f"the job cannot meet at {place}: the port is in use",
+                "MASTER_PORT must be free on the host of worker 0; another job may be using it.",
+                "Set another MASTER_PORT, or start with `torchrun --standalone`, which finds a free one.",
+            ) from error
+        raise LaunchError(
+            f"worker {os.environ.get('RANK', '?')} of {os.environ.get('WORLD_SIZE', '?')} cannot join the job at "
+            f"{place}: {first_line(error)}",
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must describe a job whose workers reach each other.",
+            _name_hint() or "Start workers with `hybridpar train --workers N`, or with torchrun.",
+        ) from error
+    _group = dist.group.WORLD
+
+
+def _store_address() -> str:
+    return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+
+
+def _own_store(limit: datetime.timedelta) -> Any:
+    """The job's store, with a prefix for this attempt of the job and this process group.
+
+    Torch's elastic launcher keeps one store for all attempts and all process groups of a program, which would find the
+    addresses of those before. With several launchers, one per host, their restarts are counted apart and the number
+    names no attempt.
+    """
+    address = _store_address()
+    if address not in _stores:
+        _require_agent_store(limit)
+        # Documented parts of torch.distributed, which declares no exports.
+        _stores[address] = next(dist.rendezvous("env://", timeout=limit))[0]  # type: ignore[attr-defined]
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if os.environ.get("GROUP_WORLD_SIZE") == "1" else "0"
+    store = dist.PrefixStore(f"attempt-{attempt}/group-{_made}", _stores[address])  # type: ignore[attr-defined]
+    store.set_timeout(limit)
+    return store
+
+
+def _require_agent_store(limit: datetime.timedelta) -> None:
+    """Fail at once where torchrun's store, which stands before there are workers, is not where MASTER_ADDR leads.
+
+    Raises:
+        OSError: It cannot be reached.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(place, timeout=min(10.0, limit.total_seconds())).close()
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text that says something."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+# ------------------------------------------------------------------------------------------------- network interfaces
+
+
+class Place(NamedTuple):
+    """Where a worker is.
+
+    Attributes:
+        host: Equal in workers between which there is no network.
+        listens: The address that gloo takes unless told otherwise: that of the host's own name.
+        towards_store: The address of this host on the way to the job's store.
+    """
+
+    host: str
+    listens: str
+    towards_store: str
+
+
+def _exchange_places(store: Any, rank: int, size: int) -> list[Place]:
+    """Every worker's place, by rank. Waits for all workers, at most as long as the store's time-out."""
+    own = Place(host_identity(), _gloo_address(), address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")))
+    store.set(f"place-{rank}", json.dumps(own))
+    keys = [f"place-{one}" for one in range(size)]
+    try:
+        store.wait(keys)
+    except RuntimeError as error:
+        late = [str(one) for one, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(f"no sign of worker{'s' if len(late) > 1 else ''} {', '.join(late[:20])}") from error
+    return [Place(*json.loads(store.get(key))) for key in keys]
+
+
+def _use_reachable_interface(places: Sequence[Place], rank: int) -> None:
+    """Name gloo an interface that other hosts reach, where it would listen on the loopback of this one.
+
+    That happens where the host's own name stands for 127.0.1.1 in /etc/hosts, as Debian sets it up.
+
+    Raises:
+        LaunchError: A host has no such address; on all workers.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ or len({place.host for place in places}) == 1:
+        return
+    hidden = [one for one, place in enumerate(places) if reachable_address(places, one) is None]
+    if hidden:
+        raise LaunchError(
+            f"worker {hidden[0]} would listen on {places[hidden[0]].listens}, which other hosts cannot reach",
+            "The name of its host stands for the loopback, and so does its way to MASTER_ADDR.",
+            "Set GLOO_SOCKET_IFNAME to its network interface (`ip address` lists them) on every host, or give "
+            "torchrun --local-addr with the host's address on the network.",
+        )
+    if not _is_loopback(places[rank].listens):
+        return
+    address = reachable_address(places, rank)
+    if address is not None and _is_loopback(address):  # an address of another host; ours on the way to it counts
+        address = None
+    name = interface_of(address_towards(address)) if address is not None else None
+    if name is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def reachable_address(places: Sequence[Place], rank: int) -> str | None:
+    """An address that leads to the interface through which this worker and other hosts reach each other, if any."""
+    own = places[rank]
+    others = [place for place in places if place.host != own.host]
+    known = [own.listens, own.towards_store, *(address for place in others for address in place[1:])]
+    return next((address for address in known if not _is_loopback(address)), None)
+
+
+def _gloo_address() -> str:
+    """The address that gloo listens on by default: the first of the host's name that can be bound, else loopback."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            socket.gethostname(), None, type=socket.SOCK_STREAM
+        ):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return str(address[0])
+    return "127.0.0.1"
+
+
+def address_towards(other: str) -> str:
+    """The address of this host on the way to another one; that of the loopback where there is no way."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((other, 9))  # sends nothing; it only chooses the interface
+            return str(probe.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this IPv4 address; None where there is none, or it cannot be asked for."""
+    if fcntl is None:
+        return None
+    get_address = 0x8915  # SIOCGIFADDR of linux/sockios.h
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _name_hint() -> str:
+    """What to do about a MASTER_ADDR that means another host on every host; empty where that is not the case."""
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        return ""
+    try:
+        address = socket.gethostbyname(os.environ.get("MASTER_ADDR", ""))
+    except OSError:
+        return "This host cannot resolve MASTER_ADDR: give torchrun --local-addr with an address on the first node."
+    if not _is_loopback(address):
+        return ""
+    return (
+        f"MASTER_ADDR stands for {address} here, the loopback: give torchrun --local-addr with the address of each "
+        "node on the network."
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- lost peers
+
+#: The default process group for which roll calls were opened last, and how many.
+_called: tuple[object, int] = (None, 0)
+
+
+def open_roll_call() -> RollCall | None:
+    """A roll call of all workers of the job; workers that use it open theirs in the same order."""
+    global _called
+    get_store = getattr(dist.distributed_c10d, "_get_default_store", None)
+    if get_store is None:  # it is no public part of torch
+        return None
+    group = dist.group.WORLD
+    _called = (group, _called[1] + 1 if _called[0] is group else 0)
+    store = dist.PrefixStore(f"roll-call-{_called[1]}", get_store())  # type: ignore[attr-defined]
+    return RollCall(store, dist.get_rank(), dist.get_world_size())
+
+
+class RollCall:
+    """Finds out which workers of a job have stopped, when one of them notices that something is wrong.
+
+    The store is asked only then. All workers that wait for a stopped one notice at about the same time: their
+    time-outs began within one step, and the first that gives up closes its connections.
+
+    Args:
+        store: A store that all workers reach, with a prefix of its own.
+        rank: This worker.
+        size: Number of workers.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._lock = threading.Lock()
+        self._missing: list[int] | None = None
+
+    def missing(self, patience: float) -> list[int]:
+        """Workers that have not called this within `patience` seconds; asked once, the answer is kept.
+
+        Worker 0 counts as missing where the store does not answer, which it may serve.
+        """
+        with self._lock:
+            if self._missing is None:
+                found: list[list[int]] = []
+                # A store whose server is stopped does not answer at all, so the main thread does not ask it.
+                asker = threading.Thread(target=self._ask, args=(patience, found), daemon=True)
+                asker.start()
+                asker.join(patience + 1.0)
+                self._missing = found[0] if found else [0][: self._rank]
+            return self._missing
+
+    def _ask(self, patience: float, found: list[list[int]]) -> None:
+        missing = [rank for rank in range(self._size) if rank != self._rank]
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"here-{self._rank}", "")
+            deadline = time.monotonic() + patience
+            while missing and time.monotonic() < deadline:
+                time.sleep(0.02)
+                missing = [rank for rank in missing if not self._store.check([f"here-{rank}"])]
+            found.append(missing)

@@ -1,0 +1,80 @@
+"""Why: replicas that start from different weights never become equal, and nothing in a loss curve shows it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hybridpar.comm.flat import flat_view, is_dense
+from hybridpar.comm.world import World
+from hybridpar.errors import SyncError
+
+
+def replicate(model: nn.Module, world: World, agree: object = None) -> None:
+    """Give every worker rank 0's parameters and buffers, whatever its own seed gave it; a collective.
+
+    Args:
+        model: The model.
+        world: The workers.
+        agree: Options that must be equal on all workers; compared by their text.
+
+    Raises:
+        SyncError: The workers did not build the same model or were given other options, or one did not answer.
+    """
+    if world.size == 1:
+        return
+    facts = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in model.state_dict().items()]
+    answers = world.gather((facts, repr(agree)))
+    first: object = None
+    for rank, answer in enumerate(answers):
+        assert isinstance(answer, tuple)
+        theirs, options = answer
+        if options != repr(agree):
+            raise SyncError(
+                f"worker {rank} was given other options than worker {world.rank}: {options} and {agree!r}",
+                "How gradients are synchronised must be the same on all workers.",
+                "Start all workers with the same command.",
+            )
+        first = theirs if rank == 0 else first
+        if theirs != first:
+            raise SyncError(
+                f"worker {rank} built another model than worker 0",
+                "Names, shapes and dtypes of all parameters and buffers must be equal on all workers.",
+                "Build the model in the same way on every worker.",
+            )
+    with world.named_errors("broadcasting the initial model"):
+        broadcast_state(model, 0, world)
+
+
+@torch.no_grad()
+def broadcast_state(module: nn.Module, source: int, world: World) -> None:
+    """Overwrite a module's parameters and buffers with those of one worker; a collective.
+
+    Args:
+        module: The module, built alike on all workers.
+        source: Rank in the world of the worker that counts.
+        world: The workers, at least two.
+    """
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if tensor.numel() == 0:
+            continue
+        # Dense memory travels as it lies, whatever its format; anything else through a copy.
+        message = flat_view(tensor.data) if is_dense(tensor) else tensor.data.contiguous()
+        dist.broadcast(message, group_src=source, group=world.control)
+        if not is_dense(tensor):
+            tensor.data.copy_(message)
+
+
+def average_buffers(model: nn.Module, world: World) -> None:
+    """Average floating-point buffers over the workers, in place; a collective.
+
+    For BatchNorm in `local` mode, whose running statistics differ between replicas, before anybody evaluates or saves.
+    """
+    if world.size == 1:
+        return
+    with world.named_errors("averaging buffers"), torch.no_grad():
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer, group=world.control)
+                buffer.div_(world.size)

@@ -1,0 +1,383 @@
+"""Why: a worker must find its peers once, with a time-out, and leave them cleanly.
+
+Each sync lane needs a process group of its own: collectives of one group must be issued in the same order on every
+worker, and two threads (or streams) cannot promise that for a group they share. Groups are made eagerly and in a
+fixed order, because making them lazily is a collective whose order nobody controls.
+
+Not all workers hold the same parameters: in a pipeline only the replicas of a stage do. `World.split` makes a world of
+each such party, with sums of its own, so that whatever synchronises a world synchronises a part of the job unchanged.
+
+A process that ends without destroying its groups can abort inside the backend's threads; `World.close` is therefore
+part of every exit path.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hybridpar.comm.collective import BackendSum, SumGroup
+from hybridpar.comm.rendezvous import RollCall, enter_group, first_line, leave_group, open_roll_call
+from hybridpar.comm.shared_memory import SharedMemorySum
+from hybridpar.compress.group import open_group
+from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError
+from hybridpar.formats.messages import gather_items, gather_on_first
+from hybridpar.machine.process import host_identity
+
+_log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class World:
+    """This worker's place among its peers: all workers of the job, or one party of them (`split`).
+
+    A world of one worker has no process groups, and no collective is ever called in it.
+
+    Attributes:
+        rank: This worker's number in this world, from 0.
+        size: Number of workers of this world.
+        device: The device this worker computes on.
+        timeout: Seconds after which a silent peer is an error.
+        lane_sums: What adds gradients, one for each sync lane.
+        control_sum: What adds control messages.
+        control: Process group for everything that is not in a step: broadcasts at the start, facts for a checkpoint.
+        transport: What gradients travel by: `gloo`, `nccl`, `shared memory`, or `none`.
+        share_memory: Whether CPU workers of one host may exchange data through shared memory.
+        members: The workers' ranks in the whole job, by rank here.
+        job_size: Number of workers of the whole job.
+    """
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    timeout: float = 120.0
+    lane_sums: list[SumGroup] = field(default_factory=list)
+    control_sum: SumGroup | None = None
+    control: dist.ProcessGroup | None = None
+    transport: str = "none"
+    share_memory: bool = True
+    members: tuple[int, ...] = ()
+    job_size: int = 0
+    _groups: list[dist.ProcessGroup] = field(default_factory=list)
+    _default: dist.ProcessGroup | None = None
+    _roll_call: RollCall | None = None
+
+    def __post_init__(self) -> None:
+        self.members = self.members or tuple(range(self.size))
+        self.job_size = self.job_size or self.size
+
+    @classmethod
+    def join(
+        cls,
+        *,
+        lanes: int = 2,
+        timeout: float = 120.0,
+        device: torch.device | None = None,
+        shared_memory: bool = True,
+    ) -> World:
+        """Take this process's place in the job that its environment describes.
+
+        Under torchrun, or any launcher that sets `RANK`, `WORLD_SIZE` and `MASTER_ADDR`, the default process group is
+        initialised (NCCL for CUDA tensors, gloo for CPU tensors) unless the caller already did. Without these
+        variables, or with `WORLD_SIZE=1`, the world is this process alone.
+
+        Args:
+            lanes: Number of sync lanes, each of which gets a process group.
+            timeout: Seconds after which a silent peer is an error.
+            device: Device to compute on; default: the GPU numbered `LOCAL_RANK`, else the CPU.
+            shared_memory: Let CPU workers of one host add through shared memory instead of over the network.
+
+        Raises:
+            LaunchError: The peers cannot be reached within the time-out.
+        """
+        device = device or default_device()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            return cls(device=device, timeout=timeout, share_memory=shared_memory)
+        default = enter_group(device, timeout)
+        size = dist.get_world_size()
+        world = cls(dist.get_rank(), size, device, timeout, share_memory=shared_memory, _default=default)
+        if size == 1:
+            return world
+        try:
+            world._roll_call = open_roll_call()
+            world._open_control([world.members])
+            world._open_sums(world, [world.members], lanes)
+        except BaseException as error:
+            world.close()
+            if not isinstance(error, RuntimeError):
+                raise
+            raise LaunchError(
+                f"worker {world.rank} of {size} cannot connect to its peers: {first_line(error)}",
+                "Every worker must reach every other one.",
+                "On several network interfaces, name the right one in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME.",
+            ) from error
+        return world
+
+    def split(self, parties: Sequence[Sequence[int]], lanes: int = 2, *, shared_memory: bool | None = None) -> World:
+        """Divide the workers into parties and return this worker's, as a world of its own; a collective.
+
+        The new world has its own sums and control group, and is closed apart from this one, which stays as it is.
+
+        Args:
+            parties: The ranks of every party, the same on all workers. In a party workers keep their order.
+            lanes: Number of sync lanes of each party.
+            shared_memory: Whether CPU workers of a party may share memory; default: as here.
+
+        Raises:
+            UsageError: A worker is in no party or in several, or this world is a party itself.
+            SyncError: A peer died or did not answer within the time-out.
+        """
+        divided = [tuple(sorted(party)) for party in parties]
+        if sorted(rank for party in divided for rank in party) != list(range(self.job_size)):
+            raise UsageError(
+                f"{self.job_size} workers cannot be divided into {[list(party) for party in divided]}",
+                "Every worker of the whole job is in exactly one party.",
+                f"Name each rank from 0 to {self.job_size - 1} once.",
+            )
+        if self.size != self.job_size:
+            raise UsageError(
+                f"workers {list(self.members)} of {self.job_size} cannot be divided further",
+                "Process groups are made by all workers of the job together.",
+                "Divide the world of the whole job.",
+            )
+        mine = next(party for party in divided if self.rank in party)
+        world = World(
+            mine.index(self.rank),
+            len(mine),
+            self.device,
+            self.timeout,
+            share_memory=self.share_memory if shared_memory is None else shared_memory,
+            members=mine,
+            job_size=self.job_size,
+            _roll_call=self._roll_call,
+        )
+        with self.named_errors("dividing the workers into parties"):
+            world._open_control(divided)
+            world._open_sums(self, divided, lanes)
+        return world
+
+    def memory_host(self) -> str | None:
+        """Equal in workers that may exchange data through shared memory; None where this one must not."""
+        return host_identity() if self.share_memory and self.device.type == "cpu" else None
+
+    def _open_control(self, parties: Sequence[tuple[int, ...]]) -> None:
+        """Give every party its control group. All workers of the job make all groups in one order, theirs or not."""
+        for party in parties:
+            group = open_group(party, self.timeout) if len(party) > 1 else None
+            if group is not None:
+                self.control = group
+                self._groups.append(group)
+
+    def _open_sums(self, job: World, parties: Sequence[tuple[int, ...]], lanes: int) -> None:
+        """Give every party its sums, through shared memory or over groups that all workers of the job make."""
+        hosts = job.gather(self.memory_host())
+        ours = {hosts[rank] for rank in self.members}
+        shared = self.size > 1 and None not in ours and len(ours) == 1 and self._share_memory(lanes)
+        answers = job.gather(shared)
+        for party in parties:
+            if len(party) == 1 or answers[party[0]]:
+                continue
+            groups = [group for _ in range(lanes) if (group := open_group(party, self.timeout)) is not None]
+            self._groups += groups
+            self.lane_sums += [BackendSum(group) for group in groups]
+        if self.control is not None and not shared:
+            self.control_sum = BackendSum(self.control)
+            self.transport = "nccl" if self.device.type == "cuda" else "gloo"
+
+    def _share_memory(self, lanes: int) -> bool:
+        """Set up shared memory for all lanes, on all workers or on none."""
+        try:
+            sums = [SharedMemorySum(self.rank, self.size, self.gather, self.timeout) for _ in range(lanes + 1)]
+        except OSError as error:
+            _log.warning("no shared memory between workers (%s); gradients travel over gloo", error)
+            return False
+        self.control_sum, self.lane_sums = sums[0], [*sums[1:]]
+        self.transport = "shared memory"
+        return True
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the worker of the job that writes files and talks to the terminal."""
+        return self.job_rank == 0
+
+    @property
+    def job_rank(self) -> int:
+        """This worker's rank in the whole job."""
+        return self.members[self.rank]
+
+    def barrier(self) -> None:
+        """Wait on the host until every worker is here.
+
+        Raises:
+            SyncError: A peer did not come within the time-out, or died.
+        """
+        self.gather(None)
+
+    def gather(self, item: object) -> list[object]:
+        """Every worker's item, on every worker, by rank. For start-up and checkpoints, never within a step.
+
+        Args:
+            item: What `hybridpar.formats.messages.pack` takes: plain values, tensors, and this package's dataclasses.
+
+        Raises:
+            SyncError: A peer did not answer within the time-out, or died.
+        """
+        if self.control is None:
+            return [item]
+        with self.named_errors("exchanging start-up or checkpoint facts"):
+            return gather_items(item, self.control)
+
+    def gather_on_main(self, mine: object, ranks: Sequence[int]) -> list[Any] | None:
+        """Something large of some workers on rank 0, such as the state of optimizers; a collective of all workers.
+
+        Args:
+            mine: Of this worker; looked at on the workers of `ranks` only.
+            ranks: Whose.
+
+        Returns:
+            On rank 0 what those workers have, in the order of `ranks`: its own as it is, tensors of others on the CPU.
+            None elsewhere.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+        """
+        if self.control is None:
+            return [mine for _ in ranks]
+        with self.named_errors("bringing state to worker 0"):
+            return gather_on_first(mine, ranks, self.control)
+
+    def from_main(self, decide: Callable[[], _T]) -> _T:
+        """What rank 0 of this world decides, on every worker; a problem there is everybody's. As `gather`.
+
+        Args:
+            decide: Called on rank 0 alone. What it returns is an item for `gather`.
+
+        Raises:
+            HybridparError: What `decide` raised.
+            SyncError: A peer did not answer within the time-out, or died.
+        """
+        answer: Any = None
+        if self.rank == 0:
+            try:
+                answer = decide()
+            except HybridparError as error:
+                answer = error
+        answer = self.gather(answer)[0]
+        if isinstance(answer, HybridparError):
+            answer.is_repeated = self.rank != 0
+            raise answer
+        decided: _T = answer
+        return decided
+
+    def on_all(self, act: Callable[[], _T]) -> _T:
+        """What `act` returns on this worker; a problem of one worker is everybody's. As `gather`.
+
+        Args:
+            act: Called on every worker.
+
+        Raises:
+            HybridparError: What `act` raised on the first worker on which it failed; `is_repeated` on the others.
+            SyncError: A peer did not answer within the time-out, or died.
+        """
+        done: list[_T] = []
+        mine: HybridparError | None = None
+        try:
+            done.append(act())
+        except HybridparError as error:
+            mine = error
+        answers = self.gather(mine)
+        failed = next((rank for rank, one in enumerate(answers) if isinstance(one, HybridparError)), None)
+        if failed is None:
+            return done[0]
+        problem = answers[failed] if mine is None or failed != self.rank else mine
+        assert isinstance(problem, HybridparError)
+        problem.is_repeated = failed != self.rank
+        raise problem
+
+    def named_errors(self, doing: str) -> _NamedErrors:
+        """Context that turns a backend's error into a `SyncError` that says who waited for what."""
+        return _NamedErrors(self, doing)
+
+    def peer_error(self, doing: str, error: BaseException) -> SyncError:
+        """The backend's error as one that says which worker is at fault, and which one waited for what."""
+        text = first_line(error)
+        lost = any(sign in text for sign in ("onnection", "reset by peer", "remote process", "Broken pipe"))
+        missing = self._missing(lost)
+        what = f"worker {self.job_rank} of {self.job_size} stopped while {doing}{self._peers_text()}"
+        if len(missing) == 1:
+            fate = "died or left" if lost else f"did not answer within {self.timeout:g} s"
+            what = f"worker {missing[0]} {fate}, so {what}"
+        else:
+            what += f": {'a peer has died' if lost else f'a peer did not answer within {self.timeout:g} s, or failed'}"
+            if missing:  # some may be busy with a step that the others have done
+                what += f"; no sign of workers {', '.join(map(str, missing[:20]))}"
+        return SyncError(
+            what,
+            f"The backend says: {text[:200]}",
+            "Look at the first worker that failed; a launched job restarts from its last checkpoint."
+            if lost or not missing
+            else "Its process is stopped or hangs, or its machine is not to be reached.",
+        )
+
+    def _missing(self, lost: bool) -> list[int]:
+        """Workers that have stopped or left, as far as that can be found out."""
+        if self._roll_call is None:
+            return []
+        if lost and self.job_size == 2:
+            return [1 - self.job_rank]
+        # Those that noticed too are not long in coming: the first one to give up closes its connections.
+        return self._roll_call.missing(0.5 if lost else min(5.0, self.timeout / 4))
+
+    def _peers_text(self) -> str:
+        """Who the peers are, where they are not simply everybody else."""
+        peers = [str(member) for member in self.members if member != self.job_rank]
+        if self.size == self.job_size or not peers:
+            return ""
+        return f" with worker{'s' if len(peers) > 1 else ''} {', '.join(peers)}"
+
+    def close(self) -> None:
+        """Destroy all process groups of this world. Safe to call twice."""
+        for one in [*self.lane_sums, self.control_sum]:
+            if one is not None:
+                one.close()
+        groups, self._groups = self._groups, []
+        self.lane_sums, self.control_sum, self.control = [], None, None
+        if dist.is_initialized():
+            for group in groups:
+                dist.destroy_process_group(group)
+        default, self._default = self._default, None
+        if default is not None:
+            leave_group(default)
+
+
+class _NamedErrors:
+    def __init__(self, world: World, doing: str) -> None:
+        self._world = world
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+            raise self._world.peer_error(self._doing, error) from error
+
+
+def default_device() -> torch.device:
+    """The GPU numbered `LOCAL_RANK` where there are GPUs, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")

@@ -1,0 +1,352 @@
+"""Why: a codec that is slower than the link it saves is a loss, and its speed on one core can be told in seconds.
+
+All parameters of a model, in its own shapes, go through the codec as they do in training: error feedback included, K
+workers played by one process, of which the first is timed. Beside each rate stands that of copying the same bytes, the
+limit of anything that reads gradients once and writes them once. Seconds are those of the process on its core, so that
+what else runs on the machine counts little.
+
+Compiled kernels are chosen when a process first uses them, so each setting of them runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from hybridpar.commands.bench.request import BenchCodecs
+from hybridpar.commands.bench.traffic import after_warmup, wire_bytes
+from hybridpar.compress import (
+    Codec,
+    Coder,
+    ErrorFeedback,
+    Exchange,
+    Round,
+    TensorSpec,
+    bind,
+    kernels,
+    parse_codec,
+    run_together,
+)
+from hybridpar.compress.gathered import GatheredCoder
+from hybridpar.compress.residual import NO_RESIDUAL, Residual
+from hybridpar.compress.scratch import Scratch
+from hybridpar.compress.sharded import ShardedCoder
+from hybridpar.errors import LaunchError, UsageError
+from hybridpar.machine.process import worker_environment
+from hybridpar.models import build_model
+
+#: What turns the compiled kernels off.
+KERNELS_VARIABLE = "HYBRIDPAR_KERNELS"
+_KERNELS, _FALLBACK = "compiled", "torch"
+
+
+@dataclasses.dataclass(frozen=True)
+class CodecSpeed:
+    """How fast one core is with a codec; rates are GB/s of float32 gradient, over all parameters of the model.
+
+    Attributes:
+        codec: As text.
+        code: What it ran on: `compiled` kernels, or `torch` alone.
+        encode: Add the residual, encode, and keep what is not sent.
+        decode_add: Decode a message and add it to a sum; None where messages are not decoded one by one.
+        merge: What the owner of a stripe does with the stripes of all workers; None where there are no owners.
+        decode: Read what came, and write the mean.
+        memcpy: Copy as many bytes.
+        full_bytes: What a worker sends without a codec.
+        sent_bytes: What it sends with it.
+    """
+
+    codec: str
+    code: str
+    encode: float
+    decode_add: float | None
+    merge: float | None
+    decode: float
+    memcpy: float
+    full_bytes: int
+    sent_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times less is sent."""
+        return self.full_bytes / self.sent_bytes
+
+
+def run_bench_codecs(request: BenchCodecs, console: Console | None = None) -> int:
+    """Measure, print, and write the file that was asked for; returns the exit code.
+
+    Raises:
+        HybridparError: A codec or model is unknown, or a measuring process failed.
+    """
+    request.check()
+    speeds = measure_in_processes(request)
+    print_speeds(request, speeds, console or Console())
+    if request.csv is not None:
+        write_speeds(request.csv, speeds)
+    return 0
+
+
+def measure_in_processes(request: BenchCodecs) -> list[CodecSpeed]:
+    """The speeds of all codecs with each kind of code that is there, each kind in a process of its own."""
+    for text in request.codec:
+        parse_codec(text)  # an unknown one is an error before anything is measured
+    by_code = {code: _in_process(request, code) for code in (_KERNELS, _FALLBACK)}
+    # Where a codec has no kernels, or they cannot be had here, the process that was to use them has used torch as well.
+    return [
+        speed
+        for same in zip(*by_code.values(), strict=True)
+        for code, speed in zip(by_code, same, strict=True)
+        if speed.code == code
+    ]
+
+
+def code_of(codec: Codec) -> str:
+    """What a codec runs on in this process: `compiled` kernels, or `torch` alone."""
+    inner: Any = codec
+    while hasattr(inner, "inner"):
+        inner = inner.inner
+    return _KERNELS if inner.kernels and kernels.table() else _FALLBACK
+
+
+def measure_speeds(request: BenchCodecs) -> list[CodecSpeed]:
+    """Measure in this process, with the kernels that it has; the request's file is not written."""
+    shapes = {name: tuple(one.shape) for name, one in build_model(request.model, request.classes).named_parameters()}
+    draw = torch.Generator().manual_seed(0)
+    gradients = [0.01 * torch.randn(count, generator=draw) for count in map(_count, shapes.values())]
+    limit = memcpy_rate(gradients, request.repeats)
+    full = wire_bytes(parse_codec("none"), shapes, request.workers)
+    return [_measure(text, shapes, gradients, request, limit, full) for text in request.codec]
+
+
+def memcpy_rate(tensors: Sequence[Tensor], repeats: int) -> float:
+    """GB/s at which tensors are copied, one after the other."""
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    times = []
+    for _ in range(repeats + 1):
+        begin = time.process_time()
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor)
+        times.append(time.process_time() - begin)
+    return _rate(sum(tensor.nbytes for tensor in tensors), times[1:])
+
+
+class TimedCoder(Coder):
+    """A coder that is timed: `encode`, `merge` and `decode` hold the seconds since they were last set to zero."""
+
+    def __init__(self, inner: Coder) -> None:
+        super().__init__(inner.spec)
+        self._inner = inner
+        self.encode = self.merging = self.decode = 0.0
+
+    def use(self, scratch: Scratch) -> None:
+        """See `Coder`."""
+        self._inner.use(scratch)
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """Those of the coder inside."""
+        return self._inner.rounds
+
+    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+        """See `Coder`."""
+        begin = time.process_time()
+        self._inner.begin(gradient, residuals)
+        self.encode += time.process_time() - begin
+
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        """See `Coder`."""
+        begin = time.process_time()
+        self._inner.write(index, parts)
+        self.encode += time.process_time() - begin
+
+    def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
+        """See `Coder`."""
+        begin = time.process_time()
+        self._inner.merge(index, received, out)
+        self.merging += time.process_time() - begin
+
+    def read(self, index: int, parts: Sequence[Tensor]) -> None:
+        """See `Coder`."""
+        begin = time.process_time()
+        self._inner.read(index, parts)
+        self.decode += time.process_time() - begin
+
+    def finish(self, out: Tensor) -> None:
+        """See `Coder`."""
+        begin = time.process_time()
+        self._inner.finish(out)
+        self.decode += time.process_time() - begin
+
+    def commit(self) -> None:
+        """See `Coder`."""
+        self._inner.commit()
+
+    def rollback(self) -> None:
+        """See `Coder`."""
+        self._inner.rollback()
+
+
+def _measure(
+    text: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    gradients: Sequence[Tensor],
+    request: BenchCodecs,
+    limit: float,
+    full: int,
+) -> CodecSpeed:
+    codec = after_warmup(parse_codec(text))
+    workers = [
+        [bind(codec, TensorSpec(name, shape, rank, request.workers)) for name, shape in shapes.items()]
+        for rank in range(request.workers)
+    ]
+    timed = [TimedCoder(coder) for coder in workers[0]]
+    exchanges = [Exchange(timed), *map(Exchange, workers[1:])]
+    outs = [[torch.empty_like(gradient) for gradient in gradients] for _ in workers]
+    encode, merge, decode = [], [], []
+    for _ in range(request.repeats + 1):
+        for coder in timed:
+            coder.encode = coder.merging = coder.decode = 0.0
+        run_together(exchanges, [gradients] * request.workers, outs)
+        for exchange in exchanges:
+            exchange.commit()
+        encode.append(sum(coder.encode for coder in timed))
+        merge.append(sum(coder.merging for coder in timed))
+        decode.append(sum(coder.decode for coder in timed))
+    size = sum(gradient.nbytes for gradient in gradients)
+    return CodecSpeed(
+        codec=text,
+        code=code_of(codec),
+        encode=_rate(size, encode[1:]),
+        decode_add=_decode_add(codec, shapes, gradients, request.repeats),
+        merge=_rate(size, merge[1:]) if any(merge) else None,
+        decode=_rate(size, decode[1:]),
+        memcpy=limit,
+        full_bytes=full,
+        sent_bytes=exchanges[0].traffic.wire,
+    )
+
+
+def _decode_add(
+    codec: Codec, shapes: Mapping[str, tuple[int, ...]], gradients: Sequence[Tensor], repeats: int
+) -> float | None:
+    """GB/s of adding decoded messages to sums, over the parameters whose messages a stripe's owner decodes."""
+    inner = codec.inner if isinstance(codec, ErrorFeedback) else codec
+    scratch = Scratch(torch.device("cpu"))
+    work = []
+    for (name, shape), gradient in zip(shapes.items(), gradients, strict=True):
+        coder = bind(inner, TensorSpec(name, shape))
+        if isinstance(coder, (ShardedCoder, GatheredCoder)):
+            quantiser = coder.quantiser
+            values = quantiser.view(gradient)
+            message = torch.zeros(quantiser.size(values.shape), dtype=torch.uint8)
+            quantiser.encode(values, Residual(), message, scratch)
+            work.append((quantiser, message, torch.zeros(values.shape)))
+    if not work:
+        return None
+    times = []
+    for _ in range(repeats + 1):
+        begin = time.process_time()
+        for quantiser, message, total in work:
+            quantiser.add(message, total, scratch)
+        times.append(time.process_time() - begin)
+    return _rate(sum(total.nbytes for _, _, total in work), times[1:])
+
+
+def _rate(size: int, seconds: Sequence[float]) -> float:
+    return size / max(statistics.median(seconds), 1e-12) / 1e9
+
+
+def _count(shape: Sequence[int]) -> int:
+    return TensorSpec("", tuple(shape)).count
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+def _in_process(request: BenchCodecs, code: str) -> list[CodecSpeed]:
+    environment = {**os.environ, **worker_environment(1, [0], {}), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment.pop(KERNELS_VARIABLE, None)
+    if code == _FALLBACK:
+        environment[KERNELS_VARIABLE] = "off"
+    told = json.dumps({**dataclasses.asdict(request), "csv": None})
+    command = [sys.executable, "-m", "hybridpar.commands.bench.codecs", told]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode == UsageError.exit_code:
+        raise UsageError(*json.loads(done.stderr.splitlines()[-1]))
+    if done.returncode != 0:
+        raise LaunchError(f"measuring codecs on {code} failed", done.stderr.strip()[-2000:])
+    return [CodecSpeed(**fields) for fields in json.loads(done.stdout.splitlines()[-1])]
+
+
+def _main(told: str) -> None:
+    """What the measuring process does."""
+    torch.set_num_threads(1)
+    request = BenchCodecs(**json.loads(told))
+    try:
+        speeds = measure_speeds(dataclasses.replace(request, codec=tuple(request.codec)))
+    except UsageError as error:  # the parent tells the user
+        print(json.dumps([error.what, error.why, error.fix]), file=sys.stderr)
+        sys.exit(error.exit_code)
+    print(json.dumps([dataclasses.asdict(speed) for speed in speeds]))
+
+
+# -------------------------------------------------------------------------------------------------------------- showing
+
+_COLUMNS = ("codec", "code", "encode", "decode\nand add", "merge", "decode", "memcpy", "MB sent", "ratio")
+
+
+def print_speeds(request: BenchCodecs, speeds: Sequence[CodecSpeed], console: Console) -> None:
+    """Print a table of speeds."""
+    table = Table(
+        title=f"{request.model}: GB/s of float32 gradient on one core, MB sent by one of {request.workers} workers",
+        title_justify="left",
+        padding=(0, 0, 0, 1),
+    )
+    for column in _COLUMNS:
+        text = column in ("codec", "code")
+        table.add_column(column, justify="left" if text else "right", overflow="fold")
+    for speed in speeds:
+        rates = (speed.encode, speed.decode_add, speed.merge, speed.decode, speed.memcpy)
+        table.add_row(
+            speed.codec,
+            speed.code,
+            *("-" if rate is None else f"{rate:.2f}" for rate in rates),
+            f"{speed.sent_bytes / 1e6:.3f}",
+            f"{speed.ratio:.2f}",
+        )
+    console.print(table)
+    console.print(
+        "encode: with its residual. merge: the owner of a stripe decodes, adds, encodes again. memcpy: the limit.",
+        soft_wrap=True,
+    )
+
+
+def write_speeds(path: Path, speeds: Sequence[CodecSpeed]) -> None:
+    """Write speeds as CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        names = [entry.name for entry in dataclasses.fields(CodecSpeed)]
+        writer.writerow([*names, "ratio"])
+        for speed in speeds:
+            values: list[Any] = [getattr(speed, name) for name in names]
+            cells = ["" if one is None else f"{one:.4g}" if isinstance(one, float) else one for one in values]
+            writer.writerow([*cells, f"{speed.ratio:.4g}"])
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -1,0 +1,182 @@
+"""Why: a prediction is an opinion until the plan has run; a few steps of each finalist, in turns, settle it.
+
+Every plan runs as a training would run it, by `Trainer`, on the job's own workers. All live side by side and take one
+step each in a round, so whatever disturbs the machine hits all of them; the time of a step is that of the slowest
+worker, and of a plan the median over the rounds.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.errors import UsageError
+from hybridpar.lanes import Lanes
+from hybridpar.plan import Plan
+from hybridpar.planner.planned_run import PlannedRun, follow
+from hybridpar.train.trainer import Trainer
+
+#: Steps of each plan that are not counted: shapes are found, buckets are cut anew.
+FIRST_STEPS = 3
+
+
+def workers_of(plan: Plan) -> int:
+    """How many workers a plan uses."""
+    if plan.placement is None:
+        return 1
+    return plan.placement.replicas * (1 + max((stage.worker for stage in plan.placement.stages), default=0))
+
+
+def config_of_plan(plan: Plan, base: TrainConfig) -> TrainConfig:
+    """The options with which a run follows a plan.
+
+    Args:
+        plan: The plan.
+        base: What the plan does not say: optimizer, batch size, ...
+    """
+    followed = follow(base, plan, frozenset(), workers_of(plan))
+    lanes = base.sync_lanes if plan.sync is None else plan.sync.lanes
+    return replace(followed, sync_lanes=lanes, kernels="auto" if plan.kernels is not None else "off")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a worker is given in a step; see `hybridpar.train.trainer.MicroBatches`."""
+
+    micro_batches: Sequence[tuple[Tensor, Tensor]]
+    samples: int
+    global_samples: int
+
+
+class Trial:
+    """A plan that is ready to take steps. Making one is a collective over all workers of the job.
+
+    Attributes:
+        trainer: What runs it; None on workers that the plan does not use.
+
+    Args:
+        plan: The plan.
+        model: The model; it is copied.
+        images: All images of a step, the same on all workers.
+        targets: Their labels.
+        world: All workers of the job.
+        base: Options that the plan does not say.
+
+    Raises:
+        UsageError: The plan is a pipeline on a part of the workers.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        images: Tensor,
+        targets: Tensor,
+        world: World,
+        base: TrainConfig,
+    ) -> None:
+        self._stack = ExitStack()
+        self.trainer: Trainer | None = None
+        config = config_of_plan(plan, replace(base, batch_size=len(images)))
+        workers, stages = workers_of(plan), len(plan.partition.stages)
+        if stages > 1 and 1 < workers < world.size:
+            raise UsageError(
+                f"a pipeline on {workers} of {world.size} workers cannot be tried",
+                "Workers that are not used would have to leave the job.",
+                f"Start {workers} workers.",
+            )
+        try:
+            own = self._place(world, workers, config)
+            if own is None:
+                return
+            replicas = config.replicas or 1
+            replica = own.rank % replicas  # replicas of a stage have neighbouring ranks
+            mine = images.tensor_split(replicas)[replica], targets.tensor_split(replicas)[replica]
+            parts = [part.tensor_split(config.micro_batches) for part in mine]
+            self._batch = Batch(list(zip(*parts, strict=True)), len(mine[1]), len(targets))
+            lanes = self._stack.enter_context(Lanes(own.device))
+            self.trainer = Trainer(
+                copy.deepcopy(model),
+                config=config,
+                world=own,
+                lanes=lanes,
+                plan=PlannedRun(config, plan),
+                example=parts[0][0],
+            )
+            self._stack.callback(self.trainer.close)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, world: World, workers: int, config: TrainConfig) -> World | None:
+        """The workers of the plan, of which this is one; None where it is not."""
+        lanes, shared = config.sum_groups, config.shares_memory
+        if workers == world.size:
+            # Codecs do not meet in shared memory.
+            made = World.join(lanes=lanes, timeout=world.timeout, device=world.device, shared_memory=shared)
+        else:
+            parties = [list(range(workers)), *([rank] for rank in range(workers, world.size))]
+            made = world.split(parties, lanes, shared_memory=shared)
+        self._stack.callback(made.close)
+        return made if world.rank < workers else None
+
+    def step(self) -> None:
+        """One step, to its end; nothing on workers that the plan does not use."""
+        if self.trainer is not None:
+            self.trainer.step(self._batch)
+            self.trainer.wait()
+
+    def close(self) -> None:
+        """End what it holds. Safe to call twice."""
+        self._stack.close()
+
+
+def time_plans(
+    steps: Mapping[str, Callable[[], object]],
+    world: World,
+    *,
+    rounds: int,
+    seconds: float | None = None,
+) -> dict[str, list[float]]:
+    """Time plans in turns; a collective.
+
+    Args:
+        steps: One step of each, by name.
+        world: All workers of the job.
+        rounds: How often each takes a step.
+        seconds: Stop before the first round that would end later than this; at least three are taken.
+
+    Returns:
+        Milliseconds of the slowest worker in each round, by name.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    order, begin = list(steps), time.perf_counter()
+    for done in range(rounds):
+        lap = time.perf_counter()
+        for name in order:
+            world.barrier()
+            started = time.perf_counter()
+            steps[name]()
+            told: list[float] = world.gather(1e3 * (time.perf_counter() - started))  # type: ignore[assignment]
+            times[name].append(max(told))
+        order = order[1:] + order[:1]
+        spent = time.perf_counter() - begin + (time.perf_counter() - lap)
+        late: list[bool] = world.gather(seconds is not None and spent > seconds)  # type: ignore[assignment]
+        if done >= 2 and any(late):
+            break
+    return times
+
+
+def random_batch(shape: Sequence[int], samples: int, classes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Images and labels, the same on all workers."""
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(samples, *shape, generator=generator)
+    return images.to(device), torch.randint(0, classes, (samples,), generator=generator).to(device)

@@ -1,0 +1,306 @@
+"""Why: whatever hybridpar writes about a plan, a schedule or a run can be looked at with one command.
+
+`hybridpar show FILE` takes the directory of a run, or knows a file by what is in it: a plan, a trace that `--timeline`
+wrote, or a schedule in the CSV format of torch.distributed.pipelining. It prints a table that fits into 80 columns, and
+draws where it is asked to.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridpar.errors import PlanError, ScheduleError, UsageError
+from hybridpar.formats.file_reader import read_json
+from hybridpar.run.directory import RUN_FILE, read_facts
+from hybridpar.train.checkpoint_files import list_checkpoints
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hybridpar.observe import Timeline
+    from hybridpar.plan import Plan
+    from hybridpar.schedule.actions import Layout, Schedule
+    from hybridpar.schedule.costs import Costs
+
+_WIDTH = 80
+_ANY_WIDTH = 10**9
+
+#: Rules of what gradients travel as that are shown.
+_MOST_RULES = 12
+
+
+def run_show(path: Path, draw: Path | None = None, console: Console | None = None) -> int:
+    """Print what a file says, and draw it where that is asked for; returns the exit code.
+
+    Args:
+        path: A run directory, a plan, a trace or a schedule.
+        draw: Picture to draw: .svg, .png or .pdf.
+        console: Where to print; default: standard output.
+
+    Raises:
+        UsageError: The file is none of these, cannot be read, or cannot be drawn.
+    """
+    from rich.console import Console
+
+    console = console or Console()
+    if draw is not None:
+        from hybridpar.observe.timeline_picture import require_drawing
+
+        require_drawing(draw)
+    timeline: Timeline | None
+    if path.is_dir():
+        plan = _show_run(path, console)
+        timeline, unit = (_timeline_of_plan(plan) if plan is not None and draw is not None else None), "ms"
+    elif path.suffix == ".csv":
+        timeline, unit = _show_schedule(path, console), "slots"
+    elif "traceEvents" in (data := _read_object(path)):
+        timeline, unit = _show_trace(data, path, console), "ms"
+    else:
+        plan = _show_plan(data, path, console)
+        timeline, unit = (_timeline_of_plan(plan) if draw is not None else None), "ms"
+    if draw is not None and timeline is not None:
+        from hybridpar.observe.timeline_picture import draw_timeline
+
+        draw_timeline(timeline, draw, unit=unit)
+        console.print(f"picture written to {draw}", soft_wrap=True)
+    return 0
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    why, fix = "Plans and traces are JSON; a schedule's name ends in .csv.", "Name such a file."
+    data = read_json(path, "the file", PlanError, fix, why=why)
+    return data if isinstance(data, dict) else {}
+
+
+# --------------------------------------------------------------------------------------------------------------- runs
+
+
+def _show_run(directory: Path, console: Console) -> Plan | None:
+    """What a run is, how far it is, its result, its plan and its checkpoints."""
+    from hybridpar.observe import print_report, read_metrics
+    from hybridpar.observe.summary import read_summary
+    from hybridpar.plan import read_plan
+
+    facts = read_facts(directory)
+    if "model" not in facts:
+        raise UsageError(
+            f"{directory} is not the directory of a run: it has no readable {RUN_FILE}",
+            "`hybridpar train` leaves that file in every run directory.",
+            "Name such a directory, or a plan, a trace or a schedule.",
+        )
+    summary, checkpoints = read_summary(directory), list_checkpoints(directory / "checkpoints")
+    recorded = read_metrics(directory).steps["step"]
+    done = int(recorded[-1]) if len(recorded) else 0
+    if summary is not None and summary["steps"] >= done:
+        print_report(summary, console=console)
+    else:
+        data = facts.get("options", {}).get("data", "")
+        console.print(f"run  {facts['model']} on {data}, without a report: still running, or ended before its end")
+        console.print(f"     {done:,} steps are recorded")
+    console.print()
+    plan = read_plan(directory / "plan.json") if (directory / "plan.json").exists() else None
+    if plan is not None:
+        replicas = plan.placement.replicas if plan.placement is not None else 1
+        console.print(f"plan         {len(plan.partition.stages)} stage(s), {replicas} replica(s)", highlight=False)
+        for line in plan_lines(plan):
+            console.print(line, highlight=False)
+    best = summary["best"]["checkpoint"] if summary is not None and summary["best"] is not None else None
+    for number, path in enumerate(checkpoints):
+        said = " (best test accuracy)" * (path.relative_to(directory).as_posix() == best)
+        console.print(f"{'' if number else 'checkpoints':11}  {path}{said}", highlight=False, soft_wrap=True)
+    if not checkpoints:
+        console.print("checkpoints  none")
+    return plan
+
+
+# ------------------------------------------------------------------------------------------------------------- traces
+
+
+def _show_trace(data: dict[str, Any], path: Path, console: Console) -> Timeline:
+    from hybridpar.observe import print_timeline
+    from hybridpar.observe.timeline_file import timeline_of
+
+    timeline = timeline_of(data, str(path))
+    print_timeline(timeline, console)
+    return timeline
+
+
+# ---------------------------------------------------------------------------------------------------------- schedules
+
+
+def _show_schedule(path: Path, console: Console) -> Timeline:
+    from hybridpar.schedule.actions import read_schedule
+    from hybridpar.schedule.check import check
+    from hybridpar.schedule.costs import Costs
+    from hybridpar.schedule.picture import draw_schedule
+
+    schedule = read_schedule(path, path.stem)
+    layout = _layout_of(schedule)
+    proof = check(schedule, layout)
+    # In unit time: what a pass takes is not in the file.
+    costs = Costs((1.0,) * layout.stages, (2.0,) * layout.stages, (1.0,) * layout.stages, (1.0,) * layout.stages)
+    timeline = _simulated(schedule, layout, costs, {"schedule": schedule.name})
+    console.print(
+        f"{schedule.name}: {layout.stages} stages on {layout.lanes} lanes, {schedule.micro_batches} micro-batches",
+        style="bold",
+    )
+    width = min(_WIDTH, console.width)
+    for part in _wrapped(draw_schedule(schedule, layout, width=_ANY_WIDTH), width):
+        console.print(part, markup=False, highlight=False, soft_wrap=True)
+        console.print()
+    bubble = timeline.bubble(timeline.at(0, predicted=True))
+    console.print(f"{proof.slots} slots (F, I, W take 1, B takes 2), bubble {100 * bubble:.1f} %")
+    console.print(f"most micro-batches held, by stage: {' '.join(str(count) for count in proof.peak_in_flight)}")
+    console.print("checked: every pass is there once, and no order of events can deadlock")
+    return timeline
+
+
+def _wrapped(grid: str, width: int) -> list[str]:
+    """A grid whose lines are too long, in parts below each other."""
+    lines = grid.splitlines()
+    label = lines[0].index("0")
+    column = lines[0].index("1", label + 1) - label if " 1" in lines[0] else 1
+    each = max(1, (width - label) // column) * column
+    longest = max(len(line) for line in lines)
+    return [
+        "\n".join((line[:label] + line[start : start + each]).rstrip() for line in lines)
+        for start in range(label, longest, each)
+    ]
+
+
+def _layout_of(schedule: Schedule) -> Layout:
+    """The layout that a schedule's rows imply: a worker per lane, and every stage hands on to the next."""
+    from hybridpar.schedule.actions import Edge, Layout
+
+    lane_of: dict[int, int] = {}
+    for lane, row in enumerate(schedule.rows):
+        for action in row:
+            if lane_of.setdefault(action.stage, lane) != lane:
+                raise ScheduleError(
+                    f"stage {action.stage} of {schedule.name!r} stands on lanes {lane_of[action.stage]} and {lane}",
+                    "Every stage runs on one lane.",
+                    "Correct the file.",
+                )
+    missing = [stage for stage in range(schedule.stages) if stage not in lane_of]
+    if missing:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has no stage {missing[0]}",
+            "Stages are numbered from 0 without gaps.",
+            "Correct the file.",
+        )
+    return Layout(
+        tuple(lane_of[stage] for stage in range(schedule.stages)),
+        tuple(range(len(schedule.rows))),
+        tuple(Edge(stage, stage + 1, 0, 1) for stage in range(schedule.stages - 1)),
+    )
+
+
+def _simulated(schedule: Schedule, layout: Layout, costs: Costs, facts: dict[str, Any]) -> Timeline:
+    """A step as it should run, without what takes no time."""
+    from hybridpar.observe import Timeline, TimelineRow
+    from hybridpar.schedule.program import lower
+    from hybridpar.schedule.simulate import simulate
+    from hybridpar.schedule.spans import StepSpans
+
+    spans = [span for span in simulate(lower(schedule, layout), costs).timeline if span.duration_ms > 0]
+    rows = [
+        TimelineRow(worker, 0, StepSpans(0.0, tuple(span for span in spans if span.worker == worker)), predicted=True)
+        for worker in range(layout.workers)
+    ]
+    return Timeline(tuple(rows), 1, {"stages": layout.stages, "micro_batches": schedule.micro_batches, **facts})
+
+
+# -------------------------------------------------------------------------------------------------------------- plans
+
+
+def _show_plan(data: dict[str, Any], path: Path, console: Console) -> Plan:
+    from hybridpar.partition.table import print_partition
+    from hybridpar.plan import parse_plan, read_plan
+
+    # A file is read by the plan's own reader, which has limits; a pipe cannot be read twice.
+    plan = read_plan(path) if path.is_file() else parse_plan(data, str(path))
+    print_partition(plan, console)
+    for line in plan_lines(plan):
+        console.print(line, highlight=False)
+    return plan
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """What a plan says besides its partition: how micro-batches flow, and what was predicted."""
+    lines = []
+    if plan.pipeline is not None and len(plan.partition.stages) > 1:
+        replicas = plan.placement.replicas if plan.placement is not None else 1
+        pipeline = plan.pipeline
+        text = f"pipeline  {pipeline.micro_batches} micro-batches, {pipeline.schedule}, {replicas} replica(s)"
+        if pipeline.recompute:
+            text += f", stages {' '.join(map(str, pipeline.recompute))} computed again"
+        lines.append(text)
+    if plan.sync is not None and any(rule.codec != "none" for rule in plan.sync.policy):
+        width = min(36, max(len(rule.pattern) for rule in plan.sync.policy))
+        rules = [f"{rule.pattern[:width]:{width}} as {rule.codec[:28]}" for rule in plan.sync.policy]
+        lines += [f"{'' if index else 'gradients':9} {rule}" for index, rule in enumerate(rules[:_MOST_RULES])]
+        if len(rules) > _MOST_RULES:
+            lines.append(f"{'':9} and {len(rules) - _MOST_RULES} more rules")
+    if plan.predicted is not None:
+        predicted = plan.predicted
+        parts = [
+            ("step", predicted.step_ms, "{:,.1f} ms"),
+            ("bubble", None if predicted.bubble is None else 100 * predicted.bubble, "{:.0f} %"),
+            ("exposed sums", predicted.exposed_sync_ms, "{:,.1f} ms"),
+            ("sent", _megabytes(predicted.bytes_sent_per_step), "{:,.2f} MB per worker"),
+            ("kept for backward", _megabytes(predicted.peak_saved_bytes), "{:,.1f} MB"),
+        ]
+        told = [f"{name} {form.format(value)}" for name, value, form in parts if value is not None]
+        lines += [f"predicted {', '.join(told[:3])}", f"          {', '.join(told[3:])}"] if told else []
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+def _megabytes(size: int | None) -> float | None:
+    return None if size is None else size / 1e6
+
+
+def _timeline_of_plan(plan: Plan) -> Timeline:
+    """A step of a plan, simulated from the times of its stages and its link, for drawing."""
+    from hybridpar.schedule.schedules import ScheduleRequest, make
+
+    stages = plan.partition.stages
+    forward = tuple(stage.forward_ms for stage in stages if stage.forward_ms is not None)
+    backward = tuple(stage.backward_ms for stage in stages if stage.backward_ms is not None)
+    if plan.pipeline is None or plan.placement is None or min(len(forward), len(backward)) < len(stages):
+        raise UsageError(
+            "this plan does not say how micro-batches flow, so there is no schedule to draw",
+            "A schedule is drawn from the sections placement and pipeline, and the times of all stages.",
+            "Draw the partition with `hybridpar plan MODEL --draw FILE`, or show the plan.json of a run with --stages.",
+        )
+    again = [ahead if index in plan.pipeline.recompute else 0.0 for index, ahead in enumerate(forward)]
+    backward = tuple(back + more for back, more in zip(backward, again, strict=True))
+    layout = _layout_of_plan(plan)
+    measured = plan.measured
+    latency = (measured.link_latency_ms if measured is not None else None) or 0.0
+    speed = measured.link_bytes_per_second if measured is not None else None
+    request = ScheduleRequest(
+        layout,
+        plan.pipeline.micro_batches,
+        forward_ms=forward,
+        backward_ms=backward,
+        latency_ms=latency,
+        bytes_per_second=speed,
+    )
+    schedule = make(plan.pipeline.schedule, request)
+    return _simulated(schedule, layout, request.costs, {"model": plan.model.name, "schedule": schedule.name})
+
+
+def _layout_of_plan(plan: Plan) -> Layout:
+    from hybridpar.schedule.actions import Edge, Layout
+
+    assert plan.placement is not None
+    stages = plan.partition.stages
+    return Layout(
+        plan.placement.lane_of,
+        tuple(worker for worker, _ in plan.placement.lanes),
+        tuple(
+            Edge(index, index + 1, stage.cut_bytes or 0, stage.cut_bytes or 1)
+            for index, stage in enumerate(stages[:-1])
+        ),
+    )

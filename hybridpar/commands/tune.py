@@ -1,0 +1,282 @@
+"""Why: `hybridpar tune`: whose layers are tuned, what is shown meanwhile, and what is printed at the end.
+
+Norms come first: each is measured in a second or so, and what is left of the time is for the searches of convolutions,
+but for a small part in which convolutions are measured together with the norms behind them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import tyro
+from rich.console import Console
+
+from hybridpar.codegen.cache import KernelsUnavailable
+from hybridpar.commands.plan.partition import ProgressBar
+from hybridpar.config import TrainConfig
+from hybridpar.data import load_dataset
+from hybridpar.errors import KernelError, UsageError
+from hybridpar.formats.file_reader import read_text
+from hybridpar.machine.cluster import default_workers
+from hybridpar.machine.process import available_cores, threads_per_worker
+from hybridpar.machine.steady import MOST_NOISE
+from hybridpar.models import build_model, seed_everything
+from hybridpar.planner.worker_share import share_of_worker
+from hybridpar.tvm_kernels.conv_norm_records import ConvNormKey
+from hybridpar.tvm_kernels.conv_norm_search import LONGEST_PAIR, PAIR_SHARE, ConvNormProgress, measure_conv_norms
+from hybridpar.tvm_kernels.cuda_device import KNOWN, Gpu, gpu_at
+from hybridpar.tvm_kernels.cuda_tuner import compile_all, tune_cuda
+from hybridpar.tvm_kernels.database import KernelKey, read_database, user_database
+from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.layers import conv_norm_shapes, tunable_layers
+from hybridpar.tvm_kernels.norm_records import NormKey, NormShape
+from hybridpar.tvm_kernels.norm_search import LONGEST, SHARE, NormProgress, measure_norms
+from hybridpar.tvm_kernels.request import TuneConfig
+from hybridpar.tvm_kernels.search import LEAST_SECONDS, SearchReport, search_all
+from hybridpar.tvm_kernels.search import Progress as SearchProgress
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.stake import weigh
+from hybridpar.tvm_kernels.table import as_json, draw_rows, rows_of, summary_lines, table_of
+
+#: How the line of a norm begins in a file of shapes.
+_NORM = re.compile(r"\d+x\d+\s")
+
+
+def run_tune(
+    config: TuneConfig,
+    search: Callable[..., SearchReport] | None = None,
+    measure: Callable[..., SearchReport] = measure_norms,
+    measure_both: Callable[..., SearchReport] = measure_conv_norms,
+) -> int:
+    """Tune, or show what was tuned.
+
+    Args:
+        config: The request.
+        search: Does the searching for convolutions; default: what suits the target and the machine.
+        measure: Does the measuring of norms.
+        measure_both: Does the measuring of convolutions together with the norms behind them.
+
+    Returns:
+        0; 130 where the user stopped it, and what was found is kept.
+
+    Raises:
+        HybridparError: The request cannot be met; the message says why and what to do.
+    """
+    config.check()
+    if config.show is not None:
+        _show(config, config.show, None)
+        return 0
+    measured = config.target == "cpu" or _has_gpu(config)
+    if search is None:
+        search = search_all if config.target == "cpu" else _search_cuda(config)
+    path = config.output or user_database()
+    if config.output is not None and config.output.is_file():
+        read_database(path)  # refuses a file of something else, which records would be added to
+    work = find_work(config)
+    convolutions = {key: often for key, often in work.items() if isinstance(key, KernelKey)}
+    norms = [key for key in work if isinstance(key, NormKey)]
+    both = {key: often for key, often in work.items() if isinstance(key, ConvNormKey)}
+    kept = min(PAIR_SHARE * config.seconds, 2 * LONGEST_PAIR * len(both))
+    end = time.monotonic() + config.seconds
+    with ProgressBar() as bar:
+        report = SearchReport()
+        if norms:
+            share = SHARE * config.seconds if convolutions else config.seconds
+            options = {"again": config.again, "seed": config.seed, "on_progress": partial(_show_norm, bar)}
+            report = measure(norms, path, min(share, LONGEST * len(norms)), **options)
+        if report.stopped:
+            report.left += len(convolutions)
+        elif convolutions:
+            try:
+                found = search(
+                    convolutions,
+                    path,
+                    # Norms may take longer than their share, and must not take the time of a last search.
+                    max(end - kept - time.monotonic(), min(config.seconds, LEAST_SECONDS)),
+                    again=config.again,
+                    seed=config.seed,
+                    trials=config.trials,
+                    on_progress=partial(_show_search, bar),
+                )
+            except KernelsUnavailable as error:
+                by, needed = "TVM", "apache-tvm of the version that hybridpar asks for"
+                if config.target == "cuda":
+                    by, needed = f"{by}, and with NVRTC or nvcc", f"{needed}, and NVRTC (torch for CUDA has it) or nvcc"
+                raise KernelError(
+                    f"no kernel can be built here: {error}",
+                    f"Tuning compiles kernels with {by}.",
+                    f"Install {needed}; training works without.",
+                ) from error
+            report = report.plus(found)
+        if both and report.stopped:
+            report.left += len(both)
+        elif both:
+            # Searches that came to an end early leave more.
+            options = {"again": config.again, "seed": config.seed, "on_progress": partial(_show_norm, bar)}
+            report = report.plus(measure_both(both, path, max(end - time.monotonic(), kept), **options))
+    if path.exists() and measured:
+        _show(config, path, set(work))
+    said = f"{report.tuned} searches done, {report.skipped} were done before"
+    said += f", {report.empty} without a kernel, where torch is used" if report.empty else ""
+    said += f", {report.unsteady} too unsteady to be recorded, as the machine is busy" if report.unsteady else ""
+    said += f", {report.left} left: the same command goes on with them" if report.left else ""
+    print(f"{said}; records are in {path}", file=sys.stderr)
+    if not measured:
+        print(
+            "nothing was measured: these are candidates by the model, which run nowhere before they are tuned on "
+            f"{_gpu(config).name}; machine code is in {path.with_suffix('.cubins')}",
+            file=sys.stderr,
+        )
+    return 130 if report.stopped else 0
+
+
+def _has_gpu(config: TuneConfig) -> bool:
+    return config.gpu is None and torch.cuda.is_available()
+
+
+def _gpu(config: TuneConfig) -> Gpu:
+    """The GPU that kernels are for."""
+    return gpu_at(torch.cuda.current_device()) if _has_gpu(config) else KNOWN[config.gpu or "h100"]
+
+
+def _search_cuda(config: TuneConfig) -> Callable[..., SearchReport]:
+    """Measure on the GPU, or compile for one that is not here."""
+    if not _has_gpu(config):
+        return partial(compile_all, gpu=_gpu(config))
+    # Torch is timed on the CPU alone before a search; here a convolution counts by its floor.
+    tuner = partial(tune_cuda, dtype=config.dtype, index=torch.cuda.current_device())
+    return partial(search_all, tuner=tuner, weigher=lambda counts, _: weigh(counts, 0.0))
+
+
+def find_work(config: TuneConfig) -> Counter[KernelKey | NormKey | ConvNormKey]:
+    """The convolutions, norms and pairs of both that a request asks for, and how often each one runs in a step.
+
+    Raises:
+        UsageError: There is none, or the model does not run on such an input.
+    """
+    work: Counter[KernelKey | NormKey | ConvNormKey] = Counter()
+    if config.shapes is not None:
+        where = _place(config, config.threads)
+        for shape in read_shapes(config.shapes):
+            if not isinstance(shape, NormShape):
+                work.update(KernelKey(direction, shape, Layout(config.layout), *where) for direction in Direction)
+            elif config.target == "cpu":
+                work[NormKey(shape, *where[:2])] += 1
+        return work
+    assert config.model is not None
+    sample, classes, batch, layout = config.sample, config.classes, config.batch, Layout(config.layout)
+    threads, stem = config.threads, "imagenet"
+    if config.for_ is not None:
+        run = parse_train_options(config.for_)
+        data = load_dataset(run)
+        channels, rows, columns = data.sample_shape
+        share = share_of_worker(run, run.workers or run.workers_wanted or default_workers())
+        sample, classes, batch, stem = (channels, rows, columns), data.classes, share.samples, run.stem
+        threads = threads or share.threads
+        layout = Layout.CONTIGUOUS if run.memory_format == "contiguous" else Layout.CHANNELS_LAST
+    seed_everything(config.seed)
+    model = build_model(config.model, classes, stem=stem)  # type: ignore[arg-type]
+    convolutions, norms = tunable_layers(model, (batch, *sample), layout=layout)
+    where = _place(config, threads)
+    for layer in convolutions:
+        work.update(KernelKey(direction, layer.shape, layer.layout, *where) for direction in layer.needs)
+    if config.target == "cpu":
+        # There are no kernels for norms in other layouts, so there is nothing to be measured.
+        work.update(NormKey(norm.shape, *where[:2]) for norm in norms if norm.layout is Layout.CHANNELS_LAST)
+        work.update(ConvNormKey(shape, *where[:2]) for _, shape in conv_norm_shapes(convolutions, norms))
+    if not work:
+        raise UsageError(
+            f"{config.model} has no depthwise convolution, and no BatchNorm in channels_last",
+            "These are what can be tuned.",
+            "Models that have some: mobilenet_v2, efficientnet_b0, convnext_tiny.",
+        )
+    return work
+
+
+def _place(config: TuneConfig, threads: int | None) -> tuple[int, str, str]:
+    """Threads, device and dtype of what is tuned."""
+    if config.target == "cuda":
+        return 1, _gpu(config).fingerprint, config.dtype
+    return threads or threads_per_worker(1, available_cores()), cpu_fingerprint(), config.dtype
+
+
+def parse_train_options(text: str) -> TrainConfig:
+    """Options of `hybridpar train` from one word.
+
+    Raises:
+        UsageError: They contradict each other.
+        SystemExit: They cannot be read; what is wrong has been printed.
+    """
+    config = tyro.cli(
+        TrainConfig, args=shlex.split(text), prog="hybridpar tune --for", config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    config.check()
+    return config
+
+
+def read_shapes(path: Path) -> list[ConvShape | NormShape]:
+    """Shapes from a file with one per line; empty lines and what stands behind # do not count.
+
+    A line of a norm is rows x channels and an activation, all others are of convolutions.
+
+    Raises:
+        UsageError: The file cannot be read, a line is no shape, or there is none.
+    """
+    lines = read_text(path, "the shapes in", UsageError, "Name a file of shapes.").splitlines()
+    shapes: list[ConvShape | NormShape] = []
+    for number, line in enumerate(lines, 1):
+        text = line.partition("#")[0].strip()
+        if text:
+            try:
+                shapes.append(NormShape.parse(text) if _NORM.match(text) else ConvShape.parse(text))
+            except UsageError as error:
+                raise UsageError(f"{path}, line {number}: {error.what}", error.why, error.fix) from error
+    if not shapes:
+        raise UsageError(f"{path} has no shape in it", "It has one per line.", "Write 8x96x56x56 k3x3 s1x1 p1x1 d1x1.")
+    return shapes
+
+
+def _show(config: TuneConfig, path: Path, only: set[KernelKey | NormKey | ConvNormKey] | None) -> None:
+    """Print the rows of a database, or of some of its keys."""
+    database = read_database(path)
+    rows = rows_of(database, only)
+    if config.draw is not None:
+        draw_rows(rows, config.draw)
+    if config.json:
+        print(json.dumps(as_json(rows), indent=2))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table_of(rows))
+    for line in summary_lines(rows):
+        console.print(line)
+    unmeasured = sum(record.ms is None for record in database.records if only is None or record.key in only)
+    if unmeasured:
+        console.print(f"{unmeasured} more were compiled for a GPU and not measured, so they are not used")
+    if config.draw is not None:
+        console.print(f"picture written to {config.draw}")
+
+
+def _show_norm(bar: ProgressBar, progress: NormProgress | ConvNormProgress) -> None:
+    """Take in how far it is with norms, or with convolutions together with them."""
+    bar.announce(f"{progress.key.shape.text} {progress.key.direction}")
+    bar.advance(progress.done, progress.total)
+
+
+def _show_search(bar: ProgressBar, progress: SearchProgress) -> None:
+    """Take in how far it is with convolutions, and the best so far."""
+    text = f"{progress.key.shape.text} {progress.key.direction}"
+    if progress.best is not None:
+        best = progress.best
+        text += f"  best {best.ms:.3f} ms, torch {best.stock_ms:.3f} ms"
+        text += f", {best.stock_ms / best.ms:.2f}x" if best.noise <= MOST_NOISE else ", the machine is busy"
+    bar.announce(text)
+    bar.advance(progress.done, progress.total)

@@ -1,0 +1,8 @@
+"""Why: the options of a training run, in the groups that `hybridpar train --help` shows.
+
+They are frozen dataclasses: Python users fill them in, and the command line is made from them.
+"""
+
+from hybridpar.config.train import DataConfig, OptimizerConfig, PipelineConfig, SyncConfig, TrainConfig, check_recipe
+
+__all__ = ["DataConfig", "OptimizerConfig", "PipelineConfig", "SyncConfig", "TrainConfig", "check_recipe"]

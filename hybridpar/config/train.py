@@ -1,0 +1,433 @@
+"""Why: the options of a training run, in one place that imports nothing heavy.
+
+`hybridpar --help` must answer at once, so these dataclasses know neither torch nor the modules that act on them. Each
+field's docstring is its help text on the command line, its default the command's default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from hybridpar.config.recipe import LATE, RecipeConfig, refuse
+from hybridpar.config.server import ServerConfig
+from hybridpar.errors import UsageError
+from hybridpar.schedule.schedules import SCHEDULES
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the images come from and how they are cut into batches."""
+
+    data: str = "digits"
+    """Data set: digits, cifar10, cifar100, caltech101, folder, synthetic."""
+    data_root: Path = Path("data")
+    """Directory of the data set's files; for `folder` it holds train/ and test/ (or val/)."""
+    download: bool = False
+    """Let torchvision download the data set into --data-root."""
+    batch_size: int = 64
+    """Samples per step over all workers and micro-batches together."""
+    loader_workers: int | None = None
+    """Loader processes per worker; default: 0 for data held in memory, else 2."""
+    image_size: int | None = None
+    """Side of the square images; default: what the data set is usually trained at."""
+    synthetic_samples: int = 1024
+    """Number of training samples of `--data synthetic`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer and learning-rate schedule."""
+
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """Optimizer."""
+    lr: float = 0.02
+    """Peak learning rate."""
+    momentum: float = 0.9
+    """Momentum of SGD."""
+    nesterov: bool = False
+    """Use Nesterov momentum."""
+    weight_decay: float = 5e-4
+    """Weight decay; never applied to biases and normalisation layers."""
+    lr_schedule: Literal["cosine", "step", "constant"] = "cosine"
+    """Learning-rate schedule after the warm-up."""
+    step_epochs: tuple[float, ...] = (0.5, 0.75)
+    """Fractions of the run at which `--lr-schedule step` divides the rate by ten."""
+    warmup_epochs: float = 1.0
+    """Epochs of linear warm-up from zero."""
+    label_smoothing: float = 0.0
+    """Label smoothing of the cross-entropy."""
+    clip_norm: float | None = None
+    """Clip gradients to this global norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncConfig:
+    """How workers exchange gradients."""
+
+    sync_lanes: int = 2
+    """Lanes (CUDA streams, or threads with a process group each) that gradients are sent on."""
+    bucket_mb: float = 8.0
+    """Gradients are sent in buckets of about this many MiB."""
+    guard: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="Let a step count in which a gradient is not finite.",
+            help_behavior_hint="(default: all workers skip it)",
+        ),
+    ] = True
+    """Whether a step in which any gradient is not finite is skipped, on all workers."""
+    batch_norm: Literal["pooled", "local", "sync"] = "pooled"
+    """`pooled`: running statistics of the whole batch over replicas and micro-batches; `sync`: also normalise over the
+    replicas; `local`: stock behaviour, averaged over replicas at checkpoints."""
+    compress: str = "none"
+    """What gradients travel as between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`, ...; a
+    policy file (.toml) of parameter names and codecs; or `auto`, which measures. Anything but `none` changes the
+    result."""
+    fidelity: Literal["exact", "close", "lossy"] = "exact"
+    """What `--plan auto` and `--compress auto` may choose for gradients: `exact`: only `none`; `close`: also fp16 and
+    bf16; `lossy`: also codecs that are known to keep the accuracy."""
+    hierarchy: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="Use the codec of --compress inside a node, too.",
+            help_behavior_hint="(default: workers of a node add in full precision)",
+        ),
+    ] = True
+    """Where there are several nodes with several workers, add in full precision inside a node and use the codec of
+    `--compress` between nodes alone."""
+    timeout: float = 120.0
+    """Seconds after which a worker that does not answer is an error."""
+
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients may travel as something else than they are."""
+        return self.compress.strip() not in ("none", "auto") or (self.chooses and self.fidelity != "exact")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether what gradients travel as is to be measured."""
+        return self.compress.strip() == "auto"
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether workers of one machine may add through shared memory, which is as fast as it gets, but only adds."""
+        return not self.compresses or self.chooses
+
+    @property
+    def sum_groups(self) -> int:
+        """Groups on which replicas add: one per sync lane, and one for BatchNorm where it needs one."""
+        return self.sync_lanes + (1 if self.batch_norm == "sync" else 0)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """`bucket_mb` in bytes, at least one."""
+        return max(1, int(self.bucket_mb * 2**20))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How the model is cut into stages, and how micro-batches flow through them."""
+
+    stages: int = 1
+    """Stages of the model. With one worker they are lanes of its device, with several they are on workers."""
+    replicas: int | None = None
+    """Copies of the whole pipeline, which share each batch; default: as many as the workers give."""
+    micro_batches: int = 1
+    """Micro-batches per replica and step; their gradients are added up."""
+    schedule: str | None = None
+    """Order of the micro-batches' passes: 1f1b, gpipe, interleaved, looped_bfs, zero_bubble, or another that was
+    registered; default: greedy, which tries all of them on the measured times."""
+    placement: Literal["linear", "loop", "v"] | None = None
+    """Where stages go: one per lane, round and round, or up and down again; default: linear, and loop where there are
+    more stages than workers."""
+    plan: Literal["auto", "none"] | Path = "auto"
+    """`auto`: measure the machine and the model once, and search for the fastest way to train that the other options
+    leave open; `none`: nothing but what the other options say; or a plan's file, which is followed."""
+    recompute: tuple[int, ...] = ()
+    """Stages that keep only their inputs and compute their activations again in the backward pass."""
+    cuda_graph: bool = False
+    """Capture the training step as one CUDA graph and replay it; for small kernels on a GPU."""
+    timeline: Path | None = None
+    """Write what really ran, beside what was predicted, as a trace for Perfetto or chrome://tracing."""
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the model is to be cut into stages."""
+        return self.stages > 1 or self.plan_file is not None
+
+    @property
+    def plan_file(self) -> Path | None:
+        """The plan to follow, where a file was named."""
+        return None if str(self.plan) in ("auto", "none") else Path(self.plan)
+
+    @property
+    def searches(self) -> bool:
+        """Whether the fastest plan is to be searched for."""
+        return str(self.plan) == "auto"
+
+    @property
+    def workers_wanted(self) -> int | None:
+        """Number of workers that stages and replicas ask for; None where they leave it open."""
+        return self.stages * self.replicas if self.stages > 1 and self.replicas is not None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(RecipeConfig, PipelineConfig, ServerConfig, SyncConfig, OptimizerConfig, DataConfig):
+    """Everything a training run can be told."""
+
+    stem: Literal["imagenet", "cifar"] = "imagenet"
+    """Stem of ResNets: 7x7 stride 2 with pooling, or 3x3 stride 1 for small images."""
+    workers: int | None = None
+    """Local workers; default: all GPUs, else 2 on the CPU. Under torchrun: what torchrun started."""
+    epochs: int = 10
+    """Epochs to train."""
+    steps: int | None = None
+    """Stop after this many steps in all, whatever --epochs says."""
+    seed: int = 0
+    """Seed of weights, shuffling, augmentation and dropout."""
+    amp: Literal["none", "bf16"] = "none"
+    """Run forward in bfloat16 where autocast allows it."""
+    channels_last: bool = False
+    """Use the channels-last memory format."""
+    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
+    """Memory format; auto: contiguous, but channels_last with --channels-last or with --kernels."""
+    kernels: str = "off"
+    """Run depthwise convolutions, and BatchNorm with its activation, on kernels where these are faster: `auto` for
+    those that were tuned on this machine or come with the package, or a file that `hybridpar tune` wrote."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    deterministic: bool = False
+    """Use deterministic algorithms only."""
+    run_dir: Path | None = None
+    """Directory of this run; default: runs/MODEL-DATA."""
+    resume: bool = False
+    """Go on from the last whole checkpoint of the run directory."""
+    resume_from: Path | None = None
+    """Start from this checkpoint (a step-N directory) of any run with the same model."""
+    checkpoint_every: str = "epoch,60s"
+    """When to save: `epoch`, a number of steps, seconds as `60s`, several joined by commas, or `never`."""
+    keep: int = 2
+    """Checkpoints to keep besides the best one."""
+    overwrite: bool = False
+    """Replace a finished run in the run directory."""
+    tune_process: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="Leave the C allocator, thread counts and CPU affinity of CPU workers as they are.",
+            help_behavior_hint="(default: set for training)",
+        ),
+    ] = True
+    """Whether the C allocator, thread counts and CPU affinity of CPU workers are set for training."""
+    debug: bool = False
+    """Show tracebacks."""
+
+    @property
+    def compresses(self) -> bool:
+        """See `SyncConfig`; every recipe does."""
+        return self.recipe != "none" or super().compresses
+
+    @property
+    def parts_per_step(self) -> int:
+        """Micro-batches of a replica in a step; with `--double-buffer half` those of both halves."""
+        return self.micro_batches * (2 if self.double_buffer == "half" else 1)
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether tuned kernels may take the place of torch's."""
+        return self.kernels.strip() != "off"
+
+    @property
+    def uses_channels_last(self) -> bool:
+        """Whether images and activations are in channels_last."""
+        return self.memory_format == "channels_last" or (
+            self.memory_format == "auto" and (self.channels_last or self.uses_kernels)
+        )
+
+    def check(self) -> None:
+        """Check what can be checked without the data and the machine.
+
+        Raises:
+            UsageError: A value is out of range, with the rule it breaks.
+        """
+        rules: list[tuple[str, object, bool, str]] = [
+            ("--batch-size", self.batch_size, self.batch_size >= 1, "at least 1"),
+            ("--epochs", self.epochs, self.epochs >= 1, "at least 1"),
+            ("--steps", self.steps, self.steps is None or self.steps >= 1, "at least 1"),
+            ("--workers", self.workers, self.workers is None or self.workers >= 1, "at least 1"),
+            ("--stages", self.stages, self.stages >= 1, "at least 1"),
+            ("--replicas", self.replicas, self.replicas is None or self.replicas >= 1, "at least 1"),
+            ("--micro-batches", self.micro_batches, self.micro_batches >= 1, "at least 1"),
+            ("--lr", self.lr, self.lr > 0, "greater than 0"),
+            ("--momentum", self.momentum, 0 <= self.momentum < 1, "at least 0 and less than 1"),
+            ("--weight-decay", self.weight_decay, self.weight_decay >= 0, "at least 0"),
+            ("--warmup-epochs", self.warmup_epochs, self.warmup_epochs >= 0, "at least 0"),
+            ("--step-epochs", self.step_epochs, all(0 < f < 1 for f in self.step_epochs), "fractions between 0 and 1"),
+            ("--label-smoothing", self.label_smoothing, 0 <= self.label_smoothing < 1, "at least 0 and less than 1"),
+            ("--clip-norm", self.clip_norm, self.clip_norm is None or self.clip_norm > 0, "greater than 0"),
+            ("--sync-lanes", self.sync_lanes, 1 <= self.sync_lanes <= 8, "1 to 8"),
+            ("--bucket-mb", self.bucket_mb, self.bucket_mb > 0, "greater than 0"),
+            ("--timeout", self.timeout, self.timeout > 0, "greater than 0"),
+            ("--keep", self.keep, self.keep >= 1, "at least 1"),
+            ("--image-size", self.image_size, self.image_size is None or self.image_size >= 8, "at least 8"),
+            ("--synthetic-samples", self.synthetic_samples, self.synthetic_samples >= 2, "at least 2"),
+            ("--loader-workers", self.loader_workers, (self.loader_workers or 0) >= 0, "at least 0"),
+        ]
+        for option, value, holds, rule in rules:
+            if not holds:
+                raise UsageError(f"{option} is {value}", f"It must be {rule}.")
+        if self.schedule is not None:
+            SCHEDULES.get(self.schedule)  # raises where there is none
+        self.check_sync()
+        if self.uses_servers:
+            self._check_with_servers()
+        for option, named in (("--overwrite", self.overwrite), ("--resume-from", self.resume_from is not None)):
+            if self.resume and named:
+                raise UsageError(
+                    f"--resume with {option}",
+                    "--resume goes on with the run in the run directory; --overwrite deletes that run, and "
+                    "--resume-from starts a new one from the checkpoint that it names.",
+                    "Leave out one of them.",
+                )
+        if self.cuda_graph and self.compresses:
+            given = f"--compress {self.compress}" if self.recipe == "none" else f"--recipe {self.recipe}"
+            raise UsageError(
+                f"--cuda-graph with {given}",
+                "What a codec keeps is put back by the host where a step does not count.",
+                "Leave out one of them.",
+            )
+        if self.cuda_graph and self.timeline is not None:
+            raise UsageError(
+                "--cuda-graph with --timeline",
+                "A graph runs as a whole, so the actions inside it have no times of their own.",
+                "Leave out one of them.",
+            )
+        if self.channels_last and self.memory_format == "contiguous":
+            raise UsageError(
+                "--channels-last with --memory-format contiguous",
+                "They contradict each other.",
+                "Leave out one of them.",
+            )
+        if self.nesterov and self.momentum == 0:
+            raise UsageError("--nesterov with --momentum 0", "Nesterov's method needs momentum.", "Set --momentum 0.9.")
+        check_recipe(self)
+
+    def _check_with_servers(self) -> None:
+        """Refuse what needs all gradients in one place, or all workers in one step.
+
+        Raises:
+            UsageError: Such an option is given.
+        """
+        whole = "With parameter servers every worker computes the whole model, at its own pace."
+        shards = "A shard sees its own stripe of the gradients only."
+        refused: list[tuple[str, bool, str]] = [
+            ("--stages or a plan", self.is_staged or self.plan_file is not None, whole),
+            (
+                f"--recipe {self.recipe}",
+                self.recipe != "none",
+                "Its state is the workers', and servers keep their own.",
+            ),
+            (
+                "--double-buffer",
+                self.double_buffer not in (None, "off"),
+                "Servers that do not wait are late already.",
+            ),
+            ("--select-batch", bool(self.select_batch), whole),
+            ("--replicas", self.replicas is not None, whole),
+            ("--cuda-graph", self.cuda_graph, whole),
+            ("--timeline", self.timeline is not None, "A timeline is of workers that make one step together."),
+            ("--clip-norm", self.clip_norm is not None, shards),
+            ("--compress auto", self.chooses, "It measures all-reduces, which such a run does not use."),
+            ("--kernels", self.uses_kernels, "Which kernels run is agreed on by all workers together."),
+            ("--batch-norm sync", self.batch_norm == "sync", "Workers do not meet in the middle of a step."),
+        ]
+        for option, given, rule in refused:
+            if given:
+                raise UsageError(f"{option} with --sync {self.sync}", rule, "Leave out one of them.")
+        if self.workers is not None:
+            self.split_count(self.workers)
+
+
+def check_recipe(config: TrainConfig) -> None:
+    """Check that a recipe, or a way to sync, and the other options agree.
+
+    Raises:
+        UsageError: Two of them contradict each other; it names both.
+    """
+    for option, value, least in (
+        ("--warm-start-steps", config.warm_start_steps, 0),
+        ("--select-batch", config.select_batch, 0),
+    ):
+        if value is not None and value < least:
+            raise UsageError(f"{option} is {value}", f"It must be at least {least}.")
+    if config.lr_per_sample is not None and not config.lr_per_sample > 0:
+        raise UsageError(f"--lr-per-sample is {config.lr_per_sample}", "It must be greater than 0.")
+    if config.lr_per_sample is not None and config.lr != TrainConfig.lr:
+        raise refuse(f"--lr-per-sample {config.lr_per_sample:g}", f"--lr {config.lr:g}", "They say the same.")
+    if config.recipe != "none":
+        _check_knobs(config, f"--recipe {config.recipe}")
+    if config.double_buffer in LATE:
+        _check_late(config, f"--double-buffer {config.double_buffer}")
+    if config.local_steps is not None:
+        _check_local(config, f"--sync {config.sync}")
+    elif config.warm_start_steps and config.recipe == "none":
+        why = "Only recipes, and --sync local:H, begin in another way than they go on."
+        raise UsageError(f"--warm-start-steps {config.warm_start_steps} alone", why, "Leave it out.")
+    if config.select_batch:
+        _check_select(config, f"--select-batch {config.select_batch}")
+
+
+def _check_knobs(config: TrainConfig, recipe: str) -> None:
+    if config.compress.strip() != "none" and not config.compress.startswith(config.recipe.replace("-", "_")):
+        raise refuse(recipe, f"--compress {config.compress}", "The recipe says what gradients travel as.")
+    if config.nesterov:
+        raise refuse(recipe, "--nesterov", "The recipe's momentum is the plain one.")
+    if config.recipe == "onebit-sgd" and config.optimizer != "sgd":
+        raise refuse(recipe, f"--optimizer {config.optimizer}", "The recipe is one of SGD.")
+    if config.recipe == "onebit-adam" and config.momentum != TrainConfig.momentum:
+        raise refuse(recipe, f"--momentum {config.momentum:g}", "Adam's moments have factors of their own.")
+    if config.local_steps is not None:
+        raise refuse(recipe, f"--sync {config.sync}", "The recipe exchanges gradients in every step.")
+
+
+def _check_late(config: TrainConfig, late: str) -> None:
+    for option, given, why in (
+        (f"--sync {config.sync}", config.local_steps is not None, "Only gradients of every step are applied late."),
+        (f"--stages {config.stages}", config.is_staged, "Stages hide gradients behind each other's passes already."),
+        ("--cuda-graph", config.cuda_graph, "A captured step ends with its own gradients."),
+    ):
+        if given:
+            raise refuse(late, option, why)
+    if config.double_buffer == "half" and (config.optimizer != "sgd" or config.recipe == "onebit-adam"):
+        other = "--recipe onebit-adam" if config.recipe == "onebit-adam" else f"--optimizer {config.optimizer}"
+        raise refuse(late, other, "Half a batch is half a step for SGD alone: Adam's steps do not grow with gradients.")
+
+
+def _check_local(config: TrainConfig, local: str) -> None:
+    for option, given, why in (
+        (f"--compress {config.compress}", config.compresses, "Parameters are averaged in full precision."),
+        (f"--stages {config.stages}", config.is_staged, "Each worker trains the whole model on its own."),
+        ("--cuda-graph", config.cuda_graph, "Some steps end with an average, and others do not."),
+        ("--batch-norm sync", config.batch_norm == "sync", "Workers do not meet in a forward pass."),
+    ):
+        if given:
+            raise refuse(local, option, why)
+
+
+def _check_select(config: TrainConfig, select: str) -> None:
+    for option, given, why in (
+        (f"--steps {config.steps}", config.steps is not None, "How many steps there are depends on what is selected."),
+        (f"--sync {config.sync}", config.local_steps is not None, "Trials end with the same weights on all workers."),
+        (f"--stages {config.stages}", config.is_staged, "A pipeline is planned for one size of micro-batches."),
+        ("--cuda-graph", config.cuda_graph, "A captured step has one size."),
+        (
+            f"--optimizer {config.optimizer}",
+            config.optimizer != "sgd" or config.recipe == "onebit-adam",
+            "Learning rates follow the batch size by the rule of SGD.",
+        ),
+    ):
+        if given:
+            raise refuse(select, option, why)

@@ -1,0 +1,1 @@
+"""Why: files and messages that may be damaged or hostile, read in bounded time and memory and without running code."""

@@ -1,0 +1,270 @@
+"""Why: what processes tell each other is read without running code: plain values as JSON, tensors as their bytes.
+
+`pickle`, and with it `torch.distributed.all_gather_object`, runs whatever the bytes that it reads name. Here a message
+can name a class only where that is a dataclass, a named tuple, a pydantic model, an enumeration or an error of this
+package, and is then made of its fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel
+from torch import Tensor
+
+from hybridpar.errors import HybridparError, SyncError
+
+_PACKAGE = __name__.partition(".")[0]
+_LENGTH = struct.Struct("!Q")
+_DTYPES = {str(one).removeprefix("torch."): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+
+def pack(item: Any) -> bytes:
+    """Plain values and tensors as bytes.
+
+    Args:
+        item: None, booleans, numbers, text, paths, dtypes, tensors, and lists, tuples, sets and dictionaries of them;
+            also dataclasses, named tuples, pydantic models, enumerations and errors of this package.
+
+    Raises:
+        TypeError: Something else is in it.
+    """
+    text, tensors = take_apart(item)
+    head = json.dumps([text, tensor_facts(tensors)]).encode()
+    return b"".join([_LENGTH.pack(len(head)), head, *(_bytes_of(one.cpu()).numpy().tobytes() for one in tensors)])
+
+
+def unpack(data: bytes | bytearray | memoryview) -> Any:
+    """What `pack` was given.
+
+    Raises:
+        ValueError: These are no bytes that `pack` makes.
+    """
+    memory = memoryview(data)
+    try:
+        (length,) = _LENGTH.unpack(memory[: _LENGTH.size])
+        begin = _LENGTH.size + length
+        text, facts = json.loads(bytes(memory[_LENGTH.size : begin]))
+        tensors = []
+        for shape, dtype in facts:
+            size = math.prod(shape) * _DTYPES[dtype].itemsize
+            if min(shape, default=0) < 0 or begin + size > len(memory):
+                raise ValueError("a tensor that is not there")
+            tensor = torch.empty(shape, dtype=_DTYPES[dtype])
+            if size:
+                _bytes_of(tensor).numpy()[:] = memory[begin : begin + size]
+            tensors.append(tensor)
+            begin += size
+        if begin != len(memory):
+            raise ValueError(f"{len(memory) - begin} bytes too many")
+        return put_together(text, tensors)
+    except (struct.error, ValueError, TypeError, KeyError, RecursionError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"no message ({type(error).__name__}: {str(error)[:100]})") from error
+
+
+def take_apart(item: Any) -> tuple[str, list[Tensor]]:
+    """Plain values as text, and the tensors among them.
+
+    Raises:
+        TypeError: See `pack`.
+    """
+    tensors: list[Tensor] = []
+    return json.dumps(_plain(item, tensors)), tensors
+
+
+def put_together(text: str, tensors: Sequence[Tensor]) -> Any:
+    """What `take_apart` was given.
+
+    Raises:
+        ValueError: It did not return this text and so many tensors.
+    """
+    try:
+        return _item(json.loads(text), tensors)
+    except (TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise ValueError(f"no message ({type(error).__name__}: {str(error)[:100]})") from error
+
+
+def tensor_facts(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each tensor."""
+    return [(tuple(one.shape), str(one.dtype).removeprefix("torch.")) for one in tensors]
+
+
+def gather_items(item: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The items of all members of a group, by rank; a collective.
+
+    Args:
+        item: See `pack`.
+        group: The group; None for the whole job.
+
+    Raises:
+        SyncError: A member sent something else.
+        RuntimeError: A member died or did not answer in time.
+    """
+    size, device = dist.get_world_size(group), _device_of(group)
+    mine = torch.frombuffer(bytearray(pack(item)), dtype=torch.uint8)
+    length = torch.tensor([mine.numel()], device=device)
+    lengths = [torch.empty_like(length) for _ in range(size)]
+    dist.all_gather(lengths, length, group=group)
+    sizes = [int(one) for one in lengths]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: mine.numel()] = mine
+    padded = padded.to(device)
+    found = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(found, padded, group=group)
+    return [_read(one[:count].cpu(), rank) for rank, (one, count) in enumerate(zip(found, sizes, strict=True))]
+
+
+def gather_on_first(mine: Any, ranks: Sequence[int], group: dist.ProcessGroup | None) -> list[Any] | None:
+    """Something large of some members on rank 0 of a group; a collective of all of its members.
+
+    Tensors follow one by one, each into the memory where it stays.
+
+    Args:
+        mine: See `pack`; looked at on the members of `ranks` only.
+        ranks: Whose.
+        group: The group; None for the whole job.
+
+    Returns:
+        On rank 0 a list of what those members have, in the order of `ranks`: its own as it is, tensors of others on the
+        CPU. None elsewhere.
+
+    Raises:
+        SyncError: A member sent something else.
+        RuntimeError: A member died or did not answer in time.
+    """
+    rank, device = dist.get_rank(group), _device_of(group)
+    text, tensors = take_apart(mine) if rank in ranks and rank else ("null", [])
+    told = gather_items((text, tensor_facts(tensors)), group)
+    if rank:
+        for one in tensors:
+            if one.numel():
+                dist.send(_bytes_of(one.to(device)), group_dst=0, group=group)
+        return None
+    found = []
+    for source in ranks:
+        if source == 0:
+            found.append(mine)
+            continue
+        text, facts = told[source]
+        came = []
+        for shape, dtype in facts:
+            one = torch.empty(shape, dtype=_DTYPES[dtype], device=device)
+            if one.numel():
+                dist.recv(_bytes_of(one), group_src=source, group=group)
+            came.append(one.cpu())
+        found.append(put_together(text, came))
+    return found
+
+
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
+    """Where a group's backend takes tensors."""
+    on_gpu = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+def _read(data: Tensor, rank: int) -> Any:
+    try:
+        return unpack(data.numpy().data)
+    except ValueError as error:
+        raise SyncError(f"worker {rank} sent {error}", "All workers run the same version of hybridpar.") from error
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """What a tensor holds, in row-major order, 1-D uint8; a view where it is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _plain(item: Any, tensors: list[Tensor]) -> Any:
+    """An item as what JSON has; whatever JSON has not is an object with one key, which names the kind."""
+    if item is None or type(item) in (bool, int, float, str):
+        return item
+    if isinstance(item, Tensor):
+        tensors.append(item)
+        return {"tensor": len(tensors) - 1}
+    if isinstance(item, torch.dtype):
+        return {"dtype": str(item).removeprefix("torch.")}
+    if isinstance(item, enum.Enum):
+        return {"enum": [_name_of(type(item)), item.name]}
+    if isinstance(item, HybridparError):
+        return {"error": [_name_of(type(item)), item.what, item.why, item.fix]}
+    if isinstance(item, BaseModel):
+        return {"model": [_name_of(type(item)), item.model_dump(mode="json")]}
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        values = {one.name: _plain(getattr(item, one.name), tensors) for one in dataclasses.fields(item) if one.init}
+        return {"fields": [_name_of(type(item)), values]}
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return {"named": [_name_of(type(item)), [_plain(one, tensors) for one in item]]}
+    if isinstance(item, list):
+        return [_plain(one, tensors) for one in item]
+    for kind, name in ((tuple, "tuple"), (set, "set"), (frozenset, "frozenset")):
+        if isinstance(item, kind):
+            return {name: [_plain(one, tensors) for one in item]}
+    if isinstance(item, Mapping):
+        return {"map": [[_plain(key, tensors), _plain(value, tensors)] for key, value in item.items()]}
+    if isinstance(item, Path):
+        return {"path": str(item)}
+    for plain in (str, float, int):  # of a derived class, such as numpy's or torch's
+        if isinstance(item, plain):
+            return plain(item)
+    raise TypeError(f"a message cannot hold {type(item).__name__}")
+
+
+def _item(plain: Any, tensors: Sequence[Tensor]) -> Any:
+    if isinstance(plain, list):
+        return [_item(one, tensors) for one in plain]
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, value),) = plain.items()
+    if kind == "tensor":
+        return tensors[value]
+    if kind == "map":
+        return {_item(key, tensors): _item(one, tensors) for key, one in value}
+    if kind in _COLLECTIONS:
+        return _COLLECTIONS[kind](_item(one, tensors) for one in value)
+    if kind in ("path", "dtype"):
+        return Path(value) if kind == "path" else _DTYPES[value]
+    found = _class_of(value[0])
+    if kind == "fields" and dataclasses.is_dataclass(found):
+        values = {name: _item(one, tensors) for name, one in value[1].items()}
+        return found(**values)  # type: ignore[operator]
+    if kind == "model" and issubclass(found, BaseModel):
+        return found.model_validate(value[1])
+    if kind == "named" and issubclass(found, tuple) and hasattr(found, "_fields"):
+        return found(*(_item(one, tensors) for one in value[1]))
+    if kind == "enum" and issubclass(found, enum.Enum):
+        return found[value[1]]
+    if kind == "error" and issubclass(found, HybridparError):
+        return found(*map(str, value[1:4]))
+    raise ValueError(f"{kind!r} of {found.__name__}")
+
+
+_COLLECTIONS: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+def _name_of(kind: type) -> str:
+    if kind.__module__.partition(".")[0] != _PACKAGE:
+        raise TypeError(f"a message cannot hold {kind.__module__}.{kind.__qualname__}")
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _class_of(name: str) -> Any:
+    """A class of this package, by the name that `_name_of` gave it; nothing is imported."""
+    module, _, qualified = name.partition(":")
+    if module.partition(".")[0] != _PACKAGE or module not in sys.modules:
+        raise ValueError(f"no class {name[:100]!r}")
+    found: Any = sys.modules[module]
+    for part in qualified.split("."):
+        found = getattr(found, part)
+    if not isinstance(found, type) or found.__module__ != module:
+        raise ValueError(f"no class {name[:100]!r}")
+    return found

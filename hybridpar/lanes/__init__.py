@@ -1,0 +1,172 @@
+"""Why: executor and gradient sync are written once, against lanes, and never ask what kind of device they are on.
+
+`Lanes` is all the lanes of one process, and picks the kind by the device. What a lane is and promises is in
+`hybridpar.lanes.base`; that a program has all the waits it needs is proved on a CPU by `hybridpar.lanes.check`.
+
+Example:
+    >>> with Lanes("cpu") as lanes:
+    ...     compute, sync = lanes.open("compute"), lanes.open("sync")
+    ...     compute.submit(backward)
+    ...     sync.wait(compute.record())
+    ...     sync.submit(all_reduce, uses=[bucket])
+    ...     lanes.caller.wait(sync.record())
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+
+import torch
+
+from hybridpar.errors import LaneError
+from hybridpar.lanes.base import Event, Family, Lane
+from hybridpar.lanes.check import Checker
+from hybridpar.lanes.cpu import CpuCaller, CpuEvent, CpuLane, Worker
+from hybridpar.lanes.cuda import CudaEvent, CudaLane, current_device, open_stream
+
+__all__ = ["Checker", "Event", "Lane", "Lanes"]
+
+#: How long a program that ends by an exception waits for running work, which may hang, as a collective without peers.
+_PATIENCE_SECONDS = 10.0
+
+
+class Lanes(Family):
+    """All lanes of one process on one device. The thread that makes it is the one that issues.
+
+    Use it as a context manager: leaving the block normally finishes all queued work, leaving it through an exception
+    skips what has not begun.
+
+    Args:
+        device: A CPU or a CUDA device.
+        check: Proves that every access is ordered; CPU only.
+
+    Attributes:
+        caller: The host thread's own place. On CUDA it is the stream that is current at each call. On a CPU it is the
+            thread itself, so `submit` runs the work inline and `wait` blocks.
+        closed: Whether `close` was called.
+
+    Raises:
+        LaneError: Another kind of device, or a checker on CUDA.
+    """
+
+    caller: Lane
+
+    def __init__(self, device: torch.device | str, *, check: Checker | None = None) -> None:
+        device = torch.device(device)
+        if device.type not in ("cpu", "cuda"):
+            raise LaneError(f"there are no lanes on device {str(device)!r}", "A lane is a CUDA stream or a CPU thread.")
+        if check is not None and device.type != "cpu":
+            raise LaneError("a checker was given for CUDA lanes", "It watches CPU lanes, which obey the same rules.")
+        if device.type == "cuda" and device.index is None:
+            device = current_device()
+        super().__init__(device)
+        self._checker = check
+        self._workers: list[Worker] = []
+        # For a family that is forgotten, or still open when the interpreter exits.
+        self._finalizer = weakref.finalize(self, _abandon, self._workers)
+        self.caller = CudaLane(self, "caller", None) if device.type == "cuda" else CpuCaller(self, "caller", check)
+        self._lanes: dict[str, Lane] = {"caller": self.caller}
+        if check is not None:
+            check.attach(self._settle)
+
+    def open(self, name: str, *, priority: int = 0, threads: int = 1, device: torch.device | str | None = None) -> Lane:
+        """A new lane.
+
+        Args:
+            name: What messages call it; unique in the family.
+            priority: On CUDA the stream's priority, lower runs first; without meaning on a CPU.
+            threads: On a CPU how many intra-op threads its work may use; without meaning on CUDA.
+            device: Another GPU than that of the family. Lanes of several GPUs wait for each other's events as those
+                of one do; it is for the work to move tensors.
+
+        Raises:
+            LaneError: The name is taken, the family is closed, or the device is of another kind.
+        """
+        self.check_issue()
+        place = self.device if device is None else torch.device(device)
+        if place.type != self.device.type:
+            raise LaneError(
+                f"lane {name!r} was asked for on {place}", f"This family has lanes on {self.device.type} devices only."
+            )
+        if name in self._lanes:
+            raise LaneError(f"lane {name!r} is open already", "Messages tell lanes apart by their names.")
+        lane: Lane
+        if self.device.type == "cuda":
+            lane = CudaLane(self, name, open_stream(place, priority), place)
+        else:
+            worker = Worker(name, threads)
+            self._workers.append(worker)
+            lane = CpuLane(self, name, worker, self._checker)
+        self._lanes[name] = lane
+        return lane
+
+    def others(self) -> list[Lane]:
+        """All lanes but `caller`, in the order in which they were opened."""
+        return [lane for lane in self._lanes.values() if lane is not self.caller]
+
+    def forgive(self) -> None:
+        """Let CUDA lanes that a failure has stopped go on: what failed was captured, and nothing of it has run."""
+        self.check_issue()
+        for lane in self._lanes.values():
+            if isinstance(lane, CudaLane):
+                lane.forgive()
+
+    def event(self) -> Event:
+        """An event that is not recorded yet, for `Lane.record`. Waiting for it before that is an error."""
+        return CudaEvent(self) if self.device.type == "cuda" else CpuEvent(self, self._checker)
+
+    def close(self) -> None:
+        """Finish all queued work and end the lanes. A second call does nothing.
+
+        Raises:
+            LaneError: Called from inside of work, or another thread than the issuing one.
+            BaseException: Work failed and the host has not met its exception yet; that exception.
+        """
+        if self.closed:
+            return
+        self.check_issue()
+        self._end()
+        for lane in self._lanes.values():
+            if lane.failure is not None and not lane.failure.met:
+                lane.failure.throw()
+
+    def __enter__(self) -> Lanes:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif not self.closed:
+            for worker in self._workers:
+                worker.skip_rest()
+            self._end(_PATIENCE_SECONDS)
+            for lane in self._lanes.values():
+                failure = lane.failure
+                if failure is not None and not failure.met:
+                    failure.met = True
+                    error.add_note(f"work on lane {lane.name!r} failed too: {failure.error!r}")
+
+    def _end(self, patience: float | None = None) -> None:
+        self.closed = True
+        for lane in self._lanes.values():
+            lane.drain(patience)
+        self._finalizer.detach()
+        if self._checker is not None:
+            self._checker.joined()
+
+    def _settle(self) -> None:
+        """Let the host wait for all lanes."""
+        if not self.closed:
+            for lane in self._lanes.values():
+                lane.synchronize()
+
+
+def _abandon(workers: list[Worker]) -> None:
+    """End threads that nobody closed."""
+    for worker in workers:
+        worker.skip_rest()
+    for worker in workers:
+        worker.stop(_PATIENCE_SECONDS)

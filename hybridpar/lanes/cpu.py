@@ -1,0 +1,284 @@
+"""Why: threads that obey the rules of CUDA streams let every pipeline run, and be tested, without a GPU.
+
+A lane is one thread that takes its work from a queue. PyTorch's operators give the interpreter lock back while they
+compute, and autograd runs the backward pass of CPU tensors on the thread that asks for it, so lanes run in parallel.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from queue import SimpleQueue
+
+import torch
+
+from hybridpar.errors import LaneError
+from hybridpar.lanes.base import Event, Failure, Family, Lane, Work
+from hybridpar.lanes.check import Checker, Clock
+
+
+class CpuEvent(Event):
+    """A latch: a lock that is taken until the lane gets here (`threading.Event` costs several times as much)."""
+
+    def __init__(self, family: Family, checker: Checker | None) -> None:
+        super().__init__(family)
+        self.clock: Clock | None = None
+        self._checker = checker
+        self._passed = False
+        self._latch = threading.Lock()
+        self._latch.acquire()
+
+    def done(self) -> bool:
+        """See `Event.done`."""
+        self.recorded_on()
+        if self._passed:
+            self._tell_checker()
+        return self._passed
+
+    def run(self, worker: Worker) -> None:
+        """The lane passes the event."""
+        self.open(worker.failure)
+
+    def open(self, failure: Failure | None) -> None:
+        """Wake everyone who waits, with the failure of the work before."""
+        self.failure = failure
+        self._passed = True
+        self._latch.release()
+
+    def pass_through(self, timeout: float | None = None) -> bool:
+        """Block this thread until the latch is open; False if the time was over first."""
+        if not self._passed:
+            if not self._latch.acquire(timeout=-1 if timeout is None else timeout):
+                return False
+            self._latch.release()  # for the next one who waits
+        return True
+
+    def is_harmless(self) -> bool:
+        """Whether it is passed and nothing failed, so that a wait for it can be left out."""
+        return self._passed and self.failure is None
+
+    def _block(self, timeout: float | None) -> bool:
+        if not self.pass_through(timeout):
+            return False
+        self._tell_checker()
+        return True
+
+    def _tell_checker(self) -> None:
+        if self._checker is not None and self.clock is not None and self.family.is_issuer():
+            self._checker.host_waited(self.clock)
+
+
+class _Wait:
+    """A queue entry that blocks the lane until another lane passed an event."""
+
+    def __init__(self, event: CpuEvent) -> None:
+        self.event = event
+
+    def run(self, worker: Worker) -> None:
+        self.event.pass_through()
+        if worker.failure is None:
+            worker.failure = self.event.failure
+
+
+class _Task:
+    """A queue entry that runs work in the modes of the thread that submitted it."""
+
+    def __init__(
+        self, work: Work, uses: Sequence[torch.Tensor], marks: Sequence[CpuEvent], lane: str, checker: Checker | None
+    ) -> None:
+        self.work: Work | None = work
+        self.uses = tuple(uses)
+        self.marks = deque(marks)
+        self.checker = checker
+        self.watch = None
+        if checker is not None:
+            ticket = checker.submitted(lane, uses, len(marks))
+            for event, clock in zip(marks, checker.mark_clocks(ticket, len(marks)), strict=True):
+                event.clock = clock
+            self.watch = checker.during(ticket)
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        self.autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        self.autocast_cache = torch.is_autocast_cache_enabled()
+
+    def run(self, worker: Worker) -> None:
+        with self.watch or nullcontext():
+            worker.task = self
+            if worker.failure is None:
+                try:
+                    self._run_in_modes()
+                except BaseException as error:
+                    worker.failure = Failure(error, worker.name)
+            worker.task = None
+            # Let go before the lane passes the next event: whoever waited for that may count on it.
+            self.work, self.uses = None, ()
+        while self.marks:
+            self.marks.popleft().open(worker.failure)
+
+    def mark(self, event: CpuEvent) -> bool:
+        """Pass the next event; False if it is another one's turn."""
+        if not self.marks or self.marks[0] is not event:
+            return False
+        self.marks.popleft().open(None)
+        if self.checker is not None:
+            self.checker.marked()
+        return True
+
+    def _run_in_modes(self) -> None:
+        assert self.work is not None
+        if not self.inference and self.autocast is None:
+            torch.set_grad_enabled(self.grad)
+            self.work()
+            return
+        autocast = torch.autocast(
+            "cpu", dtype=self.autocast, enabled=self.autocast is not None, cache_enabled=self.autocast_cache
+        )
+        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad), autocast:
+            self.work()
+
+
+class Worker:
+    """The thread of a lane. It knows nothing of lane and family, so that a forgotten family can be collected.
+
+    Args:
+        name: Name of the lane.
+        threads: How many intra-op threads its work may use.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self.name = name
+        self.failure: Failure | None = None
+        self.task: _Task | None = None  # what is running
+        self.queue: SimpleQueue[_Task | CpuEvent | _Wait | None] = SimpleQueue()
+        # torch keeps the number of intra-op threads per thread, but at its first operator a thread takes over the last
+        # number that was set anywhere. So let this thread and the lane's do that first (reading is enough), and set
+        # this one's again after the lane's, for threads to come.
+        before = torch.get_num_threads()
+        ready = threading.Lock()
+        ready.acquire()
+        # A daemon, so that after an exception in the main thread the interpreter gets as far as its exit handlers,
+        # which end and join the thread (`Lanes`); others would be waited for before that, forever.
+        self.thread = threading.Thread(target=self._loop, args=(threads, ready), name=f"lane {name}", daemon=True)
+        self.thread.start()
+        ready.acquire()
+        torch.set_num_threads(before)
+
+    def skip_rest(self) -> None:
+        """Skip the work that has not begun, and fail the events behind it."""
+        if self.failure is None:
+            error = LaneError("the lanes were closed by an exception before all work was done")
+            self.failure = Failure(error, self.name, met=True)
+
+    def stop(self, patience: float | None = None) -> None:
+        """End the thread after what is queued, and wait for that; for `patience` seconds at most."""
+        self.queue.put(None)
+        if self.thread is not threading.current_thread():
+            self.thread.join(patience)
+
+    def _loop(self, threads: int, ready: threading.Lock) -> None:
+        torch.get_num_threads()
+        torch.set_num_threads(threads)
+        ready.release()
+        while (entry := self.queue.get()) is not None:
+            entry.run(self)
+            del entry  # an event in it would keep the family alive while the thread waits for more
+
+
+class CpuLane(Lane):
+    """A thread with a queue."""
+
+    def __init__(self, family: Family, name: str, worker: Worker, checker: Checker | None) -> None:
+        super().__init__(family, name)
+        self._worker = worker
+        self._checker = checker
+        if checker is not None:
+            checker.opened(name)
+
+    @property
+    def failure(self) -> Failure | None:
+        """See `Lane.failure`."""
+        return self._worker.failure
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        """See `Lane.keep`. The work is done when it returns, so there is nothing to hold, only to check."""
+        if threading.current_thread() is not self._worker.thread:
+            raise self._misplaced_keep()
+        if self._checker is not None:
+            self._checker.kept(tensors)
+
+    def mark(self, event: Event) -> None:
+        """See `Lane.mark`."""
+        task = self._worker.task
+        inside = threading.current_thread() is self._worker.thread and task is not None
+        if not inside or not isinstance(event, CpuEvent) or task is None or not task.mark(event):
+            raise self._misplaced_mark()
+
+    def drain(self, patience: float | None = None) -> None:
+        """See `Lane.drain`."""
+        self._worker.stop(patience)
+
+    def _submit(self, work: Work, uses: Sequence[torch.Tensor], marks: Sequence[CpuEvent]) -> None:
+        self._worker.queue.put(_Task(work, uses, marks, self.name, self._checker))
+
+    def _record(self, event: CpuEvent) -> None:
+        if self._checker is not None:
+            event.clock = self._checker.recorded(self.name)
+        self._worker.queue.put(event)
+
+    def _wait(self, event: CpuEvent) -> None:
+        if self._checker is not None and event.clock is not None:
+            self._checker.waited(self.name, event.clock)
+        if not event.is_harmless():
+            self._worker.queue.put(_Wait(event))
+
+
+class CpuCaller(Lane):
+    """The issuing thread itself: work runs inline, and to wait is to block."""
+
+    def __init__(self, family: Family, name: str, checker: Checker | None) -> None:
+        super().__init__(family, name)
+        self._checker = checker
+        self._marks: deque[CpuEvent] = deque()  # of the work that is running, those still to come
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        """See `Lane.keep`."""
+        if self._checker is not None:
+            self._checker.kept(tensors)
+
+    def mark(self, event: Event) -> None:
+        """See `Lane.mark`."""
+        if not self._marks or self._marks[0] is not event:
+            raise self._misplaced_mark()
+        self._pass(self._marks.popleft())
+
+    def drain(self, patience: float | None = None) -> None:
+        """Nothing is ever queued here."""
+
+    def _submit(self, work: Work, uses: Sequence[torch.Tensor], marks: Sequence[CpuEvent]) -> None:
+        outer, self._marks = self._marks, deque(marks)
+        try:
+            work()
+        finally:
+            self.keep(*uses)
+            for event in self._marks:
+                self._pass(event)
+            self._marks = outer
+
+    def _pass(self, event: CpuEvent) -> None:
+        if self._checker is not None:
+            event.clock = self._checker.recorded(self.name)
+        event.open(None)
+
+    def _record(self, event: CpuEvent) -> None:
+        if self._checker is not None:
+            event.clock = self._checker.recorded(self.name)
+        event.open(None)
+
+    def _wait(self, event: CpuEvent) -> None:
+        event.pass_through()
+        if event.failure is not None:
+            event.failure.throw()
+        if self._checker is not None and event.clock is not None:
+            self._checker.waited(self.name, event.clock)

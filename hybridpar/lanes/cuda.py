@@ -1,0 +1,158 @@
+"""Why: on a GPU a lane is a stream, and the one danger that streams add to threads is memory handed out too early.
+
+The host runs submitted work at once, with the lane's stream current, and the work queues kernels. A tensor of another
+lane that the work uses is kept alive until a CUDA event behind the work is done: the allocator gives freed memory back
+to the stream that allocated it, which knows nothing of this lane. That is looked up when the lane is next used, so the
+host never waits. (`Tensor.record_stream` does the same later and less predictably, and not inside graph capture.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hybridpar.lanes.base import Event, Failure, Family, Lane, Work
+
+#: How often the host looks at an event when it waits with a timeout, which CUDA itself does not offer.
+_POLL_SECONDS = 0.001
+
+#: Its classes are untyped. One name for it also lets tests put a stand-in here.
+cuda: Any = torch.cuda
+
+
+def current_device() -> torch.device:
+    """The device that "cuda" without an index stands for."""
+    return torch.device("cuda", cuda.current_device())
+
+
+def open_stream(device: torch.device, priority: int) -> torch.cuda.Stream:
+    """A new stream; a lower priority number runs first."""
+    stream: torch.cuda.Stream = cuda.Stream(device, priority=priority)
+    return stream
+
+
+class CudaEvent(Event):
+    """A CUDA event without timing."""
+
+    def __init__(self, family: Family) -> None:
+        super().__init__(family)
+        self.cuda_event: torch.cuda.Event = cuda.Event()
+
+    def done(self) -> bool:
+        """See `Event.done`."""
+        self.recorded_on()
+        return _passed(self.cuda_event)
+
+    def _block(self, timeout: float | None) -> bool:
+        if timeout is None:
+            self.cuda_event.synchronize()
+            return True
+        end = time.monotonic() + timeout
+        while not _passed(self.cuda_event):
+            if time.monotonic() > end:
+                return False
+            time.sleep(_POLL_SECONDS)
+        return True
+
+
+class CudaLane(Lane):
+    """A CUDA stream.
+
+    Args:
+        family: What the lane belongs to.
+        name: What messages call it.
+        stream: Its own stream; None stands for the stream that is current at each call (`caller`).
+        device: Where the stream is; None for the device of the family.
+    """
+
+    def __init__(
+        self, family: Family, name: str, stream: torch.cuda.Stream | None, device: torch.device | None = None
+    ) -> None:
+        super().__init__(family, name)
+        self.device = device or family.device
+        self._own = stream
+        self._held: list[torch.Tensor] | None = None  # by the work that is running
+        self._marks: deque[CudaEvent] = deque()  # of the work that is running, those still to come
+        # What to keep until when. None stands for the end of a graph capture: events recorded in one cannot be asked.
+        self._kept: deque[tuple[torch.cuda.Event | None, Sequence[torch.Tensor]]] = deque()
+
+    def keep(self, *tensors: torch.Tensor) -> None:
+        """See `Lane.keep`."""
+        if self._held is not None:
+            self._held.extend(tensors)
+        elif self._own is None:
+            self._keep_until_passed(self._stream(), tensors)
+        else:
+            raise self._misplaced_keep()
+
+    def drain(self, patience: float | None = None) -> None:
+        """See `Lane.drain`. CUDA cannot stop waiting for a stream."""
+        self._stream().synchronize()
+        self._kept.clear()
+
+    def forgive(self) -> None:
+        """Go on after a failure, see `Lanes.forgive`."""
+        self._failure = None
+
+    def _stream(self) -> torch.cuda.Stream:
+        if self._own is not None:
+            return self._own
+        current: torch.cuda.Stream = cuda.current_stream(self.device)
+        return current
+
+    def mark(self, event: Event) -> None:
+        """See `Lane.mark`. Also from autograd's thread, which runs the backward pass while the work waits for it."""
+        if not self._marks or self._marks[0] is not event:
+            raise self._misplaced_mark()
+        self._record(self._marks.popleft())
+
+    def _submit(self, work: Work, uses: Sequence[torch.Tensor], marks: Sequence[CudaEvent]) -> None:
+        stream = self._stream()
+        outer, self._held = self._held, list(uses)
+        outer_marks, self._marks = self._marks, deque(marks)
+        self._family.inside = self._own is not None
+        with cuda.stream(stream):
+            try:
+                work()
+            except BaseException as error:
+                if self._own is not None:
+                    self._failure = Failure(error, self.name, met=True)
+                raise
+            finally:
+                for event in self._marks:
+                    self._record(event)
+                self._marks = outer_marks
+                held, self._held = self._held, outer
+                self._family.inside = False
+                self._keep_until_passed(stream, held)
+
+    def _keep_until_passed(self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> None:
+        capturing = cuda.is_current_stream_capturing()
+        if not capturing:
+            while self._kept and ((until := self._kept[0][0]) is None or _passed(until)):
+                self._kept.popleft()
+        if tensors:
+            event = None if capturing else cuda.Event()
+            if event is not None:
+                event.record(stream)
+            self._kept.append((event, tensors))
+
+    def _record(self, event: CudaEvent) -> None:
+        event.failure = self.failure
+        event.cuda_event.record(self._stream())
+
+    def _wait(self, event: CudaEvent) -> None:
+        if event.failure is None:
+            self._stream().wait_event(event.cuda_event)
+        elif self._own is None:
+            event.failure.throw()
+        elif self.failure is None:
+            self._failure = event.failure
+
+
+def _passed(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]

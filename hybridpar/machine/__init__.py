@@ -1,0 +1,1 @@
+"""Why: what is known of this machine and its links: description, measurements, processes."""

@@ -1,0 +1,263 @@
+"""Why: what this machine can do is measured once, kept, and asked for by everything that plans.
+
+A `Cluster` is devices with their memory bandwidth and matrix rates, and links between workers with latency and
+bandwidth. `hybridpar.machine.probe` measures it; this module says what it is and keeps it as JSON in the user's cache
+directory, one file per host, set of devices and set of versions. A file that cannot be read is measured again; a
+directory that cannot be written only costs the measurement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import sys
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from hybridpar.errors import UsageError
+from hybridpar.formats.file_reader import read_json
+from hybridpar.machine.process import available_cores, threads_per_worker, usable_memory
+
+CLUSTER_VERSION: Literal[1] = 1
+
+#: Where Linux shows a driver that torch's `cuda` devices need: NVIDIA's, the one of WSL, AMD's.
+_GPU_DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+#: Load per core above which a measurement is not to be trusted.
+BUSY_LOAD = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Device(_Record):
+    """What one device can do, or all CPU cores of the machine together."""
+
+    kind: Literal["cpu", "cuda"]
+    index: int = Field(default=0, ge=0)
+    name: str
+    memory_bytes: int = Field(gt=0)
+    cores: int | None = Field(default=None, ge=1, description="logical cores this process may use; of CPUs")
+    threads: int | None = Field(default=None, ge=1, description="threads the rates were measured with; of CPUs")
+    bytes_per_second: float = Field(gt=0, description="memory bandwidth: bytes read and written by a large copy")
+    flops: dict[str, float] = Field(description="matrix multiplication, floating-point operations per second, by dtype")
+    noise: float = Field(0.0, ge=0, description="how far the two fastest repeats of a rate lay apart at most, relative")
+
+
+class Link(_Record):
+    """What lies between the workers of one process group."""
+
+    backend: str
+    world_size: int = Field(ge=2)
+    latency_ms: float = Field(ge=0, description="median time of an all-reduce of 4 KB")
+    bytes_per_second: float = Field(gt=0, description="bytes each worker sends per second in a large all-reduce")
+    noise: float = Field(0.0, ge=0, description="how far two halves of the large all-reduces lay apart, relative")
+
+    def all_reduce_ms(self, size: int, world_size: int | None = None) -> float:
+        """Predicted time of an all-reduce.
+
+        A ring sends 2(K-1)/K times the tensor over every link (Patarasuk and Yuan 2009).
+
+        Args:
+            size: Bytes of the tensor.
+            world_size: Number of workers K; default: as measured.
+
+        Returns:
+            Milliseconds.
+        """
+        workers = self.world_size if world_size is None else world_size
+        return self.latency_ms + 1e3 * ring_factor(workers) * size / self.bytes_per_second
+
+
+class Cluster(_Record):
+    """The devices of this machine and the links between its workers."""
+
+    version: Literal[1] = CLUSTER_VERSION
+    host: dict[str, str] = Field(description="what the measurement holds for; see `host_fingerprint`")
+    measured_at: float = Field(description="seconds since the epoch")
+    load: float = Field(ge=0, description="other programs' CPU load per core before measuring; see `machine_load`")
+    devices: tuple[Device, ...] = Field(min_length=1)
+    links: tuple[Link, ...] = ()
+    problems: tuple[str, ...] = Field(default=(), description="what could not be measured, and why")
+
+    @property
+    def busy(self) -> bool:
+        """Whether other programs took so much of the CPU that the rates may be far too low."""
+        return self.load > BUSY_LOAD
+
+    @property
+    def noise(self) -> float:
+        """The largest of all devices and links."""
+        return max([one.noise for one in self.devices] + [one.noise for one in self.links])
+
+    def of_kind(self, kind: Literal["cpu", "cuda"]) -> tuple[Device, ...]:
+        """The devices of one kind, by index."""
+        return tuple(device for device in self.devices if device.kind == kind)
+
+    def link(self, backend: str) -> Link | None:
+        """The link that was measured with this backend."""
+        return next((link for link in self.links if link.backend == backend), None)
+
+
+def ring_factor(world_size: int) -> float:
+    """Times a tensor's size that each of K workers sends in an all-reduce, 2(K-1)/K."""
+    return 2 * (world_size - 1) / world_size
+
+
+def gpu_count() -> int:
+    """GPUs that torch can use. Torch is imported only on a machine that has a GPU's driver; no GPU is touched."""
+    if not has_gpu_driver():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def has_gpu_driver() -> bool:
+    """Whether there may be a GPU, as far as that can be told without torch."""
+    return sys.platform != "linux" or any(Path(place).exists() for place in _GPU_DRIVERS)
+
+
+def has_gpu() -> bool:
+    """Whether torch can use a GPU."""
+    return gpu_count() > 0
+
+
+def default_workers(cluster: Cluster | None = None) -> int:
+    """Workers that a run starts unless told otherwise: one per GPU, else 2 on the CPU, or 1 on a single core.
+
+    Args:
+        cluster: What was measured; GPUs that could not be are left out. Default: ask the system, which is quick.
+    """
+    if cluster is None:
+        return gpu_count() or min(2, len(available_cores()))
+    return len(cluster.of_kind("cuda")) or min(2, max(device.cores or 1 for device in cluster.devices))
+
+
+def default_backend(cluster: Cluster | None = None) -> str:
+    """The backend that the default workers talk over."""
+    gpus = gpu_count() if cluster is None else len(cluster.of_kind("cuda"))
+    return "nccl" if gpus else "gloo"
+
+
+def read_cluster(host: dict[str, str]) -> Cluster | None:
+    """What was measured on this host before.
+
+    Args:
+        host: The fingerprint of the host at hand.
+
+    Returns:
+        None where nothing was kept. Also where the file cannot be read, which one log line says.
+    """
+    path = cluster_path(host)
+    try:
+        known = Cluster.model_validate(read_json(path, "the measurement", UsageError))
+    except UsageError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            _log.warning("%s; measuring again", error.what)
+        return None
+    except ValueError:  # not a cluster of this version
+        _log.warning("%s is damaged; measuring again", path)
+        return None
+    if known.host != host:
+        _log.warning("%s was measured on another host; measuring again", path)
+        return None
+    return known
+
+
+def write_cluster(cluster: Cluster) -> None:
+    """Keep a cluster for the next time: readable for the user alone, replaced as a whole or not at all.
+
+    A directory that cannot be written costs only the next measurement, so it is no error.
+    """
+    path = cluster_path(cluster.host)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")  # mode 0600
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(cluster.model_dump_json(indent=2) + "\n")
+            os.replace(aside, path)
+        except BaseException:
+            os.unlink(aside)
+            raise
+    except OSError as error:
+        _log.info("cannot keep measurements in %s: %s", path.parent, error.strerror)
+
+
+def machine_load() -> float:
+    """How many processes wanted to run in the last minute, per core that this process may use."""
+    return os.getloadavg()[0] / len(available_cores())
+
+
+def host_fingerprint() -> dict[str, str]:
+    """What a measurement holds for: the host, its devices as this process may use them, and the versions."""
+    gpus = "".join(_read_text(path) for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")))
+    driver = _read_text(Path("/proc/driver/nvidia/version"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cores = available_cores()
+    return {
+        "host": platform.node(),
+        "cpu": cpu_name(),
+        "cores": f"{len(cores)}, {threads_per_worker(1, cores)} threads",
+        "memory": str(usable_memory()),
+        "gpus": _digest(gpus + driver) if gpus or driver else "none",
+        "visible": "all" if visible is None else visible,
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "hybridpar": _version("hybridpar"),
+    }
+
+
+def cpu_name() -> str:
+    """The CPU's model name as the system tells it, else the architecture."""
+    for line in _read_text(Path("/proc/cpuinfo")).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def cache_directory() -> Path:
+    """Where measurements are kept: `HYBRIDPAR_CACHE`, else hybridpar/ in `XDG_CACHE_HOME`, else in ~/.cache."""
+    if own := os.environ.get("HYBRIDPAR_CACHE"):
+        return Path(own)
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "hybridpar"
+    try:
+        return Path.home() / ".cache" / "hybridpar"
+    except RuntimeError:  # a user without an entry in the password file and without HOME
+        return Path(tempfile.gettempdir()) / f"hybridpar-{os.getuid()}"
+
+
+def cluster_path(host: dict[str, str]) -> Path:
+    """The cache file of one host."""
+    return cache_directory() / f"cluster-{_digest(json.dumps(host, sort_keys=True))}.json"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

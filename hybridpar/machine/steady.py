@@ -1,0 +1,76 @@
+"""Why: a measurement on a busy machine is repeated until its results agree, a bounded number of times.
+
+What comes out is kept for later only where they did agree: a time that a second measurement does not confirm says what
+else ran at that moment. Kernels, profiles of models, probes of devices and links all decide so.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+#: Measurements that lie further apart than this are used for once at most, with a warning, and not kept.
+MOST_NOISE = 0.25
+
+
+def relative_distance(one: float, other: float) -> float:
+    """How far two positive numbers lie apart: the larger over the smaller, minus one; infinite for what is no number.
+
+    Args:
+        one: One of them.
+        other: The other.
+    """
+    if one == other:
+        return 0.0
+    if not (0 < one < math.inf and 0 < other < math.inf):
+        return math.inf
+    return max(one, other) / min(one, other) - 1
+
+
+def halves_apart(times: Sequence[float]) -> float:
+    """`relative_distance` of the medians of every other time and of the rest; infinite for fewer than two.
+
+    Args:
+        times: In the order in which they were taken.
+    """
+    if len(times) < 2:
+        return math.inf
+    return relative_distance(statistics.median(times[0::2]), statistics.median(times[1::2]))
+
+
+def least_apart(times: Sequence[float]) -> float:
+    """`relative_distance` of the two least times, as disturbances only add to a time; infinite for fewer than two."""
+    return relative_distance(*sorted(times)[:2]) if len(times) > 1 else math.inf
+
+
+def repeat_until_steady(
+    measure: Callable[[], _T],
+    noise: Callable[[Sequence[_T]], float],
+    limit: float,
+    most: int = 3,
+    seconds: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[list[_T], float]:
+    """Repeat a measurement until its results agree.
+
+    Args:
+        measure: Measures once.
+        noise: How far the results so far disagree, relative; infinite where that takes more of them.
+        limit: They agree where the noise is no larger than this.
+        most: Measurements at most.
+        seconds: After which no further one is begun; the first is always taken.
+        clock: Of these seconds.
+
+    Returns:
+        All results in order, and their noise; above `limit` where they never agreed.
+    """
+    end = clock() + seconds
+    results = [measure()]
+    while not (found := noise(results)) <= limit and len(results) < most and clock() < end:
+        results.append(measure())
+    return results, found

@@ -1,0 +1,1 @@
+"""Why: optimizers, learning rates and recipes."""

@@ -1,0 +1,312 @@
+"""Why: a graph that was traced is used only after it has computed the same as the model that it was traced from.
+
+The model and its graphs run on two small random micro-batches, one after the other, in training and in evaluation, from
+the same state and the same random numbers. Outputs, loss, all gradients, buffers and parameters must be equal. On the
+CPU they nearly always are, to the bit; where they differ by little more than rounding, float64 decides.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from hybridpar.partition.example import node_call
+from hybridpar.partition.nest import tensor_leaves
+from hybridpar.partition.state import mutable_attributes, untouched
+
+#: Samples of a micro-batch that is compared. BatchNorm over less of them has hardly any gradient.
+SAMPLES = 4
+
+#: How far two results of one dtype may be apart, relative to the largest of their elements. float64 is not asked where
+#: they are farther apart than ROUNDING.
+_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-5, torch.complex64: 1e-5}
+ROUNDING = 0.1
+
+_GRADIENT = "gradient of "
+
+Inputs = tuple[torch.Tensor, ...]
+Outcome = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Graphs:
+    """What is compared with a model: its graphs, and the tensors that tracing made, by attribute name."""
+
+    train: fx.Graph
+    evaluate: fx.Graph
+    constants: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a graph first differs from its model.
+
+    Attributes:
+        text: What differs, with both values.
+        relative: The size of the difference over that of the value; infinite where they are of different kinds.
+    """
+
+    text: str
+    relative: float
+
+
+class TraceCheck:
+    """Runs a model once, and compares any number of its graphs with that run.
+
+    Args:
+        model: The model; it is as before after every call.
+        inputs: One micro-batch, for shapes and types.
+
+    Attributes:
+        counters: A Python attribute that changes in every forward pass, by the name of the module that has it.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        self.model = model
+        self.counters: dict[str, str] = {}
+        self._batches: tuple[Inputs, ...] = ()
+        self._expected: dict[bool, list[Outcome]] = {}
+        for batches in _two_batches(inputs):
+            try:
+                expected = {
+                    training: _run(model, model, batches, training, self.counters) for training in (True, False)
+                }
+            except Exception:  # the model's own code; it may refuse random numbers, or another number of samples
+                continue
+            self._batches, self._expected = batches, expected
+            break
+
+    def difference(self, graphs: Graphs, *, exact: bool = False) -> Difference | None:
+        """Where graphs first differ from the model; None where they do not, or where the model itself cannot run.
+
+        Args:
+            graphs: The graphs of both modes.
+            exact: Do not ask float64: the graphs may lack an autocast, which leaves float64 as it is.
+        """
+        for training, expected in self._expected.items():
+            found = self._differs(graphs, training, self._batches, expected)
+            if found is None:
+                continue
+            if exact or found.relative > ROUNDING or self._differs_in_float64(graphs, training):
+                mode = "training" if training else "evaluation"
+                return replace(found, text=f"in {mode}, {found.text}")
+        return None
+
+    def _differs(
+        self, graphs: Graphs, training: bool, batches: Sequence[Inputs], expected: list[Outcome]
+    ) -> Difference | None:
+        call = _graph_call(self.model, graphs, training)
+        try:
+            found = _run(self.model, call, batches, training)
+        except Exception as error:  # the model's own code
+            return Difference(f"the graph fails where the model does not ({type(error).__name__}: {error})", torch.inf)
+        return next(filter(None, map(_first_difference, expected, found)), None)
+
+    def _differs_in_float64(self, graphs: Graphs, training: bool) -> bool:
+        batches = tuple(tuple(map(_double, batch)) for batch in self._batches)
+        constants = {name: _double(value) for name, value in graphs.constants.items()}
+        with untouched(self.model):
+            for tensor in _all_tensors(self.model):
+                tensor.data = _double(tensor.data)
+            try:
+                expected = _run(self.model, self.model, batches, training)
+            except Exception:  # an operation without float64
+                return True
+            return self._differs(replace(graphs, constants=constants), training, batches, expected) is not None
+
+
+def _two_batches(inputs: Sequence[torch.Tensor]) -> Iterator[tuple[Inputs, ...]]:
+    """Pairs of micro-batches to compare on, the best first: small random ones, random ones, the given one."""
+    count = inputs[0].shape[0]
+    small = [item[:SAMPLES] if item.dim() and item.shape[0] == count else item for item in inputs]
+    generator = torch.Generator().manual_seed(0)
+    for given in (small, inputs) if count > SAMPLES else (small,):
+        yield tuple(tuple(_random_like(item, generator) for item in given) for _ in range(2))
+    yield tuple(inputs), tuple(item.flip(0) if item.dim() else item for item in inputs)
+
+
+def _random_like(item: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Normal numbers of the same mean and deviation; what counts or indexes keeps its values, in another order."""
+    if not item.is_floating_point() or item.numel() == 0:
+        order = torch.randperm(item.shape[0], generator=generator) if item.dim() else ...
+        return item[order]
+    flat = item.detach().double()
+    deviation, mean = (float(flat.std()), float(flat.mean())) if item.numel() > 1 else (0.0, 0.0)
+    drawn = torch.randn(item.shape, generator=generator, dtype=torch.float64)
+    # An example may be constant, as the zeros of a plan are.
+    values = drawn * deviation + mean if 0 < deviation < torch.inf else drawn
+    return torch.empty_like(item).copy_(values)
+
+
+def _run(
+    model: nn.Module,
+    call: Callable[..., Any],
+    batches: Sequence[Inputs],
+    training: bool,
+    counters: dict[str, str] | None = None,
+) -> list[Outcome]:
+    """Results of a model, or of a graph in its place, on micro-batches one after the other."""
+    outcomes, attributes = [], []
+    with untouched(model, training=training), torch.set_grad_enabled(training):
+        for seed, batch in enumerate(batches):
+            _seed(model, seed)
+            outcomes.append(_results(model, call(*(item.detach().clone() for item in batch))))
+            if counters is not None:
+                attributes.append({path: mutable_attributes(module) for path, module in model.named_modules()})
+    if attributes:
+        # What the first pass sets for good, such as a size or a mask, does not change in the second.
+        for path, after in attributes[1].items():
+            before = attributes[0].get(path, {})
+            counters_here = [name for name, value in after.items() if before.get(name) != value]
+            if counters_here and counters is not None:
+                counters.setdefault(path, counters_here[0])
+    return outcomes
+
+
+def _results(model: nn.Module, output: Any) -> Outcome:
+    found: Outcome = {}
+    losses = []
+    generator = torch.Generator().manual_seed(0)
+    leaves = list(tensor_leaves(output))
+    for path, leaf in leaves:
+        found[_label("output", path)] = leaf.detach().clone()
+        if leaf.requires_grad:
+            real = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+            weights = torch.randn(real.shape, generator=generator).to(real)
+            losses.append((real * weights).sum())
+    for parameter in model.parameters():
+        parameter.grad = None
+    if losses:
+        loss = torch.stack([one.to(losses[0]) for one in losses]).sum()
+        found["loss"] = loss.detach()
+        loss.backward()  # type: ignore[no-untyped-call]
+    found |= {f"buffer {name}": buffer.detach().clone() for name, buffer in model.named_buffers()}
+    # Forward may change parameters as well, though seldom: no copy of all of them for that.
+    for name, parameter in model.named_parameters():
+        values = parameter.detach()
+        found[f"norm of {name}"] = (values if values.is_floating_point() else values.to(_wide(values))).norm()
+    found |= {_GRADIENT + name: parameter.grad for name, parameter in model.named_parameters()}
+    return found
+
+
+def _first_difference(expected: Outcome, found: Outcome) -> Difference | None:
+    if expected.keys() != found.keys():
+        return Difference("the output has other parts than the model's", torch.inf)
+    for name, wanted in expected.items():
+        beside: Iterable[torch.Tensor | None] = ()
+        if name.startswith(_GRADIENT):
+            beside = (value for other, value in expected.items() if other.startswith(_GRADIENT))
+        difference = _difference(name, wanted, found[name], beside)
+        if difference is not None:
+            return difference
+    return None
+
+
+def _difference(
+    name: str, wanted: torch.Tensor | None, found: torch.Tensor | None, beside: Iterable[torch.Tensor | None]
+) -> Difference | None:
+    if wanted is None or found is None:
+        if wanted is found:
+            return None
+        values = ("none" if one is None else f"up to {_size(one):.3g}" for one in (wanted, found))
+        return Difference("{} is {} in the model and {} in its stages".format(name, *values), torch.inf)
+    if wanted.shape != found.shape or wanted.dtype != found.dtype or wanted.layout != found.layout:
+        kinds = (f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (wanted, found))
+        return Difference("{} is {} in the model and {} in its stages".format(name, *kinds), torch.inf)
+    if wanted.layout != torch.strided or wanted.is_quantized:
+        wanted, found = wanted.to_dense(), found.to_dense()
+    if torch.equal(wanted, found):
+        return None
+    apart = (wanted.to(_wide(wanted)) - found.to(_wide(found))).abs()
+    apart = torch.where(apart.isnan() & wanted.isnan() & found.isnan() | (wanted == found), 0.0, apart)
+    most = float(apart.nan_to_num(nan=torch.inf).max())
+    # Where nearly everything cancels, rounding is as large as that of the values that were added.
+    size = max(_size(wanted), 1e-3 * max((_size(one) for one in beside if one is not None), default=0.0))
+    relative = most / size if size > 0 and most < torch.inf else (torch.inf if most > 0 else 0.0)
+    if relative <= _tolerance(wanted.dtype):
+        return None
+    place = int(apart.nan_to_num(nan=torch.inf).argmax())
+    values = (f"{one.flatten()[place].item():.5g}" for one in (wanted, found))
+    return Difference("{} is {} in the model and {} in its stages".format(name, *values), relative)
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    return _TOLERANCE.get(dtype) or 4 * torch.finfo(dtype).eps
+
+
+def _wide(tensor: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64
+
+
+def _size(tensor: torch.Tensor) -> float:
+    values = tensor.detach().to(_wide(tensor)).abs()
+    values = values[values.isfinite()]
+    return float(values.max()) if values.numel() else 0.0
+
+
+def _label(kind: str, path: tuple[Any, ...]) -> str:
+    return kind + "".join(f"[{key!r}]" for key in path)
+
+
+def _double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _all_tensors(model: nn.Module) -> list[torch.Tensor]:
+    held = (vars(module).values() for module in model.modules())
+    plain = [value for values in held for value in values if isinstance(value, torch.Tensor)]
+    return [*model.parameters(), *model.buffers(), *plain]
+
+
+def _seed(model: nn.Module, seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    for index in {one.device.index for one in model.parameters() if one.device.type == "cuda"}:
+        torch.cuda.default_generators[index].manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def _graph_call(model: nn.Module, graphs: Graphs, training: bool) -> Callable[..., Any]:
+    """A graph as a function. Tensors are looked up once, as in a stage, which holds them."""
+    graph = graphs.train if training else graphs.evaluate
+
+    def resolve(name: str) -> Any:
+        if name in graphs.constants:
+            return graphs.constants[name]
+        value: Any = model
+        for part in name.split("."):
+            value = getattr(value, part)
+        return value
+
+    known = {node: resolve(str(node.target)) for node in graph.nodes if node.op in ("get_attr", "call_module")}
+    last_use = {argument: node for node in graph.nodes for argument in node.all_input_nodes}
+
+    def call(*inputs: torch.Tensor) -> Any:
+        given = iter(inputs)
+        values: dict[fx.Node, Any] = {}
+        for node in graph.nodes:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+            if node.op == "output":
+                return args[0]
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "get_attr":
+                values[node] = known[node]
+            else:
+                function = known[node] if node.op == "call_module" else node_call(node, resolve)
+                values[node] = function(*args, **kwargs)
+            del args, kwargs
+            for argument in node.all_input_nodes:
+                if last_use[argument] is node:
+                    del values[argument]
+        raise AssertionError("a graph without output")
+
+    return call

@@ -1,0 +1,224 @@
+"""Why: `torch.fx` follows Python code, and some of what decides a gradient is not in the operations that it records.
+
+Kept in the graph, as nodes of their own: calls of custom `autograd.Function`s, whose backward pass fx would replace by
+that of their forward pass, and `no_grad` blocks, whose results are detached.
+
+Noted, for the comparison with the model to decide on: blocks under `autocast`, and under hooks for saved tensors, which
+is how `torch.utils.checkpoint` works. A graph has neither.
+
+Refused: random numbers of Python and NumPy, and new memory for a parameter. The graph would have what the trace had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.autograd.function import FunctionCtx
+from torch.fx.proxy import TraceError as FxTraceError
+from torch.utils.checkpoint import CheckpointFunction
+
+from hybridpar.partition.nest import map_tensors
+from hybridpar.partition.state import OutsideGraphError, python_random_state
+
+#: What the code of a module may do that a graph does not have.
+AUTOCAST = "runs under autocast"
+SAVED = "uses torch.utils.checkpoint, or other hooks for saved tensors"
+
+#: Methods that ask about a tensor, not for its values.
+METADATA_METHODS = frozenset(
+    {"size", "dim", "numel", "ndimension", "stride", "get_device", "is_floating_point", "element_size"}
+)
+_METADATA = frozenset({"shape", "ndim", "dtype", "device", "layout", "requires_grad", "is_cuda", "itemsize", "nbytes"})
+_NUMBERS = METADATA_METHODS | {"item", "tolist"}
+
+
+def stop_gradient(value: Any) -> Any:
+    """What a `no_grad` block makes of the result of an operation: its tensors, detached."""
+    return map_tensors(value, torch.Tensor.detach)
+
+
+class FunctionCall:
+    """`apply` of an autograd function, under the function's own name.
+
+    Args:
+        function: A subclass of `torch.autograd.Function`.
+    """
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        self.function = function
+        self.__name__, self.__module__ = function.__name__, function.__module__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply it."""
+        return self.function.apply(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{self.__module__}.{self.function.__qualname__}"
+
+
+class ModelTracer(fx.Tracer):
+    """An fx tracer that keeps more of a model than fx does, and remembers where it failed.
+
+    Args:
+        whole: Qualified names of sub-modules that are leaves, besides those that always are.
+
+    Attributes:
+        failed: The innermost sub-module in whose call tracing failed; None where that was the model itself.
+        suspects: What the graph may lack, by the qualified name of the module whose code does it.
+    """
+
+    def __init__(self, whole: frozenset[str]) -> None:
+        super().__init__()
+        self.whole = whole
+        self.failed: str | None = None
+        self.suspects: dict[str, str] = {}
+        self._outside = _context()
+        self._entered = [("", self._outside)]
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Whether a module is one node; a class can say that it is one operation, as torch's own layers are."""
+        leaf = getattr(type(m), "fx_leaf", False) is True
+        return leaf or module_qualified_name in self.whole or super().is_leaf_module(m, module_qualified_name)
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """Trace a module; see `torch.fx.Tracer.trace`.
+
+        Raises:
+            OutsideGraphError: Its forward pass does something that a graph would not do again.
+            Exception: Whatever the module's own code raises.
+        """
+        with torch.enable_grad(), _functions_as_nodes(self), self._nothing_outside(root):
+            return super().trace(root, concrete_args)
+
+    def call_module(
+        self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Enter a module, or make a node of it."""
+        path = self.path_of_module(m)
+        self._entered.append((path, _context()))
+        try:
+            if self.is_leaf_module(m, path):
+                return super().call_module(m, forward, args, kwargs)
+            with self._nothing_outside(m):
+                return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            if self.failed is None:
+                self.failed = path
+            raise
+        finally:
+            self._entered.pop()
+
+    def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *more: Any, **named: Any) -> fx.Proxy:
+        """Record an operation together with the context that it runs in."""
+        proxy = super().create_proxy(kind, target, args, kwargs, *more, **named)
+        if not kind.startswith("call_"):
+            return proxy
+        for reason in _context() - self._outside:
+            self.suspect(reason)
+        if not torch.is_grad_enabled() and not _is_number(proxy.node, _NUMBERS):
+            return super().create_proxy("call_function", stop_gradient, (proxy,), {})
+        return proxy
+
+    def suspect(self, reason: str) -> None:
+        """Note that the code of the innermost module that was entered without it does this."""
+        owner = next((path for path, entry in reversed(self._entered) if reason not in entry), "")
+        self.suspects.setdefault(owner, reason)
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        """Refuse a branch on what is not known yet."""
+        raise FxTraceError(f"a branch or a loop condition depends on {_kind(obj.node)}")
+
+    def iter(self, obj: fx.Proxy) -> Iterator[Any]:
+        """Refuse a loop over what is not known yet."""
+        raise FxTraceError(f"a loop, or *arguments, cannot be iterated: they depend on {_kind(obj.node)}")
+
+    @contextmanager
+    def _nothing_outside(self, module: nn.Module) -> Iterator[None]:
+        drawn, memory = python_random_state(), _memory(module)
+        yield
+        if python_random_state() != drawn:
+            raise OutsideGraphError("it draws random numbers of Python or NumPy, which would be the same in every step")
+        moved = [name for name, place in _memory(module).items() if memory.get(name) != place]
+        if moved:
+            raise OutsideGraphError(f"it puts other memory in the place of {moved[0]}.data")
+
+
+def _memory(module: nn.Module) -> dict[str, int]:
+    return {name: one.data_ptr() for name, one in module._parameters.items() if one is not None and not one.is_meta}
+
+
+def _context() -> frozenset[str]:
+    """What is switched on around an operation and changes it."""
+    found = set()
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        found.add(AUTOCAST)
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        found.add(SAVED)
+    return frozenset(found)
+
+
+def _kind(node: fx.Node) -> str:
+    """What a value is, for a message: known from the shape of the input, or only from its numbers."""
+    if _is_number(node):
+        return "a tensor's shape or type, which the graph leaves open"
+    return "data that is known only when the model runs"
+
+
+def _is_number(node: fx.Node, asked: frozenset[str] = METADATA_METHODS) -> bool:
+    """Whether a value is a number or a type: what one of these methods returns, or an attribute, or made of such."""
+    if node.op == "call_method":
+        return node.target in asked
+    if node.op != "call_function":
+        return False
+    if node.target is getattr:
+        return node.args[1] in _METADATA
+    library = getattr(node.target, "__module__", None)
+    return library in ("_operator", "builtins", "math") and all(_is_number(one, asked) for one in node.all_input_nodes)
+
+
+@contextmanager
+def _functions_as_nodes(tracer: ModelTracer) -> Iterator[None]:
+    """Record calls of custom autograd functions as nodes.
+
+    `apply` of a function is torch's C code, which users keep under names of their own (`reverse = Reverse.apply`). It
+    calls `forward` of the class, and that is where the call is seen here.
+    """
+    replaced: list[tuple[type, Any]] = []
+    try:
+        for function in _subclasses(torch.autograd.Function):
+            known = vars(function).get("forward")
+            if isinstance(known, staticmethod):
+                replaced.append((function, known))
+                function.forward = staticmethod(_recording(tracer, function, known.__func__))  # type: ignore[attr-defined]
+        yield
+    finally:
+        for function, known in replaced:
+            function.forward = known  # type: ignore[attr-defined]
+
+
+def _subclasses(kind: type) -> Iterator[type]:
+    one: type
+    for one in type.__subclasses__(kind):
+        yield one
+        yield from _subclasses(one)
+
+
+def _recording(tracer: ModelTracer, function: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    call = FunctionCall(function)
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        given = args[1:] if args and isinstance(args[0], FunctionCtx) else args
+        if not any(isinstance(item, fx.Proxy) for item in (*given, *kwargs.values())):
+            return forward(*args, **kwargs)
+        with torch.enable_grad():  # apply has switched it off
+            if issubclass(function, CheckpointFunction):
+                tracer.suspect(SAVED)
+                called, _, *rest = given
+                return called(*rest)
+            return tracer.create_proxy("call_function", call, given, kwargs)
+
+    return record

@@ -1,0 +1,107 @@
+"""Why: what the pipeline requires of the stages of a model, and functions over a list of stages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from hybridpar.errors import ScheduleError
+from hybridpar.schedule.actions import Layout
+from hybridpar.sync.choice import Part
+
+
+class Border(Protocol):
+    """A tensor that enters or leaves a stage."""
+
+    @property
+    def name(self) -> str:
+        """Name of the value in the model's graph."""
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether a gradient flows back through it."""
+
+
+class StageModule(Protocol):
+    """What the pipeline needs to know of a stage: a module whose tensors are listed by name.
+
+    All stages but the last return a tuple of the tensors that `outputs` names; the last returns what the model does.
+    """
+
+    index: int
+    model_inputs: tuple[str, ...]
+
+    @property
+    def inputs(self) -> Sequence[Any]:
+        """The `Border`s it takes."""
+
+    @property
+    def outputs(self) -> Sequence[Any]:
+        """The `Border`s it returns; empty for the last stage."""
+
+
+def module_of(stage: StageModule) -> nn.Module:
+    """The stage as the module that it also is, which a protocol cannot say."""
+    module: nn.Module = stage  # type: ignore[assignment]
+    return module
+
+
+def device_of(module: nn.Module, default: torch.device) -> torch.device:
+    """Where a stage computes: where its parameters or buffers are; a default for one that has neither."""
+    held = next(module.parameters(), next(module.buffers(), None))
+    return default if held is None else held.device
+
+
+def consumers_of(stages: Sequence[StageModule], index: int) -> dict[int, list[str]]:
+    """Who uses what a stage makes: for each later stage the names of what it uses, in the order of its inputs."""
+    made = {border.name for border in stages[index].outputs}
+    uses = {
+        other.index: [border.name for border in other.inputs if border.name in made] for other in stages[index + 1 :]
+    }
+    return {stage: names for stage, names in uses.items() if names}
+
+
+def check_stages(stages: Sequence[StageModule]) -> None:
+    """Refuse a list of stages that is not all stages of one model, in order.
+
+    Raises:
+        ScheduleError: A stage is missing or out of order.
+    """
+    if not stages or [stage.index for stage in stages] != list(range(len(stages))):
+        raise ScheduleError(
+            f"stages {[stage.index for stage in stages]} are not all stages of a model in order",
+            "A pipeline is made of what `partition_model` or `split_model` returns, as it is.",
+        )
+
+
+def parts_of(
+    stages: Sequence[StageModule],
+    layout: Layout,
+    forward_ms: Sequence[float] | None,
+    backward_ms: Sequence[float] | None,
+    recompute: Collection[int] = (),
+) -> list[Part]:
+    """What each position of a pipeline exchanges with its replicas, and behind what.
+
+    Args:
+        stages: All stages, in order.
+        layout: Where they are.
+        forward_ms: For every stage the time of a forward pass; None where it was not measured.
+        backward_ms: Likewise, of a backward pass.
+        recompute: Stages whose forward pass is run again in the backward pass.
+    """
+    parts = []
+    times = list(backward_ms or ())
+    if times and forward_ms:
+        for index in recompute:
+            times[index] += forward_ms[index]
+    for position in range(layout.workers):
+        own = [index for index in range(layout.stages) if layout.home(index) == position]
+        groups = [dict(module_of(stages[index]).named_parameters()) for index in reversed(own)]
+        # The last micro-batch comes to the stages before the first of these afterwards.
+        behind = (sum(times[index] for index in own), sum(times[: own[0]])) if times else (None, 0.0)
+        parts.append(Part(groups, *behind))
+    return parts

@@ -1,0 +1,494 @@
+"""Why: a run is trained by a plan, and there is one place that says where that plan comes from.
+
+It is a file that the user names, the plan of the run that is resumed, or, by default, the answer of a search over all
+that the user's options leave open. Whichever it is, here it becomes options: what follows trains by them, and need not
+know that there was a plan. Options that somebody set win over a plan.
+
+Rank 0 searches and all workers follow its answer, so that noise cannot make two of them disagree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from hybridpar.comm.collective import BackendSum
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.errors import HybridparError, PlanError, UsageError
+from hybridpar.partition.planning import require_model
+from hybridpar.plan import Plan, Sync, parse_plan, read_plan
+from hybridpar.planner.evaluate import Outcome
+from hybridpar.planner.explain import brief, caveats
+from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_of_plan
+from hybridpar.planner.link_ways import PLAIN_WAYS
+from hybridpar.planner.links import measure_cluster
+from hybridpar.planner.measure import has_tuned_kernels
+from hybridpar.planner.measure_run import (
+    LEAST_STEPS,
+    decided_options,
+    fixed_by,
+    measure_inputs,
+    needs_replicas,
+    needs_stages,
+    not_modelled,
+    optimizer_copies,
+)
+from hybridpar.planner.record import is_as_recorded, plan_of
+from hybridpar.planner.search import Answer, find_plan
+from hybridpar.planner.stage_plan import Shape, follow_stages, read_own_plan, shape_of
+
+_log = logging.getLogger(__name__)
+
+#: Where a run keeps everything that the search read, and what it predicted.
+_DETAILS = ", details in plan.json"
+
+#: Options that decide what samples and weights are, and nothing that a plan says.
+_NO_KNOBS = frozenset(field.name for field in fields(TrainConfig)) - {
+    *("replicas", "micro_batches", "schedule", "recompute", "placement", "bucket_mb", "compress"),
+    *("memory_format", "channels_last", "kernels", "stages"),
+}
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """What a run is to do.
+
+    Attributes:
+        config: Options with what the plan says; `plan` is `none` in them.
+        plan: The plan; None where there is none.
+        lines: What to tell at the start.
+    """
+
+    config: TrainConfig
+    plan: Plan | None = None
+    lines: tuple[str, ...] = ()
+
+    @property
+    def stages(self) -> Plan | None:
+        """The plan, where it has stages: without any a worker trains the model whole."""
+        return self.plan if self.plan is not None and len(self.plan.partition.stages) > 1 else None
+
+    @property
+    def searched(self) -> bool:
+        """Whether the plan records what it was searched in, so that it can be predicted again."""
+        return self.plan is not None and self.plan.inputs is not None
+
+
+def plan_run(
+    model: nn.Module,
+    config: TrainConfig,
+    world: World,
+    *,
+    sample_shape: Sequence[int] | None,
+    steps: int | None,
+    name: str,
+    given: Collection[str] = (),
+    stored: Path | None = None,
+    decided: Collection[str] | None = None,
+    plan: Plan | None = None,
+    announce: Callable[[str], None] = lambda text: None,
+) -> PlannedRun:
+    """Find the plan of a run, and the options that follow from it; a collective.
+
+    Args:
+        model: The whole model, as built.
+        config: Options.
+        world: All workers.
+        sample_shape: Of one sample; None where that is not known, and nothing can be measured.
+        steps: Length of the run, about; None where that is not known.
+        name: What to call the model.
+        given: Options that were named, though they may have their default's value.
+        stored: The plan of the run that is resumed.
+        decided: All options that are not searched for, instead of those that were given or changed.
+        plan: What to follow, instead of what the options name.
+        announce: Told what is being done, while that takes time.
+
+    Raises:
+        PlanError: A plan cannot be read, or was made for another model or for other machines.
+        UsageError: Options contradict a plan, or one of them would have no effect.
+        SyncError: A worker died or did not answer in time.
+    """
+    # A loop of one's own decides what there is to exchange; of a run that goes on, and of a plan's file, so does that.
+    named = decided_options(config, given) if decided is None and stored is None else frozenset()
+    if config.plan_file is not None:
+        named &= set(given)
+    decided = decided_options(config, given) if decided is None else decided
+    _require_effect(config, named, world.size)
+    found = _plan(model, config, world, sample_shape, steps, name, given, stored, decided, plan, named, announce)
+    shape = shape_of(found.config, world.size, found.plan)
+    _require_effect(found.config, named, world.size, shape)
+    return found
+
+
+def _require_effect(config: TrainConfig, named: Collection[str], workers: int, shape: Shape | None = None) -> None:
+    """Refuse a named option that would do nothing.
+
+    Args:
+        config: The options.
+        named: Those that must have an effect.
+        workers: Workers of the job.
+        shape: How they are divided; None where that is not decided, and a single worker alone excludes something.
+
+    Raises:
+        UsageError: An option acts on what replicas exchange and there is one, or on stages and there are none.
+    """
+    replicas = workers if shape is None else shape.replicas
+    if replicas == 1 and (option := needs_replicas(config, named)):
+        raise UsageError(
+            f"{option} has no effect with one replica on {workers} worker(s)",
+            "It acts on what replicas of the model exchange, and one replica exchanges nothing.",
+            f"Leave it out, or start more workers: --workers {2 * workers}."
+            if workers == 1
+            else f"Leave it out, or ask for more replicas: --replicas 2 or --workers {2 * workers}.",
+        )
+    if shape is not None and shape.stages == 1 and (option := needs_stages(config, named)):
+        raise UsageError(
+            f"{option} without stages has no effect",
+            "It acts on the stages of a pipeline, and the model is trained as a whole.",
+            "Leave it out, or add --stages 2.",
+        )
+
+
+def _plan(
+    model: nn.Module,
+    config: TrainConfig,
+    world: World,
+    sample_shape: Sequence[int] | None,
+    steps: int | None,
+    name: str,
+    given: Collection[str],
+    stored: Path | None,
+    decided: Collection[str],
+    plan: Plan | None,
+    named: Collection[str],
+    announce: Callable[[str], None],
+) -> PlannedRun:
+    plan = plan or read_own_plan(config, world)
+    if plan is not None:
+        return _follow_given(model, config, world, plan, decided, name, sample_shape)
+    plain = replace(config, plan="none")
+    if not config.searches:
+        return PlannedRun(plain)
+    if stored is not None:
+        kept = world.from_main(lambda: _stored_plan(stored, world.size))
+        if kept is None:
+            return PlannedRun(plain)
+        return _follow_stored(plain, world, parse_plan(json.loads(kept)), decided)
+    if why := _not_worth(config, sample_shape, steps):
+        return PlannedRun(plain, lines=_unplanned(why) if "plan" in given else ())
+    if option := not_modelled(config):
+        return PlannedRun(plain, lines=_unplanned(f"no prediction knows {option}"))
+    assert sample_shape is not None
+    assert steps is not None
+    return _search(model, plain, world, sample_shape, steps, name, decided, named, announce)
+
+
+def plan_loop(
+    model: nn.Module,
+    config: TrainConfig,
+    world: World,
+    example: Tensor | None,
+    steps: int | None,
+    name: str | None,
+    plan: Plan | None = None,
+) -> PlannedRun:
+    """The plan of somebody's own loop, who divides batches and knows the stages: neither changes. A collective.
+
+    Args:
+        model: The whole model, as built.
+        config: Options.
+        world: All workers.
+        example: Inputs of one micro-batch.
+        steps: Length of the run; None where that is not known.
+        name: What to call the model.
+        plan: What to follow, instead of what the options name.
+
+    Raises:
+        HybridparError: As for `plan_run`.
+    """
+    asked, decided = config, decided_options(config)
+    if config.plan_file is None and plan is None:
+        replicas = shape_of(config, world.size).replicas
+        samples = config.batch_size if example is None else example.shape[0] * replicas * config.micro_batches
+        asked = replace(config, replicas=replicas, batch_size=samples)
+        decided |= {"stages", "replicas", "micro_batches"}
+    found = plan_run(
+        model,
+        asked,
+        world,
+        # A model is measured with random numbers, which indices are not.
+        sample_shape=tuple(example.shape[1:]) if example is not None and example.is_floating_point() else None,
+        steps=steps,
+        name=name or type(model).__name__,
+        decided=decided,
+        plan=plan,
+    )
+    for line in found.lines if world.is_main else ():
+        _log.info(line.removesuffix(_DETAILS))  # nobody writes that file here
+    if found.plan is None:
+        return replace(found, config=replace(config, plan="none"))
+    return replace(found, config=replace(found.config, batch_size=config.batch_size))
+
+
+def before_joining(config: TrainConfig, given: Collection[str] = (), plan: Plan | None = None) -> TrainConfig:
+    """Options with what a plan says of the exchange of gradients: workers join by these, before they can plan.
+
+    Args:
+        config: Options.
+        given: Options that were named.
+        plan: The plan; default: the file that the options name.
+    """
+    sync = None if plan is None else plan.sync
+    if plan is None and config.plan_file is not None:
+        with contextlib.suppress(PlanError):  # told to all workers once they have met, so that none waits in vain
+            sync = read_plan(config.plan_file).sync
+    if sync is None:
+        return config
+    said: dict[str, Any] = {"sync_lanes": sync.lanes, "batch_norm": sync.batch_norm, "compress": _policy_text(sync)}
+    decided = decided_options(config, given)
+    return replace(config, **{option: value for option, value in said.items() if option not in decided})
+
+
+def follow(config: TrainConfig, plan: Plan, decided: Collection[str], workers: int) -> TrainConfig:
+    """Options with what a plan says, wherever nobody decided otherwise.
+
+    Args:
+        config: Options.
+        plan: The plan.
+        decided: Options that win over it.
+        workers: Workers of the job.
+
+    Raises:
+        UsageError: The number of stages contradicts the plan.
+    """
+    said: dict[str, Any] = {}
+    stages = follow_stages(config, plan, "stages" in decided)
+    if plan.placement is not None and (plan.inputs is not None or plan.workers == workers):
+        said["replicas"] = plan.placement.replicas
+    if plan.pipeline is not None:
+        said["micro_batches"] = plan.pipeline.micro_batches
+        if stages.stages > 1:
+            said |= {"schedule": plan.pipeline.schedule, "recompute": plan.pipeline.recompute}
+    if plan.sync is not None:
+        said |= {"bucket_mb": plan.sync.bucket_bytes / 2**20, "compress": _policy_text(plan.sync)}
+    if plan.measured is not None and not (config.channels_last or config.uses_kernels):
+        said["memory_format"] = plan.measured.memory_format
+    if plan.kernels is not None and plan.kernels.database == "auto":
+        said["kernels"] = "auto"
+    wanted = {option: value for option, value in said.items() if option not in decided}
+    return replace(config, plan="none", stages=stages.stages, placement=stages.placement, **wanted)
+
+
+def _policy_text(sync: Sync) -> str:
+    """What gradients travel as, as `--compress` takes it."""
+    rules = sync.policy
+    if len(rules) == 1 and rules[0].pattern == "*":
+        return rules[0].codec
+    return "; ".join(f"{rule.pattern} -> {rule.codec}" for rule in rules)
+
+
+def _as_followed(config: TrainConfig, plan: Plan, decided: Collection[str], workers: int) -> Plan:
+    """The plan, without its prediction where somebody decided otherwise than it says."""
+    if follow(config, plan, decided, workers) == follow(config, plan, _NO_KNOBS & set(decided), workers):
+        return plan
+    return _unpredicted(plan)
+
+
+def _follow_given(
+    model: nn.Module,
+    config: TrainConfig,
+    world: World,
+    plan: Plan,
+    decided: Collection[str],
+    name: str,
+    sample_shape: Sequence[int] | None,
+) -> PlannedRun:
+    require_model(plan, model, name)
+    if plan.inputs is not None:
+        check_made_for(plan, measure_cluster(world, ways=PLAIN_WAYS))
+    followed = _as_followed(config, plan, decided, world.size)
+    told = _expected(followed)
+    if followed.inputs is not None and not is_as_recorded(followed):
+        followed, told = _unpredicted(followed), ", which was edited: what was predicted does not hold"
+    if followed.inputs is not None and (other := _made_for_other(config, followed, sample_shape)):
+        followed, told = _unpredicted(followed), f", which was made for {other}: its prediction does not hold here"
+    place = f"from {config.plan_file}" if config.plan_file is not None else "as given"
+    return PlannedRun(follow(config, plan, decided, world.size), followed, (f"plan     {place}{told}",))
+
+
+def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int] | None) -> str:
+    """What a plan was searched for and this run is not, so that it takes other steps than were predicted."""
+    inputs = inputs_of_plan(plan)
+    told = []
+    if inputs.batch != config.batch_size:
+        told.append(f"a batch of {inputs.batch}, not {config.batch_size}")
+    if sample_shape is not None and plan.model.input and tuple(plan.model.input) != tuple(sample_shape):
+        shapes = ("x".join(map(str, shape)) for shape in (plan.model.input, sample_shape))
+        told.append("samples of {}, not {}".format(*shapes))
+    if inputs.optimizer_copies != optimizer_copies(config):
+        told.append(
+            f"an optimizer with {inputs.optimizer_copies} tensors per parameter, not {optimizer_copies(config)}"
+        )
+    if plan.measured is not None and (plan.measured.dtype == "bfloat16") != (config.amp == "bf16"):
+        told.append(f"computing in {plan.measured.dtype}")
+    return ", ".join(told)
+
+
+def _unpredicted(plan: Plan) -> Plan:
+    return plan.model_copy(update={"inputs": None, "predicted": None})
+
+
+def _follow_stored(config: TrainConfig, world: World, plan: Plan, decided: Collection[str]) -> PlannedRun:
+    """Go on by the plan of the run; one that does not fit any more is left, and none is made in its place."""
+    if plan.workers != world.size:
+        why = f"the run's own plan is for {plan.workers} worker(s), and here are {world.size}"
+        return PlannedRun(config, lines=_unplanned(why))
+    if "stages" in decided and config.stages != len(plan.partition.stages):
+        return PlannedRun(config, lines=_unplanned(f"--stages {config.stages} is not what the run's own plan says"))
+    adds_only = world.size > 1 and not isinstance(world.lane_sums[0], BackendSum)
+    if adds_only and _policy_text(plan.sync or Sync()) != "none":
+        why = "the run's own plan compresses gradients, and workers that share memory only add"
+        return PlannedRun(config, lines=_unplanned(why))
+    followed = _as_followed(config, plan, decided, world.size)
+    line = f"plan     as the run began with, not searched for again{_expected(followed)}"
+    return PlannedRun(follow(config, plan, decided, world.size), followed, (line,))
+
+
+def set_aside(place: Path) -> None:
+    """Keep the plan of a run that goes on without it, under the number of its workers: with these it is taken up again.
+
+    Args:
+        place: Where the run's plan lies, which is about to be replaced.
+    """
+    plan = _usable(place)
+    if plan is not None:
+        with contextlib.suppress(OSError):
+            place.replace(_aside(place, plan.workers))
+
+
+def _stored_plan(place: Path, workers: int) -> str | None:
+    """A run's plan, where it was laid out by one: if there are several the one for so many workers."""
+    found = [plan for plan in (_usable(place), _usable(_aside(place, workers))) if plan is not None]
+    fitting = [plan for plan in found if plan.workers == workers]
+    return (fitting or found)[0].to_json() if found else None
+
+
+def _aside(place: Path, workers: int | None) -> Path:
+    return place.with_name(f"{place.stem}-{workers}-workers{place.suffix}")
+
+
+def _usable(place: Path) -> Plan | None:
+    """A plan that laid a run out; what cannot be read is as none."""
+    try:
+        plan = read_plan(place)
+    except HybridparError:
+        return None
+    return plan if (plan.inputs is not None or plan.followed) and plan.placement is not None else None
+
+
+def _not_worth(config: TrainConfig, sample_shape: Sequence[int] | None, steps: int | None) -> str:
+    if sample_shape is None:
+        return "there is no example of inputs, in floating point, to measure with"
+    if steps is None:
+        return "nobody said how long the run is"
+    if steps < LEAST_STEPS:
+        return f"a run of {steps} steps is over before planning pays, which is from {LEAST_STEPS} on"
+    return ""
+
+
+def _search(
+    model: nn.Module,
+    config: TrainConfig,
+    world: World,
+    sample_shape: Sequence[int],
+    steps: int,
+    name: str,
+    decided: Collection[str],
+    named: Collection[str],
+    announce: Callable[[str], None],
+) -> PlannedRun:
+    begun = time.perf_counter()
+    fixed = fixed_by(config, decided, world.size, [path for path, _ in model.named_parameters()], named)
+    if fixed.kernels == "tuned" and not has_tuned_kernels(model):
+        fixed = replace(fixed, kernels=None)  # of what has none, stock and tuned are the same
+    measured = measure_inputs(model, config, world, sample_shape, steps, fixed, name, announce)
+    if measured.why:
+        return PlannedRun(config, lines=_unplanned(measured.why))
+
+    def decide() -> tuple[str | None, tuple[str, ...]]:
+        inputs = measured.inputs
+        assert inputs is not None
+        announce("planning: predicting the ways to divide the work")
+        try:
+            answer = find_plan(inputs)
+        except PlanError as error:
+            return None, _unplanned(error.what)
+        took = time.perf_counter() - begun
+        return plan_of(answer).to_json(), _told(answer, inputs, took)
+
+    text, lines = world.from_main(decide)
+    if text is None:
+        return PlannedRun(config, lines=lines)
+    plan = parse_plan(json.loads(text))
+    return PlannedRun(follow(config, plan, decided, world.size), plan, lines)
+
+
+def _unplanned(why: str) -> tuple[str, ...]:
+    return (f"plan     none: {why}",)
+
+
+def _expected(plan: Plan) -> str:
+    predicted = plan.predicted.step_ms if plan.predicted is not None else None
+    return f", predicted {predicted:,.1f} ms a step" if predicted is not None else ""
+
+
+def _told(answer: Answer, inputs: PlannerInputs, seconds: float) -> tuple[str, ...]:
+    """Which plan was chosen, and how much slower the next best is."""
+    chosen = answer.chosen
+    line = f"plan     {brief(chosen.candidate, answer)}, about {_ms(chosen.step_ms)} a step"
+    others = (one for one in answer.ranked if _kind(one) != _kind(chosen))
+    if (other := next(others, None)) is not None:
+        gap = other.score - chosen.score
+        told = "as fast within the noise" if other in answer.ties else f"{'+' if gap >= 0 else '-'}{_ms(abs(gap))}"
+        line += f" (next best: {brief(other.candidate, answer)}, {told})"
+    lines = [f"{line}; planned in {seconds:.1f} s{_DETAILS}"]
+    if fewer := _fewer_workers(answer, inputs):
+        lines.append(f"         {fewer}")
+    return (*lines, *(f"         {one}" for one in caveats(inputs)))
+
+
+def _kind(outcome: Outcome) -> tuple[object, ...]:
+    """What tells ways to divide the work apart; cuts, placements and schedules are details of it."""
+    one = outcome.candidate
+    return one.shape.stages, one.shape.replicas, one.shape.lanes, one.shape.micro_batches, one.travel, one.variant
+
+
+def _ms(time: float) -> str:
+    return f"{time:,.0f} ms" if time >= 10 else f"{time:,.1f} ms"
+
+
+def _fewer_workers(answer: Answer, inputs: PlannerInputs) -> str:
+    """Whether fewer workers than were started would be faster, beyond the noise; empty where they would not.
+
+    On a CPU they are predicted with their own cores alone, though they would get those of the others as well.
+    """
+    fixed = inputs.fixed
+    if inputs.workers == 1 or fixed.replicas is not None or fixed.stages not in (None, 1):
+        return ""
+    library = answer.evaluator.space.library
+    fewer = find_plan(replace(inputs, fixed=replace(fixed, workers=None)), keep=1, library=library)
+    shape, step = fewer.chosen.candidate.shape, fewer.chosen.step_ms
+    workers = shape.workers
+    if workers >= inputs.workers or step * (1 + answer.noise) >= answer.chosen.step_ms:
+        return ""
+    same = f" --micro-batches {shape.micro_batches}" if inputs.profile.batch_norm and shape.micro_batches > 1 else ""
+    return f"fewer would be faster: {_ms(step)} a step with --workers {workers}{same}"

@@ -1,0 +1,341 @@
+"""Why: what a run leaves behind must be found again, and never be overwritten by accident.
+
+    runs/NAME/
+      run.json       model, options, versions, and the job that writes here
+      plan.json      the plan; plan-N-workers.json is one that waits for N workers again
+      compress.csv   what each parameter travels as, where gradients are compressed
+      policy.toml    the same as rules, where they were measured
+      metrics.jsonl  a line per step
+      summary.json   the result
+      loss.png       the loss as a picture
+      staleness.png  how old gradients were when they arrived, in a run with parameter servers
+      checkpoints/   see hybridpar.train.checkpoint
+
+A new run gets a directory of its own; one that exists is continued with `--resume` or replaced with `--overwrite`,
+both of which the user must ask for. Only files that a run writes are ever deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
+
+from hybridpar.config import TrainConfig
+from hybridpar.errors import CheckpointError, DataError, RunDirectoryError, UsageError
+from hybridpar.formats.file_reader import read_json
+from hybridpar.observe.files import replace_file, run_directory_error
+from hybridpar.train.checkpoint_files import latest_checkpoint, read_manifest, resolve_checkpoint, step_of
+
+RUN_FILE = "run.json"
+_OWN_FILES = (
+    *(RUN_FILE, "plan.json", "compress.csv", "policy.toml", "metrics.jsonl", "summary.json", "loss.png"),
+    "staleness.png",
+)
+_OWN_FOLDERS = ("checkpoints", "tensorboard")
+
+#: Options that a resumed run must have as it began, and why.
+_SAMPLES = "A resumed run goes on at the same place in the same order of samples."
+_FIXED = {
+    **dict.fromkeys(("data", "batch_size", "seed", "image_size", "synthetic_samples"), _SAMPLES),
+    "optimizer": "The checkpoint holds the state of the other optimizer.",
+    "stem": "The checkpoint holds the weights of the other stem.",
+}
+#: Options of a command and not of the run: they are never recalled, and a change is not worth a line.
+_OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "download"}
+#: Options that are not recalled, because the run has what followed from them, or the file is there already.
+_NOT_RECALLED = _OF_THE_COMMAND | {"plan", "timeline"}
+#: Options on what is saved and how long is waited: a change is worth a line, also where it is back to the default.
+_AS_GIVEN = {"checkpoint_every", "keep", "timeout"}
+
+_Config = TypeVar("_Config", bound=TrainConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPlace:
+    """Where a run writes, and what it goes on from.
+
+    Attributes:
+        directory: The run directory.
+        checkpoint: The checkpoint to continue, or None for a new run.
+        restarted: Whether a launcher started this job again after a worker died.
+        claim: How the directory is made the run's own: used as it is; made anew, with a number behind its name where
+            that is taken; or used after the run in it has been deleted.
+    """
+
+    directory: Path
+    checkpoint: Path | None = None
+    restarted: bool = False
+    claim: Literal["use", "make", "replace"] = "use"
+
+    @property
+    def continues(self) -> bool:
+        """Whether a run that began here goes on, rather than another one from a checkpoint."""
+        return self.restarted or (self.checkpoint is not None and self.directory in self.checkpoint.parents)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Directory of the checkpoints."""
+        return self.directory / "checkpoints"
+
+
+def find_place(config: TrainConfig, model: str) -> RunPlace:
+    """Decide on the run directory; called by one worker, the others are told.
+
+    Nothing is written or deleted yet: the run may still turn out to be impossible, see `claim_place`.
+
+    Raises:
+        UsageError: The directory holds a run, and neither `--resume` nor `--overwrite` was given.
+        CheckpointError: `--resume` without a checkpoint to resume, or `--resume-from` names none.
+        RunDirectoryError: The directory cannot be written.
+    """
+    base = _base(config, model)
+    job = os.environ.get("TORCHELASTIC_RUN_ID")
+    if job is not None and _restarted() and (mine := _place_of_job(base, job)) is not None:
+        checkpoint = latest_checkpoint(mine / "checkpoints") or config.resume_from
+        return RunPlace(mine, checkpoint, restarted=True)
+    _check_writable(base)
+    if config.resume_from is not None:
+        read_manifest(resolve_checkpoint(config.resume_from))
+    if config.resume:
+        directory = _resumed(config, model)
+        if (checkpoint := latest_checkpoint(directory / "checkpoints")) is None:
+            raise CheckpointError(
+                f"there is nothing to resume in {directory}",
+                "--resume goes on from the newest whole checkpoint of the run directory.",
+                "Name the directory with --run-dir, or leave --resume away to start a new run.",
+            )
+        return RunPlace(directory, checkpoint)
+    if config.run_dir is None and not config.overwrite:
+        return RunPlace(base, config.resume_from, claim="make")
+    if not (base / RUN_FILE).exists():
+        return RunPlace(base, config.resume_from)
+    if not config.overwrite:
+        raise UsageError(
+            f"{base} already holds a run",
+            "A run never overwrites another one by itself.",
+            "Add --resume to continue it, --overwrite to replace it, or name another --run-dir.",
+        )
+    if config.resume_from is not None and config.resume_from.resolve().is_relative_to(base.resolve()):
+        raise UsageError(
+            f"--overwrite would delete {config.resume_from}, which --resume-from names",
+            "The run that is replaced is deleted with its checkpoints.",
+            "Use --resume instead to continue that run, or name another --run-dir.",
+        )
+    return RunPlace(base, config.resume_from, claim="replace")
+
+
+@contextlib.contextmanager
+def before_the_start() -> Iterator[None]:
+    """Context of all that a run does before it starts: what it cannot use was asked for, so the exit code is 2.
+
+    Data, checkpoints and a run directory that turn out to be unusable later are a failure of the run.
+    """
+    try:
+        yield
+    except (DataError, CheckpointError, RunDirectoryError) as error:
+        if not _restarted():
+            error.exit_code = UsageError.exit_code
+        raise
+
+
+def expected_directory(place: RunPlace) -> Path:
+    """The directory that a run is going to have, unless another run takes it meanwhile."""
+    return next(_numbered(place.directory)) if place.claim == "make" else place.directory
+
+
+def recall_options(config: _Config, model: str, named: Collection[str] | None) -> tuple[_Config, tuple[str, ...]]:
+    """With `--resume`: the options that the run began with, but for those that are named now.
+
+    Args:
+        config: Options.
+        model: What the command line calls the model.
+        named: Options that a command line named, though they may have their default's value; None where all have been
+            decided on, so that none is recalled.
+
+    Returns:
+        The options to go on with, and a line for everything that changes, or that the command line left out.
+
+    Raises:
+        UsageError: The run must not go on with a changed option.
+    """
+    if not config.resume:
+        return config, ()
+    directory = _resumed(config, model)
+    checkpoint = latest_checkpoint(directory / "checkpoints")
+    facts = read_facts(directory)
+    began = facts.get("options")
+    if checkpoint is None or not isinstance(began, dict):
+        return config, ()
+    if facts.get("model") != model:
+        raise UsageError(
+            f"the run in {directory} is of {facts.get('model')}, not of {model}",
+            "A resumed run goes on with the weights of its own model.",
+            "Name that model, or another --run-dir.",
+        )
+    hints = get_type_hints(type(config))
+    taken: dict[str, Any] = {}
+    changed, recalled = [], []
+    for field in dataclasses.fields(TrainConfig):
+        name, now = field.name, getattr(config, field.name)
+        if name not in began or _plain(now) == began[name]:
+            continue
+        option, before = f"--{name.replace('_', '-')}", _text(began[name])
+        if named is not None and name not in named and name not in _AS_GIVEN:
+            # A longer run that is asked for by --epochs is not ended by a --steps that nobody repeats.
+            if name not in _NOT_RECALLED and not (name == "steps" and "epochs" in named):
+                taken[name] = _typed(began[name], hints[name])
+                recalled.append(f"{option[2:]} {before}")
+        elif name in _FIXED:
+            raise UsageError(
+                f"{option} is {_text(now)}, and the run in {directory} began with {before}",
+                _FIXED[name],
+                f"Leave {option} away, or start a new run.",
+            )
+        elif name not in _OF_THE_COMMAND:
+            changed.append(f"resumed  {option[2:]}: {before} -> {_text(now)} after step {step_of(checkpoint)}")
+    lines = [f"resumed  as the run began: {', '.join(recalled)}"] if recalled else []
+    return dataclasses.replace(config, **taken), (*lines, *changed)
+
+
+def claim_place(place: RunPlace, config: TrainConfig, model: str, versions: dict[str, str]) -> RunPlace:
+    """Make the directory this run's own: delete the run that it replaces, and write `run.json`.
+
+    Called by one worker once model, data and checkpoint are known to be good, so that a request which fails has
+    deleted nothing.
+
+    Returns:
+        The place with the directory that the run really got.
+
+    Raises:
+        RunDirectoryError: The directory cannot be written.
+    """
+    facts: dict[str, Any] = {
+        "model": model,
+        "job": os.environ.get("TORCHELASTIC_RUN_ID"),
+        "options": {key: _plain(value) for key, value in dataclasses.asdict(config).items()},
+        "versions": versions,
+    }
+    try:
+        if place.claim == "replace":
+            _clear(place.directory)
+        elif place.claim == "make":
+            place = dataclasses.replace(place, directory=_make_unused(place.directory))
+        place.checkpoints.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise run_directory_error(place.directory, error) from error
+    replace_file(place.directory / RUN_FILE, [json.dumps(facts, indent=2).encode() + b"\n"])
+    return place
+
+
+def _base(config: TrainConfig, model: str) -> Path:
+    return config.run_dir or Path("runs") / f"{_slug(model)}-{_slug(config.data)}"
+
+
+def _resumed(config: TrainConfig, model: str) -> Path:
+    """The directory of the run that `--resume` goes on with."""
+    return _newest(_base(config, model)) if config.run_dir is None else config.run_dir
+
+
+def _restarted() -> bool:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _check_writable(directory: Path) -> None:
+    """Find out before anything is measured what making the directory would find out."""
+    there = next(place for place in (directory, *directory.absolute().parents) if os.path.lexists(place))
+    if not there.is_dir():
+        problem = errno.ENOTDIR
+    elif not os.access(there, os.W_OK | os.X_OK):
+        problem = errno.EACCES
+    else:
+        return
+    raise run_directory_error(directory, OSError(problem, os.strerror(problem)))
+
+
+def _place_of_job(base: Path, job: str | None) -> Path | None:
+    return next((directory for directory in _family(base) if read_facts(directory).get("job") == job), None)
+
+
+def read_facts(directory: Path) -> dict[str, Any]:
+    """What a run's `run.json` says; nothing where there is none, or a damaged one.
+
+    Args:
+        directory: Of the run.
+    """
+    try:
+        facts = read_json(directory / RUN_FILE, "the run", RunDirectoryError)
+    except RunDirectoryError:
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _family(base: Path) -> list[Path]:
+    """`base`, `base-2`, `base-3` ..., as far as they exist, newest first."""
+    pattern = re.compile(re.escape(base.name) + r"(-\d+)?$")
+    if not base.parent.is_dir():
+        return []
+    found = [entry for entry in base.parent.iterdir() if entry.is_dir() and pattern.match(entry.name)]
+    return sorted(found, key=lambda entry: entry.stat().st_mtime, reverse=True)
+
+
+def _newest(base: Path) -> Path:
+    return next((entry for entry in _family(base) if latest_checkpoint(entry / "checkpoints")), base)
+
+
+def _make_unused(base: Path) -> Path:
+    """Make `base`, or `base-N` with the first number that is free; of two jobs at a time each gets its own."""
+    base.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        directory = next(_numbered(base))
+        with contextlib.suppress(FileExistsError):  # another job was faster
+            directory.mkdir()
+            return directory
+
+
+def _numbered(base: Path) -> Iterator[Path]:
+    """`base`, `base-2`, `base-3` ..., those that are not there."""
+    for number in itertools.count(1):
+        directory = base if number == 1 else base.with_name(f"{base.name}-{number}")
+        if not os.path.lexists(directory):
+            yield directory
+
+
+def _clear(directory: Path) -> None:
+    for name in _OWN_FILES:
+        (directory / name).unlink(missing_ok=True)
+    for numbered in (*directory.glob("events.out.tfevents.*"), *directory.glob("plan-[0-9]*-workers.json")):
+        numbered.unlink()
+    for name in _OWN_FOLDERS:
+        if (directory / name).is_dir():
+            shutil.rmtree(directory / name)
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-")
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """A value of `run.json` as the options have it."""
+    if isinstance(value, list):
+        return tuple(value)
+    return Path(value) if isinstance(value, str) and Path in (hint, *get_args(hint)) else value
+
+
+def _text(value: object) -> str:
+    """A value for a message."""
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else "unset" if value is None else str(value)

@@ -1,0 +1,122 @@
+"""Why: when a run has ended, what was predicted stands beside what was measured, in every file that tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridpar.errors import RunDirectoryError
+from hybridpar.machine.cluster import machine_load
+from hybridpar.observe.files import replace_file
+from hybridpar.observe.summary import step_without_data_ms
+from hybridpar.plan import Plan, Ran, StepFigures
+from hybridpar.planner.compare import Comparison
+from hybridpar.run.timings import Share, combine
+from hybridpar.train.checkpoint_files import list_checkpoints, step_of
+
+#: Figures of a plan, by the keys of the summary.
+_KEYS = ("bubble", "exposed_sync_ms", "bytes_sent_per_step", "peak_saved_bytes", "memory_bytes")
+
+
+@dataclass(frozen=True)
+class WorkerFigures:
+    """What a worker noted of a run.
+
+    Attributes:
+        share: Its times and bytes.
+        saved_bytes: The most that its stages kept for backward passes; None without stages.
+        memory_bytes: The most memory that training needed; None where the system does not tell.
+    """
+
+    share: Share
+    saved_bytes: int | None
+    memory_bytes: int | None
+
+
+def measured_fields(answers: Sequence[object], replicas: int, *, step_ms: float | None, whole: bool) -> dict[str, Any]:
+    """What the summary says over all workers, which the metrics of rank 0 do not.
+
+    Args:
+        answers: Of all workers, by rank: `WorkerFigures`.
+        replicas: Number of replicas.
+        step_ms: Time of a step, as the summary has it.
+        whole: Whether they noted the whole run; of a part of it only what metrics lack is told.
+    """
+    workers = [one for one in answers if isinstance(one, WorkerFigures)]
+    fields = combine([one.share for one in workers], replicas, step_ms)
+    sent = fields.pop("bytes_sent", None)
+    if sent is not None:
+        fields["bytes_sent_per_step"] = round(sent)
+    if not whole:
+        fields = {key: fields[key] for key in ("bubble", "overlap") if key in fields}
+    for key in ("saved_bytes", "memory_bytes"):
+        known = [value for one in workers if (value := getattr(one, key)) is not None]
+        if len(known) == len(workers):
+            fields["peak_saved_bytes" if key == "saved_bytes" else key] = max(known)
+    return fields
+
+
+def best_fields(directory: Path, best: tuple[float, int] | None) -> dict[str, Any]:
+    """What the summary says of the best checkpoint.
+
+    Args:
+        directory: Of the run.
+        best: Best test accuracy, and the step after which it was measured.
+    """
+    kept = [path for path in list_checkpoints(directory / "checkpoints") if best and step_of(path) == best[1]]
+    if best is None or not kept:
+        return {}
+    place = kept[0].relative_to(directory).as_posix()
+    return {"best": {"step": best[1], "test_accuracy": best[0], "checkpoint": place}}
+
+
+def predicted_fields(predicted: StepFigures | None) -> dict[str, Any]:
+    """What the summary says of a prediction; nothing where there was none.
+
+    Args:
+        predicted: Of a plan.
+    """
+    if predicted is None or predicted.step_ms is None:
+        return {}
+    fields: dict[str, Any] = {f"predicted_{key}": getattr(predicted, key) for key in _KEYS}
+    fields["predicted_step_ms"] = round(predicted.step_ms, 3)
+    fields["predicted_compute_ms"] = round(predicted.step_ms - (predicted.exposed_sync_ms or 0.0), 3)
+    return fields
+
+
+def ran_of(summary: Mapping[str, Any]) -> Ran | None:
+    """What a run measured of its plan, without waiting for data, which no plan predicts; None without a step.
+
+    Args:
+        summary: Of the run.
+    """
+    step_ms = step_without_data_ms(summary)
+    if summary["compute_ms"] is None or step_ms is None:
+        return None
+    return Ran(step_ms=round(step_ms, 3), **{key: summary[key] for key in _KEYS})
+
+
+def close_plan(plan: Plan, summary: dict[str, Any], place: Path) -> list[str]:
+    """Add what was measured to the plan of a run, and say where its prediction failed; for the worker that writes.
+
+    Args:
+        plan: The plan of the run, with its prediction.
+        summary: Of the run; gets `prediction_warning`.
+        place: The plan's file.
+
+    Returns:
+        Warnings.
+    """
+    ran = ran_of(summary)
+    if plan.predicted is None or ran is None:
+        return []
+    problems: list[str] = []
+    try:
+        replace_file(place, [plan.model_copy(update={"ran": ran}).to_json().encode()])
+    except RunDirectoryError as error:
+        problems.append(f"what was measured is not in the plan: {error.what}")
+    warnings = Comparison(plan, ran, machine_load()).warnings()
+    summary["prediction_warning"] = "; ".join(warnings) or None
+    return warnings + problems

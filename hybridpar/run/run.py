@@ -1,0 +1,490 @@
+"""Why: `hybridpar train` is a run: a model, data and a trainer, with a directory, a display and an orderly end.
+
+This is the worker's side of the command. Every worker runs the same program; rank 0 alone writes files (but for its
+peers' parts of a checkpoint) and talks to the terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
+from typing import Literal
+
+import torch
+
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.data import Batch, ImageData, TestBatches, describe_data
+from hybridpar.machine.launch import StopRequest, note_orderly_end, record_failure
+from hybridpar.machine.process import TUNED_VARIABLE
+from hybridpar.machine.process import describe as describe_process
+from hybridpar.models import parameter_count
+from hybridpar.observe import (
+    EpochRecord,
+    MetricsWriter,
+    Progress,
+    RunInfo,
+    StepRecord,
+    draw_loss,
+    open_progress,
+    print_report,
+    read_metrics,
+    summarize,
+    write_summary,
+)
+from hybridpar.observe.files import replace_file
+from hybridpar.observe.summary import SUMMARY_FILE, read_summary
+from hybridpar.pipeline.step import LateOutcome
+from hybridpar.plan import ModelInfo, Plan
+from hybridpar.planner.planned_run import before_joining, plan_run, set_aside
+from hybridpar.planner.stage_plan import shape_of
+from hybridpar.run.data import check_batch, example_batch, load_data, make_model, steps_of, untested
+from hybridpar.run.directory import before_the_start, claim_place, find_place, recall_options
+from hybridpar.run.figures import WorkerFigures, best_fields, close_plan, measured_fields, predicted_fields
+from hybridpar.run.kernels import prepare_kernels
+from hybridpar.run.memory import MemoryMeter
+from hybridpar.run.plan import as_searched, plan_of_run
+from hybridpar.run.position import POSITION_OPTIONS, check_position
+from hybridpar.run.recipe import BatchSelector, batch_maker, buffering_news, recipe_fields
+from hybridpar.run.save_rule import SaveRule
+from hybridpar.run.served_run import run_served
+from hybridpar.run.sync import sync_fields, wire_format_lines
+from hybridpar.run.timeline import StageWatch, check_timeline
+from hybridpar.run.timings import RunningMean, StepClock, StepTimes, Timings
+from hybridpar.run.worker import device_name, tune_worker
+from hybridpar.schedule.spans import StepSpans
+from hybridpar.train.checkpoint import usable
+from hybridpar.train.checkpoint_files import prune_checkpoints
+from hybridpar.train.stage_engine import StageEngine
+from hybridpar.train.trainer import StepResult, Trainer
+
+
+def run_training(config: TrainConfig, model_name: str, given: Collection[str] | None = None) -> int:
+    """Train on this worker until the run is finished or interrupted.
+
+    Args:
+        config: Options.
+        model_name: As on the command line.
+        given: Options that a command line named, though they may have their default's value: no plan changes them, and
+            a resumed run takes all others as it began. None where every option was decided on.
+
+    Returns:
+        0, or 130 or 143 where a signal stopped the run and no launcher reports it.
+
+    Raises:
+        HybridparError: Whatever ends the run before its time.
+    """
+    config.check()
+    config, changes = recall_options(config, model_name, given)
+    config.check()
+    if config.uses_servers:
+        return run_served(config, model_name, changes)
+    rule = SaveRule.parse(config.checkpoint_every)
+    given = given or ()
+    config = before_joining(config, given)
+    world = World.join(lanes=config.sum_groups, timeout=config.timeout, shared_memory=config.shares_memory)
+    try:
+        tune_worker(config, world)
+        with open_progress() if world.is_main else Progress() as progress:
+            with before_the_start():
+                progress.prepare("loading the data set and the model")
+                data = load_data(config, world)
+                run = Run(config, model_name, world, data, rule, progress, given, changes)
+            with run.trainer:
+                return run.say_finished() if run.is_over else run.execute()
+    except BaseException as error:
+        record_failure(error, debug=config.debug)  # before the peers notice that this worker is gone
+        raise
+    finally:
+        world.close()
+
+
+class Run:
+    """One worker's part of a run."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model_name: str,
+        world: World,
+        data: ImageData,
+        rule: SaveRule,
+        progress: Progress,
+        given: Collection[str] = (),
+        changes: Sequence[str] = (),
+    ) -> None:
+        self.model_name = model_name
+        self.progress = progress
+        self.changes = changes
+        self.world = world
+        self.rule = rule
+        asked = config
+        self.memory = MemoryMeter(world.device)
+        # The same seed on every worker; the broadcast would make the replicas equal anyhow, but a run on one worker
+        # must start from the same weights.
+        torch.manual_seed(config.seed)
+        model = world.on_all(lambda: make_model(config, model_name, data, world.device))
+        self.data_line = world.from_main(lambda: describe_data(data))
+        self.place = world.from_main(lambda: find_place(config, model_name))
+        check_batch(config, len(data.train), world.size)
+        self.planned = plan_run(
+            model,
+            config,
+            world,
+            sample_shape=data.sample_shape,
+            steps=steps_of(config, len(data.train)),
+            name=model_name,
+            given=given,
+            stored=self.place.directory / "plan.json" if self.place.continues else None,
+            announce=progress.prepare,
+        )
+        self.config = config = self.planned.config
+        # What planning left behind is not for training; the model is, and is there already.
+        self.memory.restart(sum(one.nbytes for one in chain(model.parameters(), model.buffers())))
+        alone_on_gpus = world.device.type == "cuda" and world.size == 1
+        world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
+        # Rank = position * replicas + replica: the workers of one replica are given the same samples.
+        replicas = self.replicas = shape_of(config, world.size, self.planned.stages).replicas
+        batches_of = batch_maker(data, config, world, replicas)
+        self.batches = batches_of(config.batch_size)
+        self.test = TestBatches(
+            data,
+            batch_size=max(2, config.batch_size // world.size),
+            rank=world.rank,
+            workers=world.size,
+            loader_workers=config.loader_workers,
+            device=world.device,
+            channels_last=config.uses_channels_last,
+        )
+        per_epoch = self.batches.steps_per_epoch
+        self.total = config.steps if config.steps is not None else config.epochs * per_epoch
+        self.epochs = math.ceil(self.total / per_epoch)
+        self.trainer = Trainer(
+            model,
+            config=config,
+            total_steps=self.total,
+            steps_per_epoch=per_epoch,
+            world=world,
+            plan=self.planned,
+            example=example_batch(data, config, replicas) if config.is_staged or config.chooses else None,
+            name=model_name,
+        )
+        select = config.select_batch > 0
+        self.selector = BatchSelector(self.trainer, config, batches_of, len(data.train)) if select else None
+        self.kernels = prepare_kernels(model, config, world, data.sample_shape, self.planned.stages)
+        # From here on the workers' generators (dropout) differ.
+        torch.manual_seed(config.seed * 1000 + 1 + world.rank)
+        self.position = (0, 0)
+        self.best: tuple[float, int] | None = None
+        self.resumed_from = self._resume()
+        self.is_over = world.from_main(self._was_finished)
+        if self.is_over:
+            return
+        # Only now is it sure that the run can start; what stood in its directory before may go.
+        self.place = world.from_main(lambda: claim_place(self.place, asked, model_name, {"torch": torch.__version__}))
+        self.plan, self.info = self._describe(data)
+        plan_file = self.place.directory / "plan.json"
+        self.watch = StageWatch(self.trainer, config, self.plan, self.total, plan_file)
+        self.timings = Timings()
+        self.clock = StepClock()
+        self._last_save = time.monotonic()
+        self._sound = True
+        self._stopping = False
+        self._saved = self._progress_made() if self.resumed_from is not None else None
+
+    # ------------------------------------------------------------------- start
+
+    def _resume(self) -> int | None:
+        if self.place.checkpoint is None:
+            return None
+        extra = self.trainer.load(self.place.checkpoint)
+        with usable(self.place.checkpoint):
+            check_position(extra, self.config, self.place.checkpoint)
+            if self.selector is not None:
+                self.selector.restore(extra.get("batch_sizes"))
+                self.batches, self.total = self.selector.batches, self.selector.pace.total_steps()
+            # An epoch of another number of workers may be a step shorter, see `cut_epoch`.
+            self.position = (int(extra["epoch"]), min(int(extra["epoch_step"]), self.batches.steps_per_epoch))
+        self.best = (extra["best_accuracy"], extra["best_step"]) if extra["best_step"] is not None else None
+        return self.trainer.steps_done
+
+    def _was_finished(self) -> bool:
+        """Whether the run that is resumed has nothing left to train, and its result is there."""
+        result = read_summary(self.place.directory) if self.place.continues else None
+        return (
+            result is not None
+            and result["exit"] == "finished"
+            and self.resumed_from == result["steps"]
+            and result["steps"] >= self.total
+        )
+
+    def say_finished(self) -> int:
+        """Show the result that a finished run has; what it left behind stays as it is."""
+        if self.world.is_main and (result := read_summary(self.place.directory)) is not None:
+            self.progress.message(
+                f"nothing left to train: the run in {self.place.directory} has done all of its {self.total:,} steps; "
+                f"a larger {'--steps' if self.config.steps is not None else '--epochs'} goes on"
+            )
+            print_report(result, [self.place.directory / SUMMARY_FILE, self.place.checkpoints])
+        return 0
+
+    def _describe(self, data: ImageData) -> tuple[Plan, RunInfo]:
+        device = device_name(self.world.device)
+        notes = [describe_process()] if os.environ.get(TUNED_VARIABLE) == "1" else []
+        notes += self.changes
+        notes += self.planned.lines
+        if self.place.restarted:
+            since = f"step {self.resumed_from}" if self.resumed_from else "the start"
+            notes.append(f"a worker died; all workers were restarted and go on from {since}")
+        parameters = parameter_count(self.trainer.model)
+        model = ModelInfo(
+            name=self.model_name,
+            fingerprint=self.trainer.fingerprint,
+            parameters=parameters,
+            input=data.sample_shape,
+        )
+        wire_format = self.trainer.engine.wire_format()
+        notes += wire_format_lines(wire_format, self.place.directory if self.world.is_main else None)
+        self.choice = wire_format.choice
+        plan = plan_of_run(self.trainer, self.config, model, device, wire_format)
+        if self.planned.searched and self.planned.plan is not None:
+            plan = as_searched(plan, self.planned.plan)
+        elif self.planned.plan is not None:
+            plan = plan.model_copy(update={"followed": True})
+        if self.kernels is not None:
+            notes += self.kernels.notes()
+            plan = plan.model_copy(update={"kernels": self.kernels.section()})
+        if self.world.is_main:
+            if self.planned.plan is None and self.place.continues:
+                set_aside(self.place.directory / "plan.json")
+            replace_file(self.place.directory / "plan.json", [plan.to_json().encode()])
+        assert plan.pipeline is not None
+        return plan, RunInfo(
+            model=self.model_name,
+            data=self.config.data,
+            data_line=self.data_line,
+            workers=self.world.size,
+            device=device,
+            epochs=self.epochs,
+            steps_total=self.total,
+            steps_per_epoch=self.batches.steps_per_epoch,
+            parameters=parameters,
+            batch_size=self.config.batch_size,
+            run_dir=self.place.directory,
+            notes=tuple(notes),
+            stages=len(plan.partition.stages),
+            replicas=self.replicas,
+            micro_batches=plan.pipeline.micro_batches,
+            schedule=plan.pipeline.schedule,
+            codec=str(wire_format.applied),
+        )
+
+    # -------------------------------------------------------------------- loop
+
+    def execute(self) -> int:
+        """Train to the end, or until a signal."""
+        stop = StopRequest()
+        try:
+            with contextlib.ExitStack() as stack:
+                writer = None
+                if self.world.is_main:
+                    writer = stack.enter_context(MetricsWriter(self.place.directory, self.resumed_from))
+                self.progress.start(self.info, self.resumed_from or 0)
+                stopped = self._epochs(stop, writer, self.progress)
+            self.progress.close()
+            self._finish(stopped)
+        finally:
+            stop.release()
+        # A launcher has met the signal too, and would take another code than 0 for a failure.
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
+        return 128 + stop.signal if stopped and stop.signal is not None and not launched else 0
+
+    def _epochs(self, stop: StopRequest, writer: MetricsWriter | None, progress: Progress) -> bool:
+        """Run all epochs; True when a signal ended them early."""
+        for epoch in range(self.position[0], self.epochs):
+            started, losses = time.monotonic(), RunningMean()
+            first = self.position[1] if epoch == self.position[0] else 0
+            if self.selector is not None and self.selector.is_due(epoch, first):
+                with self.clock.away():
+                    progress.message(self.selector.choose(epoch))
+                self.batches, self.total = self.selector.batches, self.selector.pace.total_steps()
+            for result, data_ms in self._steps(epoch, first, stop):
+                # Without the guard a bad step reaches the weights.
+                self._sound = self.config.guard or math.isfinite(result.loss)
+                losses.add(result.loss, result.outcome.samples)
+                record, spans = self._record(result, epoch, data_ms)
+                progress.step(record)
+                with self.clock.away():
+                    self.watch.take(result.step, spans, progress.message)
+                if writer is not None:
+                    writer.write_step(record)
+                if result.skipped:
+                    progress.warn(f"step {result.step} was skipped on all workers: a gradient was not finite")
+                if (news := buffering_news(self.trainer)) is not None:
+                    progress.message(news)
+                if result.outcome.stop:
+                    self._stopping = True
+                elif result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0):
+                    self._save(progress)
+            if self._stopping:
+                self._save(progress)
+                break
+            with self.clock.away():
+                evaluation = self.trainer.evaluate(self.test)
+            if self.position[1] >= self.batches.steps_per_epoch:  # --steps may end within an epoch
+                self.position = (epoch + 1, 0)
+            step = self.trainer.steps_done
+            improved = self.best is None or evaluation.accuracy > self.best[0]
+            if improved:
+                self.best = (evaluation.accuracy, step)
+            end = EpochRecord(
+                epoch, step, evaluation.accuracy, evaluation.loss, losses.value, time.monotonic() - started
+            )
+            progress.epoch(end)
+            if (news := untested(evaluation.samples, self.test.total)) is not None:
+                progress.warn(news)
+            if writer is not None:
+                writer.write_epoch(end)
+            last = epoch == self.epochs - 1
+            if self.rule.epoch or (self.rule != SaveRule() and (last or improved)):
+                self._save(progress)
+        with self.clock.away():
+            self.watch.finish(progress.message)
+        return self._stopping
+
+    def _steps(self, epoch: int, first: int, stop: StopRequest) -> Iterator[tuple[StepResult, float]]:
+        """The steps of an epoch, with the time each waited for its data.
+
+        On a GPU, and in a pipeline, a step is handed on when the next one has been queued: whoever reads its figures
+        must not keep the device waiting. A wish to stop or to save is then met one step later, on all workers alike.
+        """
+        behind = self.world.device.type == "cuda" or self.trainer.engine.late
+        held: tuple[StepResult, float] | None = None
+        done = first
+        batches = iter(self.batches.epoch(epoch, first))
+        while self.trainer.steps_done < self.total and not self._stopping:
+            asked = time.perf_counter()
+            batch: Batch | None = next(batches, None)
+            if batch is None:
+                break
+            data_ms = (time.perf_counter() - asked) * 1e3
+            seconds = self.rule.seconds
+            due = seconds is not None and self.world.is_main and time.monotonic() - self._last_save >= seconds
+            current = self.trainer.step(batch, stop=stop.wanted, save=due), data_ms
+            done += 1
+            self.position = (epoch, done)
+            ready, held = (held, current) if behind else (current, None)
+            if ready is not None:
+                yield ready
+        if held is not None:
+            yield held
+
+    def _record(self, result: StepResult, epoch: int, data_ms: float) -> tuple[StepRecord, StepSpans]:
+        """A step in figures, and what ran in it."""
+        spans, exposed = _spans(result), result.outcome.exposed_sync_ms
+        sync = result.outcome.sync
+        if spans.spans:
+            times, spans = self.clock.divide(spans, data_ms)
+        else:
+            times = StepTimes(result.host_ms - exposed, exposed, data_ms)
+        self.timings.add(times, result.outcome.bytes_sent, spans, sync)
+        record = StepRecord(
+            step=result.step,
+            epoch=epoch,
+            loss=result.loss,
+            lr=result.lr,
+            samples=result.outcome.samples,
+            step_ms=times.step_ms,
+            compute_ms=times.compute_ms,
+            exposed_sync_ms=times.exposed_sync_ms,
+            data_ms=times.data_ms,
+            bytes_sent=result.outcome.bytes_sent,
+            skipped=result.skipped,
+            grad_norm=result.grad_norm,
+            staleness=result.staleness,
+            **sync_fields(sync, exposed),
+        )
+        return record, spans
+
+    def _save(self, progress: Progress) -> None:
+        step = self.trainer.steps_done
+        self._last_save = time.monotonic()
+        if self._saved == self._progress_made():
+            return
+        if not self._sound:
+            progress.warn(f"no checkpoint at step {step}: the loss is not finite, and the last good one must stand")
+            return
+        extra = {
+            "epoch": self.position[0],
+            "epoch_step": self.position[1],
+            "best_accuracy": self.best[0] if self.best else None,
+            "best_step": self.best[1] if self.best else None,
+            "options": {option: getattr(self.config, option) for option in POSITION_OPTIONS},
+        }
+        if self.selector is not None:
+            extra["batch_sizes"] = self.selector.state()
+        with self.clock.away():
+            self.trainer.save(self.place.checkpoints, extra)
+        self._saved = self._progress_made()
+        if self.world.is_main:
+            prune_checkpoints(self.place.checkpoints, self.config.keep, self.best[1] if self.best else None)
+        progress.message(f"checkpoint saved at step {step}")
+
+    def _progress_made(self) -> tuple[object, ...]:
+        """What tells two checkpoints of a run apart."""
+        return self.trainer.steps_done, self.position, self.best
+
+    # --------------------------------------------------------------------- end
+
+    def _finish(self, stopped: bool) -> None:
+        engine = self.trainer.engine
+        saved = engine.pipeline.peak_saved_bytes if isinstance(engine, StageEngine) else None
+        noted = WorkerFigures(self.timings.share(self.watch.ahead), saved, self.memory.peak_bytes())
+        answers = self.world.gather(noted)
+        kernels = self.kernels.measured(self.world) if self.kernels is not None else None
+        if not self.world.is_main:
+            return
+        ended: Literal["finished", "interrupted"] = "interrupted" if stopped else "finished"
+        table = read_metrics(self.place.directory)
+        summary = summarize(
+            self.info, table, seed=self.config.seed, ended=ended, resumed_from=self.resumed_from, versions=_versions()
+        )
+        # What all workers noted covers, of a run that was resumed, a part only.
+        summary |= measured_fields(
+            answers, self.replicas, step_ms=summary["step_ms_median"], whole=self.resumed_from is None
+        )
+        summary |= best_fields(self.place.directory, self.best)
+        summary["kernels"] = kernels
+        summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)
+        if self.selector is not None:  # steps of an epoch were not always the same number
+            summary["epochs"] = self.position[0]
+        plan = self.watch.plan
+        summary |= predicted_fields(plan.predicted)
+        warnings = close_plan(plan, summary, self.place.directory / "plan.json")
+        if self.choice is not None and self.choice.predicted is not None:
+            summary["predicted_sync_ms"] = round(self.choice.predicted.sync_ms, 3)
+        files = [write_summary(self.place.directory, summary)]
+        if (picture := draw_loss(self.place.directory, self.info)) is not None:
+            files.append(picture)
+        files.append(self.place.checkpoints)
+        if self.config.timeline is not None and self.watch.problem is None and self.config.timeline.exists():
+            files.append(self.config.timeline)
+        print_report(summary, files)
+        for warning in [*warnings, *([self.watch.problem] if self.watch.problem is not None else [])]:
+            print(f"warning: {warning}")
+        note_orderly_end()
+        if stopped:
+            print(f"stopped after step {self.trainer.steps_done}; the same command with --resume goes on from there")
+
+
+def _spans(result: StepResult) -> StepSpans:
+    """What this worker did in a step, where that is recorded."""
+    return result.outcome.spans if isinstance(result.outcome, LateOutcome) else StepSpans(0.0, ())
+
+
+def _versions() -> dict[str, str]:
+    return {"cuda": torch.version.cuda} if torch.cuda.is_available() and torch.version.cuda else {}

@@ -1,0 +1,62 @@
+"""Why: a run that compresses says at its start what each layer travels as, and leaves that behind as a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hybridpar.observe.files import replace_file
+from hybridpar.sync.compression_table import WireFormat, table_csv, table_lines
+from hybridpar.sync.figures import SyncFigures
+
+#: In the run directory: what each parameter travels as, and what was chosen, as a policy for other runs.
+TABLE_FILE, POLICY_FILE = "compress.csv", "policy.toml"
+
+
+def wire_format_lines(wire_format: WireFormat, directory: Path | None) -> list[str]:
+    """Lines to show at the start; nothing where gradients are added as they are and nobody asked for more.
+
+    Args:
+        wire_format: What gradients travel as.
+        directory: Where the whole table goes; None on workers that write nothing.
+
+    Raises:
+        RunDirectoryError: It cannot be written.
+    """
+    choice, lines = wire_format.choice, list[str]()
+    if choice is not None:
+        lines += choice.lines
+        if directory is not None and not wire_format.policy.changes_nothing:
+            replace_file(directory / POLICY_FILE, [wire_format.policy.to_toml().encode()])
+            lines.append(f"auto     kept as {POLICY_FILE} in the run directory, for --compress of another run")
+    if wire_format.layers:
+        if directory is not None:
+            replace_file(directory / TABLE_FILE, [table_csv(wire_format.layers)])
+        policy = str(wire_format.policy)
+        if wire_format.applied.changes_nothing and not wire_format.policy.changes_nothing:
+            return [*lines, f"warning: --compress {policy[:60]} changes nothing: it fits no layer of this model"]
+        rules = policy if len(policy) <= 60 else f"{len(wire_format.policy.rules)} rules, the first that matches counts"
+        lines += ["", f"gradients travel as {rules}", "", *table_lines(wire_format.layers)]
+        lines += [f"bytes that a worker sends in a step; all layers are in {TABLE_FILE}", ""]
+    return lines
+
+
+def sync_fields(sync: SyncFigures, exposed_ms: float) -> dict[str, Any]:
+    """What a step's record says of the sync of gradients; nothing where none were sent.
+
+    Args:
+        sync: What it took.
+        exposed_ms: Time for which nothing else was left to wait for.
+    """
+    if not sync.bytes_before:
+        return {}
+    return {
+        "bytes_before": sync.bytes_before,
+        "bytes_after": sync.bytes_after,
+        "encode_ms": sync.encode_ms,
+        "wire_ms": sync.wire_ms,
+        "decode_ms": sync.decode_ms,
+        "sync_ms": sync.sync_ms,
+        "hidden_share": sync.hidden_share(exposed_ms),
+        "residual_norm": sync.residual_norm,
+    }

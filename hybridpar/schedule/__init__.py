@@ -1,0 +1,1 @@
+"""Why: the actions of a training step as data: schedules, the checker, the simulator. Needs no torch."""

@@ -1,0 +1,254 @@
+"""Why: one list of actions per lane is all that a schedule is, and four readers must understand it alike.
+
+The checker proves that it cannot deadlock, the simulator times it, the drawer draws it and the executor runs it. An
+action's text is the one that torch.distributed.pipelining reads and writes (`2F0`, `1B3`, `0SEND_F1`), so a schedule
+can be handed over in either direction. A transfer that does not go to the neighbouring stage names its other end:
+`0SEND_F1>2`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from hybridpar.errors import ScheduleError, shortened
+from hybridpar.formats.file_reader import read_text
+
+
+class Kind(StrEnum):
+    """What an action does."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    #: The two halves of a backward pass: gradients of the stage's inputs, and of its parameters.
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    #: Transfers of activations (F) and of their gradients (B) between workers.
+    SEND_FORWARD = "SEND_F"
+    RECEIVE_FORWARD = "RECV_F"
+    SEND_BACKWARD = "SEND_B"
+    RECEIVE_BACKWARD = "RECV_B"
+    #: Sum one bucket of a stage's gradients over the replicas.
+    SYNC = "SYNC"
+    #: The optimizer step of a stage.
+    STEP = "STEP"
+
+
+COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+RECEIVES = frozenset({Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD})
+
+_TEXT = re.compile(r"(\d{1,6})(SEND_F|RECV_F|SEND_B|RECV_B|SYNC|STEP|F|B|I|W)(\d{0,6})(?:>(\d{1,6}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One thing that a worker does in a step.
+
+    Attributes:
+        stage: Whose work it is. A send belongs to the stage that sends, a receive to the stage that receives.
+        kind: What it does.
+        index: The micro-batch; for `SYNC` the bucket; None for `STEP`.
+        peer: For transfers the stage at the other end.
+    """
+
+    stage: int
+    kind: Kind
+    index: int | None = None
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.stage}{self.kind.value}{'' if self.index is None else self.index}"
+        if self.peer is None or self.peer == _neighbour(self.stage, self.kind):
+            return text
+        return f"{text}>{self.peer}"
+
+
+def parse_action(text: str) -> Action:
+    """An action from its text.
+
+    Raises:
+        ScheduleError: The text is not an action.
+    """
+    match = _TEXT.fullmatch(text.strip())
+    kind = Kind(match[2]) if match else None
+    if match is None or kind is None or (match[3] == "") != (kind is Kind.STEP):
+        raise ScheduleError(
+            f"{shortened(repr(text))} is not an action",
+            "An action is a stage, one of F B I W SEND_F RECV_F SEND_B RECV_B SYNC STEP, then a micro-batch or bucket.",
+            "Write 2F0 for the forward pass of micro-batch 0 in stage 2.",
+        )
+    stage = int(match[1])
+    peer = int(match[4]) if match[4] else _neighbour(stage, kind)
+    return Action(stage, kind, int(match[3]) if match[3] else None, peer)
+
+
+def _neighbour(stage: int, kind: Kind) -> int | None:
+    """The other end of a transfer between stages that follow each other."""
+    if kind in (Kind.SEND_FORWARD, Kind.RECEIVE_BACKWARD):
+        return stage + 1
+    if kind in (Kind.SEND_BACKWARD, Kind.RECEIVE_FORWARD):
+        return stage - 1
+    return None
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One stage uses what another makes. Bytes are per micro-batch.
+
+    Attributes:
+        source: The stage that makes it.
+        target: The stage that uses it; always a later one.
+        bytes: What travels in the forward pass.
+        gradient_bytes: What comes back in the backward pass; 0 where no gradient is needed.
+    """
+
+    source: int
+    target: int
+    bytes: int = 0
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where stages run and what flows between them, in one replica.
+
+    Attributes:
+        lane_of: For every stage its lane, numbered over all workers of the replica.
+        worker_of: For every lane its worker.
+        edges: All pairs of stages between which tensors flow, in ascending order.
+    """
+
+    lane_of: tuple[int, ...]
+    worker_of: tuple[int, ...]
+    edges: tuple[Edge, ...]
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.lane_of)
+
+    @property
+    def lanes(self) -> int:
+        """Number of compute lanes over all workers."""
+        return len(self.worker_of)
+
+    @property
+    def workers(self) -> int:
+        """Number of workers of one replica."""
+        return max(self.worker_of) + 1
+
+    def home(self, stage: int) -> int:
+        """The worker that runs a stage."""
+        return self.worker_of[self.lane_of[stage]]
+
+    def stages_on(self, lane: int) -> list[int]:
+        """The stages of a lane, ascending."""
+        return [stage for stage in range(self.stages) if self.lane_of[stage] == lane]
+
+    def into(self, stage: int) -> list[Edge]:
+        """Edges that end in a stage."""
+        return [edge for edge in self.edges if edge.target == stage]
+
+    def out_of(self, stage: int) -> list[Edge]:
+        """Edges that begin in a stage."""
+        return [edge for edge in self.edges if edge.source == stage]
+
+    def crosses(self, edge: Edge) -> bool:
+        """Whether the two stages of an edge are on different workers."""
+        return self.home(edge.source) != self.home(edge.target)
+
+
+def place_stages(
+    stages: int, lanes: int, kind: str = "linear", *, workers: int | None = None, edges: Iterable[Edge] = ()
+) -> Layout:
+    """The usual placements.
+
+    Args:
+        stages: Number of stages.
+        lanes: Number of lanes.
+        kind: `linear` gives each lane one stage; `loop` deals stages out round and round; `v` goes up the lanes and
+            down again, so that the first lane also has the last stage.
+        workers: Number of workers that the lanes are dealt out to, in order; None for one lane each.
+        edges: What flows; none given means from every stage to the next, without sizes.
+
+    Raises:
+        ScheduleError: The numbers do not fit the placement.
+    """
+    workers = lanes if workers is None else workers
+    fits = {"linear": stages == lanes, "loop": lanes > 0 and stages % lanes == 0, "v": stages == 2 * lanes}
+    if stages < 1 or not fits.get(kind, False) or workers < 1 or lanes % workers:
+        raise ScheduleError(
+            f"{stages} stages do not fit {lanes} lane(s) of {workers} worker(s) in {kind!r} placement",
+            "Linear has one stage per lane, loop a whole number of them, v two; workers have equal numbers of lanes.",
+            "Choose other numbers.",
+        )
+    lane_of = tuple(
+        2 * lanes - 1 - stage if kind == "v" and stage >= lanes else stage % lanes for stage in range(stages)
+    )
+    given = tuple(edges) or tuple(Edge(stage, stage + 1, 0, 1) for stage in range(stages - 1))
+    per_worker = lanes // workers
+    return Layout(lane_of, tuple(lane // per_worker for lane in range(lanes)), given)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The order of computation: for every lane a list of F, B, I and W actions.
+
+    Attributes:
+        name: Which schedule it is.
+        rows: One list per lane.
+        micro_batches: Micro-batches per step.
+    """
+
+    name: str
+    rows: tuple[tuple[Action, ...], ...]
+    micro_batches: int
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return 1 + max((action.stage for row in self.rows for action in row), default=-1)
+
+    def to_csv(self) -> str:
+        """The `compute_only` format of torch.distributed.pipelining: a row per lane, a cell per action."""
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([str(action) for action in row] for row in self.rows)
+        return text.getvalue()
+
+
+def read_schedule(source: str | Path, name: str = "file") -> Schedule:
+    """A schedule from CSV text, or from a file. Empty cells are bubbles and mean nothing.
+
+    Raises:
+        ScheduleError: The file cannot be read, a cell is not an action, or an action is not one of F, B, I, W.
+    """
+    if isinstance(source, Path):
+        source = read_text(source, "the schedule", ScheduleError, "Name a CSV file.")
+    try:
+        rows = [[parse_action(cell) for cell in row if cell.strip()] for row in csv.reader(io.StringIO(source)) if row]
+    except csv.Error as error:
+        raise ScheduleError(f"the schedule {shortened(name)} is no CSV: {error}", fix="Write it again.") from error
+    return make_schedule(name, rows)
+
+
+def make_schedule(name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
+    """A schedule from lists of actions; the number of micro-batches is found in them.
+
+    Raises:
+        ScheduleError: There is no action, or one that computes nothing.
+    """
+    actions = [action for row in rows for action in row]
+    other = next((action for action in actions if action.kind not in COMPUTE), None)
+    if other is not None or not actions:
+        raise ScheduleError(
+            f"{other if other is not None else 'nothing'} stands in schedule {name!r}",
+            "A schedule orders computation only: F, B, I and W. What travels follows from it.",
+            "Leave the other actions out.",
+        )
+    return Schedule(name, tuple(tuple(row) for row in rows), 1 + max(action.index or 0 for action in actions))

@@ -1,0 +1,171 @@
+"""Why: everything that a prediction depends on stands in one place, each number with its unit and how it is used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from hybridpar.errors import ScheduleError
+from hybridpar.schedule.actions import Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A full-duplex connection: a transfer of n bytes that has it alone takes latency + n / speed.
+
+    Attributes:
+        latency_ms: Time from the start of a transfer to its first byte.
+        bytes_per_second: Speed in each direction; None for a link on which bytes take no time.
+    """
+
+    latency_ms: float = 0.0
+    bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.latency_ms < math.inf or (self.bytes_per_second is not None and self.bytes_per_second <= 0):
+            raise ScheduleError(
+                f"a link of {self.latency_ms} ms and {self.bytes_per_second} bytes per second",
+                "A latency is not negative, and a speed is above 0.",
+                "Measure the link with `hybridpar doctor`, or write None for a link without limit.",
+            )
+
+    def wire_ms(self, size: float) -> float:
+        """Time that the bytes themselves take, without the latency."""
+        return 0.0 if self.bytes_per_second is None else 1e3 * size / self.bytes_per_second
+
+
+@dataclass(frozen=True, slots=True)
+class BucketCost:
+    """One bucket of a stage's gradients.
+
+    Attributes:
+        bytes: What the collective gets: the encoded payload where a codec is used.
+        ready: When its last gradient is there, as a fraction of the stage's last backward pass.
+        encode_ms: Time to encode it; takes a core.
+        decode_ms: Time to decode what comes back; takes a core.
+        wire_ms: Time that its messages take on the link, without latency; None where they are one all-reduce of
+            `bytes` over `sync_link`.
+        latency_ms: Latency of its collectives; None for that of `sync_link`.
+        core_ms: Core time that its messages take beside encoding and decoding; None where `sync_cpu` says it.
+        link_part: What part of the link they fill in `wire_ms`; a collective that waits for itself leaves some.
+    """
+
+    bytes: int
+    ready: float = 1.0
+    encode_ms: float = 0.0
+    decode_ms: float = 0.0
+    wire_ms: float | None = None
+    latency_ms: float | None = None
+    core_ms: float | None = None
+    link_part: float = 1.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What each action takes, and what actions share.
+
+    Attributes:
+        forward_ms: For every stage one forward pass.
+        backward_ms: For every stage one whole backward pass.
+        input_ms: For every stage the half of a split backward pass that gives its inputs' gradients; None for half of
+            the whole.
+        weight_ms: The same for its parameters' gradients.
+        step_ms: For every stage the optimizer; None for no time.
+        overhead_ms: What the host adds to every computation and optimizer step.
+        saved_bytes: For every stage what a micro-batch holds from its forward to the end of its backward pass.
+        link: The network of every worker. All that a worker sends at one time shares its speed, and so does all that
+            it receives.
+        links: Connections of ordered pairs of workers that are a wire of their own.
+        cores: Processor cores of a worker; computing takes `compute_cores`, and moving bytes as much as the next three
+            say. What wants less than an equal part of them gets it whole. None where nothing shares cores.
+        compute_cores: What a lane that computes takes of them: 0 where a device of its own computes.
+        send_cpu: Core time of a sender, in seconds per byte.
+        receive_cpu: Core time of a receiver, in seconds per byte.
+        sync_cpu: Core time of an all-reduce, in seconds per byte of the bucket.
+        co_run: How much slower a lane computes while all lanes of its worker compute. Fewer share the same total, so
+            they are slowed less or not at all.
+        overlap: What computing keeps of the time that its worker communicates: at 1 they do not disturb each other, at
+            0 communication beside computation gains nothing. For one lane that is measured as step with sync minus
+            step without, over the sync alone, subtracted from 1.
+        buckets: For every stage its gradient buckets.
+        replicas: Workers that sum the gradients of a stage.
+        sync_link: Connection of the all-reduce.
+        sync_shares_link: Whether the all-reduce goes over `link`'s wire and takes part in its sharing.
+        sync_own_link: Whether that is a wire beside `link`'s, as where the replicas of a stage are on one host and its
+            stages on several; all-reduces of a worker then share it with each other.
+        sync_lanes: Collectives that a worker runs at one time.
+        commit: Whether optimizers wait for all SYNCs of all workers, because a step commits or rolls back as a whole.
+        control_ms: The message by which they agree on that.
+    """
+
+    forward_ms: tuple[float, ...]
+    backward_ms: tuple[float, ...]
+    input_ms: tuple[float, ...] | None = None
+    weight_ms: tuple[float, ...] | None = None
+    step_ms: tuple[float, ...] | None = None
+    overhead_ms: float = 0.0
+    saved_bytes: tuple[int, ...] | None = None
+    link: Link = field(default_factory=Link)
+    links: Mapping[tuple[int, int], Link] = field(default_factory=lambda: MappingProxyType({}))
+    cores: float | None = None
+    compute_cores: float = 1.0
+    send_cpu: float = 0.0
+    receive_cpu: float = 0.0
+    sync_cpu: float = 0.0
+    co_run: float = 1.0
+    overlap: float = 1.0
+    buckets: tuple[tuple[BucketCost, ...], ...] = ()
+    replicas: int = 1
+    sync_link: Link = field(default_factory=Link)
+    sync_shares_link: bool = False
+    sync_own_link: bool = False
+    sync_lanes: int = 1
+    commit: bool = False
+    control_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("cores", self.cores, self.cores is None or self.cores > 0, "above 0"),
+            ("compute_cores", self.compute_cores, self.compute_cores >= 0, "at least 0"),
+            ("co_run", self.co_run, self.co_run >= 1, "at least 1"),
+            ("overlap", self.overlap, 0 <= self.overlap <= 1, "between 0 and 1"),
+            ("replicas", self.replicas, self.replicas >= 1, "at least 1"),
+            ("sync_lanes", self.sync_lanes, self.sync_lanes >= 1, "at least 1"),
+        )
+        for name, value, holds, rule in rules:
+            if not holds:
+                raise ScheduleError(f"{name} is {value}", f"It is {rule}.", "Correct the cost.")
+        counts = {name: len(value) for name in _PER_STAGE if (value := getattr(self, name)) is not None}
+        if len(set(counts.values())) > 1:
+            raise ScheduleError(
+                "costs for different numbers of stages: " + ", ".join(f"{name} {n}" for name, n in counts.items()),
+                "There is one number per stage.",
+                "Measure every stage.",
+            )
+
+    def compute_ms(self, stage: int, kind: Kind) -> float:
+        """Time of a computation or optimizer step that has its worker alone."""
+        if kind is Kind.FORWARD:
+            time = self.forward_ms[stage]
+        elif kind is Kind.BACKWARD:
+            time = self.backward_ms[stage]
+        elif kind is Kind.STEP:
+            time = 0.0 if self.step_ms is None else self.step_ms[stage]
+        else:
+            halves = self.input_ms if kind is Kind.BACKWARD_INPUT else self.weight_ms
+            time = self.backward_ms[stage] / 2 if halves is None else halves[stage]
+        return time + self.overhead_ms
+
+    def sync_core_ms(self, bucket: BucketCost) -> float:
+        """Core time that the messages of a bucket take."""
+        return 1e3 * bucket.bytes * self.sync_cpu if bucket.core_ms is None else bucket.core_ms
+
+    @property
+    def sync_factor(self) -> float:
+        """What a ring all-reduce over the replicas sends, and receives, for every byte of a bucket."""
+        return 2 * (self.replicas - 1) / self.replicas
+
+
+_PER_STAGE = ("forward_ms", "backward_ms", "input_ms", "weight_ms", "step_ms", "saved_bytes")

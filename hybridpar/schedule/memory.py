@@ -1,0 +1,75 @@
+"""Why: what a schedule holds in memory follows from the order of its lanes alone, whatever the times turn out to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridpar.schedule.actions import Action, Kind, Layout, Schedule
+
+
+@dataclass(frozen=True)
+class Held:
+    """The most that forward passes hold for backward passes at one time.
+
+    A micro-batch is held by a stage from the start of its forward pass to the end of its backward pass; of a split
+    backward pass, to the end of the weight half.
+
+    Attributes:
+        in_flight: For every stage the most micro-batches.
+        stage_bytes: For every stage the most bytes.
+        lane_bytes: For every lane the most bytes.
+        worker_bytes: For every worker the sum over its lanes of the most that each holds. With several lanes the real
+            peak may be lower; it is never higher.
+    """
+
+    in_flight: tuple[int, ...]
+    stage_bytes: tuple[int, ...]
+    lane_bytes: tuple[int, ...]
+    worker_bytes: tuple[int, ...]
+
+
+def most_held(schedule: Schedule, layout: Layout, saved_bytes: Sequence[int] | None = None) -> Held:
+    """The peaks of a schedule.
+
+    Args:
+        schedule: The order of computation.
+        layout: Where stages run.
+        saved_bytes: For every stage what one micro-batch holds; None for nothing.
+    """
+    saved = [0] * layout.stages if saved_bytes is None else saved_bytes
+    count, peak = [0] * layout.stages, [0] * layout.stages
+    lanes, workers = [0] * layout.lanes, [0] * layout.workers
+    for lane, row in enumerate(schedule.rows):
+        held = most = 0
+        for action in row:
+            stage = action.stage
+            if action.kind is Kind.FORWARD:
+                count[stage] += 1
+                held += saved[stage]
+                peak[stage] = max(peak[stage], count[stage])
+                most = max(most, held)
+            elif action.kind is not Kind.BACKWARD_INPUT:
+                count[stage] -= 1
+                held -= saved[stage]
+        lanes[lane] = most
+        workers[layout.worker_of[lane]] += most
+    stages = tuple(number * size for number, size in zip(peak, saved, strict=True))
+    return Held(tuple(peak), stages, tuple(lanes), tuple(workers))
+
+
+def first_over(row: Sequence[Action], sizes: Sequence[int], limit: int) -> Action | None:
+    """The forward pass with which a lane first holds more than a limit; None where it never does.
+
+    Args:
+        row: What the lane does.
+        sizes: For every stage what one micro-batch counts.
+        limit: The most that is allowed.
+    """
+    held = 0
+    for action in row:
+        if action.kind is not Kind.BACKWARD_INPUT:
+            held += sizes[action.stage] if action.kind is Kind.FORWARD else -sizes[action.stage]
+        if held > limit:
+            return action
+    return None

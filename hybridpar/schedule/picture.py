@@ -1,0 +1,73 @@
+"""Why: a schedule is understood at a glance as a grid, lanes down and time across; so is the cell where it fails."""
+
+from __future__ import annotations
+
+from hybridpar.schedule.actions import RECEIVES, SENDS, Action, Layout, Schedule
+from hybridpar.schedule.program import dependencies
+from hybridpar.schedule.queues import QueueRun, slots_of
+
+
+def run_lanes(schedule: Schedule, layout: Layout) -> QueueRun[str]:
+    """Run the lanes of a schedule in unit time, with transfers that take none."""
+    needs = dependencies(layout, schedule)
+
+    def source(action: Action) -> Action:
+        """What computes that which an action sends or receives."""
+        return source(needs[action][0]) if action.kind in SENDS | RECEIVES else action
+
+    computed = {action: [source(need) for need in before] for action, before in needs.items()}
+    return QueueRun({f"lane {lane}": row for lane, row in enumerate(schedule.rows)}, computed)
+
+
+def draw_schedule(
+    schedule: Schedule, layout: Layout, *, mark: Action | None = None, note: str = "", width: int = 100
+) -> str:
+    """A schedule as a grid of text: a row per lane, a column per slot of time.
+
+    A forward pass and the halves of a split backward pass take one slot, a whole backward pass two: `B3 --`. A dot is
+    an idle slot. From the place where a lane can never go on, its cells have question marks and no time.
+
+    Args:
+        schedule: The schedule; it may be wrong.
+        layout: Where its stages run.
+        mark: An action to point at, under its row.
+        note: What to write beside the mark.
+        width: Characters per line; a longer grid is cut to a part that has the mark in it, and says so.
+    """
+    run = run_lanes(schedule, layout)
+    several = any(len({action.stage for action in row}) > 1 for row in schedule.rows)
+    rows: list[list[str]] = []
+    marked: tuple[int, int] | None = None
+    for lane, row in enumerate(schedule.rows):
+        starts = run.starts[f"lane {lane}"]
+        cells: list[str] = []
+        for place, action in enumerate(row):
+            text = str(action) if several else f"{action.kind.value}{action.index}"
+            if place < len(starts):
+                cells += ["."] * (starts[place] - len(cells))
+            if action == mark:
+                marked = marked or (lane, len(cells))
+            if place < len(starts):
+                cells += [text, *["-" * len(text)] * (slots_of(action) - 1)]
+            else:
+                cells.append(f"{text}?")
+        rows.append(cells)
+    total = max(len(cells) for cells in rows)
+    column = 1 + max(len(str(total)), *(len(cell) for cells in rows for cell in cells))
+    label = len(f"lane {len(rows) - 1}  ")
+    shown = max(1, (width - label) // column)
+    first = 0
+    if marked is not None and marked[1] >= shown:
+        first = min(marked[1] - shown // 2, total - shown)
+    window = range(first, min(total, first + shown))
+    lines = [" " * label + "".join(f"{slot:<{column}}" for slot in window).rstrip()]
+    for lane, cells in enumerate(rows):
+        cells += ["."] * (run.slots - len(cells))
+        part = "".join(f"{cell:<{column}}" for cell in cells[window.start : window.stop])
+        lines.append((f"lane {lane}".ljust(label) + part).rstrip())
+        if marked is not None and marked[0] == lane:
+            indent = label + column * (marked[1] - first)
+            lines.append(f"{' ' * indent}{'^' * (column - 1)} {note}".rstrip())
+    if len(window) < total:
+        lines.append(f"(slots {window.start} to {window.stop - 1} of {total})")
+    return "\n".join(lines)

@@ -1,0 +1,217 @@
+"""Why: a schedule says what each lane computes; what must travel, and in which order, follows from it.
+
+`lower` turns a schedule into the lists of actions that workers issue. All workers' lists are cut from one total order
+in which everything comes after what it needs. So a worker that issues its list in order never waits for an event
+that it has not issued, sends and receives of a pair of workers come in the same order at both ends, and with blocking
+transfers there is no deadlock: the action that comes first in the total order among all that wait can always go on.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hybridpar.errors import ScheduleError
+from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind, Layout, Schedule
+
+#: Kinds that end with the gradient of the stage's inputs, and those that end with the gradients of its parameters.
+_GIVES_INPUT_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_GIVES_WEIGHT_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every worker of a replica does in one step.
+
+    Attributes:
+        schedule: What it was made from.
+        layout: Where stages run.
+        workers: For every worker its actions, in the order in which it issues them.
+        needs: For every action what must be done before it, beside what comes earlier in its own queue. For a receive
+            that is the send at the other worker.
+    """
+
+    schedule: Schedule
+    layout: Layout
+    workers: tuple[tuple[Action, ...], ...]
+    needs: Mapping[Action, tuple[Action, ...]]
+
+    def queue_of(self, action: Action) -> tuple[str, int, int]:
+        """The queue that runs an action: kind of queue, worker, and lane, other worker or stage."""
+        layout = self.layout
+        home = layout.home(action.stage)
+        if action.kind in SENDS or action.kind in RECEIVES:
+            assert action.peer is not None
+            return ("send" if action.kind in SENDS else "receive", home, layout.home(action.peer))
+        if action.kind is Kind.SYNC:
+            return ("sync", home, action.index or 0)
+        return ("compute", home, layout.lane_of[action.stage])
+
+
+def dependencies(layout: Layout, schedule: Schedule, buckets: Sequence[int] = ()) -> dict[Action, tuple[Action, ...]]:
+    """For every action that a schedule leads to, what it needs beside the order of its own queue.
+
+    Args:
+        layout: Where stages run.
+        schedule: What they compute.
+        buckets: For every stage the number of its gradient buckets; none where nothing is synchronised.
+    """
+    backward_of = _backward_kinds(schedule)
+    needs: dict[Action, tuple[Action, ...]] = {}
+    last: dict[int, Action] = {}
+
+    def arrival(made: Action, stage: int) -> Action:
+        """What brings to a stage what another has made: a receive, or between stages of a worker the pass itself."""
+        if layout.home(made.stage) == layout.home(stage):
+            return made
+        forward = made.kind is Kind.FORWARD
+        send = Action(made.stage, Kind.SEND_FORWARD if forward else Kind.SEND_BACKWARD, made.index, stage)
+        receive = Action(stage, Kind.RECEIVE_FORWARD if forward else Kind.RECEIVE_BACKWARD, made.index, made.stage)
+        needs[send], needs[receive] = (made,), (send,)
+        return receive
+
+    for row in schedule.rows:
+        for action in row:
+            stage, index = action.stage, action.index
+            before: list[Action] = []
+            if action.kind is Kind.FORWARD:
+                before += [arrival(Action(edge.source, Kind.FORWARD, index), stage) for edge in layout.into(stage)]
+            elif action.kind is Kind.BACKWARD_WEIGHT:
+                before.append(Action(stage, Kind.BACKWARD_INPUT, index))
+            else:
+                before.append(Action(stage, Kind.FORWARD, index))
+                for edge in layout.out_of(stage):
+                    if edge.gradient_bytes > 0:
+                        kind = backward_of.get((edge.target, index), Kind.BACKWARD)
+                        before.append(arrival(Action(edge.target, kind, index), stage))
+            needs[action] = tuple(before)
+            if action.kind in _GIVES_WEIGHT_GRADIENT:
+                last[stage] = action
+    for stage, action in last.items():
+        syncs = tuple(
+            Action(stage, Kind.SYNC, bucket) for bucket in range(buckets[stage] if stage < len(buckets) else 0)
+        )
+        needs.update(dict.fromkeys(syncs, (action,)))
+        needs[Action(stage, Kind.STEP)] = (action, *syncs)
+    return needs
+
+
+def require_own_lanes(schedule: Schedule, layout: Layout) -> None:
+    """Refuse a schedule that was made for another layout.
+
+    Raises:
+        ScheduleError: There are more or fewer rows than lanes, or a row has a stage that is not on its lane.
+    """
+    if len(schedule.rows) != layout.lanes:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has {len(schedule.rows)} row(s) for {layout.lanes} lane(s)",
+            "There is one row per lane.",
+            "Make the schedule for this layout.",
+        )
+    for lane, row in enumerate(schedule.rows):
+        for action in row:
+            if action.stage >= layout.stages or layout.lane_of[action.stage] != lane:
+                raise ScheduleError(
+                    f"{action} stands on lane {lane} of schedule {schedule.name!r}",
+                    f"This lane has stages {layout.stages_on(lane)} of {layout.stages}.",
+                    "Make the schedule for this layout.",
+                )
+
+
+def _backward_kinds(schedule: Schedule) -> dict[tuple[int, int | None], Kind]:
+    return {
+        (action.stage, action.index): action.kind
+        for row in schedule.rows
+        for action in row
+        if action.kind in _GIVES_INPUT_GRADIENT
+    }
+
+
+def lower(
+    schedule: Schedule,
+    layout: Layout,
+    buckets: Sequence[int] = (),
+    *,
+    forward_ms: Sequence[float] | None = None,
+    backward_ms: Sequence[float] | None = None,
+) -> Program:
+    """The actions of all workers.
+
+    Sends are issued as soon as there is something to send, receives as soon as the other end sends; `SYNC` follows
+    the last backward pass of its stage, and every `STEP` the last computation of its worker.
+
+    Args:
+        schedule: The order of computation.
+        layout: Where stages run.
+        buckets: For every stage the number of its gradient buckets.
+        forward_ms: For every stage the time of a forward pass. Transfers of a pair of workers are made in the order in
+            which they would be ready; without times a backward pass counts as two forward passes.
+        backward_ms: For every stage the time of a whole backward pass. Both must be the same on all workers.
+
+    Raises:
+        ScheduleError: A pass stands on a lane that does not have its stage, or the lanes wait for each other in a
+            circle, or for something that nobody does.
+    """
+    require_own_lanes(schedule, layout)
+    needs = dependencies(layout, schedule, buckets)
+    done_by: dict[Action, list[Action]] = {}
+    for action, before in needs.items():
+        for one in before:
+            done_by.setdefault(one, []).append(action)
+    issued: list[list[Action]] = [[] for _ in range(layout.workers)]
+    steps: list[list[Action]] = [[] for _ in range(layout.workers)]
+    finished: dict[Action, float] = {}
+    place = [0] * len(schedule.rows)
+    clock = [0.0] * len(schedule.rows)
+    ready: list[tuple[float, int, int]] = []
+
+    def took(action: Action) -> float:
+        if action.kind is Kind.FORWARD:
+            return forward_ms[action.stage] if forward_ms is not None else 1.0
+        whole = backward_ms[action.stage] if backward_ms is not None else 2.0
+        return whole if action.kind is Kind.BACKWARD else whole / 2
+
+    def offer(lane: int) -> None:
+        """Queue the next action of a lane if everything it needs is there."""
+        if place[lane] == len(schedule.rows[lane]):
+            return
+        before = needs[schedule.rows[lane][place[lane]]]
+        if all(one in finished for one in before):
+            start = max([clock[lane], *(finished[one] for one in before)])
+            heapq.heappush(ready, (start, lane, place[lane]))
+
+    def finish(action: Action, when: float) -> None:
+        """Emit an action and everything that follows from it without computing."""
+        finished[action] = when
+        worker = layout.home(action.stage)
+        (steps if action.kind is Kind.STEP else issued)[worker].append(action)
+        for after in done_by.get(action, ()):
+            if after.kind in COMPUTE:
+                lane = layout.lane_of[after.stage]
+                if place[lane] < len(schedule.rows[lane]) and schedule.rows[lane][place[lane]] == after:
+                    offer(lane)
+            elif after not in finished and all(one in finished for one in needs[after]):
+                finish(after, when)
+
+    for lane in range(len(schedule.rows)):
+        offer(lane)
+    while ready:
+        start, lane, number = heapq.heappop(ready)
+        if number != place[lane]:
+            continue  # offered twice
+        action = schedule.rows[lane][number]
+        place[lane] += 1
+        clock[lane] = start + took(action)
+        finish(action, clock[lane])
+        offer(lane)
+    stuck = [row[place[lane]] for lane, row in enumerate(schedule.rows) if place[lane] < len(row)]
+    if stuck:
+        first = stuck[0]
+        missing = next(one for one in needs[first] if one not in finished)
+        raise ScheduleError(
+            f"schedule {schedule.name!r} deadlocks: {', '.join(str(one) for one in stuck)} wait for ever",
+            f"{first} needs {missing}, which never comes before it.",
+            "Look at it with `hybridpar.schedule.check`, which marks the place.",
+        )
+    return Program(schedule, layout, tuple((*row, *last) for row, last in zip(issued, steps, strict=True)), needs)

@@ -1,0 +1,21 @@
+"""Why: a schedule is chosen by name, and a new one is one new file in this folder.
+
+Every module here is imported with the package, and enters its schedule into `SCHEDULES`. None of them needs torch.
+"""
+
+import importlib
+import pkgutil
+
+from hybridpar.schedule.schedules.base import (
+    SCHEDULES,
+    ScheduleRequest,
+    describe,
+    make,
+    planned_schedules,
+    register_schedule,
+)
+
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
+
+__all__ = ["SCHEDULES", "ScheduleRequest", "describe", "make", "planned_schedules", "register_schedule"]

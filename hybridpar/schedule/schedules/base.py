@@ -1,0 +1,183 @@
+"""Why: every schedule answers the same request, so that the planner can try them all without knowing one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybridpar.errors import ScheduleError
+from hybridpar.registry import Registry
+from hybridpar.schedule.actions import Action, Kind, Layout, Schedule
+from hybridpar.schedule.costs import Costs, Link
+
+
+@dataclass(frozen=True)
+class ScheduleRequest:
+    """What a schedule is wanted for. Only `greedy` looks beyond the first two.
+
+    Attributes:
+        layout: Where stages run and what flows between them.
+        micro_batches: Micro-batches per step.
+        forward_ms: For every stage the time of one forward pass; None where it is not known.
+        backward_ms: For every stage the time of one whole backward pass.
+        input_ms: For every stage the time of the backward half that gives its inputs' gradients. With `weight_ms` it
+            allows split backward passes.
+        weight_ms: For every stage the time of the half that gives its parameters' gradients.
+        saved_bytes: For every stage what the forward pass of one micro-batch leaves for its backward pass.
+        memory_cap: Most bytes that a worker may hold of these; None for no limit.
+        latency_ms: Time from the start of a transfer between workers to its first byte.
+        bytes_per_second: Speed of each worker's link in each direction; None for a link that takes no time.
+    """
+
+    layout: Layout
+    micro_batches: int
+    forward_ms: tuple[float, ...] | None = None
+    backward_ms: tuple[float, ...] | None = None
+    input_ms: tuple[float, ...] | None = None
+    weight_ms: tuple[float, ...] | None = None
+    saved_bytes: tuple[int, ...] | None = None
+    memory_cap: int | None = None
+    latency_ms: float = 0.0
+    bytes_per_second: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < 1:
+            raise ScheduleError(f"{self.micro_batches} micro-batches", "A step has at least one.", "Use 1 or more.")
+        for name in ("forward_ms", "backward_ms", "input_ms", "weight_ms", "saved_bytes"):
+            given = getattr(self, name)
+            if given is not None and (len(given) != self.layout.stages or min(given) < 0):
+                raise ScheduleError(
+                    f"{name} is {given} for {self.layout.stages} stage(s)",
+                    "There is one number per stage, and none is negative.",
+                    "Measure every stage, or leave it out.",
+                )
+        if (self.input_ms is None) != (self.weight_ms is None):
+            raise ScheduleError(
+                "only one half of the backward pass has a time",
+                "input_ms and weight_ms belong together: a pass is split into both or not at all.",
+                "Give both or neither.",
+            )
+        if self.memory_cap is not None and self.saved_bytes is None:
+            raise ScheduleError(
+                f"a memory cap of {self.memory_cap} bytes, but saved_bytes is missing",
+                "What a micro-batch holds must be known to stay under a cap.",
+                "Measure saved_bytes, or leave out the cap.",
+            )
+
+    @property
+    def costs(self) -> Costs:
+        """What is known, for the simulator; a forward pass takes 1 ms and a backward pass twice as long by default."""
+        forward = self.forward_ms or (1.0,) * self.layout.stages
+        return Costs(
+            forward_ms=forward,
+            backward_ms=self.backward_ms or tuple(2 * time for time in forward),
+            input_ms=self.input_ms,
+            weight_ms=self.weight_ms,
+            saved_bytes=self.saved_bytes,
+            link=Link(self.latency_ms, self.bytes_per_second),
+        )
+
+
+Generator = Callable[[ScheduleRequest], Schedule]
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A schedule that can be chosen by name.
+
+    Attributes:
+        generate: Makes it for a request.
+        placements: Placements of stages (`linear`, `loop`, `v`) for which the planner tries it.
+        searches: Whether it tries several orders itself, which takes long where there are many passes.
+    """
+
+    generate: Generator
+    placements: tuple[str, ...] = ()
+    searches: bool = False
+
+    def __call__(self, request: ScheduleRequest) -> Schedule:
+        """The schedule for a request."""
+        return self.generate(request)
+
+
+#: All schedules by name.
+SCHEDULES: Registry[ScheduleKind] = Registry("schedule")
+
+
+def register_schedule(
+    name: str, description: str, *, placements: tuple[str, ...] = (), searches: bool = False
+) -> Callable[[Generator], Generator]:
+    """Decorator that enters a function from a `ScheduleRequest` to a `Schedule` into `SCHEDULES`.
+
+    Args:
+        name: The name users type.
+        description: One line for listings.
+        placements: See `ScheduleKind`.
+        searches: See `ScheduleKind`.
+
+    Raises:
+        ValueError: The name is taken.
+    """
+
+    def enter(generate: Generator) -> Generator:
+        SCHEDULES.register(name, description)(ScheduleKind(generate, placements, searches))
+        return generate
+
+    return enter
+
+
+def planned_schedules(placement: str) -> tuple[str, ...]:
+    """Names of the schedules that the planner tries for a placement; those that search themselves come last."""
+    names = [name for name in SCHEDULES if placement in SCHEDULES.get(name).placements]
+    return tuple(sorted(names, key=lambda name: SCHEDULES.get(name).searches))
+
+
+def make(name: str, request: ScheduleRequest) -> Schedule:
+    """The schedule of that name for a request.
+
+    Args:
+        name: One of `describe()`.
+        request: The layout, the number of micro-batches, and what was measured.
+
+    Raises:
+        UsageError: No schedule has that name.
+        ScheduleError: The layout or the number of micro-batches does not fit the schedule.
+    """
+    return SCHEDULES.get(name)(request)
+
+
+def describe() -> dict[str, str]:
+    """Every schedule's name with one line about it."""
+    return SCHEDULES.describe()
+
+
+def forwards(stage: int, count: int) -> list[Action]:
+    """The forward passes of micro-batches 0 to count - 1."""
+    return [Action(stage, Kind.FORWARD, index) for index in range(count)]
+
+
+def backwards(stage: int, count: int) -> list[Action]:
+    """The backward passes of micro-batches 0 to count - 1: the order in which one process adds up gradients."""
+    return [Action(stage, Kind.BACKWARD, index) for index in range(count)]
+
+
+def one_stage_per_lane(name: str, layout: Layout, instead: str) -> list[int]:
+    """The stage of every lane; refuses layouts in which a lane has no stage or several.
+
+    Args:
+        name: The schedule that is asked for.
+        layout: Where stages run.
+        instead: A schedule that does work for lanes with several stages.
+
+    Raises:
+        ScheduleError: Some lane has another number of stages than one.
+    """
+    found = [layout.stages_on(lane) for lane in range(layout.lanes)]
+    for lane, stages in enumerate(found):
+        if len(stages) != 1:
+            raise ScheduleError(
+                f"lane {lane} has {len(stages)} stages {stages}, and {name!r} is asked for",
+                f"{name!r} orders one stage per lane.",
+                f"Use `{instead}` for lanes with several stages, or give every lane one stage.",
+            )
+    return [stage for (stage,) in found]

@@ -1,0 +1,280 @@
+"""Why: a plan is chosen by the time that it would take, before anything of it runs.
+
+The simulation reads the same lists of actions that the executor issues and keeps its rules: each queue in order, each
+action after what it needs, a transfer only when both ends have come to it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hybridpar.errors import ScheduleError
+from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
+from hybridpar.schedule.contention import EventLoop, Job, Phase
+from hybridpar.schedule.costs import Costs
+from hybridpar.schedule.program import Program
+from hybridpar.schedule.resources import Machine
+from hybridpar.schedule.spans import Span
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What one step of one replica is predicted to take. All times are in milliseconds.
+
+    Attributes:
+        step_ms: From the first action to the end of the last.
+        compute_ms: Until the last forward or backward pass of any lane ends.
+        bubble: Part of `compute_ms` in which lanes do not compute, over all lanes.
+        busy_ms: For every lane the time of its forward and backward passes.
+        sync_ms: For every stage the time of its all-reduces.
+        exposed_sync_ms: For every stage how long its last all-reduce outlasts the last computation of anyone.
+        hideable_sync_ms: For every stage how much of its all-reduces' time could lie beside computation: for each
+            bucket no more than what is left of `compute_ms` when it is ready.
+        peak_saved_bytes: For every worker the most that its forward passes held for backward passes at one time; zero
+            where the costs do not say.
+        bytes_sent: For every worker what it sends: transfers, and its part of the all-reduces.
+        timeline: Every action, by start.
+    """
+
+    step_ms: float
+    compute_ms: float
+    bubble: float
+    busy_ms: tuple[float, ...]
+    sync_ms: tuple[float, ...]
+    exposed_sync_ms: tuple[float, ...]
+    hideable_sync_ms: tuple[float, ...]
+    peak_saved_bytes: tuple[int, ...]
+    bytes_sent: tuple[float, ...]
+    timeline: tuple[Span, ...]
+
+
+def simulate(program: Program, costs: Costs) -> Simulation:
+    """Predict one step.
+
+    Args:
+        program: What every worker does.
+        costs: What it takes.
+
+    Raises:
+        ScheduleError: The costs are for other stages or buckets than the program's, or its workers wait for each other
+            for ever.
+    """
+    _require_fit(program, costs)
+    run = _Run(program, costs)
+    run.loop.run()
+    stuck = sum(len(queue) for queue in run.queues)
+    if stuck:
+        raise ScheduleError(
+            f"the program of {program.schedule.name!r} stops with {stuck} action(s) left",
+            "Its workers wait for each other, or for something that nobody does.",
+            "Look at it with `hybridpar.schedule.check.check_program`, which names the place.",
+        )
+    return _summary(program, costs, run)
+
+
+def _require_fit(program: Program, costs: Costs) -> None:
+    stages = program.layout.stages
+    if len(costs.forward_ms) != stages:
+        raise ScheduleError(
+            f"costs of {len(costs.forward_ms)} stage(s) for a program of {stages}",
+            "There is one number per stage.",
+            "Measure every stage of this plan.",
+        )
+    for action in program.needs:
+        if action.kind is Kind.SYNC:
+            known = len(costs.buckets[action.stage]) if action.stage < len(costs.buckets) else 0
+            if (action.index or 0) >= known:
+                raise ScheduleError(
+                    f"{action} synchronises a bucket without cost",
+                    f"Stage {action.stage} has {known} bucket(s) in the costs.",
+                    "Give costs for as many buckets as the program was lowered with.",
+                )
+
+
+class _Run:
+    """One simulation under way. Actions and queues are numbers here, for speed."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.machine = Machine(program.layout, costs)
+        self.loop = EventLoop()
+        self.spans: list[Span] = []
+        self.ready_ms: dict[Action, float] = {}
+        self.actions = [action for actions in program.workers for action in actions]
+        number = {action: place for place, action in enumerate(self.actions)}
+        self._control_ms = costs.control_ms
+        #: For every action how many others it waits for; -1 once it has started. The last place is the agreement.
+        self._waits = [0] * (len(self.actions) + 1)
+        self._after: list[list[int]] = [[] for _ in self._waits]
+        #: For the last backward pass of a stage: after which part of it which buckets are ready.
+        self._marks: dict[int, list[tuple[float, int]]] = {}
+        #: The other end of a transfer.
+        self._twin: dict[int, int] = {}
+        self._make_queues(program, costs.sync_lanes)
+        for action, place in number.items():
+            self._connect(program, costs, number, action, place)
+        if costs.commit:
+            self._connect_agreement(program, number)
+        for queue in range(len(self.queues)):
+            self._try(queue)
+
+    def _make_queues(self, program: Program, sync_lanes: int) -> None:
+        self.queues: list[list[int]] = []
+        self._queue_of: list[int] = []
+        self._key_of: list[tuple[str, int, int]] = []
+        known: dict[tuple[str, int, int], int] = {}
+        for place, action in enumerate(self.actions):
+            kind, worker, lane = program.queue_of(action)
+            key = (kind, worker, lane % sync_lanes if kind == "sync" else lane)
+            queue = known.setdefault(key, len(self.queues))
+            if queue == len(self.queues):
+                self.queues.append([])
+            self.queues[queue].append(place)
+            self._queue_of.append(queue)
+            self._key_of.append(key)
+        for actions in self.queues:
+            actions.reverse()  # the head is at the end, where it is taken off in no time
+
+    def _connect(self, program: Program, costs: Costs, number: dict[Action, int], action: Action, place: int) -> None:
+        """Note what an action waits for. Something that is not in the program never comes, and the run stops short."""
+        if action.kind in RECEIVES:
+            # A receive does not come after its send: they are the two ends of one transfer.
+            (send,) = program.needs[action]
+            if send in number:
+                self._twin[place], self._twin[number[send]] = number[send], place
+            return
+        for need in program.needs[action]:
+            self._waits[place] += 1
+            if need not in number:
+                continue
+            ready = costs.buckets[action.stage][action.index or 0].ready if action.kind is Kind.SYNC else 1.0
+            if ready < 1:
+                self._marks.setdefault(number[need], []).append((ready, place))
+            else:
+                self._after[number[need]].append(place)
+
+    def _connect_agreement(self, program: Program, number: dict[Action, int]) -> None:
+        """Put the agreement of all workers between all that optimizers need and all optimizers."""
+        steps = [place for action, place in number.items() if action.kind is Kind.STEP]
+        before = {need for place in steps for need in program.needs[self.actions[place]]}
+        self._waits[-1] = len(before)
+        self._after[-1] = steps
+        for need in before & number.keys():
+            self._after[number[need]].append(len(self.actions))
+        for place in steps:
+            self._waits[place] += 1
+
+    def _try(self, queue: int) -> None:
+        """Start what is at the head of a queue, if all that it waits for is there."""
+        if not self.queues[queue]:
+            return
+        place = self.queues[queue][-1]
+        action = self.actions[place]
+        if self._waits[place]:
+            return
+        if action.kind in COMPUTE or action.kind is Kind.STEP:
+            self._start_compute(place, action)
+        elif action.kind is Kind.SYNC:
+            self._start(place, self.machine.sync(action))
+        elif (twin := self._twin.get(place)) is not None:
+            other = self.queues[self._queue_of[twin]]
+            if other and other[-1] == twin and not self._waits[twin]:
+                send = action if action.kind in SENDS else self.actions[twin]
+                self._start(place, self.machine.transfer(send), twin)
+
+    def _start_compute(self, place: int, action: Action) -> None:
+        marks = sorted(self._marks.get(place, ()))
+        phases = self.machine.compute(action, [mark for mark, _ in marks])
+        self._start(place, phases, ready=[bucket for _, bucket in marks])
+
+    def _start(self, place: int, phases: list[Phase], twin: int | None = None, ready: Sequence[int] = ()) -> None:
+        """Run an action, for a transfer together with its other end; after phase i the bucket `ready[i]` is ready."""
+        places = (place,) if twin is None else (place, twin)
+        start = self.loop.now
+        for one in places:
+            self._waits[one] = -1
+
+        def on_phase(ended: int) -> None:
+            if ended < len(ready):
+                self._release(ready[ended])
+            if ended == len(phases) - 1:
+                self._finish(places, start)
+
+        self.loop.start(Job(phases, on_phase))
+
+    def _finish(self, places: Sequence[int], start: float) -> None:
+        for place in places:
+            queue, (kind, worker, lane) = self._queue_of[place], self._key_of[place]
+            self.queues[queue].pop()
+            self.spans.append(Span(worker, kind, lane, self.actions[place], start, self.loop.now))
+        for place in places:
+            for after in self._after[place]:
+                self._release(after)
+            self._try(self._queue_of[place])
+
+    def _release(self, place: int) -> None:
+        """One of the things that an action waits for is there."""
+        self._waits[place] -= 1
+        if self._waits[place]:
+            return
+        if place == len(self.actions):
+            self.loop.start(Job([Phase(self._control_ms)], self._agree))
+            return
+        self.ready_ms[self.actions[place]] = self.loop.now
+        self._try(self._queue_of[place])
+
+    def _agree(self, _: int) -> None:
+        for step in self._after[-1]:
+            self._release(step)
+
+
+def _summary(program: Program, costs: Costs, run: _Run) -> Simulation:
+    layout = program.layout
+    compute = [span for span in run.spans if span.action.kind in COMPUTE]
+    compute_ms = max(span.end_ms for span in compute)
+    busy = [0.0] * layout.lanes
+    for span in compute:
+        busy[span.lane] += span.duration_ms
+    sync, exposed, hideable = ([0.0] * layout.stages for _ in range(3))
+    sent = [0.0] * layout.workers
+    for span in run.spans:
+        stage = span.action.stage
+        if span.action.kind is Kind.SYNC:
+            sync[stage] += span.duration_ms
+            exposed[stage] = max(exposed[stage], span.end_ms - compute_ms)
+            hideable[stage] += min(span.duration_ms, max(0.0, compute_ms - run.ready_ms[span.action]))
+            sent[span.worker] += run.machine.sync_bytes(span.action)
+        elif span.action.kind in SENDS:
+            sent[span.worker] += run.machine.transfer_bytes(span.action)
+    return Simulation(
+        step_ms=max(span.end_ms for span in run.spans),
+        compute_ms=compute_ms,
+        bubble=1 - sum(busy) / (layout.lanes * compute_ms) if compute_ms else 0.0,
+        busy_ms=tuple(busy),
+        sync_ms=tuple(sync),
+        exposed_sync_ms=tuple(exposed),
+        hideable_sync_ms=tuple(hideable),
+        peak_saved_bytes=_peak_saved_bytes(compute, costs, layout.workers),
+        bytes_sent=tuple(sent),
+        timeline=tuple(sorted(run.spans, key=lambda span: (span.start_ms, span.end_ms))),
+    )
+
+
+def _peak_saved_bytes(compute: list[Span], costs: Costs, workers: int) -> tuple[int, ...]:
+    """For every worker the most that it holds: from the start of a forward to the end of its backward pass."""
+    peak, held = [0] * workers, [0] * workers
+    if costs.saved_bytes is None:
+        return tuple(peak)
+    changes: dict[int, list[tuple[float, int, int]]] = {}
+    for span in compute:
+        size, lane = costs.saved_bytes[span.action.stage], changes.setdefault(span.lane, [])
+        if span.action.kind is Kind.FORWARD:
+            lane.append((span.start_ms, size, span.worker))
+        elif span.action.kind is not Kind.BACKWARD_INPUT:
+            lane.append((span.end_ms, -size, span.worker))
+    # At one time, what is freed comes first; but a lane keeps its order, also where passes take no time.
+    for _, change, worker in heapq.merge(*changes.values()):
+        held[worker] += change
+        peak[worker] = max(peak[worker], held[worker])
+    return tuple(peak)

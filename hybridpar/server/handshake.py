@@ -1,0 +1,115 @@
+"""Why: anybody can connect to a server's port, so both ends first prove that they know the job's token.
+
+The token itself is never sent. The server greets with a random number of 32 bytes; the worker replies with one of its
+own and a code (HMAC-SHA256) over both; the server checks it and answers with a code over both. A recorded reply fits no
+other greeting. The codes are also over the server's address, so that a worker that was sent to a wrong address helps
+nobody to get in at the right one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+
+from hybridpar.errors import UsageError
+
+#: Holds what processes of a job must know to be let in.
+TOKEN_VARIABLE = "HYBRIDPAR_TOKEN"
+_LEAST_TOKEN = 16
+
+_MAGIC = b"hyp2"
+_RANDOM, _CODE = 32, hashlib.sha256().digest_size
+
+#: Bytes of what is sent, in this order: by the server, the worker, the server.
+GREETING_BYTES, REPLY_BYTES, PROOF_BYTES = len(_MAGIC) + _RANDOM, _RANDOM + _CODE, _CODE
+
+
+class HandshakeError(Exception):
+    """The other end does not know the token, or speaks another protocol."""
+
+
+def new_token() -> str:
+    """A token that nobody can guess."""
+    return secrets.token_hex(16)
+
+
+def job_token() -> str:
+    """The token in the environment of this process.
+
+    Raises:
+        UsageError: There is none, or it is short enough to be guessed.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if len(token) < _LEAST_TOKEN:
+        raise UsageError(
+            f"{TOKEN_VARIABLE} has {len(token)} characters" if token else f"{TOKEN_VARIABLE} is not set",
+            f"Parameter servers let in who knows this secret of at least {_LEAST_TOKEN} characters, equal in all "
+            "processes of a job.",
+            f"export {TOKEN_VARIABLE}=$(openssl rand -hex 16) before torchrun, the same on all hosts.",
+        )
+    return token
+
+
+class ServerHandshake:
+    """The server's side of one connection.
+
+    Args:
+        token: The job's token.
+        address: This server's, as workers are told it.
+    """
+
+    def __init__(self, token: str, address: str) -> None:
+        self._token, self._address = token, address
+        self._random = secrets.token_bytes(_RANDOM)
+        self.greeting = _MAGIC + self._random
+
+    def proof(self, reply: bytes) -> bytes:
+        """What to answer to a reply.
+
+        Raises:
+            HandshakeError: The other end does not know the token.
+        """
+        both = self._random + reply[:_RANDOM]
+        if not hmac.compare_digest(reply[_RANDOM:], _code(self._token, "worker", self._address, both)):
+            raise HandshakeError("it does not know the job's token")
+        return _code(self._token, "server", self._address, both)
+
+
+class WorkerHandshake:
+    """The worker's side of one connection.
+
+    Args:
+        token: The job's token.
+        address: Of the server, as this worker was told it.
+    """
+
+    def __init__(self, token: str, address: str) -> None:
+        self._token, self._address = token, address
+        self._both = b""
+
+    def reply(self, greeting: bytes) -> bytes:
+        """What to answer to a greeting.
+
+        Raises:
+            HandshakeError: It is none.
+        """
+        if len(greeting) != GREETING_BYTES or not greeting.startswith(_MAGIC):
+            raise HandshakeError("no server of this version of hybridpar")
+        own = secrets.token_bytes(_RANDOM)
+        self._both = greeting[len(_MAGIC) :] + own
+        return own + _code(self._token, "worker", self._address, self._both)
+
+    def check(self, proof: bytes) -> None:
+        """Check that the server knows the token.
+
+        Raises:
+            HandshakeError: It does not.
+        """
+        if not hmac.compare_digest(proof, _code(self._token, "server", self._address, self._both)):
+            raise HandshakeError("no server of this job")
+
+
+def _code(token: str, role: str, address: str, both: bytes) -> bytes:
+    return hmac.new(token.encode(), f"{role} {address} ".encode() + both, hashlib.sha256).digest()

@@ -1,0 +1,1 @@
+"""Why: gradient synchronisation between replicas."""

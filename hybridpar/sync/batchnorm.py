@@ -1,0 +1,267 @@
+"""Why: running statistics must not depend on how a batch was divided over micro-batches and replicas.
+
+Stock BatchNorm updates its running statistics once per forward call. With M micro-batches that is M updates per step
+(an effective momentum of 1 - (1 - m)^M), and with replicas each keeps the statistics of its own shard. Here the sums
+and squared sums of the batch are pooled over micro-batches and replicas and committed once per step: one step on R
+workers with M micro-batches leaves the statistics of the whole batch, as one step on one worker would.
+
+What is not pooled, unless asked for (`group`), is the normalisation: each micro-batch is normalised by its own moments.
+Training with M micro-batches of b is the same function as data parallelism over M replicas with b samples each.
+
+A module gets another class with the same parameters, buffers and names, so `state_dict`, pickling and `isinstance` go
+on working; `release` gives it its class back.
+
+A layer with a forward of its own is pooled too where it has two methods: `normalise(input, mean, variance, training,
+momentum)`, which is `batch_norm` and whatever the layer does behind it, and `activate(output)`, that alone. Its class
+says in `reduce_state(state)` what copies and pickles are made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hybridpar.comm.collective import SumGroup
+from hybridpar.sync.constants import Constants
+from hybridpar.sync.sync_batchnorm import normalise_over_replicas
+
+
+class BatchNormPool:
+    """Pools the statistics of all BatchNorm layers of a model over one step.
+
+    The batch's moments come from the stock kernel itself: it is given scratch buffers to update with momentum 1, so
+    pooling reads no activation a second time. All sums are float64: a sum of squares loses too much in float32 where
+    the mean is large.
+
+    Args:
+        model: The model; layers that track running statistics and use the stock forward are taken over.
+        group: Adds over the replicas: layers also *normalise* over them, see `hybridpar.sync.sync_batchnorm`.
+            None leaves the normalisation to each micro-batch.
+    """
+
+    def __init__(self, model: nn.Module, group: SumGroup | None = None) -> None:
+        self.group = group
+        self.layers: list[Any] = [layer for layer in model.modules() if _can_pool(layer)]
+        self._widths = [layer.num_features for layer in self.layers]
+        channels = self._channels = sum(self._widths)
+        self._originals = [type(layer) for layer in self.layers]
+        device = self.layers[0].running_mean.device if self.layers else torch.device("cpu")
+        self._mean = torch.zeros(channels, device=device)
+        self._variance = torch.zeros(channels, device=device)
+        self._constants = Constants(device)
+        self._counts = [0] * len(self.layers)
+        numbers = torch.arange(len(self.layers))
+        self._paused = False
+        self._layer_of_channel = torch.repeat_interleave(numbers, torch.tensor(self._widths, dtype=torch.int64)).to(
+            device
+        )
+        #: Per channel: sum and squared sum; then per layer the number of values behind them.
+        self.sums = torch.zeros(2 * channels + len(self.layers), dtype=torch.float64, device=device)
+        means, variances = torch.split(self._mean, self._widths), torch.split(self._variance, self._widths)
+        for index, (layer, mean, variance) in enumerate(zip(self.layers, means, variances, strict=True)):
+            layer.__class__ = _pooled_class(type(layer))
+            layer._pool = _LayerScratch(self, index, mean, variance)
+
+    def fold(self) -> None:
+        """Add the moments of the micro-batch whose forward pass has just ended to the sums of the step."""
+        if not self.layers:
+            return
+        counts = self._constants.of(*self._counts)
+        values = counts[self._layer_of_channel]
+        mean, variance = self._mean.double(), self._variance.double()
+        # The kernel's running variance is unbiased: (n - 1) v is the sum of squared deviations.
+        squares = (values - 1).clamp_(min=0) * variance + values * mean * mean
+        # A layer that did not run has count 0 and scratch 0.
+        self.sums += torch.cat((values * mean, squares, counts))
+        # Momentum 1 computes 0 * old + new, so an inf left in the scratch would become a nan for ever.
+        self._mean.zero_()
+        self._variance.zero_()
+        self._counts = [0] * len(self.layers)
+
+    def commit(self, sums: Tensor, where: Tensor | None = None) -> None:
+        """Move the running statistics by the pooled moments, once.
+
+        running = (1 - m) running + m pooled, with the unbiased variance, as stock BatchNorm defines it; a layer with
+        `momentum=None` averages over all steps. A layer that ran nowhere keeps its statistics.
+
+        Args:
+            sums: `self.sums`, summed over the replicas; float64, `2 * channels + layers` elements.
+            where: Optional 0-d tensor; where it is zero nothing changes. Keeps the decision on the device.
+        """
+        if not self.layers:
+            return
+        channels = self._channels
+        counts = sums[2 * channels :]
+        values = counts[self._layer_of_channel]
+        mean = sums[:channels] / values.clamp(min=1)
+        deviations = (sums[channels : 2 * channels] - values * mean * mean).clamp_(min=0)
+        variance = deviations / (values - 1).clamp(min=1)
+        ran = counts > 0 if where is None else (counts > 0) & (where > 0)
+        for layer, one in zip(self.layers, ran.to(torch.int64).unbind(), strict=True):
+            layer.num_batches_tracked += one
+        factor = self._factors()
+        moves = ran[self._layer_of_channel]
+        for kind, pooled in (("running_mean", mean), ("running_var", variance)):
+            buffers: list[Tensor] = [getattr(layer, kind) for layer in self.layers]
+            old = torch.cat(buffers).double()
+            # `where` and not a product: a rolled-back step may have left an inf in the pooled moments.
+            new = torch.where(moves, old + factor * (pooled - old), old)
+            for running, part in zip(buffers, torch.split(new, self._widths), strict=True):
+                running.copy_(part)
+        self.discard()
+
+    def _factors(self) -> Tensor:
+        """Each channel's exponential factor: the layer's momentum, or one over the steps seen so far."""
+        if all(layer.momentum is not None for layer in self.layers):
+            return self._constants.of(*(float(layer.momentum) for layer in self.layers))[self._layer_of_channel]
+        each = [
+            self._constants.of(float(layer.momentum))[0]
+            if layer.momentum is not None
+            else 1.0 / layer.num_batches_tracked.clamp(min=1).double()
+            for layer in self.layers
+        ]
+        return torch.stack(each)[self._layer_of_channel]
+
+    def discard(self) -> None:
+        """Forget the sums of this step: it was rolled back, or they were committed."""
+        self.sums.zero_()
+        self._mean.zero_()
+        self._variance.zero_()
+        self._counts = [0] * len(self.layers)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, training forwards leave no trace: activations are computed a second time."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def release(self) -> None:
+        """Give every layer its own class back. Safe to call twice."""
+        for layer, original in zip(self.layers, self._originals, strict=True):
+            layer.__class__ = original
+            del layer._pool
+        self.layers, self._originals = [], []
+
+
+@contextmanager
+def without_replicas(module: nn.Module) -> Iterator[None]:
+    """Inside, layers of a module normalise by their own moments and leave no trace, whatever they do in training."""
+    pools = {scratch.pool for layer in module.modules() if (scratch := getattr(layer, "_pool", None)) is not None}
+    groups = [(pool, pool.group, pool._paused) for pool in pools]
+    for pool in pools:
+        pool.group, pool._paused = None, True
+    try:
+        yield
+    finally:
+        for pool, group, paused in groups:
+            pool.group, pool._paused = group, paused
+
+
+class _LayerScratch:
+    """What a pooled layer needs in its forward; copies and pickles of the layer get none of it."""
+
+    def __init__(self, pool: BatchNormPool, index: int, mean: Tensor, variance: Tensor) -> None:
+        self.pool = pool
+        self.index = index
+        self.mean = mean
+        self.variance = variance
+
+    def enter(self, values: int) -> None:
+        if self.pool._counts[self.index] > 0:
+            # The layer runs twice in one forward: bank the first call before its scratch is overwritten.
+            self.pool.fold()
+        self.pool._counts[self.index] = values
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_no_scratch, ())
+
+
+def _no_scratch() -> None:
+    return None
+
+
+class _PooledForward:
+    """Mixed in before a BatchNorm class: training forwards update the pool's scratch, not the running statistics."""
+
+    _pool: _LayerScratch | None
+    training: bool
+
+    @property
+    def takes_moments_for(self) -> str | None:
+        """What the layer's own class says; None where it normalises over replicas."""
+        if self._pool is not None and self._pool.pool.group is not None:
+            return None
+        return getattr(super(), "takes_moments_for", None)
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        scratch = self._pool
+        if not self.training or scratch is None:
+            result: Tensor = super().forward(input)  # type: ignore[misc]
+            return result
+        self._check_input_dim(input)
+        group, paused = scratch.pool.group, scratch.pool._paused
+        if group is not None:
+            output, mean, variance = normalise_over_replicas(input, self.weight, self.bias, self.eps, group)
+            if not paused:
+                scratch.enter(input.numel() // input.shape[1])
+                scratch.mean.copy_(mean)
+                scratch.variance.copy_(variance)
+            return self.activate(output) if hasattr(self, "activate") else output
+        if paused:
+            return _normalise(self, input, None, None, 0.0)
+        scratch.enter(input.numel() // input.shape[1])
+        # The kernel keeps its running statistics for an eval-mode backward that never comes here. `.data` gives them
+        # a version counter of their own, so that clearing the scratch is not taken for an edit of a saved tensor.
+        mean, variance = scratch.mean.data, scratch.variance.data
+        return _normalise(self, input, mean, variance, 1.0)
+
+
+def _normalise(layer: Any, input: Tensor, mean: Tensor | None, variance: Tensor | None, momentum: float) -> Tensor:
+    """Normalise by the batch, and move statistics, as the layer does it."""
+    if hasattr(layer, "normalise"):
+        result: Tensor = layer.normalise(input, mean, variance, True, momentum)
+        return result
+    return functional.batch_norm(input, mean, variance, layer.weight, layer.bias, True, momentum, layer.eps)
+
+
+_classes: dict[type, type] = {}
+
+
+def _pooled_class(original: type) -> type:
+    if original not in _classes:
+        made = type(original.__name__, (_PooledForward, original), {"__reduce_ex__": _reduce_to_original})
+        made.__qualname__, made.__module__ = original.__qualname__, original.__module__
+        _classes[original] = made
+    return _classes[original]
+
+
+def _reduce_to_original(self: Any, protocol: int) -> tuple[Any, ...]:
+    """Copies and pickles are plain layers of the original class."""
+    original = next(base for base in type(self).__mro__[1:] if base is not _PooledForward)
+    state = {key: value for key, value in self.__dict__.items() if key != "_pool"}
+    if hasattr(original, "reduce_state"):
+        reduced: tuple[Any, ...] = original.reduce_state(state)
+        return reduced
+    return (original.__new__, (original,), state)
+
+
+def _can_pool(layer: nn.Module) -> bool:
+    return (
+        isinstance(layer, _BatchNorm)
+        and not isinstance(layer, nn.SyncBatchNorm)
+        and layer.track_running_stats
+        and layer.running_mean is not None
+        and (type(layer).forward is _BatchNorm.forward or hasattr(layer, "normalise"))
+    )

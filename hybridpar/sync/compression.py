@@ -1,0 +1,381 @@
+"""Why: buckets are cut anew while training goes on, and what a codec keeps of a parameter must outlive them.
+
+Coders are made once per parameter and live as long as training; the `Exchange` of a bucket lives as long as the buckets
+are cut as they are. It runs on the sync lane that the bucket's sum would have run on. A bucket of which nothing is
+compressed is added as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hybridpar.comm.collective import BackendSum, SumGroup
+from hybridpar.comm.node_worlds import NodeWorlds
+from hybridpar.comm.world import World
+from hybridpar.compress import (
+    Coder,
+    Exchange,
+    Phase,
+    PhaseTimer,
+    Policy,
+    TensorSpec,
+    TorchGroup,
+    format_codec,
+    read_policy,
+)
+from hybridpar.compress.codecs.none import Full
+from hybridpar.compress.hierarchy import Leaders, NodeExchange
+from hybridpar.compress.redivide import put_together, restore
+from hybridpar.errors import SyncError
+from hybridpar.sync.buckets import Bucket
+from hybridpar.sync.control import all_reduce_bytes, start_copy
+from hybridpar.sync.figures import BucketCost, SyncCosts
+
+_log = logging.getLogger(__name__)
+
+#: The norm of what was not sent takes a pass over it, so it is taken in the first step and then in each of so many.
+RESIDUAL_EVERY = 50
+
+
+class Committed(Protocol):
+    """What knows, sooner or later, whether a step counts."""
+
+    @property
+    def committed(self) -> bool:
+        """Whether it does; reading it may wait."""
+
+
+class Decision:
+    """A decision on a device, on its way to the host; made by work on a lane, where no event of lanes can be recorded.
+
+    Args:
+        commit: 1 where the step counts, else 0; 0-d.
+    """
+
+    def __init__(self, commit: Tensor) -> None:
+        self._copy = start_copy(commit)
+        self._copied: Any = None
+        if commit.device.type == "cuda":
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    @property
+    def committed(self) -> bool:
+        """See `Committed`."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return float(self._copy) > 0
+
+
+class Compression:
+    """Adds gradients over the workers as a codec's messages, and remembers what was not sent.
+
+    The calls of a step: `add` for each bucket, on its sync lane; then `commit_or_rollback`, when it is known whether
+    the step counts, or `commit_or_rollback_later`, where that is left on the device; in that case `catch_up` before the
+    next step's first `add`.
+
+    Args:
+        policy: What gradients travel as.
+        world: The workers, at least two.
+        groups: What the sync lanes add on.
+        seed: For what codecs draw at random; equal on all workers.
+        nodes: Where gradients travel in full precision inside of nodes, and as the policy says between them. Workers
+            that are all on one node of several then compress nothing. They stay their owner's, and open.
+
+    Raises:
+        SyncError: The workers meet in shared memory, where only sums can be taken.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        world: World,
+        groups: Sequence[SumGroup],
+        seed: int = 0,
+        nodes: NodeWorlds | None = None,
+    ) -> None:
+        if not all(isinstance(group, BackendSum) for group in groups):
+            raise SyncError(
+                f"codec {str(policy)!r} between workers that share memory",
+                "Shared memory only adds; a codec needs the collectives of a process group.",
+                "Join with World.join(shared_memory=False).",
+            )
+        policy.prepare(world.device)
+        self.policy = policy
+        self._world = world
+        self._seed = seed
+        self._nodes = nodes
+        self._groups = list(groups)
+        # Who exchanges by the codec: all workers, or one of each node.
+        self._party = world if nodes is None else nodes.across
+        self._leaders = Leaders(1 if nodes is None else nodes.nodes.leaders)
+        self._buckets: tuple[Bucket, ...] = ()
+        self._coders: dict[str, Coder] = {}
+        self._saved: dict[str, Any] = {}
+        self._exchanges: dict[int, Exchange | NodeExchange] = {}
+        self._steps = 0
+        self._samples = 1.0
+        self._undecided: tuple[Committed, list[str], SyncCosts | None] | None = None
+
+    def cut(self, buckets: Sequence[Bucket]) -> None:
+        """Follow how the buckets are cut; no step is under way. Only float32 is compressed."""
+        self.catch_up()
+        self._buckets, self._exchanges = tuple(buckets), {}
+        if self._on_one_node:
+            return
+        for bucket in buckets:
+            shapes = {slot.name: tuple(slot.parameter.shape) for slot in bucket.slots}
+            if bucket.dtype == torch.float32 and any(self._changes(name, shape) for name, shape in shapes.items()):
+                self._exchanges[bucket.index] = self._exchange(bucket)
+
+    def add(self, bucket: Bucket, flat: Tensor, group: SumGroup) -> BucketCost:
+        """Replace a bucket's gradients by what the workers make of their sum; equal bit for bit on all of them.
+
+        Args:
+            bucket: The bucket.
+            flat: Its gradients, 1-D.
+            group: What the sync lane adds on.
+
+        Returns:
+            What it cost.
+
+        Raises:
+            RuntimeError: A peer died or did not come in time.
+        """
+        exchange = self._exchanges.get(bucket.index)
+        if exchange is None:
+            inner = self._nodes.inner(self._groups.index(group)) if self._nodes and self._on_one_node else None
+            return add_plainly(bucket, flat, inner or group, self._world.size)
+        if isinstance(exchange, NodeExchange):
+            assert self._nodes is not None
+            done = self._nodes.run(exchange, self._groups.index(group), flat)
+            return BucketCost(all_reduce_bytes(4 * exchange.led, self._party.size), done.wire, done.timer)
+        assert isinstance(group, BackendSum)
+        sizes = [slot.parameter.numel() for slot in bucket.slots]
+        parts: list[Tensor] = list(torch.split(flat, sizes))
+        done = exchange.run(TorchGroup(group.group), parts, parts)
+        return BucketCost(all_reduce_bytes(bucket.bytes, self._world.size), done.wire, done.timer)
+
+    def commit_or_rollback(self, committed: bool, unused: Collection[str] = (), costs: SyncCosts | None = None) -> None:
+        """A step is over, in which all buckets were added.
+
+        Args:
+            committed: Whether it counts. If not, all that codecs keep is as it was before.
+            unused: Names of parameters for which it does not: no worker had a gradient for them.
+            costs: Where the size of what is kept goes, in the steps in which it is taken.
+        """
+        for exchange in self._exchanges.values():
+            if committed:
+                exchange.commit(unused)
+            else:
+                exchange.rollback()
+        if costs is not None and self._steps % RESIDUAL_EVERY == 0:
+            squares = (coder.residual_squares() for coder in self._coders.values())
+            costs.residuals += [one for one in squares if one is not None]
+        self._steps += 1
+
+    def forget(self) -> None:
+        """All buckets were added in vain: what codecs keep is as it was before; for an exchange that is made again."""
+        for exchange in self._exchanges.values():
+            exchange.rollback()
+
+    def commit_or_rollback_later(
+        self, outcome: Committed, unused: Collection[str] = (), costs: SyncCosts | None = None
+    ) -> None:
+        """As `commit_or_rollback`, for a step whose decision the host has not read.
+
+        What a codec keeps is the host's to swap. It does so when the next step's first bucket is full: then the device
+        has that step's forward pass to do, so that it does not wait for the host, which waits for it.
+        """
+        self._undecided = (outcome, list(unused), costs)
+
+    def catch_up(self) -> None:
+        """Settle the step that `commit_or_rollback_later` was told of, if there is one."""
+        if self._undecided is not None:
+            (outcome, unused, costs), self._undecided = self._undecided, None
+            self.commit_or_rollback(outcome.committed, unused, costs)
+
+    def set_rate(self, learning_rate: float) -> None:
+        """Say which learning rate the coming steps use."""
+        for coder in self._coders.values():
+            coder.rescale(learning_rate)
+
+    def set_batch_scale(self, samples: float) -> None:
+        """Say how many samples the coming steps have, as a multiple of what codecs' options were given for."""
+        self._samples = samples
+        for coder in self._coders.values():
+            coder.set_batch_scale(samples)
+
+    def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
+        """For each parameter the codec that it travels as, and bytes of a step: as it is, and as that codec.
+
+        What a worker sends to others, as `SyncFigures` counts it; with nodes what the leader of the parameter sends to
+        other nodes, and a collective of the node. Warm-ups are over.
+        """
+        rows: dict[str, tuple[str, int, int]] = {}
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                if bucket.index not in self._exchanges:
+                    full = all_reduce_bytes(slot.parameter.numel() * slot.parameter.element_size(), self._world.size)
+                    rows[slot.name] = ("none", full, full)
+                elif slot.name in self._coders:
+                    rows[slot.name] = self._row(self._coders[slot.name])
+        if self._nodes is not None:
+            for others in self._nodes.inside.gather(rows):
+                assert isinstance(others, dict)
+                rows |= others
+        return rows
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this worker needs to go on bit for bit: the policy, the codecs' state, and the worker's place."""
+        self.catch_up()
+        parameters = {name: coder.state_dict() for name, coder in self._coders.items()}
+        place = {"rank": self._party.rank, "workers": self._party.size, "nodes": self._node_sizes}
+        leaders = {} if self._nodes is None else {"leaders": dict(self._leaders.chosen)}
+        return {"codec": str(self.policy), **place, **leaders, "parameters": parameters}
+
+    def _row(self, coder: Coder) -> tuple[str, int, int]:
+        """What a parameter travels as, and its bytes as it is and as that."""
+        workers = self._party.size
+        full = all_reduce_bytes(4 * coder.spec.count, workers)
+        if _is_plain(coder):
+            return "none", full, full
+        return self.policy.text_of(coder.spec.name), full, sum(entry.sent(workers) for entry in coder.lasting_rounds)
+
+    @property
+    def _on_one_node(self) -> bool:
+        """Whether the workers are all on one of several nodes, where codecs are used between nodes alone."""
+        return self._nodes is not None and len(self._nodes.nodes.members) == 1
+
+    @property
+    def _node_sizes(self) -> list[int]:
+        return [] if self._nodes is None else [len(node) for node in self._nodes.nodes.members]
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state is of this worker's own place and parameters; else those of all workers are needed."""
+        own = (self._party.rank, self._party.size, self._node_sizes)
+        theirs = (state.get("rank"), state.get("workers"), state.get("nodes"))
+        return own == theirs and (not self._coders or self._coders.keys() == state["parameters"].keys())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, or what `put_together` made of what it returned on all workers of a run.
+
+        What was kept before is forgotten, also where the state is empty or of no use here. What another policy kept
+        means nothing to this one, and is left with a warning; so it is where all workers are on one of several nodes,
+        which send nothing compressed. One worker's state that does not fit is left, too.
+
+        Raises:
+            CheckpointError: A parameter's state does not fit it.
+        """
+        self.catch_up()
+        self._coders, self._saved = {}, {}
+        self._take_over(state)
+        self.cut(self._buckets)  # coders are made anew
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
+        if not state:
+            return
+        whole = "rank" not in state
+        if state["codec"] != str(self.policy):
+            self._tell_lost(state, f"they were kept by {state['codec']}, and this run compresses by {self.policy}")
+            return
+        if not (whole or self.fits(state)):
+            return
+        if self._on_one_node:
+            self._tell_lost(state, "all workers are on one node, where gradients travel in full precision")
+            return
+        self._saved = dict(state["parameters"])
+        if self._nodes is not None and "leaders" in state:
+            self._leaders.adopt(state["leaders"])
+
+    def _tell_lost(self, state: Mapping[str, Any], why: str) -> None:
+        """Say once for a run that what had not been sent is not sent any more."""
+        if state["parameters"] and self._world.rank == 0:
+            _log.warning("what codecs held back of %d parameters is dropped: %s", len(state["parameters"]), why)
+
+    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore what `state_dict` returned on all workers of a run, be there as many of them now or not.
+
+        Raises:
+            CheckpointError: The state of a worker is missing, or a parameter's does not fit it.
+        """
+        self.load_state_dict(put_together(states))
+
+    def _changes(self, name: str, shape: Sequence[int]) -> bool:
+        """Whether a parameter travels as something else than it is; equal on all workers, whoever leads it."""
+        codec = self.policy.codec_of(name)
+        return codec.fits(shape) and format_codec(codec) != "none"
+
+    def _exchange(self, bucket: Bucket) -> Exchange | NodeExchange:
+        if self._nodes is None:
+            return Exchange([self._coder(slot.name, slot.parameter) for slot in bucket.slots])
+        sizes = [slot.parameter.numel() for slot in bucket.slots]
+        own = self._nodes.inside.rank  # ranks there are in the order of places in the node
+        coders = [
+            self._coder(slot.name, slot.parameter) if self._leaders.of(slot.name, size) == own else None
+            for slot, size in zip(bucket.slots, sizes, strict=True)
+        ]
+        return NodeExchange(sizes, coders)
+
+    def _coder(self, name: str, parameter: Tensor) -> Coder:
+        if name not in self._coders:
+            party = self._party
+            spec = TensorSpec(
+                name, tuple(parameter.shape), party.rank, party.size, self._seed, parameter.device, average=False
+            )
+            self._coders[name] = coder = self.policy.bind(spec)
+            coder.set_batch_scale(self._samples)
+            if name in self._saved:
+                restore(coder, self._saved.pop(name))
+        return self._coders[name]
+
+
+def add_plainly(bucket: Bucket, flat: Tensor, group: SumGroup, workers: int) -> BucketCost:
+    """Add a bucket's gradients as they are. On a GPU, where this may be part of a graph, no times are noted."""
+    timer = PhaseTimer(flat.device) if flat.device.type == "cpu" else None
+    group.all_reduce(flat)
+    if timer is not None:
+        timer.end(Phase.WIRE)
+    sent = all_reduce_bytes(bucket.bytes, workers)
+    return BucketCost(sent, sent, timer)
+
+
+def codec_states(state: Any) -> list[Mapping[str, Any]]:
+    """What codecs kept, found in what an engine's `state_dict` returned on a worker; one entry per stage."""
+    if not isinstance(state, Mapping):
+        return []
+    if "parameters" in state and "codec" in state:
+        return [state]
+    return [found for entry in state.values() for found in codec_states(entry)]
+
+
+def make_compression(
+    codec: str | Policy, world: World, groups: Sequence[SumGroup], seed: int, nodes: NodeWorlds | None = None
+) -> Compression | None:
+    """What `--compress` asks for; None where gradients are added as they are.
+
+    Args:
+        codec: A policy or its text.
+        world: The workers.
+        groups: What the sync lanes add on.
+        seed: For what codecs draw at random.
+        nodes: See `Compression`.
+
+    Raises:
+        UsageError: The text names no policy.
+        SyncError: See `Compression`.
+    """
+    policy = read_policy(codec) if isinstance(codec, str) else codec
+    if policy.changes_nothing:
+        return None
+    return Compression(policy, world, groups, seed, nodes)
+
+
+def _is_plain(coder: Coder) -> bool:
+    """Whether a coder only adds float32."""
+    return isinstance(coder, Full) and coder.spec.wire == torch.float32

@@ -1,0 +1,111 @@
+"""Why: what the sync of a step cost is spread over buckets and lanes, and is wanted as a few numbers afterwards.
+
+Sync lanes leave what they know of their buckets; nobody adds it up before somebody asks, when the step is over. Nothing
+here makes a host wait for a GPU within a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from hybridpar.compress import PhaseTimer
+
+
+@dataclass(frozen=True)
+class BucketCost:
+    """What one bucket cost in one step.
+
+    Attributes:
+        full: Bytes that this worker would have sent in an all-reduce of float32, or of the type that the bucket has.
+        sent: Bytes that it sent.
+        timer: Where the time went; None where nobody noted it.
+    """
+
+    full: int
+    sent: int
+    timer: PhaseTimer | None = None
+
+
+@dataclass(frozen=True)
+class SyncFigures:
+    """What the sync of gradients took in one step of one worker.
+
+    Attributes:
+        bytes_before: What it would have sent in an all-reduce of the gradients as they are.
+        bytes_after: What it sent.
+        encode_ms: Time in which messages were written, over all lanes; None where nobody noted it. So are the next.
+        wire_ms: Time in which messages travelled, or waited for the other workers.
+        decode_ms: Time in which they were read.
+        sync_ms: Time in which any lane was at it.
+        residual_norm: Norm of all that this worker has not sent yet; None in most steps.
+    """
+
+    bytes_before: int = 0
+    bytes_after: int = 0
+    encode_ms: float | None = None
+    wire_ms: float | None = None
+    decode_ms: float | None = None
+    sync_ms: float | None = None
+    residual_norm: float | None = None
+
+    def hidden_share(self, exposed_ms: float) -> float | None:
+        """Part of `sync_ms` that computation hid.
+
+        Args:
+            exposed_ms: Time for which nothing but the sync was left to wait for.
+        """
+        if not self.sync_ms:
+            return None
+        return max(0.0, 1 - exposed_ms / self.sync_ms)
+
+
+@dataclass
+class SyncCosts:
+    """What is known of the sync of one step, written by the lanes.
+
+    Attributes:
+        buckets: By the bucket's number.
+        residuals: Sums of squares of what was not sent, 0-d; empty in steps in which nobody asks.
+    """
+
+    buckets: dict[int, BucketCost] = field(default_factory=dict)
+    residuals: list[Tensor] = field(default_factory=list)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this worker sent; known when all buckets have landed."""
+        return sum(cost.sent for cost in self.buckets.values())
+
+
+def add_up(parts: Iterable[SyncCosts]) -> SyncFigures:
+    """The figures of a step from what was noted of each stage. On a GPU this waits for the end of its sync."""
+    parts = list(parts)
+    costs = [cost for part in parts for cost in part.buckets.values()]
+    timer = [cost.timer for cost in costs if cost.timer is not None]
+    squares = [float(one) for part in parts for one in part.residuals]
+    norm = sum(squares) ** 0.5 if squares else None
+    before, after = sum(cost.full for cost in costs), sum(cost.sent for cost in costs)
+    if not timer:
+        return SyncFigures(before, after, residual_norm=norm)
+    times = [one.times() for one in timer]
+    return SyncFigures(
+        before,
+        after,
+        encode_ms=sum(one.encode for one in times),
+        wire_ms=sum(one.wire for one in times),
+        decode_ms=sum(one.decode for one in times),
+        sync_ms=covered(one.span(timer[0]) for one in timer),
+        residual_norm=norm,
+    )
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of spans."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

@@ -1,0 +1,114 @@
+"""Why: workers that compress by different rules read each other's messages wrongly, so they compare them beforehand.
+
+Every worker reads what it was given, a file of its own perhaps; then all tell each other what they read. One worker's
+problem is everybody's, and nobody is left waiting.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Collection, Iterable
+
+import torch
+
+from hybridpar.comm.world import World
+from hybridpar.compress import Policy, check_optimizer, read_policy
+from hybridpar.errors import HybridparError, UsageError
+
+_log = logging.getLogger(__name__)
+
+#: What asks for a measured choice instead of a policy.
+AUTO = "auto"
+
+
+def is_auto(codec: str | Policy) -> bool:
+    """Whether the policy is to be measured."""
+    return isinstance(codec, str) and codec.strip() == AUTO
+
+
+def agree_on_policy(codec: str | Policy, names: Collection[str], world: World, fidelity: str = "") -> str | Policy:
+    """Read a policy on all workers and compare them; a collective.
+
+    Args:
+        codec: A policy or its text, which may be `auto`.
+        names: All parameters of the model.
+        world: The workers.
+        fidelity: What `auto` may choose from.
+
+    Returns:
+        The policy; `auto` as it is.
+
+    Raises:
+        UsageError: It cannot be read here or elsewhere, is about parameters that the model has not, or differs between
+            workers; it says where.
+    """
+    mine: str | Policy | HybridparError
+    try:
+        mine = AUTO if is_auto(codec) else _read(codec, names)
+    except HybridparError as error:
+        mine = error
+    told = f"{AUTO} with fidelity {fidelity}" if mine == AUTO else str(mine)
+    answers = world.gather(("", mine.what) if isinstance(mine, HybridparError) else (told, ""))
+    if isinstance(mine, HybridparError):
+        raise mine
+    for rank, answer in enumerate(answers):
+        assert isinstance(answer, tuple)
+        text, problem = answer
+        if problem:
+            raise UsageError(
+                f"worker {rank} cannot use the compression policy that it was given: {problem}",
+                "All workers compress alike.",
+                "Give every worker the same policy.",
+            )
+        if text != told:
+            raise UsageError(
+                f"worker {rank} was given another compression policy than worker {world.rank}: "
+                f"{_difference(told, text)}",
+                "What one worker writes another one reads, by the same rules.",
+                "Start all workers with the same --compress, and give them the same policy file.",
+            )
+    return mine
+
+
+def check_compression(
+    codec: str | Policy,
+    names: Collection[str],
+    replicas: int,
+    optimizers: Iterable[torch.optim.Optimizer] = (),
+    *,
+    tell: bool = True,
+) -> None:
+    """Check what `--compress` says also where nothing is exchanged, and say so.
+
+    Args:
+        codec: A policy or its text, which may be `auto`.
+        names: All parameters of the model.
+        replicas: Workers that exchange gradients.
+        optimizers: What gradients are given to.
+        tell: Whether this worker warns where nothing is exchanged.
+
+    Raises:
+        UsageError: There is no such policy, or momentum would be kept twice, by a codec and by an optimizer.
+    """
+    if is_auto(codec):
+        return
+    policy = _read(codec, names)
+    for rule, optimizer in itertools.product(policy.rules, optimizers):
+        check_optimizer(rule.codec, optimizer)
+    if tell and replicas == 1 and not policy.changes_nothing:
+        _log.warning("--compress %s can gain nothing: there is one replica, and its gradients go nowhere", codec)
+
+
+def _read(codec: str | Policy, names: Collection[str]) -> Policy:
+    policy = read_policy(codec) if isinstance(codec, str) else codec
+    policy.check(names)
+    return policy
+
+
+def _difference(mine: str, theirs: str) -> str:
+    """Where they differ; the fingerprints too, by which files can be told apart."""
+    if AUTO in (mine.split()[0], theirs.split()[0]):
+        return f"{theirs} and not {mine}"
+    own, other = read_policy(mine), read_policy(theirs)
+    return f"{own.difference(other)} (fingerprints {other.fingerprint} and {own.fingerprint})"

@@ -1,0 +1,1 @@
+"""Why: the trainer, its engines, checkpoints."""

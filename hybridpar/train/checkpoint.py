@@ -1,0 +1,280 @@
+"""Why: a run that dies must lose seconds, and a file that is half written must never pass for a whole one.
+
+A checkpoint is a directory `step-N`:
+
+    model.pt       the unsplit model's plain state dict; any PyTorch program can load it
+    training.pt    optimizer state by parameter name, position in the data, best accuracy
+    rank-K.pt      what belongs to one worker: random number generators, state of its gradient sync
+    manifest.json  step, model fingerprint, worker count, and each file's size and SHA-256
+
+It is written under another name and renamed when every file is on disk, each worker writing its own. All files load
+with `weights_only=True`, so reading a checkpoint runs no code. Any number of workers can resume it: generators of
+a worker which no longer exists are dropped, a new worker's start from the seed, and what codecs had not sent is divided
+anew (`hybridpar.compress.redivide`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from hybridpar.comm.world import World
+from hybridpar.errors import CheckpointError, RunDirectoryError, shortened
+from hybridpar.formats.file_reader import Unreadable, read_torch
+from hybridpar.train.checkpoint_files import CHECKPOINT_VERSION, latest_checkpoint, read_manifest, resolve_checkpoint
+
+
+@dataclass(frozen=True)
+class CheckpointData:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: Steps taken.
+        fingerprint: The model's fingerprint (`hybridpar.models.model_fingerprint`).
+        model: State dict.
+        training: Tensors and plain values common to all workers.
+        local: This worker's own part; None where the checkpoint has none for this rank.
+        workers: How many workers wrote it.
+    """
+
+    step: int
+    fingerprint: str
+    model: dict[str, torch.Tensor]
+    training: dict[str, Any]
+    local: dict[str, Any] | None
+    workers: int = 1
+
+
+def save_checkpoint(directory: Path, data: CheckpointData, world: World) -> Path:
+    """Write `directory/step-N`; a collective, called by every worker.
+
+    Args:
+        directory: The run's checkpoint directory, on a file system that all workers share.
+        data: What to save; `model` and `training` are taken from rank 0, `local` from every rank.
+        world: The workers.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        RunDirectoryError: The disk is full or not writable, on any worker. Older checkpoints stay as they were.
+    """
+    final = directory / f"step-{data.step}"
+    aside = directory / f"step-{data.step}.partial"
+    made = _attempt(lambda: _fresh(aside)) if world.is_main else None
+    problem = _first_problem(world.gather(made))
+    written: dict[str, dict[str, Any]] = {}
+    if problem is None:
+        files = {f"rank-{world.rank}.pt": data.local or {}}
+        if world.is_main:
+            files |= {"model.pt": data.model, "training.pt": data.training}
+        wrote = _attempt(lambda: written.update({name: _write(aside / name, item) for name, item in files.items()}))
+        answers = world.gather((wrote, written))
+        problem = _first_problem([answer[0] for answer in answers])  # type: ignore[index]
+        for answer in answers:
+            written.update(answer[1])  # type: ignore[index]
+    published: str | None = None
+    if world.is_main and problem is None:
+        manifest = {
+            "version": CHECKPOINT_VERSION,
+            "step": data.step,
+            "model": data.fingerprint,
+            "workers": world.size,
+            "files": dict(sorted(written.items())),
+        }
+        published = _attempt(lambda: _publish(aside, final, manifest))
+    problem = problem or _first_problem(world.gather(published))
+    if problem is not None:
+        if world.is_main:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise RunDirectoryError(
+            f"cannot write the checkpoint {final}: {problem}",
+            "A checkpoint needs about three times the model's size on a disk that all workers can write.",
+            f"Free space or fix permissions, then {_way_on(directory)}.",
+        )
+    return final
+
+
+def _way_on(directory: Path) -> str:
+    newest = latest_checkpoint(directory)
+    if newest is None:
+        return "start again: there is no whole checkpoint from before"
+    return f"go on with --resume: {newest.name}, the last whole checkpoint, is untouched"
+
+
+def load_checkpoint(path: Path, rank: int = 0) -> CheckpointData:
+    """Read a checkpoint, verifying every file that is read against the manifest.
+
+    Args:
+        path: A `step-N` directory, or a run directory, of which the newest whole checkpoint is taken.
+        rank: Whose own part to read.
+
+    Raises:
+        CheckpointError: There is none, it is not whole, a file is damaged, or it is of another version.
+    """
+    path = resolve_checkpoint(path)
+    manifest = read_manifest(path)
+    own = f"rank-{rank}.pt"
+    model = _read(path, "model.pt", manifest)
+    for name, tensor in model.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(
+                f"{shortened(path / 'model.pt')} has a {type(tensor).__name__} under {shortened(name)}",
+                "It is the state dict of a model, all tensors.",
+                "Use another checkpoint of the run.",
+            )
+    training = _read(path, "training.pt", manifest)
+    local = _read(path, own, manifest) if own in manifest["files"] else None
+    return CheckpointData(manifest["step"], manifest["model"], model, training, local, manifest["workers"])
+
+
+@contextlib.contextmanager
+def usable(path: Path) -> Iterator[None]:
+    """Inside, a part of a checkpoint that is missing, or of another kind than was expected, is one error.
+
+    Args:
+        path: The checkpoint.
+
+    Raises:
+        CheckpointError: Whatever is raised inside for such a part.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        told = str(error).strip().partition("\n")[0]
+        raise CheckpointError(
+            f"the checkpoint {shortened(path)} does not hold what is needed here: {type(error).__name__} "
+            f"{shortened(told)}",
+            "Its files are whole, but another program, or another version, may have written them.",
+            "Use another checkpoint, or load its model.pt with torch.load.",
+        ) from error
+
+
+def load_rank_parts(path: Path) -> list[dict[str, Any]]:
+    """The own parts of all workers that wrote a checkpoint, by rank.
+
+    Args:
+        path: See `load_checkpoint`.
+
+    Raises:
+        CheckpointError: See `load_checkpoint`.
+    """
+    path = resolve_checkpoint(path)
+    manifest = read_manifest(path)
+    return [_read(path, f"rank-{rank}.pt", manifest) for rank in range(manifest["workers"])]
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """State of every random number generator of this process: torch (CPU and GPU), numpy, Python."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, list(internal), gauss],
+        "numpy": [
+            str(name),
+            torch.from_numpy(numpy.asarray(keys).astype(numpy.int64)),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Put back what `random_state` returned."""
+    torch.set_rng_state(state["torch"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    numpy.random.set_state((name, keys.numpy().astype(numpy.uint32), position, has_gauss, cached))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _read(path: Path, name: str, manifest: dict[str, Any]) -> dict[str, Any]:
+    file, expected = path / name, manifest["files"].get(name)
+    try:
+        if not isinstance(expected, dict):
+            raise Unreadable("the manifest does not say what it should be")
+        size = file.stat().st_size
+        if size != expected.get("bytes"):
+            raise Unreadable(f"{size} bytes where the manifest says {shortened(expected.get('bytes'))}")
+        if _sha256(file) != expected.get("sha256"):
+            raise Unreadable("its content is not what the manifest says")
+        return read_torch(file)
+    except (OSError, Unreadable) as error:
+        raise CheckpointError(
+            f"the checkpoint file {shortened(file)} is damaged: {getattr(error, 'strerror', None) or error}",
+            "Every file must have the size and the SHA-256 that manifest.json records.",
+            "Resume from another checkpoint with --resume-from, or delete this one.",
+        ) from error
+
+
+def _write(file: Path, item: dict[str, Any]) -> dict[str, Any]:
+    with file.open("wb") as stream:
+        torch.save(item, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _fresh(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def _publish(aside: Path, final: Path, manifest: dict[str, Any]) -> None:
+    with (aside / "manifest.json").open("w", encoding="utf-8") as stream:
+        json.dump(manifest, stream, indent=2)
+        stream.flush()
+        os.fsync(stream.fileno())
+    replaced = final.with_name(final.name + ".replaced")
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    aside.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+    descriptor = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _attempt(work: Any) -> str | None:
+    """Run file work; a problem comes back as text, so that all workers can fail together and none waits."""
+    try:
+        work()
+    except (OSError, RuntimeError) as error:
+        # torch's writer reports a full disk as a RuntimeError with the cause in its context.
+        causes = [error, error.__cause__, error.__context__]
+        for cause in causes:
+            if isinstance(cause, OSError) and cause.errno:
+                return "the disk is full" if cause.errno == errno.ENOSPC else str(cause.strerror)
+        return str(error).splitlines()[0]
+    return None
+
+
+def _first_problem(problems: list[Any]) -> str | None:
+    return next((f"worker {rank}: {problem}" for rank, problem in enumerate(problems) if problem), None)

@@ -1,0 +1,237 @@
+"""Why: gradients that are applied late have a whole step to travel in, for one update of staleness.
+
+Double buffering (Seide et al., Interspeech 2014, section 3.2), on the sync lanes that every run has:
+
+- `delay`: a step applies the gradient of the step before (`hybridpar.sync.delayed_reducer`);
+- `half`: as the paper has it: each batch is cut in two, and the gradient of one half travels while the other is
+  computed. These are late updates, too, of half as many samples: two of them make a step, each with its part of the
+  batch's learning rate, mu^(1/2) of momentum and half of the weight decay, so that a step means what it meant before;
+- `auto`: the first steps are as always; from their times all workers decide whether `delay` is predicted to gain.
+
+One worker alone has nothing to hide, and takes plain steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.errors import UsageError
+from hybridpar.lanes import Lanes
+from hybridpar.optim.adagrad_sgd import AdaGradSGD
+from hybridpar.sync.control import DecidedOutcome, StepOutcome
+from hybridpar.sync.delayed_reducer import DelayedReducer
+from hybridpar.sync.figures import SyncFigures, add_up
+from hybridpar.sync.gradient_sync import refused_by_others
+from hybridpar.train.gain import ObservedStep, PredictedGain, gain_over
+from hybridpar.train.replica_engine import ReplicaEngine
+
+#: Steps by which `auto` decides, after as many that are left out.
+WATCHED, LEFT_OUT = 8, 3
+
+
+class JoinedOutcome(StepOutcome):
+    """Two half steps as one.
+
+    Args:
+        halves: Their outcomes; each loss is its part of the mean over the batch.
+    """
+
+    def __init__(self, halves: Sequence[StepOutcome]) -> None:
+        self._halves = tuple(halves)
+        self.exposed_sync_ms = sum(half.exposed_sync_ms for half in halves)
+        self.bytes_sent = sum(half.bytes_sent for half in halves)
+
+    @property
+    def sync(self) -> SyncFigures:
+        """See `StepOutcome`."""
+        return add_up([half.costs for half in self._halves if isinstance(half, DecidedOutcome)])
+
+    def _value(self, index: int) -> float:
+        values = [half._value(index) for half in self._halves]
+        if index == 4:  # a step of which a half was rolled back was not done
+            return min(values)
+        return max(values) if index in (2, 3) else sum(values) if min(values) >= 0 else -1.0
+
+
+class DoubleBufferEngine(ReplicaEngine):
+    """Trains a model that every worker holds whole, and applies gradients late.
+
+    Args:
+        model: As of `ReplicaEngine`.
+        optimizer: As of `ReplicaEngine`; for `half` it must be SGD.
+        loss: As of `ReplicaEngine`.
+        config: As of `ReplicaEngine`; `double_buffer` says how.
+        world: As of `ReplicaEngine`.
+        lanes: As of `ReplicaEngine`.
+        example: As of `ReplicaEngine`.
+
+    Raises:
+        UsageError: Halves of a batch with another optimizer than SGD.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[[Any, Tensor], Tensor],
+        config: TrainConfig,
+        world: World,
+        lanes: Lanes,
+        example: Tensor | None = None,
+    ) -> None:
+        self._halves = config.double_buffer == "half" and world.size > 1
+        if self._halves:
+            _check_halves(optimizer)
+        super().__init__(model, optimizer, loss, config, world, lanes, example)
+        if self._halves:
+            # Two steps of half a batch each are to mean what one step means.
+            self._decay_factor = 0.5
+            self.set_batch_scale(1.0)
+        self._watching = config.double_buffer == "auto" and world.size > 1
+        self._watched: list[ObservedStep] = []
+        #: What `auto` predicted, once it has, and whether the user knows.
+        self.prediction: PredictedGain | None = None
+        self.told = False
+        self._staleness = 0.0
+
+    @property
+    def staleness(self) -> float | None:
+        """Updates made since the weights that the last step's gradients were computed on; in halves, their mean."""
+        return self._staleness
+
+    @property
+    def delayed(self) -> bool:
+        """Whether gradients are applied late."""
+        return isinstance(self.sync.reducer, DelayedReducer)
+
+    def step(
+        self,
+        micro_batches: Sequence[tuple[Tensor, Tensor]],
+        samples: int,
+        global_samples: int | None,
+        *,
+        rate_factor: float,
+        stop: bool,
+        save: bool,
+    ) -> StepOutcome:
+        """See `ReplicaEngine`."""
+        if self._halves:
+            return self._step_in_halves(micro_batches, samples, global_samples, rate_factor, stop, save)
+        self._staleness = self._age
+        started = time.perf_counter()
+        outcome = super().step(micro_batches, samples, global_samples, rate_factor=rate_factor, stop=stop, save=save)
+        if self._watching and not self.on_trial:
+            self._watch((time.perf_counter() - started) * 1e3, outcome)
+        return outcome
+
+    def _step_in_halves(
+        self,
+        micro_batches: Sequence[tuple[Tensor, Tensor]],
+        samples: int,
+        global_samples: int | None,
+        rate_factor: float,
+        stop: bool,
+        save: bool,
+    ) -> JoinedOutcome:
+        if len(micro_batches) < 2:
+            self.refuse()
+            raise UsageError(
+                "a batch that cannot be cut in two halves",
+                "With double_buffer='half' a worker's batch has two micro-batches at least.",
+                "Hand over tensors, or twice as many micro-batches.",
+            )
+        if global_samples is None:
+            global_samples = self._count(samples)
+        middle = (len(micro_batches) + 1) // 2
+        outcomes, ages = [], []
+        for half in (micro_batches[:middle], micro_batches[middle:]):
+            ages.append(self._age)
+            own = sum(int(targets.shape[0]) for _, targets in half)
+            outcomes.append(super().step(half, own, global_samples, rate_factor=rate_factor, stop=stop, save=save))
+        self._staleness = statistics.mean(ages)
+        return JoinedOutcome(outcomes)
+
+    def set_batch_scale(self, samples: float) -> None:
+        """See `ReplicaEngine`. Half a batch is a step of its own."""
+        super().set_batch_scale(0.5 * samples if self._halves else samples)
+
+    def _count(self, samples: int) -> int:
+        """Samples of all workers in a step, where nobody was told; a collective that meets those who refuse."""
+        count = torch.tensor([float(samples), 0.0], dtype=torch.float64, device=self._world.device)
+        if self._world.control_sum is not None:
+            with self._world.named_errors("exchanging sample counts"):
+                self._world.control_sum.all_reduce(count)
+        if refusing := round(float(count[1])):
+            raise refused_by_others(refusing)
+        return round(float(count[0]))
+
+    @property
+    def _age(self) -> float:
+        reducer = self.sync.reducer
+        return float(reducer.staleness) if isinstance(reducer, DelayedReducer) else 0.0
+
+    def _watch(self, host_ms: float, outcome: StepOutcome) -> None:
+        """Take a step of the beginning into account; after the last of them all workers decide, and alike."""
+        self._watched.append(observed_step(host_ms, outcome, self._world.device))
+        if len(self._watched) < LEFT_OUT + WATCHED:
+            return
+        answers = self._world.gather(tuple(ObservedStep.median(self._watched[LEFT_OUT:])))
+        self.prediction = gain_over([ObservedStep(*one) for one in answers])  # type: ignore[misc]
+        self._watching = False
+        self._set_delayed(self.prediction.pays)
+
+    def _set_delayed(self, delayed: bool) -> None:
+        self.sync.set_delayed(delayed)
+        for codec in self.codecs:  # which may be new
+            codec.set_batch_scale(self._momentum_power)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ReplicaEngine`; and what `auto` decided."""
+        return {"sync": super().state_dict(), "double_buffer": {"delayed": self.delayed, "watching": self._watching}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; `auto` keeps what was decided, or decides again where nothing was."""
+        if self._config.double_buffer == "auto":
+            saved = state.get("double_buffer", {"delayed": False, "watching": True})
+            watching = self._world.size > 1 and bool(saved["watching"])
+            if watching and not self._watching:
+                self._watched, self.prediction, self.told = [], None, False
+            self._watching = watching
+            self._set_delayed(bool(saved["delayed"]))
+        super().load_state_dict(state)
+
+
+def observed_step(host_ms: float, outcome: StepOutcome, device: torch.device) -> ObservedStep:
+    """What a step whose gradients are not late says about how long a late one would take.
+
+    On a CPU the part of the sync in which codecs compute needs the very core that the model does: nothing hides it.
+
+    Args:
+        host_ms: Duration of the step.
+        outcome: What it left.
+        device: Where the worker computes.
+    """
+    exposed, figures = outcome.exposed_sync_ms, outcome.sync
+    own = (figures.encode_ms or 0.0) + (figures.decode_ms or 0.0)
+    whole = own + (figures.wire_ms or 0.0)
+    stays = exposed * own / whole if whole and device.type == "cpu" else 0.0
+    sync = exposed if figures.sync_ms is None else figures.sync_ms
+    return ObservedStep(compute_ms=host_ms - exposed, sync_ms=sync, exposed_ms=exposed, stays_ms=stays)
+
+
+def _check_halves(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers of which two steps on halves of a batch are not as one step on all of it."""
+    if not isinstance(optimizer, (torch.optim.SGD, AdaGradSGD)):
+        raise UsageError(
+            f"double_buffer='half' with {type(optimizer).__name__}",
+            "Half a batch is half a step for SGD alone: other optimizers' steps do not grow with gradients.",
+            "Use torch.optim.SGD, or double_buffer='delay'.",
+        )

@@ -1,0 +1,231 @@
+"""Why: where meeting costs more than a step, workers train on their own and meet every H steps.
+
+Local SGD (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019), and post-local SGD (Lin, Stich,
+Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020) where the first steps exchange all gradients.
+Between two averages nothing travels at all: what a step says of loss and gradient is this worker's own, and a wish to
+stop or to save is met at the next average. At an average the loss is that of all workers, as in any other run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm.replicate import replicate
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.lanes import Lanes
+from hybridpar.optim.build import load_optimizer_state, optimizer_state
+from hybridpar.sync.control import StepOutcome, all_reduce_bytes
+from hybridpar.sync.figures import SyncFigures
+from hybridpar.sync.gradient_sync import GradientSync
+from hybridpar.train.periodic import average_model, average_tensors, copy_of
+from hybridpar.train.replica_engine import ReplicaEngine, sync_options
+
+
+class OwnOutcome(StepOutcome):
+    """What a worker knows of a step that it took alone.
+
+    Args:
+        own: The outcome of the step here; on a GPU nobody has waited for it.
+        samples: Of all workers.
+        full: Bytes that an all-reduce of the gradients would have sent.
+    """
+
+    exposed_sync_ms = 0.0
+    bytes_sent = 0
+
+    def __init__(self, own: StepOutcome, samples: int, full: int) -> None:
+        self._own, self._samples, self._full = own, samples, full
+
+    @property
+    def sync(self) -> SyncFigures:
+        """See `StepOutcome`."""
+        return SyncFigures(self._full)
+
+    def _value(self, index: int) -> float:
+        if index == 1:
+            return self._samples
+        return 0.0 if index in (2, 3) else self._own._value(index)
+
+
+class MetOutcome(StepOutcome):
+    """What all workers know of a step that ended with an average.
+
+    Args:
+        values: Loss, samples, stop, save, commit (1 or 0), mean square of the workers' gradient norms.
+        exposed_sync_ms: Time of the average.
+        bytes_sent: Bytes of it.
+        full: Bytes that an all-reduce of the gradients would have sent.
+    """
+
+    def __init__(self, values: Sequence[float], exposed_sync_ms: float, bytes_sent: int, full: int) -> None:
+        self._values = tuple(values)
+        self.exposed_sync_ms = exposed_sync_ms
+        self.bytes_sent = bytes_sent
+        self._full = full
+
+    @property
+    def sync(self) -> SyncFigures:
+        """See `StepOutcome`."""
+        return SyncFigures(self._full, self.bytes_sent)
+
+    def _value(self, index: int) -> float:
+        return self._values[index]
+
+
+class LocalSgdEngine(ReplicaEngine):
+    """Trains a model that every worker holds whole, each on its own share, and averages the parameters now and then.
+
+    Args:
+        model: As of `ReplicaEngine`.
+        optimizer: As of `ReplicaEngine`.
+        loss: As of `ReplicaEngine`.
+        config: As of `ReplicaEngine`; `local_steps` says how often workers meet.
+        world: As of `ReplicaEngine`.
+        lanes: As of `ReplicaEngine`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[[Any, Tensor], Tensor],
+        config: TrainConfig,
+        world: World,
+        lanes: Lanes,
+    ) -> None:
+        every = config.local_steps
+        assert every is not None
+        self._every, self._together = every, config.warm_start_steps or 0
+        self._team = world
+        self._alone = World(device=world.device, timeout=world.timeout, share_memory=world.share_memory)
+        self._steps = 0
+        self._flags = [False, False]
+        super().__init__(model, optimizer, loss, config, world if self._together else self._alone, lanes)
+        if not self._together:
+            replicate(model, world, agree=(sync_options(config), config.micro_batches, every))
+        #: Of the steps that workers take together; beside it there is one of this worker alone.
+        self._shared = self.sync if self._together else None
+        self._trained = [one for one in model.parameters() if one.is_floating_point()]
+        payload = sum(one.numel() * one.element_size() for one in self._trained)
+        self._full_bytes = all_reduce_bytes(payload, world.size)
+
+    @property
+    def parted(self) -> bool:
+        """Whether workers train on their own by now."""
+        return self._steps >= self._together
+
+    def step(
+        self,
+        micro_batches: Sequence[tuple[Tensor, Tensor]],
+        samples: int,
+        global_samples: int | None,
+        *,
+        rate_factor: float,
+        stop: bool,
+        save: bool,
+    ) -> StepOutcome:
+        """See `ReplicaEngine`. Wishes to stop or to save are met where the workers meet."""
+        if not self.parted:
+            outcome = super().step(
+                micro_batches, samples, global_samples, rate_factor=rate_factor, stop=stop, save=save
+            )
+            self._go_to(self._steps + 1)
+            return outcome
+        own = super().step(micro_batches, samples, samples, rate_factor=rate_factor, stop=False, save=False)
+        self._flags = [self._flags[0] or stop, self._flags[1] or save]
+        self._steps += 1
+        if (self._steps - self._together) % self._every:
+            return OwnOutcome(own, global_samples or samples * self._team.size, self._full_bytes)
+        return self._meet(own, samples)
+
+    def _meet(self, own: StepOutcome, samples: int) -> MetOutcome:
+        """Average the parameters, and learn what all workers know of the step."""
+        squares = own._value(5)
+        started = time.perf_counter()
+        sent = average_tensors(self._trained, self._team, self._config.bucket_bytes)
+        message = torch.tensor(
+            [own.loss * samples, samples, *self._flags, own.committed, squares],
+            dtype=torch.float64,
+            device=self._team.device,
+        )
+        if self._team.control_sum is not None:
+            with self._team.named_errors("agreeing on the step"):
+                self._team.control_sum.all_reduce(message)
+            sent += all_reduce_bytes(8 * message.numel(), self._team.size)
+        total, counted, stops, saves, committed, squares = message.tolist()
+        self._flags = [False, False]
+        workers = self._team.size
+        agreed = [total / counted, counted, stops, saves, float(committed == workers), squares / workers]
+        return MetOutcome(agreed, (time.perf_counter() - started) * 1e3, sent, self._full_bytes)
+
+    def refuse(self) -> None:
+        """See `ReplicaEngine`. Who trains alone has nobody to tell; the others miss it when they meet."""
+        if not self.parted:
+            super().refuse()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[Callable[..., Any]]:
+        """The mean of the workers' models in evaluation mode; a collective. Each goes on with its own."""
+        own = copy_of(self.model.state_dict()) if self.parted else None
+        if own is not None:
+            self.model.load_state_dict(average_model(self.model, self._team))
+        try:
+            with super().evaluating() as forward:
+                yield forward
+        finally:
+            if own is not None:
+                self.model.load_state_dict(own)
+
+    def synchronize_buffers(self) -> None:
+        """See `ReplicaEngine`; `model_state` has the mean, and workers keep their own."""
+        if not self.parted:
+            super().synchronize_buffers()
+
+    def model_state(self) -> dict[str, Tensor]:
+        """The mean of the workers' models; a collective."""
+        return average_model(self.model, self._team) if self.parted else super().model_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ReplicaEngine`; where workers train on their own, all of this worker's."""
+        state = super().state_dict()
+        if not self.parted:
+            return state
+        own = {"model": copy_of(self.model.state_dict()), "optimizer": optimizer_state(self.optimizer, self.model)}
+        return {"local": {**own, "flags": list(self._flags)}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `ReplicaEngine`. The number of the step was set before."""
+        super().load_state_dict(state)
+        self._flags = [False, False]
+        if self.parted and "local" in state:
+            own = state["local"]
+            self.model.load_state_dict(own["model"])
+            load_optimizer_state(self.optimizer, self.model, own["optimizer"])
+            self._flags = list(own["flags"])
+
+    def go_on_from(self, step: int) -> None:
+        """Number of the last step, which says whether workers are on their own and when they meet."""
+        self._go_to(step)
+
+    def _go_to(self, step: int) -> None:
+        """Set the number of the last step; workers part, or take steps together again where that one was earlier."""
+        before, self._steps = self.parted, step
+        if self.parted == before:
+            return
+        self.sync.detach()
+        if self.parted:
+            self._world = self._alone
+            self.sync = GradientSync(
+                self.model, self._alone, self._lanes, sync_options(self._config), self._config.micro_batches
+            )
+        else:
+            assert self._shared is not None
+            self._world, self.sync = self._team, self._shared
+            self.sync.attach()

@@ -1,0 +1,164 @@
+"""Why: a model whose outputs do not fit the classes is refused before the first step, with one error that says why.
+
+The command line trains with cross-entropy, so a model must turn a batch of images into one tensor of shape
+(batch, classes). Torch trains a head of 1,000 outputs on 10 classes without a word, and answers other misfits with an
+error in the middle of the loss.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hybridpar.config import TrainConfig
+from hybridpar.errors import UsageError, user_error
+from hybridpar.models import article, autocast
+from hybridpar.partition.state import untouched
+
+#: Images of the batch that the model is tried on: BatchNorm needs two.
+SAMPLES = 2
+
+
+def check_outputs(
+    model: nn.Module,
+    name: str,
+    classes: int,
+    sample_shape: Sequence[int],
+    config: TrainConfig,
+    device: torch.device,
+) -> None:
+    """Refuse a model that does not turn images into one score per class.
+
+    It is tried on two random images, in training and in evaluation mode. Parameters, buffers, attributes of modules
+    and the states of random generators are afterwards what they were.
+
+    Args:
+        model: The model; it is moved to the device.
+        name: What the user calls it.
+        classes: Number of classes of the data.
+        sample_shape: (channels, height, width) of an image.
+        config: Options; `amp` is read.
+        device: Where the model will be trained.
+
+    Raises:
+        UsageError: The model fails on such images, takes something else, or returns something else.
+    """
+    model.to(device)
+    images = torch.randn(SAMPLES, *sample_shape, generator=torch.Generator().manual_seed(0)).to(device)
+    _require_one_input(model, name, images)
+    for training in (True, False):
+        with _unchanged(model), untouched(model, training=training), torch.no_grad(), autocast(config.amp, device):
+            try:
+                outputs = model(images)
+            except Exception as error:
+                raise _failed(model, name, images, error) from error
+        _require_scores(outputs, name, classes, "" if training else " in evaluation mode")
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Restore what `untouched` does not: parameters, attributes of modules, generators of Python and NumPy.
+
+    The copy of the parameters is no more memory than their gradients will need.
+    """
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    values = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    states = random.getstate(), np.random.get_state()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about passes without gradients; the real ones come in training
+            yield
+    finally:
+        for module, kept in attributes:
+            vars(module).clear()
+            vars(module).update(kept)
+        with torch.no_grad():
+            for parameter, value in values:
+                parameter.copy_(value)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _require_one_input(model: nn.Module, name: str, images: Tensor) -> None:
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # scripted modules and the like have none
+        return
+    try:
+        signature.bind(images)
+    except TypeError as error:
+        raise UsageError(
+            f"{name} cannot be called with a batch of images alone: {error}",
+            f"A model is called with one tensor, here of shape (batch, {_shape(images.shape[1:])}).",
+            "Give the other arguments of its forward defaults, or wrap it.",
+        ) from error
+
+
+def _require_scores(outputs: object, name: str, classes: int, when: str) -> None:
+    wanted = f"a tensor of shape (batch, {classes}) is needed"
+    if not isinstance(outputs, Tensor):
+        raise UsageError(
+            f"{name} returned {article(outputs)}{when}; {wanted}",
+            _contents(outputs),
+            "Wrap it, or use Trainer with your own loss.",
+        )
+    shape = tuple(outputs.shape)
+    if shape == (SAMPLES, classes) and outputs.is_floating_point():
+        return
+    if len(shape) == 2 and shape[0] == SAMPLES and outputs.is_floating_point():
+        raise UsageError(
+            f"{name} has {shape[1]:,} outputs{when}, and the data has {classes:,} classes",
+            "Each output is the score of one class. A factory is given their number where it takes num_classes= or "
+            "**kwargs.",
+            "Let the factory take num_classes, and make the last layer of that size.",
+        )
+    told = f"a tensor of shape ({_shape(shape)}) and type {str(outputs.dtype).removeprefix('torch.')}"
+    over_space = len(shape) == 4 and shape[:2] == (SAMPLES, classes)
+    raise UsageError(
+        f"{name} returned {told} for {SAMPLES} images{when}; {wanted}",
+        "Each image has one score per class" + (", not one at every place of a map." if over_space else "."),
+        ("Return its mean over height and width, outputs.mean((2, 3))" if over_space else "Wrap it")
+        + ", or use Trainer with your own loss.",
+    )
+
+
+def _contents(outputs: object) -> str:
+    """What there is in outputs that are no tensor."""
+    if isinstance(outputs, Mapping):
+        keys = ", ".join(repr(key) for key in list(outputs)[:5])
+        return f"It has the keys {keys}{', ...' if len(outputs) > 5 else ''}."
+    if isinstance(outputs, (tuple, list)):
+        return f"It has {len(outputs)} items, the first of which is {article(outputs[0])}." if outputs else ""
+    return ""
+
+
+def _failed(model: nn.Module, name: str, images: Tensor, error: Exception) -> UsageError:
+    """The error for a model whose forward pass failed; where no code of the user did, the layer is named."""
+    where = _failing_layer(model, error)
+    what = f"{name} failed on images of shape ({_shape(images.shape)})"
+    fix = "" if ":" in name else "Choose another --image-size, or another model."
+    return user_error(f"{what}{where}", error, fix=fix)
+
+
+def _failing_layer(model: nn.Module, error: Exception) -> str:
+    """The innermost module of the model that the error went through, as the end of a sentence."""
+    paths = {id(module): path for path, module in model.named_modules() if path}
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module: Any = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in paths:
+            found = f", in its layer {paths[id(module)]} ({type(module).__name__})"
+    return found
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return ", ".join(map(str, shape))

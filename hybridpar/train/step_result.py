@@ -1,0 +1,103 @@
+"""Why: what a step did is known late, and a training in which nothing but bad steps comes must end all the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybridpar.errors import TrainingError
+from hybridpar.pipeline.step import LateOutcome
+from hybridpar.sync.control import StepOutcome
+
+#: Steps in a row that may be bad before training stops.
+MAX_BAD_STEPS = 3
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did.
+
+    Attributes:
+        step: The step's number, from 1.
+        outcome: What the workers agreed on.
+        lr: Learning rate of the first parameter group.
+        host_ms: Time for which the step kept the host.
+        staleness: Updates made since the weights that the step's gradient was computed on; None where there are none.
+    """
+
+    step: int
+    outcome: StepOutcome
+    lr: float
+    host_ms: float
+    staleness: float | None = None
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the global batch. On a GPU, and in a pipeline, reading it waits for the step."""
+        return self.outcome.loss
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the guard rolled the step back on all workers."""
+        return not self.outcome.committed
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global gradient norm before clipping; None with the guard off and no clipping."""
+        return self.outcome.grad_norm
+
+    @property
+    def step_ms(self) -> float:
+        """Time of the whole step on this worker."""
+        return self.outcome.spans.step_ms if isinstance(self.outcome, LateOutcome) else self.host_ms
+
+    @property
+    def compute_ms(self) -> float:
+        """Time outside the exposed part of the sync."""
+        return self.step_ms - self.outcome.exposed_sync_ms
+
+
+class BadSteps:
+    """Ends a training in which nothing but bad steps comes: a gradient or the loss is not finite.
+
+    Args:
+        late: A step may still be running when it is shown here, so each is looked at when the next one is shown.
+        name_parameter: Names a parameter whose gradient is not finite in a step, if this worker has one.
+    """
+
+    def __init__(self, *, late: bool, name_parameter: Callable[[StepOutcome], str | None]) -> None:
+        self._late = late
+        self._name_parameter = name_parameter
+        self._pending: StepResult | None = None
+        self._count = 0
+        self._first_bad: str | None = None
+
+    def watch(self, result: StepResult) -> None:
+        """Look at the latest step.
+
+        Raises:
+            TrainingError: There were `MAX_BAD_STEPS` bad ones in a row.
+        """
+        before, self._pending = self._pending, result
+        seen = before if self._late else result
+        if seen is None:
+            return
+        if not seen.skipped and math.isfinite(seen.loss):
+            self._count = 0
+            return
+        self._count += 1
+        if self._count == 1 or self._first_bad is None:
+            self._first_bad = self._name_parameter(seen.outcome)
+        if self._count >= MAX_BAD_STEPS:
+            first, last = seen.step - MAX_BAD_STEPS + 1, seen.step
+            raise TrainingError(
+                f"loss or gradients were not finite in steps {first} to {last}; first bad parameter: "
+                f"{self._first_bad or 'none, only the loss'}",
+                f"After {MAX_BAD_STEPS} such steps in a row training stops, on all workers at the same step.",
+                "Lower --lr, lengthen --warmup-epochs, or set --clip-norm; the last checkpoint is from before.",
+            )
+
+    def forget(self) -> None:
+        """Training goes on from elsewhere."""
+        self._count, self._pending = 0, None

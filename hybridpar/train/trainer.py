@@ -1,0 +1,452 @@
+"""Why: the Python way to what `hybridpar train` does, one step at a time, in anybody's loop.
+
+A `Trainer` holds one worker's replica of a model and everything a step needs: lanes, gradient sync, optimizer, and
+the learning rate as a function of the step. The same program runs on one process or under torchrun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig, check_recipe
+from hybridpar.config.recipe import LATE
+from hybridpar.errors import CheckpointError, SyncError, UsageError
+from hybridpar.lanes import Lanes
+from hybridpar.models import autocast, model_fingerprint
+from hybridpar.optim.build import rate_factor
+from hybridpar.optim.pace import Pace
+from hybridpar.optim.recipe import expand, make_optimizer
+from hybridpar.pipeline.capture_rules import check_capturable
+from hybridpar.plan import Plan
+from hybridpar.planner.planned_run import PlannedRun, before_joining, plan_loop
+from hybridpar.planner.stage_plan import make_stage_plan, shape_of
+from hybridpar.sync.compression import codec_states
+from hybridpar.train.checkpoint import (
+    CheckpointData,
+    load_checkpoint,
+    load_rank_parts,
+    random_state,
+    restore_random_state,
+    save_checkpoint,
+    usable,
+)
+from hybridpar.train.delayed import DoubleBufferEngine
+from hybridpar.train.evaluation import Evaluation as Evaluation
+from hybridpar.train.evaluation import evaluate
+from hybridpar.train.local_sgd import LocalSgdEngine
+from hybridpar.train.replica_engine import ReplicaEngine
+from hybridpar.train.stage_engine import StageEngine
+from hybridpar.train.step_result import BadSteps
+from hybridpar.train.step_result import StepResult as StepResult
+from hybridpar.tvm_kernels import optimize
+
+_log = logging.getLogger(__name__)
+
+LossFunction = Callable[[Any, Tensor], Tensor]
+
+
+class MicroBatches(Protocol):
+    """A step's samples on one worker, already divided into micro-batches."""
+
+    @property
+    def micro_batches(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """Inputs and targets per micro-batch."""
+
+    @property
+    def samples(self) -> int:
+        """Samples of this worker in the step."""
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all workers in the step."""
+
+
+class Trainer:
+    """Trains a model on one worker, in step with its peers.
+
+    Args:
+        model: Any module. It is moved to this worker's device; with several workers its parameters and buffers are
+            overwritten with those of rank 0.
+        optimizer: Called with the model, or in a pipeline with each of its stages, returns the optimizer; default:
+            what `config` says.
+        loss: Called with the model's output and the target, returns the *mean* over the samples; default:
+            cross-entropy with the configured label smoothing.
+        config: Options; those that concern data and run directory are not used here. With `plan="auto"` and both
+            `total_steps` and `example`, memory format, kernels and codec, and of a pipeline that is asked for cut,
+            placement and schedule, are searched for. The attribute `config` says what was found, and `planned` why.
+        total_steps: Length of the learning-rate schedule; None keeps the rate constant.
+        steps_per_epoch: For the warm-up, which is given in epochs.
+        world: The workers; default: joined from the environment and left again by `close`.
+        lanes: Lanes of the worker's device; default: opened here and closed by `close`.
+        plan: The plan to follow, where `config` decides nothing else, as the file that `config.plan` names; or what
+            `plan_run` found.
+        example: Inputs of one micro-batch, by which a model is cut into stages; without stages `compress="auto"`
+            times the backward pass by it, behind which sync can hide, and without it all of the sync counts.
+        name: What to call the model in the plan.
+
+    Raises:
+        UsageError: Stages, replicas and workers do not fit each other, or something that a pipeline needs is missing.
+        PlanError: The plan cannot be read, or is for another model or other machines.
+        SyncError: The workers did not build equal models.
+        LaunchError: The peers cannot be reached.
+
+    Example:
+        >>> trainer = Trainer(model, config=TrainConfig(lr=0.1))          # doctest: +SKIP
+        >>> for images, labels in loader:                                 # doctest: +SKIP
+        ...     result = trainer.step((images, labels))
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        loss: LossFunction | None = None,
+        config: TrainConfig | None = None,
+        *,
+        total_steps: int | None = None,
+        steps_per_epoch: int = 1,
+        world: World | None = None,
+        lanes: Lanes | None = None,
+        plan: Plan | PlannedRun | None = None,
+        example: Tensor | None = None,
+        name: str | None = None,
+    ) -> None:
+        found = plan if isinstance(plan, PlannedRun) else None
+        given = plan if isinstance(plan, Plan) else None
+        self.config = before_joining(config or TrainConfig(), plan=given)
+        if self.config.uses_servers:
+            raise UsageError(
+                f"Trainer with sync={self.config.sync!r}",
+                "A trainer makes steps together with its peers; with parameter servers every worker makes its own.",
+                "Use `hybridpar train --sync`, or hybridpar.server in a script of your own.",
+            )
+        self._owns_world = world is None
+        self.world = world or World.join(
+            lanes=self.config.sum_groups, timeout=self.config.timeout, shared_memory=self.config.shares_memory
+        )
+        self._owns_lanes = lanes is None
+        self.lanes = lanes or Lanes(self.world.device)
+        self.total_steps = total_steps
+        self.steps_per_epoch = steps_per_epoch
+        #: Says what the learning rate is, where batches change their size on the way.
+        self.pace: Pace | None = None
+        try:
+            check_recipe(self.config)
+            self.planned = found or plan_loop(model, self.config, self.world, example, total_steps, name, given)
+            stages, self.config = self.planned.stages, self.planned.config
+            self._asked = self.config
+            self._replicas = (
+                1 if self.config.recipe == "none" else shape_of(self.config, self.world.size, stages).replicas
+            )
+            self.config = expand(self.config, total_steps=total_steps, replicas=self._replicas)
+            self._prepare(model, loss)
+            self.engine = self._open_engine(optimizer, stages, example, name)
+        except BaseException as error:
+            if self._owns_lanes:
+                self.lanes.__exit__(type(error), error, error.__traceback__)
+            if self._owns_world:
+                self.world.close()
+            raise
+        self.steps_done = 0
+        self._bad_steps = BadSteps(late=self.engine.late, name_parameter=self.engine.bad_parameter)
+
+    def _prepare(self, model: nn.Module, loss: LossFunction | None) -> None:
+        self.model = model.to(self.world.device)
+        if self.config.uses_channels_last:
+            self.model.to(memory_format=torch.channels_last)
+        if self.config.uses_kernels:
+            chosen = self.config.kernels.strip()
+            optimize(self.model, None if chosen == "auto" else chosen)
+        self.fingerprint = model_fingerprint(self.model)
+        self._loss = loss or nn.CrossEntropyLoss(label_smoothing=self.config.label_smoothing)
+        self._peak_rate = self.config.lr
+
+    def _open_engine(
+        self,
+        optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None,
+        plan: Plan | None,
+        example: Tensor | None,
+        name: str | None,
+    ) -> ReplicaEngine | StageEngine:
+        def make(module: nn.Module) -> torch.optim.Optimizer:
+            made = optimizer(module) if optimizer else self._make_optimizer(module)
+            self._peak_rate = float(made.param_groups[0]["lr"])
+            return made
+
+        if self.config.cuda_graph:  # before the model is measured and cut; the engines look at the rest
+            positions = shape_of(self.config, self.world.size, plan).positions
+            check_capturable(self.world.device, self.world, (), positions=positions, compiled=self.config.compile)
+        if plan is None and not self.config.is_staged:
+            whole = make(self.model)
+            self._require_own_parameters(whole)
+            timed = self._place(example) if example is not None and self.config.chooses else None
+            given = self.model, whole, self._loss, self.config, self.world, self.lanes
+            if self.config.local_steps is not None:
+                return LocalSgdEngine(*given)
+            if self.config.double_buffer in LATE:
+                return DoubleBufferEngine(*given, timed)
+            return ReplicaEngine(*given, timed)
+        if self._asked.double_buffer in LATE or self._asked.local_steps is not None:
+            raise UsageError(
+                "a pipeline whose gradients are late, or whose workers train on their own",
+                "Stages hide gradients behind each other's passes, and replicas of a stage are equal in every step.",
+                "Leave out double_buffer and sync, or the plan.",
+            )
+        if example is None:
+            raise UsageError(
+                "a pipeline without an example of its inputs",
+                "A model is cut into stages by running it on one micro-batch.",
+                "Give one: Trainer(..., example=images), of the size of a micro-batch.",
+            )
+        with autocast(self.config.amp, self.world.device):
+            stages = make_stage_plan(self.model, self._place(example), self.config, self.world, name=name, plan=plan)
+            return StageEngine(self.model, stages, make, self._loss, self.config, self.world, self.lanes)
+
+    def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        return make_optimizer(module, self._asked, self.config, total_steps=self.total_steps, replicas=self._replicas)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of this worker; in a pipeline that of its first stage."""
+        return self.engine.optimizer if isinstance(self.engine, ReplicaEngine) else self.engine.optimizers[0]
+
+    # ------------------------------------------------------------------ a step
+
+    def step(
+        self, batch: tuple[Tensor, Tensor] | MicroBatches, *, stop: bool = False, save: bool = False
+    ) -> StepResult:
+        """Train on this worker's share of one global batch.
+
+        Args:
+            batch: Inputs and targets, first dimension samples, which are divided into nearly equal
+                `config.micro_batches`; or micro-batches made by a loader. Shares may differ between workers.
+            stop: Ask all workers to stop after this step; `result.outcome.stop` is then true on all of them.
+            save: Likewise for a checkpoint.
+
+        Returns:
+            What happened. On a GPU nothing in it has been waited for yet.
+
+        Raises:
+            TrainingError: The gradients were not finite three steps running; on all workers at the same step.
+            UsageError: This worker's batch, or that of another, has fewer samples than there are micro-batches.
+            SyncError: A worker died or did not answer in time.
+        """
+        started = time.perf_counter()
+        micro_batches, samples, global_samples = self._divide(batch)
+        placed = [(self._place(inputs), self._place(targets)) for inputs, targets in micro_batches]
+        factor = self._rate_factor()
+        outcome = self.engine.step(placed, samples, global_samples, rate_factor=factor, stop=stop, save=save)
+        self.steps_done += 1
+        host_ms = (time.perf_counter() - started) * 1e3
+        result = StepResult(self.steps_done, outcome, self._peak_rate * factor, host_ms, self.engine.staleness)
+        self._bad_steps.watch(result)
+        return result
+
+    def _divide(
+        self, batch: tuple[Tensor, Tensor] | MicroBatches
+    ) -> tuple[Sequence[tuple[Tensor, Tensor]], int, int | None]:
+        if not isinstance(batch, (tuple, list)):
+            return batch.micro_batches, batch.samples, batch.global_samples
+        inputs, targets = batch
+        samples, parts = _sample_count(targets), self.config.parts_per_step
+        if samples < parts:
+            with contextlib.suppress(SyncError):  # this worker's problem is the one to tell
+                self.engine.refuse()
+            raise UsageError(
+                f"a batch of {samples} samples cannot be divided into {parts} micro-batches",
+                "Every micro-batch needs a sample, and two where the model has BatchNorm.",
+                "Use larger batches, or fewer micro-batches (micro_batches).",
+            )
+        return list(zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)), samples, None
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        if self.config.uses_channels_last and tensor.ndim == 4:
+            return tensor.to(self.world.device, memory_format=torch.channels_last, non_blocking=True)
+        return tensor.to(self.world.device, non_blocking=True)
+
+    def _rate_factor(self) -> float:
+        if self.pace is not None:
+            return self.pace.factor(self.steps_done, self.config)
+        if self.total_steps is None:
+            return 1.0
+        return rate_factor(self.steps_done, self.total_steps, self.steps_per_epoch, self.config)
+
+    def _require_own_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        own = {id(parameter) for parameter in self.model.parameters()}
+        for group in optimizer.param_groups:
+            if any(id(parameter) not in own for parameter in group["params"]):
+                raise UsageError(
+                    "the optimizer holds parameters that the model does not",
+                    "Gradients are synchronised for the parameters of the model.",
+                    "Make the optimizer from the model that the factory is given.",
+                )
+
+    def wait(self) -> None:
+        """Wait until the steps that were asked for are done, before the model is looked at or changed by others.
+
+        Only a pipeline runs behind: there, `step` returns while the step may still run, and `evaluate`, `save` and
+        `load` wait by themselves.
+
+        Raises:
+            SyncError: A worker died or did not answer in time.
+        """
+        self.engine.wait()
+
+    # -------------------------------------------------------------- evaluation
+
+    def evaluate(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Evaluation:
+        """Accuracy and loss over a test set that is divided among the workers; shares may be uneven or empty.
+
+        In a pipeline, too, every worker evaluates the whole model on its own share; afterwards `model` is whole.
+
+        Args:
+            batches: This worker's share. Every sample counts once, so shares must not overlap.
+
+        Raises:
+            UsageError: No worker has a single sample.
+        """
+        with self.engine.evaluating() as forward, autocast(self.config.amp, self.world.device):
+            placed = ((self._place(inputs), self._place(targets)) for inputs, targets in batches)
+            return evaluate(forward, self._loss, placed, self.world)
+
+    def fit(
+        self,
+        batches: Callable[[int], Iterable[tuple[Tensor, Tensor] | MicroBatches]],
+        epochs: int,
+        test: Callable[[], Iterable[tuple[Tensor, Tensor]]] | None = None,
+        on_step: Callable[[StepResult], None] | None = None,
+    ) -> list[Evaluation]:
+        """Train for some epochs.
+
+        Args:
+            batches: Called with the epoch's number, returns this worker's batches of that epoch.
+            epochs: Number of epochs.
+            test: Returns this worker's share of the test set, once per epoch.
+            on_step: Called after every step.
+
+        Returns:
+            The evaluation after each epoch; empty without a test set.
+        """
+        evaluations = []
+        for epoch in range(epochs):
+            for batch in batches(epoch):
+                result = self.step(batch)
+                if on_step is not None:
+                    on_step(result)
+            if test is not None:
+                evaluations.append(self.evaluate(test()))
+        return evaluations
+
+    # ------------------------------------------------------------- checkpoints
+
+    def save(self, directory: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
+        """Write `directory/step-N`; a collective, called by every worker after the same step.
+
+        Args:
+            directory: On a file system that all workers share.
+            extra: More plain values and tensors to keep, read back by `load`.
+
+        Raises:
+            RunDirectoryError: The checkpoint cannot be written; older ones are untouched.
+        """
+        self.engine.synchronize_buffers()
+        training = {"optimizer": self.engine.optimizer_state(), "extra": dict(extra or {})}
+        local = {"random": random_state(self.world.device), "sync": self.engine.state_dict()}
+        model = {name: tensor.detach().cpu() for name, tensor in self.engine.model_state().items()}
+        data = CheckpointData(self.steps_done, self.fingerprint, model, training, local)
+        return save_checkpoint(Path(directory), data, self.world)
+
+    def load(self, path: str | Path) -> dict[str, Any]:
+        """Continue from a checkpoint written by any number of workers.
+
+        Args:
+            path: A `step-N` directory, or a run directory whose newest whole checkpoint is taken.
+
+        Returns:
+            What `save` was given as `extra`.
+
+        Raises:
+            CheckpointError: It is not a whole checkpoint, or belongs to another model.
+        """
+        data = load_checkpoint(Path(path), self.world.rank)
+        if data.fingerprint != self.fingerprint:
+            raise CheckpointError(
+                f"the checkpoint {path} is of another model: {_difference(data.model, self.model)}",
+                "Names, shapes and dtypes of all parameters and buffers must be equal.",
+                "Name the model and the number of classes that the checkpoint was made with.",
+            )
+        self.engine.wait()
+        with usable(Path(path)):
+            self.model.load_state_dict(data.model)
+            self.engine.load_optimizer_state(data.training["optimizer"])
+            self.engine.go_on_from(data.step)
+            self.steps_done = data.step
+            self._bad_steps.forget()
+            if data.local is not None and data.workers == self.world.size:
+                restore_random_state(data.local["random"], self.world.device)
+                self.engine.load_state_dict(data.local["sync"])
+            else:
+                # Another layout: no worker's generators fit, so each gets new ones that depend on the step.
+                torch.manual_seed(self.config.seed + 1000003 * data.step + self.world.rank)
+                self.engine.load_state_dict({})
+            self._load_codecs(Path(path), data)
+            extra: dict[str, Any] = dict(data.training["extra"])
+        return extra
+
+    def _load_codecs(self, path: Path, data: CheckpointData) -> None:
+        """Take over what codecs kept on other workers than these."""
+        codecs = self.engine.codecs
+        if self.config.compresses and self.world.size == 1 and data.workers > 1:
+            _log.warning("what %d workers had not sent is dropped: one worker sends nothing", data.workers)
+        own = codec_states(data.local["sync"]) if data.local is not None else []
+        same = data.workers == self.world.size and len(own) == len(codecs)
+        if not codecs or (same and all(codec.fits(state) for codec, state in zip(codecs, own, strict=True))):
+            return
+        states = [state for part in load_rank_parts(path) for state in codec_states(part["sync"])]
+        for codec in codecs if states else ():
+            codec.load_states(states)
+
+    def close(self) -> None:
+        """Release hooks, lanes and, where the trainer joined it, the job. Safe to call twice."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.ExitStack() as rest:
+            if self._owns_world:
+                rest.callback(self.world.close)
+            rest.callback(self.engine.close)
+            if self._owns_lanes:
+                # After an exception the lanes skip what has not begun: it may wait for peers that are gone.
+                self.lanes.__exit__(kind, error, trace)
+
+
+def _sample_count(targets: Tensor) -> int:
+    return int(targets.shape[0])
+
+
+def _difference(saved: Mapping[str, Tensor], model: nn.Module) -> str:
+    own = model.state_dict()
+    for name, tensor in saved.items():
+        if name not in own:
+            return f"it has {name}, this model has not"
+        if own[name].shape != tensor.shape:
+            return f"{name} is {tuple(tensor.shape)} there and {tuple(own[name].shape)} here"
+    for name in own:
+        if name not in saved:
+            return f"this model has {name}, it has not"
+    return "dtypes differ"

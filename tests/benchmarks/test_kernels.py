@@ -1,0 +1,143 @@
+"""The tables of the kernels: what they are taken of, and what is said of their rows."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.kernels import depthwise, epilogue, overhead
+from benchmarks.kernels.depthwise import Row, append, named_shapes, operations, read, report
+from hybridpar.errors import HybridparError
+from hybridpar.tvm_kernels import Database, norm_kernels
+from hybridpar.tvm_kernels.choice import active_choices, use_choices
+from hybridpar.tvm_kernels.conv_norm_records import ConvNormShape
+from hybridpar.tvm_kernels.database import KernelKey
+from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.measure import torch_threads
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from tests.tvm_kernels.standin import all_records
+
+
+def row(**values: Any) -> Row:
+    filled: dict[str, Any] = {
+        **{"shapes": "listed", "name": "mb32_112", "shape": "8x32x112x112 k3x3 s1x1 p1x1 d1x1", "direction": "forward"},
+        **{"layout": "channels_last", "threads": 1, "runs_on": "kernel", "own_ms": 1.0, "last_ms": 2.0},
+        **{"contiguous_ms": 3.0, "floor_ms": 0.5, "ratio": 2.0, "low": 1.9, "high": 2.1, "best_ratio": 2.2},
+        **{"error": 1e-6, "rounds": 20, "loaded": False, **values},
+    }
+    return Row(**filled)
+
+
+def test_seventeen_shapes_are_listed_and_random_ones_are_always_the_same() -> None:
+    listed = list(named_shapes(8, 0))
+    assert len(listed) == len({shape for _, shape in listed}) == 17
+    assert dict(listed)["mb96_112s2"] == ConvShape.parse("8x96x112x112 k3x3 s2x2 p1x1 d1x1")
+    drawn = list(named_shapes(8, 6))
+    assert drawn == list(named_shapes(8, 6))
+    assert not {shape for _, shape in drawn} & {shape for _, shape in listed}
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+def test_all_sides_of_a_row_compute_the_same(direction: Direction) -> None:
+    shape = ConvShape.parse("2x8x9x9 k5x5 s2x2 p2x2 d1x1")
+    with torch.no_grad():
+        own, stock, error = operations(KernelKey(direction, shape, Layout.CHANNELS_LAST, 1, cpu_fingerprint()))
+        place = {Direction.FORWARD: None, Direction.INPUT_GRADIENT: 0, Direction.WEIGHT_GRADIENT: 1}[direction]
+        results = [side() for side in (own, *stock.values())]
+    results = [one if isinstance(one, torch.Tensor) else one[place] for one in results]  # type: ignore[index]
+    assert error < 1e-5
+    for result in results[1:]:
+        assert torch.allclose(results[0], result, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_survive_their_file(tmp_path: Path) -> None:
+    file = tmp_path / "table" / "depthwise.csv"
+    rows = [row(), row(direction="weight_gradient", loaded=True, own_ms=0.25)]
+    for one in rows:
+        append(file, one)
+    assert read(file) == rows
+    assert read(tmp_path / "none.csv") == []
+
+
+def test_rows_are_added_to_an_older_table_in_its_columns(tmp_path: Path) -> None:
+    file = tmp_path / "depthwise.csv"
+    append(file, row())
+    header, line = file.read_text().splitlines()
+    names, cells = header.split(","), next(csv.reader([line]))
+    assert {"commit", "device", "torch", "tvm", "date", "allocator"} <= set(names)
+    older = [name for name in names if name not in ("allocator", "python")]
+    with file.open("w") as lines:
+        csv.writer(lines).writerows([older, [dict(zip(names, cells, strict=True))[name] for name in older]])
+    append(file, row(threads=2))
+    assert [one.threads for one in read(file)] == [1, 2]
+    assert len({len(one) for one in csv.reader(file.read_text().splitlines())}) == 1
+
+
+def test_the_report_takes_geometric_means_by_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    others = row(shape="8x96x112x112 k3x3 s2x2 p1x1 d1x1", ratio=8.0, best_ratio=2.2, runs_on="torch", own_ms=0.4)
+    report([row(), others, row(threads=2, ratio=1.3)])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert lines[2].split(" | ")[4:] == ["1 of 2", "4.00", "2.20", "2.00", "71%", "1.5 |"]
+    assert lines[3].split(" | ")[5] == "1.30"
+    assert lines[3].endswith("1.4 |")
+
+
+def test_what_is_there_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(depthwise, "same_allocator", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(depthwise, "LISTED", (("mb", 32, 112, 3, 1),))
+    searched: list[int] = []
+    monkeypatch.setattr(depthwise, "search_all", lambda keys, *_, **__: searched.append(len(keys)))
+    table = tmp_path / "depthwise.csv"
+    for direction in Direction:
+        append(table, row(direction=direction.value))
+    options = depthwise.Options(batches=(8,), output=table, records=tmp_path / "r.jsonl", tune_only=True)
+    assert depthwise.main(options) == 0
+    assert searched == []
+    assert (
+        depthwise.main(depthwise.Options(batches=(32,), output=table, records=tmp_path / "r.jsonl", tune_only=True))
+        == 0
+    )
+    assert searched == [3]
+
+
+def test_overheads_are_of_the_directions_that_are_named() -> None:
+    shape = ConvShape.parse("1x16x4x4 k3x3 s1x1 p1x1 d1x1")
+    slower = Database("", all_records(shape, Layout.CHANNELS_LAST, stock_ms=0.5, layout_ms=0.4))
+    for directions in overhead.CHOSEN.values():
+        chosen = overhead.winning(slower, directions)
+        assert {record.direction for record in chosen.records} == set(directions)
+        assert all(record.wins for record in chosen.records)
+
+
+def test_the_pairs_sides_run_as_they_are_called_and_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
+    norm_kernels.table.cache_clear()
+    shape = ConvNormShape(ConvShape.parse("2x20x9x10 k3x3 s2x2 p1x1 d1x1"), "relu6")
+    tile = {"lanes": 8, "tile_rows": 1, "tile_columns": 2, "strip": 4, "columns_outer": 0, "unroll": 1, "stream": 0}
+    before = active_choices()
+    given: list[bool] = []
+    compute = norm_kernels.forward
+
+    def forward(*args: Any) -> Any:
+        given.append(args[8] is not None)
+        return compute(*args)
+
+    monkeypatch.setattr(norm_kernels, "forward", forward)
+    try:
+        with torch_threads(1), torch.no_grad():
+            pair = epilogue.Pair(shape, tile, tile)
+            results = [side() for side in (pair.plain, pair.plain, pair.summed, pair.summed, pair.free)]
+    finally:
+        use_choices(before)
+    assert given == [False, False, True, True, True]
+    for plain, summed in zip(results[:2], results[2:4], strict=True):
+        torch.testing.assert_close(summed, plain)
+    assert results[4].isfinite().all()
+    with pytest.raises(HybridparError, match="no tile is known"):
+        epilogue.tile_of(shape.convolution)

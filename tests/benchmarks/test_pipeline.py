@@ -1,0 +1,109 @@
+"""Why: a table that is taken once a year must still run, and its arithmetic must be right when it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.pipeline.checks import Check
+from benchmarks.pipeline.hidden_sync import hidden
+from benchmarks.pipeline.main import Options, main
+from benchmarks.pipeline.memory import SavedBytes
+from benchmarks.pipeline.prediction import summarise
+from benchmarks.rig.network import missing
+from hybridpar.schedule.actions import parse_action
+from hybridpar.schedule.spans import Span, StepSpans
+
+needs_root = pytest.mark.skipif(bool(missing()), reason=missing() or "links can be shaped")
+
+
+@pytest.mark.parametrize("table", [*(pytest.param(name, marks=pytest.mark.sweep) for name in "AC"), "F"])
+def test_a_table_on_the_loopback_runs(table: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(Options(table=table, quick=True)) == 0  # type: ignore[arg-type]
+    assert "pipeline" in capfd.readouterr().out
+
+
+@needs_root
+@pytest.mark.root
+@pytest.mark.parametrize("table", ["B", *(pytest.param(name, marks=pytest.mark.sweep) for name in "DE")])
+def test_a_table_on_shaped_links_runs(table: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(Options(table=table, quick=True)) == 0  # type: ignore[arg-type]
+    assert "100mbit" in capfd.readouterr().out or table == "E"
+
+
+def _steps(*rows: tuple[Any, ...]) -> dict[int, StepSpans]:
+    """Spans by rank: rank, queue, action, start, end, for sums also when they were ready."""
+    found: dict[int, list[Span]] = {}
+    for rank, queue, action, *times in rows:
+        found.setdefault(rank, []).append(Span(rank, queue, 0, parse_action(action), *times))
+    return {rank: StepSpans(0.0, tuple(spans)) for rank, spans in found.items()}
+
+
+def test_sync_is_hidden_as_long_as_anyone_computes() -> None:
+    steps = _steps(
+        (0, "compute", "0B0", 0, 100),
+        (1, "compute", "1B0", 0, 50),
+        (1, "sync", "1SYNC0", 40, 80, 35),
+        (1, "sync", "1SYNC1", 60, 120, 50),
+    )
+    # At best, the 80 ms that two sums took on two lanes run from 35 on; 65 of them while rank 0 computes.
+    assert hidden(steps) == {1: (80.0, 65.0, 60.0)}
+
+
+def test_a_sum_that_waits_though_it_is_ready_is_not_hidden() -> None:
+    steps = _steps(
+        (0, "compute", "0B0", 0, 100),
+        (1, "compute", "1B0", 0, 50),
+        (1, "sync", "1SYNC0", 90, 130, 40),
+    )
+    assert hidden(steps) == {1: (40.0, 40.0, 10.0)}
+
+
+def test_nothing_is_hideable_of_a_sum_that_is_ready_when_all_is_computed() -> None:
+    steps = _steps((0, "compute", "0B0", 0, 100), (0, "sync", "0SYNC0", 101, 131, 100))
+    assert hidden(steps) == {0: (30.0, 0.0, 0.0)}
+
+
+def test_a_sum_begins_when_its_last_replica_has_come() -> None:
+    steps = _steps(
+        (0, "compute", "0B0", 0, 100),
+        (0, "sync", "0SYNC0", 20, 110, 15),
+        (1, "compute", "0B0", 0, 90),
+        (1, "sync", "0SYNC0", 70, 110, 65),
+    )
+    assert hidden(steps) == {0: (40.0, 35.0, 30.0)}
+
+
+def test_saved_bytes_count_storages_while_they_are_held() -> None:
+    layer = torch.nn.Linear(4, 4, bias=False)
+    counter = SavedBytes(layer)
+    forward = counter.hooked(lambda tensor: torch.exp(layer(tensor)))
+    first = forward(torch.randn(8, 4))
+    held = 2 * 8 * 4 * 4  # the input for the weight's gradient, and the exponential itself
+    assert counter.peak == held
+    second = forward(torch.randn(8, 4))
+    assert counter.peak == 2 * held
+    first.sum().backward()
+    second.sum().backward()
+    forward(torch.randn(8, 4))
+    assert counter.peak == 2 * held
+
+
+def test_a_check_is_met_at_its_bound_and_missed_beyond() -> None:
+    common = {"setting": "s", "link": "none", "what": "w", "low": 0.0, "high": 1.0}
+    assert Check(value=0.5, at_most=0.5, **common).verdict == "met"
+    assert Check(value=0.51, at_most=0.5, **common).verdict == "missed"
+    assert Check(value=0.9, at_least=0.9, **common).verdict == "met"
+    assert Check(value=0.89, at_least=0.9, **common).verdict == "missed"
+    assert Check(value=0.5, **common).verdict == ""
+
+
+def test_the_choice_is_judged_by_what_was_measured(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    notes = tmp_path / "notes"
+    # The simulator would take the first; the second is really faster by a tenth.
+    notes.write_text("m|l\ta\t-0.1\t90\t110\nm|l\tb\t0.0\t100\t100\n")
+    output = tmp_path / "prediction.csv"
+    summarise(notes, str(output))
+    assert "1.1,1.1,1.1,1.05" in output.read_text()

@@ -1,0 +1,142 @@
+"""The planner's tables: which plans are drawn, what rows say of steps that were measured, and what is promised."""
+
+from __future__ import annotations
+
+import csv
+import math
+import time
+
+import pytest
+import torch
+
+from benchmarks.pipeline.checks import append_checks
+from benchmarks.planner.common import Drawn, Setting, drawn_plans
+from benchmarks.planner.emulated import EmulatedNet
+from benchmarks.planner.main import Options, main
+from benchmarks.planner.predicted import _visit, error_row
+from benchmarks.planner.promises import summarise, write_promises
+from benchmarks.planner.regret import regret_rows
+from benchmarks.planner.target import _rows
+from hybridpar.comm.world import World
+from hybridpar.errors import UsageError
+from hybridpar.plan import ModelInfo, trivial_plan
+from tests.planner.small import ALL_RATES, chain, cluster, inputs
+
+SETTING = Setting("resnet18", 32, 16)
+
+
+def drawn(name: str, predicted: float, steps: float = 1.0, *fidelities: str) -> Drawn:
+    plan = trivial_plan(ModelInfo(name="chain", fingerprint="0" * 16, parameters=1))
+    return Drawn(name, plan, predicted, 1, steps, fidelities or ("exact", "close", "lossy"))
+
+
+def test_plans_are_drawn_over_the_whole_range_with_all_baselines():
+    asked = inputs(spec=cluster(2, 1e7), fidelity="lossy", rates=ALL_RATES, most_micro_batches=2)
+    plans, chosen = drawn_plans(asked, 20)
+    assert len(plans) >= 20
+    names = [one.name for one in plans]
+    assert len(set(names)) == len(names)
+    assert chosen.keys() == {"exact", "close", "lossy"}
+    assert set(chosen.values()) <= set(names)
+    for baseline in ("one device", "data parallel over 2 devices", "data parallel over 2 devices, hylo"):
+        assert baseline in names
+    assert {1, 2, 3, 4, 5} <= {one.place for one in plans}
+    assert max(one.place for one in plans) > 0.8 * 20
+    plain = next(one for one in plans if one.name == "data parallel over 2 devices")
+    assert plain.fidelities == ("exact", "close", "lossy")
+    assert next(one for one in plans if one.name.endswith("hylo")).fidelities == ("lossy",)
+
+
+def test_errors_are_those_of_the_median_and_the_newest_row_of_a_plan_counts(tmp_path):
+    table = tmp_path / "predicted.csv"
+    first = error_row(SETTING, drawn("a", 110.0), [90.0, 100.0, 400.0], "foreign load 0.00 cores")
+    assert first.value == pytest.approx(0.1)
+    assert "predicted 110.0 ms" in first.extra
+    append_checks([error_row(SETTING, drawn("a", 300.0), [100.0], ""), first], table)
+    append_checks([error_row(SETTING, drawn("b", 96.0), [100.0], "")], table)
+    middle, worst, *_ = summarise(table)
+    assert middle.value == pytest.approx(0.07)
+    assert (middle.verdict, worst.verdict) == ("met", "met")
+    assert worst.value == pytest.approx(0.1)
+    append_checks([error_row(SETTING, drawn("c", 50.0), [100.0], "")], table)
+    assert [one.verdict for one in summarise(table)] == ["missed", "missed"]
+
+
+def test_verdicts_stand_beside_the_tables_that_they_are_of(tmp_path):
+    for name, predicted in (("predicted", 104.0), ("emulated", 130.0)):
+        append_checks([error_row(SETTING, drawn("a", predicted), [100.0], "")], tmp_path / f"{name}.csv")
+    for _ in range(2):
+        write_promises(tmp_path)
+        rows = list(csv.DictReader((tmp_path / "promises.csv").open(newline="")))
+        assert [(row["setting"], row["verdict"]) for row in rows] == [
+            ("1 plans", "met"),
+            ("1 plans", "met"),
+            ("1 plans, 4 emulated devices", "missed"),
+            ("1 plans, 4 emulated devices", "missed"),
+        ]
+
+
+def test_a_slower_machine_is_told_beside_the_promise_and_a_rehearsal_counts_in_neither(tmp_path):
+    table = tmp_path / "predicted.csv"
+    rows = [
+        error_row(SETTING, drawn("a", 90.0), [100.0], "", slower=1.1),
+        error_row(SETTING, drawn("b", 50.0), [100.0], "", rehearsed=True),
+    ]
+    append_checks(rows, table)
+    middle, worst, steady, _ = summarise(table)
+    assert middle.value == worst.value == pytest.approx(0.1)
+    assert steady.value == pytest.approx(0.01), "0.9 of what it took on a machine 1.1 times as slow"
+
+
+def test_regret_counts_steps_to_the_target_and_only_what_a_fidelity_allows():
+    plans = [drawn("plain", 1.0), drawn("other", 1.0), drawn("codec", 1.0, 1.1, "lossy")]
+    times = {"plain": [100.0, 102.0], "other": [98.0, 100.0], "codec": [80.0, 82.0]}
+    rows = regret_rows(SETTING, plans, {"exact": "plain", "lossy": "plain"}, times, [101.0, 101.0], "")
+    by_name = {one.what: one for one in rows}
+    assert by_name["chosen over best, exact"].value == pytest.approx((100 / 98 + 102 / 100) / 2)
+    assert by_name["chosen over best, exact"].verdict == "met"
+    assert by_name["chosen over best, lossy"].value == pytest.approx((100 / 88 + 102 / 90.2) / 2)
+    assert by_name["chosen over best, lossy"].verdict == "missed"
+    assert by_name["chosen over DDP fp32, exact"].verdict == "met"
+
+
+def test_time_to_the_target_holds_planning_and_is_over_the_best_of_the_others(monkeypatch):
+    monkeypatch.setenv("RIG_LINK", "1gbit")
+    steps = {"planned": [100.0, math.inf, 110.0], "ddp": [100.0, 100.0, 100.0], "ddp-fp16": [100.0, math.inf, 100.0]}
+    times = {"planned": [50.0], "ddp": [200.0], "ddp-fp16": [120.0]}
+    rows = {one.what: one for one in _rows(steps, times, {"seconds": 2.0, "again": 0.5, "told": "onebit"})}
+    assert rows["seconds, planned"].value == pytest.approx(110 * 0.05 + 2)
+    assert rows["seconds, planned"].high == math.inf
+    assert rows["seconds, ddp-fp16"].value == pytest.approx(12)
+    gain = rows["speed-up over the best of DDP and its hooks"]
+    assert gain.extra == "ddp-fp16"
+    assert gain.value == pytest.approx((12 / 7 + 12 / 7.5) / 2), "of the seeds with which any got there"
+    assert gain.verdict == "missed"
+    again = rows["speed-up over the best of DDP and its hooks, once the machine and the model have been measured"]
+    assert again.value == pytest.approx((12 / 5.5 + 12 / 6) / 2)
+    assert again.at_least is None
+
+
+def test_a_visit_takes_the_middle_of_steps_that_follow_each_other_freely(monkeypatch):
+    clock, lengths = [0.0], iter([5.0, 1.0, 0.5, 0.1, 0.9, 0.2, 7.0, 7.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def step() -> None:
+        clock[0] += next(lengths)
+
+    assert _visit(step, World(), rounds=4) == pytest.approx(550)
+    assert list(lengths) == [7.0], "three to warm up, and as many more as there are rounds and seconds for"
+
+
+def test_an_emulated_net_has_the_parameters_and_gradients_of_the_real_one():
+    profile = chain([(0.0, 0.0), (0.0, 0.0)], [(3, 4), (5,)])
+    net = EmulatedNet(profile, 4)
+    found = dict(net.named_parameters())
+    assert [found[net.names[one.name]].shape for one in profile.parameters] == [(3, 4), (5,)]
+    net(torch.randn(4, 3, 8, 8)).sum().backward()
+    assert all(one.grad is not None for one in net.parameters())
+
+
+def test_a_model_that_no_table_has_is_refused():
+    with pytest.raises(UsageError, match="no model 'resnet19'"):
+        main(Options(models=("resnet19",)))

@@ -1,0 +1,340 @@
+"""Why: the rig makes namespaces and processes on somebody's machine; none may be left, and its links must be true."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from benchmarks.rig import network as network_module
+from benchmarks.rig.__main__ import Options, main
+from benchmarks.rig.launch import launch
+from benchmarks.rig.network import INTERFACE, Network, bits_per_second, missing, sweep
+from hybridpar.errors import LaunchError, UsageError
+
+ROOT = Path(__file__).parents[2]
+
+
+def running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def namespaces_of(pid: int) -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if line.startswith(f"hprig-{pid}-")]
+
+
+def dead_pid() -> int:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    return gone.pid
+
+
+# ---------------------------------------------------------------------------------------------------- without root
+
+
+@pytest.mark.parametrize(
+    ("rate", "bits"), [("1gbit", 1e9), ("2.5gbit", 2.5e9), ("100mbit", 1e8), ("64kbit", 64e3), ("loopback", None)]
+)
+def test_rates(rate: str, bits: float | None) -> None:
+    assert bits_per_second(rate) == bits
+
+
+@pytest.mark.parametrize("rate", ["", "fast", "1", "gbit", "0mbit", "-1gbit", "1 gbit", "1gbps", "1gbit; reboot"])
+def test_what_is_no_rate_is_refused(rate: str) -> None:
+    with pytest.raises(UsageError, match="Try 1gbit"):
+        Network(2, rate)
+
+
+@pytest.mark.parametrize(("ranks", "rate"), [(0, "loopback"), (1, "1gbit"), (65, "1gbit")])
+def test_numbers_of_ranks_that_make_no_network_are_refused(ranks: int, rate: str) -> None:
+    with pytest.raises(UsageError, match="64 ranks"):
+        Network(ranks, rate)
+
+
+def test_a_machine_that_cannot_shape_links_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_module, "missing", lambda: "this process is not root")
+    monkeypatch.setattr(network_module, "_run", lambda *command: pytest.fail(f"ran {command}"))
+    with pytest.raises(LaunchError, match="not root") as caught, Network(2, "1gbit"):
+        pytest.fail("entered")
+    assert "Run as root" in caught.value.fix
+    assert "--rate loopback" in caught.value.fix
+
+
+def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
+    assert missing() == "tc not found (package iproute2)"
+
+
+def test_the_loopback_has_no_counter_of_its_own() -> None:
+    with Network(2) as network, pytest.raises(UsageError, match="interface of their own"):
+        network.tx_bytes(0)
+
+
+def test_only_the_namespaces_of_dead_owners_are_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = os.getpid()
+    started = network_module._started(own)
+    dead = f"hprig-{dead_pid()}-12345-0-r0"
+    recycled = f"hprig-{own}-{int(started) + 1}-0-bridge"  # the pid lives, but it is another process's by now
+    kept = [f"hprig-{own}-{started}-0-r1", "other", "hprig-1", f"my{dead}", f"{dead}x"]
+    removed: list[str] = []
+    monkeypatch.setattr(network_module, "_namespaces", lambda: [*kept, dead, recycled])
+    monkeypatch.setattr(network_module, "_remove", removed.append)
+    assert sweep() == removed == [dead, recycled]
+
+
+def test_handlers_are_restored() -> None:
+    with Network(2):
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_ranks_know_their_place_and_share_their_settings(tmp_path: Path) -> None:
+    code = "import json, os; json.dump(dict(os.environ), open(os.environ['TO'] + os.environ['RANK'], 'w'))"
+    with Network(3) as network:
+        launch(["-c", code], network, threads=2, environment={"TO": f"{tmp_path}/"})
+    told = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    assert [rank["RANK"] for rank in told] == ["0", "1", "2"]
+    for rank in told:
+        expected = {
+            "WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": told[0]["MASTER_PORT"],
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "2",
+            "MKL_NUM_THREADS": "2",
+            "MALLOC_MMAP_MAX_": "0",
+            "MALLOC_TRIM_THRESHOLD_": str(1 << 46),
+            "MALLOC_ARENA_MAX": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        assert expected.items() <= rank.items()
+        assert str(ROOT) in rank["PYTHONPATH"].split(os.pathsep)
+
+
+def test_the_output_of_rank_0_alone_passes_through(capfd: pytest.CaptureFixture[str]) -> None:
+    code = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)"
+    with Network(2) as network:
+        launch(["-c", code], network)
+    assert capfd.readouterr() == ("out 0\n", "err 0\n")
+
+
+def test_the_command_line_says_what_is_wrong_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(Options(rate="fast")) == 2
+    assert "link rate 'fast'" in capsys.readouterr().err
+
+
+# Every rank and a child of it say who they are, then wait for longer than any test.
+SLEEPER = """
+import os, pathlib, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+path = pathlib.Path(os.environ["TO"], os.environ["RANK"])
+path.with_suffix(".tmp").write_text(f"{os.getpid()} {child.pid}")
+path.with_suffix(".tmp").rename(path)
+"""
+
+
+def pids_in(folder: Path, ranks: int = 2) -> list[int]:
+    assert eventually(lambda: all((folder / str(rank)).exists() for rank in range(ranks)))
+    return [int(pid) for rank in range(ranks) for pid in (folder / str(rank)).read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("print('boom', file=sys.stderr); sys.exit(3)", "exit status 3"), ("os.kill(os.getpid(), 11)", "SIGSEGV")],
+)
+def test_a_rank_that_fails_is_shown_and_takes_the_rest_along(tmp_path: Path, end: str, status: str) -> None:
+    wait = "\nwhile len(list(pathlib.Path(os.environ['TO']).glob('?'))) < 2: time.sleep(0.01)"
+    code = f"{SLEEPER}{wait}\nif os.environ['RANK'] == '1': {end}\ntime.sleep(300)"
+    with Network(2) as network, pytest.raises(LaunchError, match=rf"rank 1 \(.*{status}\)") as caught:
+        launch(["-c", code], network, environment={"TO": str(tmp_path)})
+    assert ("boom" in str(caught.value)) == ("boom" in end)
+    assert eventually(lambda: not any(map(running, pids_in(tmp_path))))
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    code = f"{SLEEPER}\nif os.environ['RANK'] == '1': time.sleep(300)"
+    with Network(2) as network, pytest.raises(LaunchError, match="rank 1 still running after 3 s"):
+        launch(["-c", code], network, timeout=3, environment={"TO": str(tmp_path)})
+    assert eventually(lambda: not any(map(running, pids_in(tmp_path))))
+
+
+# An owner of a network whose ranks wait; it is what the tests below end in all ways.
+OWNER = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits "ignore"
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # so does a child of nohup
+from benchmarks.rig.network import Network
+from benchmarks.rig.__main__ import Options, main
+from benchmarks.rig.launch import launch
+with Network(2, sys.argv[1]) as network:
+    launch(["-c", sys.argv[2] + "\\ntime.sleep(300)"], network, environment={"TO": sys.argv[3]})
+"""
+
+
+def start_owner(rate: str, folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", OWNER, rate, SLEEPER, str(folder)]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
+def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    owner = start_owner("loopback", tmp_path)
+    ranks = pids_in(tmp_path)[::2]
+    owner.kill()
+    owner.wait()
+    assert eventually(lambda: not any(map(running, ranks)))
+
+
+# ---------------------------------------------------------------------------------------------------- with root
+
+shaped = pytest.mark.skipif(bool(missing()), reason=missing() or "can shape links")
+
+# Rank 0 sends to rank 1, which times what arrives. No torch: the link is measured, nothing else.
+TRANSFER = """
+import os, socket, time
+size = int(os.environ["SIZE"])
+if os.environ["RANK"] == "1":
+    with socket.create_server(("10.77.0.2", 5000)) as server:
+        print("ready", flush=True)
+        connection, _ = server.accept()
+        first, left = None, size
+        while left:
+            left -= len(connection.recv(min(left, 1 << 20)))
+            first = first or time.perf_counter()
+        connection.sendall(str(time.perf_counter() - first).encode())
+else:
+    for _ in range(500):
+        try:
+            connection = socket.create_connection(("10.77.0.2", 5000))
+            break
+        except OSError:
+            time.sleep(0.02)
+    connection.sendall(bytes(size))
+    print(connection.recv(100).decode())
+"""
+
+
+@pytest.mark.root
+@shaped
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_link_carries_its_rate_and_counts_its_bytes(tmp_path: Path, ranks: int) -> None:
+    size, output = 4_000_000, tmp_path / "output"
+    with Network(ranks, "100mbit") as network:
+        before = network.tx_bytes(0)
+        with output.open("w") as file:
+            code = f"import os\nif int(os.environ['RANK']) < 2: exec({TRANSFER!r})"
+            launch(["-c", code], network, timeout=60, environment={"SIZE": str(size)}, stdout=file)
+        sent = network.tx_bytes(0) - before
+        assert network.tx_bytes(1) < size / 10
+    assert size <= sent <= 1.06 * size
+    # 1448 of the 1514 bytes of a frame are payload. The bucket lets the first 128 KiB pass at once.
+    rate = (size - 128 * 1024) * 8 / float(output.read_text()) * 1514 / 1448
+    assert 0.9e8 <= rate <= 1.1e8
+
+
+@pytest.mark.root
+@shaped
+def test_a_receiver_gets_no_more_than_its_own_link_carries(tmp_path: Path) -> None:
+    with Network(3, "100mbit") as network:
+        bridge = network.command(0, [])[3].removesuffix("-r0") + "-bridge"
+        shown = subprocess.run(["tc", "-n", bridge, "qdisc", "show"], capture_output=True, text=True, check=True).stdout
+    for rank in range(3):
+        line = next(line for line in shown.splitlines() if f"dev port{rank} " in line)
+        assert "tbf" in line
+        assert "rate 100Mbit burst 128Kb" in line
+
+
+@pytest.mark.root
+@shaped
+def test_a_rank_counts_what_its_namespace_counts(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    code = "from benchmarks.rig.rank import link, sent_bytes; print(sent_bytes(), link())"
+    with Network(2, "1gbit") as network:
+        before = network.tx_bytes(0)
+        with output.open("w") as file:
+            launch(["-c", code], network, timeout=120, stdout=file)
+        after = network.tx_bytes(0)
+    counted, link = output.read_text().split()
+    assert before <= int(counted) <= after
+    assert link == "1gbit"
+
+
+def fail_inside_two_networks() -> None:
+    with Network(2, "1gbit"), Network(4, "100mbit"):
+        assert len(namespaces_of(os.getpid())) == 2 + 5
+        raise KeyError
+
+
+@pytest.mark.root
+@shaped
+def test_nothing_is_left_after_an_exception_and_nothing_else_is_touched() -> None:
+    foreign = f"hpother-{os.getpid()}"
+    subprocess.run(["ip", "netns", "add", foreign], check=True)
+    try:
+        with pytest.raises(KeyError):
+            fail_inside_two_networks()
+        assert namespaces_of(os.getpid()) == []
+        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+        assert foreign in listed
+        links = subprocess.run(["ip", "-o", "link", "show"], capture_output=True, text=True, check=True).stdout
+        assert INTERFACE not in links
+    finally:
+        subprocess.run(["ip", "netns", "del", foreign], check=True)
+
+
+@pytest.mark.root
+@shaped
+def test_a_network_that_could_not_be_finished_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_module, "_address", lambda rank: "no address")
+    with pytest.raises(LaunchError, match="no address"), Network(2, "1gbit"):
+        pytest.fail("entered")
+    assert namespaces_of(os.getpid()) == []
+
+
+@pytest.mark.root
+@shaped
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, -2)])
+def test_nothing_is_left_after_a_signal(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    owner = start_owner("1gbit", tmp_path)
+    pids = pids_in(tmp_path)
+    assert len(namespaces_of(owner.pid)) == 2
+    owner.send_signal(number)
+    assert owner.wait(timeout=60) == status
+    assert namespaces_of(owner.pid) == []
+    assert eventually(lambda: not any(map(running, pids)))
+
+
+@pytest.mark.root
+@shaped
+def test_what_a_killed_owner_left_is_gone_after_the_next_start(tmp_path: Path) -> None:
+    owner = start_owner("1gbit", tmp_path)
+    pids = pids_in(tmp_path)
+    owner.kill()
+    owner.wait()
+    assert len(namespaces_of(owner.pid)) == 2
+    with Network(2, "1gbit"):
+        assert namespaces_of(owner.pid) == []
+    # The ranks' children too, which nothing but the namespace ties to their owner.
+    assert eventually(lambda: not any(map(running, pids)))

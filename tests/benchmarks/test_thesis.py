@@ -1,0 +1,445 @@
+"""Why: the thesis's benchmark runs for hours on machines that no test has, so all but its GPUs is tried here."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from rich.console import Console
+from torch import Tensor
+
+from benchmarks.rig.paired import FOREIGN_LOAD, Paired
+from benchmarks.rig.rows import Row, row
+from benchmarks.rig.table import append_rows, check_csv
+from benchmarks.thesis import __main__ as command
+from benchmarks.thesis import cells
+from benchmarks.thesis.cells import DDP, METHODS, ONE, OURS, Job, Place, Setting
+from benchmarks.thesis.ours import Ours, StageLayout, choose, layouts
+from benchmarks.thesis.peers import Peer
+from benchmarks.thesis.report import print_report
+from benchmarks.thesis.rounds import Meeting, foreign_loads, keep_quiet, train_in_turn
+from benchmarks.thesis.task import Task
+from benchmarks.thesis.worker import work
+from hybridpar.comm.world import World
+from hybridpar.config import DataConfig
+from hybridpar.data import cut_epoch, load_dataset
+from hybridpar.errors import UsageError
+from tests.data.test_sets import cifar  # noqa: F401 (a fixture)
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+SETTING = Setting(
+    model="tests.small_nets:plain",
+    data="synthetic",
+    data_root="data",
+    batch=16,
+    epochs=21,
+    most_steps=2,
+    lr=0.05,
+    stem="imagenet",
+    image_size=8,
+)
+PLACE = Place(device="cpu", workers=2, name="some CPU", commit="abc1234", code="0123456789ab")
+SMALL_NET = ("--small", "--models", "tests.small_nets:plain", "--image-size", "8", "--seeds", "0", "--probe-steps", "1")
+
+
+def make_task(world: World, *, seed: int = 0, samples: int = 40) -> Task:
+    data = load_dataset(DataConfig(data="synthetic", image_size=8, synthetic_samples=samples))
+    steps = cells.whole_steps(samples, SETTING.batch, 4)
+    return Task(setting=SETTING, data=data, seed=seed, steps=steps, workers=world.size, device=world.device)
+
+
+def make_rows(setting: Setting = SETTING, place: Place = PLACE, seed: int = 0, speedup: float = 2.0) -> list[Row]:
+    times = {ONE: [100.0 + number for number in range(20)]}
+    times[OURS] = [time / speedup for time in times[ONE]]
+    result = Paired({name: tuple(values) for name, values in times.items()}, 0, 0.02, False)
+    extra = {
+        "seed": seed,
+        "code": place.code,
+        "epoch_s": 2.5,
+        "accuracy": 0.9 + seed / 100,
+        "published_speedup": 1.47,
+        "skipped": {"DDP": "needs two workers"},
+        "layout": {"stages": 2, "replicas": 1, "micro_batches": 4, "cuda_graph": True},
+    }
+    rows = [
+        row(result, method, ONE, claim="thesis", setting=str(setting), ranks=place.workers, extra=extra)
+        for method in (ONE, OURS)
+    ]
+    return [replace(entry, device=place.name, commit=place.commit) for entry in rows]
+
+
+# ------------------------------------------------------------------------ what is measured
+
+
+def test_every_method_runs_or_says_why_not() -> None:
+    def can(device: str, workers: int) -> set[str]:
+        return {method for method in METHODS if cells.why_not(method, device, workers) is None}
+
+    assert can("cpu", 1) == {ONE, cells.ONE_COMPILED, OURS}
+    assert can("cpu", 2) == {ONE, DDP, cells.DDP_COMPILED, OURS}
+    assert can("cuda", 1) == {ONE, cells.ONE_GRAPH, cells.ONE_COMPILED, OURS}
+    assert can("cuda", 4) == {ONE, cells.DATA_PARALLEL, DDP, cells.DDP_GRAPH, cells.DDP_COMPILED, OURS}
+    wanted, reasons = cells.runnable(METHODS, PLACE)
+    assert set(wanted) | set(reasons) == set(METHODS)
+    assert reasons[cells.DATA_PARALLEL] == "nn.DataParallel needs two GPUs"
+
+
+@pytest.mark.parametrize(
+    ("workers", "expected"),
+    [(1, {(1, 1), (2, 1), (4, 1)}), (2, {(1, 2), (2, 1)}), (3, {(1, 3)}), (8, {(1, 8), (2, 4), (4, 2)})],
+)
+def test_layouts_use_all_devices(workers: int, expected: set[tuple[int, int]]) -> None:
+    found = layouts(workers, 128)
+    assert {(layout.stages, layout.replicas) for layout in found} == expected
+    assert all(layout.micro_batches >= layout.stages for layout in found)
+    assert len(layouts(workers, 128, graphs=True)) == 2 * len(found)
+
+
+def test_a_layout_leaves_two_samples_for_each_micro_batch() -> None:
+    assert [str(layout) for layout in layouts(2, 8)] == [
+        "1 stages x 2 replicas, 1 micro-batches",
+        "2 stages x 1 replicas, 2 micro-batches",
+        "2 stages x 1 replicas, 4 micro-batches",
+    ]
+
+
+@given(some.integers(40, 400), some.integers(16, 40), some.integers(1, 8), some.integers(1, 8))
+def test_whole_steps_are_whole_for_every_method(samples: int, batch: int, parts: int, more: int) -> None:
+    most = max(parts, more)
+    steps = cells.whole_steps(samples, batch, most)
+    cut = cut_epoch(samples, batch, parts)
+    assert all(stop - start == batch for start, stop in cut[:steps])
+    assert samples // batch - 1 <= steps <= samples // batch
+
+
+def test_ours_is_compared_with_everything_and_all_with_one_device() -> None:
+    measured = [ONE, DDP, OURS]
+    assert cells.comparisons(measured, measured) == [(ONE, ONE), (DDP, ONE), (OURS, ONE), (OURS, DDP)]
+    assert cells.comparisons([ONE, DDP], [DDP]) == [(DDP, ONE)]
+
+
+def test_a_method_that_comes_late_is_compared_too() -> None:
+    methods = [ONE, DDP, cells.DDP_COMPILED, cells.DDP_GRAPH, OURS]
+    assert cells.needed([cells.DDP_COMPILED], methods, PLACE) == [ONE, cells.DDP_COMPILED, OURS]
+    assert cells.needed([OURS], methods, PLACE) == [ONE, DDP, cells.DDP_COMPILED, OURS]
+    assert cells.comparisons([ONE, DDP, OURS], [DDP]) == [(DDP, ONE), (OURS, DDP)]
+
+
+def test_only_gpus_are_held_to_what_was_published() -> None:
+    assert cells.target_of("resnet50", OURS, ONE, "cuda") == pytest.approx(1 / 2.44, abs=1e-6)
+    assert cells.target_of("resnet50", OURS, ONE, "cpu") is None
+    assert cells.target_of("resnet50", OURS, DDP, "cuda") is None
+    assert cells.target_of("resnet50", DDP, ONE, "cuda") is None
+
+
+def test_what_is_done_is_known_by_code_place_setting_and_seed() -> None:
+    methods, rows = [ONE, OURS], make_rows()
+    assert cells.still_missing(rows, SETTING, PLACE, methods, [0]) == []
+    assert cells.still_missing(rows, SETTING, PLACE, methods, [0, 1]) == [(1, methods)]
+    assert cells.still_missing(rows, SETTING, PLACE, [*methods, DDP], [0]) == [(0, [DDP])]
+    for changed in ({"commit": "abc1235"}, {"code": "ba9876543210"}, {"name": "other CPU"}, {"workers": 3}):
+        assert cells.still_missing(rows, SETTING, replace(PLACE, **changed), methods, [0]) == [(0, methods)]  # type: ignore[arg-type]
+    for other in ({"batch": 32}, {"lr": 0.1}, {"most_steps": None}, {"epochs": 30}):
+        assert cells.still_missing(rows, replace(SETTING, **other), PLACE, methods, [0]) == [(0, methods)]  # type: ignore[arg-type]
+
+
+def test_a_job_reaches_the_workers_as_it_was() -> None:
+    job = Job(
+        setting=SETTING,
+        place=PLACE,
+        methods=[ONE, OURS],
+        missing=[(0, [ONE])],
+        output="table.csv",
+        cuda_graph=True,
+        probe_steps=3,
+    )
+    heard = Job.heard(json.loads(json.dumps(job.told())))
+    assert (heard.setting, heard.place) == (SETTING, PLACE)
+    assert heard.told() == json.loads(json.dumps(job.told()))
+
+
+# ------------------------------------------------------------------------ rounds
+
+
+def test_all_methods_train_for_all_epochs_and_the_first_is_not_timed() -> None:
+    seen: list[tuple[str, int]] = []
+    methods = {name: lambda epoch, name=name: seen.append((name, epoch)) for name in ("a", "b", "c")}
+    result = train_in_turn(methods, 22, 1, Meeting())
+    assert sorted(seen) == [(name, epoch) for name in "abc" for epoch in range(22)]
+    assert [epoch for _, epoch in seen] == sorted(epoch for _, epoch in seen)
+    assert {seen[3 * epoch][0] for epoch in range(3)} == set("abc")  # each goes first once in three rounds
+    assert result.rounds + result.dropped == 21
+
+
+def test_busy_rounds_are_left_out_while_enough_quiet_ones_are_there() -> None:
+    times = {"a": [float(number + 1) for number in range(24)]}
+    loads = [0.0] * 24
+    loads[3] = loads[7] = 1.0
+    kept = keep_quiet(times, loads)
+    assert (kept.rounds, kept.dropped, kept.loaded, kept.load) == (22, 2, False, 0.0)
+    assert 4.0 not in kept.milliseconds["a"]
+
+
+def test_where_all_rounds_are_busy_the_least_busy_are_kept_and_it_says_so() -> None:
+    loads = [FOREIGN_LOAD + 1 + number for number in range(24)]
+    kept = keep_quiet({"a": [float(number + 1) for number in range(24)]}, loads)
+    assert kept.milliseconds["a"] == tuple(float(number + 1) for number in range(20))
+    assert kept.loaded
+    assert kept.load == loads[19]
+
+
+def test_foreign_load_is_what_the_machine_did_less_what_the_workers_did() -> None:
+    # Two rounds of a quarter of a second are judged together; in the third round somebody uses two cores.
+    accounts = [(0.0, 0.0, 0.0, 0.0), (0.25, 0.4, 0.2, 0.2), (0.5, 0.5, 0.5, 0.5), (1.5, 3.5, 3.0, 1.5)]
+    assert foreign_loads(accounts) == [0.0, 0.0, 2.0]
+
+
+# ------------------------------------------------------------------------ methods
+
+
+def weights(model: torch.nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_peer_and_hybridpar_train_the_same() -> None:
+    world = World()
+    task = make_task(world)
+    assert task.steps == 2
+    peer, ours = Peer(ONE, task, world), Ours(task, world, StageLayout(stages=1, replicas=1, micro_batches=1))
+    before = weights(peer._model).clone()
+    assert torch.equal(before, weights(ours.trainer.model))
+    for epoch in range(3):
+        peer.epoch(epoch)
+        ours.epoch(epoch)
+    assert ours.trainer.steps_done == 6
+    assert not torch.allclose(before, weights(peer._model))
+    assert torch.allclose(weights(peer._model), weights(ours.trainer.model), rtol=1e-4, atol=1e-6)
+    assert peer.accuracy() == ours.accuracy()
+    assert not ours.captured
+    ours.close()
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_layout_knows_whether_its_steps_were_captured(stages: int, captured: bool) -> None:
+    world = World()
+    ours = Ours(make_task(world), world, StageLayout(stages=stages, replicas=1, micro_batches=stages))
+    assert not ours.captured
+    ours.trainer.engine.graph = SimpleNamespace(captured=captured)
+    assert ours.captured == captured
+    ours.trainer.engine.graph = None
+    ours.close()
+
+
+def train_on_rank(world: World) -> tuple[Tensor, Tensor, float]:
+    task = make_task(world)
+    together = Peer(DDP, task, world)
+    alone = Peer(ONE, task, world)
+    for epoch in range(2):
+        together.epoch(epoch)
+        alone.epoch(epoch)
+    return weights(together._model), (weights(alone._model) if world.is_main else torch.zeros(0)), alone.accuracy()
+
+
+def test_ddp_trains_on_the_samples_of_one_device() -> None:
+    (first, alone, accuracy), (second, _, elsewhere) = run_ranks(train_on_rank, 2)
+    assert torch.equal(first, second)
+    # BatchNorm sees half a batch on each worker, so equal only in what it was fed.
+    assert torch.nn.functional.cosine_similarity(first, alone, dim=0) > 0.99
+    assert 0 <= accuracy <= 1
+    assert elsewhere == 0.0
+
+
+def test_the_fastest_layout_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    plain, cut, broken = (StageLayout(stages=stages, replicas=1, micro_batches=1) for stages in (1, 2, 99))
+    took = {plain: 5.0, cut: 3.0}
+
+    def probe(task: Task, world: World, layout: StageLayout, *_: object) -> tuple[float, None]:
+        if layout not in took:
+            raise UsageError("no such cut")
+        return took[layout], None
+
+    monkeypatch.setattr("benchmarks.thesis.ours._probe", probe)
+    choice = choose(make_task(world), world, [plain, cut, broken], 1, Meeting())
+    assert choice.layout == cut
+    assert choice.facts()["probe_ms"] == {str(plain): 5.0, str(cut): 3.0}
+    assert choice.facts()["probe_failed"] == {str(broken): "no such cut"}
+    with pytest.raises(UsageError, match="no such cut"):
+        choose(make_task(world), world, [broken], 1, Meeting())
+
+
+@pytest.mark.gpu
+def test_a_captured_peer_trains_like_an_eager_one() -> None:
+    world = World(device=torch.device("cuda", 0))
+    task = make_task(world)
+    eager, captured = (Peer(method, task, world) for method in (ONE, cells.ONE_GRAPH))
+    for epoch in range(3):
+        eager.epoch(epoch)
+        captured.epoch(epoch)
+    assert torch.allclose(weights(eager._model), weights(captured._model), rtol=1e-3, atol=1e-4)
+
+
+# ------------------------------------------------------------------------ the command
+
+
+@pytest.mark.parametrize("cifar", ["cifar10"], indirect=True)
+def test_one_worker_measures_cifar_from_its_published_format(
+    cifar: tuple[str, Path, Path, dict[str, object]],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name, root, *_ = cifar
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    setting = replace(SETTING, data=name, data_root=str(root))
+    table = tmp_path / "table.csv"
+    methods = [ONE, DDP, OURS]
+    place = replace(PLACE, workers=1)
+    job = Job(
+        setting=setting,
+        place=place,
+        methods=methods,
+        missing=cells.still_missing([], setting, place, methods, [0, 1]),
+        output=str(table),
+        cuda_graph=True,
+        probe_steps=1,
+        most_stages=2,
+    )
+    work(job)
+    rows = check_csv(table)
+    assert [(entry.method, entry.baseline, entry.extra["seed"]) for entry in rows] == [
+        (ONE, ONE, 0),
+        (OURS, ONE, 0),
+        (ONE, ONE, 1),
+        (OURS, ONE, 1),
+    ]
+    ours = rows[1].extra
+    assert ours["layout"]["stages"] * ours["layout"]["replicas"] in (1, 2)
+    assert len(ours["probe_ms"]) == 4  # whole, and two stages with 2, 4 and 8 micro-batches
+    assert ours["skipped"] == {DDP: "DistributedDataParallel needs two workers"}
+    assert 0 <= ours["accuracy"] <= 1
+    assert ours["steps_per_epoch"] == 2
+    assert cells.still_missing(rows, setting, place, methods, [0, 1]) == []
+
+
+@pytest.mark.sweep
+def test_two_workers_from_the_command_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "table.csv"
+    monkeypatch.setattr(command, "commit", lambda: "abc1234")
+    monkeypatch.setattr(cells, "code_digest", lambda: "0123456789ab")
+    arguments = [*SMALL_NET, "--steps", "1", "--output", str(table), "--methods", ONE, DDP, cells.DATA_PARALLEL, OURS]
+    assert command.run(arguments) == 0
+    rows = check_csv(table)
+    assert [(entry.method, entry.baseline) for entry in rows] == [(ONE, ONE), (DDP, ONE), (OURS, ONE), (OURS, DDP)]
+    assert {entry.ranks for entry in rows} == {2}
+    printed = capfd.readouterr().out
+    assert "nn.DataParallel: not measured, nn.DataParallel needs two GPUs" in printed
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a finished cell was run again")
+
+    monkeypatch.setattr(command, "launch", refuse)
+    assert command.run(arguments) == 0
+    assert "measured already" in capfd.readouterr().err
+    assert check_csv(table) == rows
+
+
+def test_a_missing_data_set_says_what_to_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "launch", lambda *_, **__: pytest.fail("nothing to measure"))
+    arguments = ["--small", "--data", *cells.DATA, "--data-root", str(tmp_path), "--output", str(tmp_path / "t.csv")]
+    assert command.run(arguments) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    for line, data in zip(lines, cells.DATA, strict=True):
+        source, folder = cells.SOURCES[data]
+        assert line.startswith(f"{data} is not measured")
+        assert source in line
+        assert str(tmp_path / folder) in line
+    assert not (tmp_path / "t.csv").exists()
+
+
+def test_without_a_gpu_only_the_small_form_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert command.run([]) == 3
+    assert "--small" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--epochs", "20"], "--epochs is 20"),
+        (["--methods", ONE, "DPP"], "unknown method 'DPP'"),
+        (["--methods", OURS], "--methods without"),
+        (["--steps", "0"], "--steps is 0"),
+    ],
+)
+def test_a_wrong_request_is_refused(options: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.run(["--small", *options]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_worker_that_fails_fails_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "launch", lambda *_, **__: None)  # ends well, but writes no rows
+    assert command.run([*SMALL_NET, "--output", str(tmp_path / "t.csv"), "--methods", ONE, OURS]) == 1
+    assert "seed 0: not measured: one device, hybridpar" in capsys.readouterr().err
+
+
+def test_the_report_shows_published_beside_measured() -> None:
+    console = Console(record=True, width=150, file=open("/dev/null", "w"))  # noqa: SIM115
+    old = make_rows(seed=0, speedup=9.0)
+    print_report([*old, *make_rows(seed=0), *make_rows(seed=1, speedup=3.0)], console)
+    text = console.export_text()
+    assert "2.500 [2.000, 3.000]" in text  # the newest rows of each seed
+    assert "1.47" in text
+    assert "90.50 ± 0.71" in text
+    assert "hybridpar: 2 x 1, 4 micro-batches, CUDA graphs" in text
+    assert "DDP: not measured, needs two workers" in text
+
+
+@pytest.fixture
+def no_path() -> Iterator[None]:
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
+
+
+@pytest.mark.usefixtures("no_path")
+def test_the_script_hands_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(command, "run", lambda arguments: seen.append(arguments) or 7)
+    monkeypatch.setattr(sys, "argv", ["train_resnet.py", "thesis", "--small"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(ROOT / "scripts/train_resnet.py"), run_name="__main__")
+    assert (seen, left.value.code) == ([["--small"]], 7)
+
+
+def test_the_committed_tables_are_valid_and_claim_nothing_for_a_cpu() -> None:
+    tables = sorted((ROOT / "benchmarks/thesis/results").glob("*.csv"))
+    assert tables
+    for table in tables:
+        for entry in check_csv(table):
+            assert entry.claim == cells.CLAIM
+            assert entry.extra["cuda"] or entry.target is None
+
+
+def test_rows_of_a_seed_survive_the_table(tmp_path: Path) -> None:
+    append_rows(tmp_path / "t.csv", make_rows())
+    assert cells.finished(check_csv(tmp_path / "t.csv"), SETTING, PLACE) == {(0, ONE), (0, OURS)}

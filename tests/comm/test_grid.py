@@ -1,0 +1,310 @@
+"""The grid of positions and replicas: who meets whom, over what, and what is left of it afterwards."""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridpar.comm import grid as grid_module
+from hybridpar.comm import shared_memory as shared_memory_module
+from hybridpar.comm.grid import Grid
+from hybridpar.comm.transport import MessagePart
+from hybridpar.comm.world import World
+from hybridpar.errors import SyncError, UsageError
+from hybridpar.lanes import Lanes
+from hybridpar.lanes.check import Checker
+from tests.ranks import run_ranks, start_processes
+
+BOTH_FORMS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+PART = [MessagePart((3,))]
+
+
+def total(grid: Grid, value: float) -> list[float]:
+    """The sum of a value over the replicas, by every sum that the replica world has."""
+    world = grid.replica_world
+    tensors = []
+    for group in [*world.lane_sums, world.control_sum]:
+        if group is not None:
+            tensors.append(torch.tensor([value]))
+            group.all_reduce(tensors[-1])
+    return [tensor.item() for tensor in tensors]
+
+
+def pass_on(grid: Grid, value: float) -> float | None:
+    """Hand a value from the first position to the last; every position adds 1 to it."""
+    with Lanes("cpu", check=Checker(seed=grid.world.rank)) as lanes:
+        lane = lanes.open("transfers")
+        arrived: list[torch.Tensor] = []
+
+        def work() -> None:
+            received = grid.receivers[grid.position - 1].receive(PART)[0] if grid.position else torch.full((3,), value)
+            if grid.position + 1 < grid.positions:
+                grid.senders[grid.position + 1].send([received + 1], PART)
+            else:
+                arrived.append(received)
+
+        lane.submit(work)
+        lanes.caller.wait(lane.record())
+    return arrived[0][0].item() if arrived else None
+
+
+def chain(positions: int) -> list[tuple[int, int]]:
+    return [(position, position + 1) for position in range(positions - 1)]
+
+
+# ------------------------------------------------------------------------------ lines of workers
+
+
+def one_line(world: World, positions: int) -> dict[str, Any]:
+    grid = Grid(world, positions, chain(positions), lanes=3)
+    try:
+        replicas = grid.replica_world
+        return {
+            "place": (grid.position, grid.replica, grid.positions, grid.replicas),
+            "replica world": (replicas.rank, replicas.size, replicas.transport, replicas.members),
+            "sums": total(grid, float(world.rank + 1)),
+            "gathered": replicas.gather(world.rank),
+            "peers": (sorted(grid.receivers), sorted(grid.senders)),
+            "arrived": pass_on(grid, 5.0),
+        }
+    finally:
+        grid.close()
+        grid.close()
+        world.barrier()  # the world that the grid was made from stays open
+
+
+@BOTH_FORMS
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_pipeline_without_replicas(size: int, shared_memory: bool) -> None:
+    answers = run_ranks(one_line, size, size, shared_memory=shared_memory)
+    for rank, answer in enumerate(answers):
+        assert answer["place"] == (rank, 0, size, 1)
+        assert answer["replica world"] == (0, 1, "none", (rank,))
+        assert answer["sums"] == []
+        assert answer["gathered"] == [rank]
+        assert answer["peers"] == ([rank - 1] if rank else [], [rank + 1] if rank + 1 < size else [])
+        assert answer["arrived"] == (5.0 + size - 1 if rank == size - 1 else None)
+
+
+@BOTH_FORMS
+@pytest.mark.parametrize("size", [2, 3])
+def test_replicas_without_a_pipeline(size: int, shared_memory: bool) -> None:
+    transport = "shared memory" if shared_memory else "gloo"
+    answers = run_ranks(one_line, size, 1, shared_memory=shared_memory)
+    for rank, answer in enumerate(answers):
+        assert answer["place"] == (0, rank, 1, size)
+        assert answer["replica world"] == (rank, size, transport, tuple(range(size)))
+        assert answer["sums"] == [size * (size + 1) / 2] * 4
+        assert answer["gathered"] == list(range(size))
+        assert answer["peers"] == ([], [])
+        assert answer["arrived"] == 5.0
+
+
+def test_one_worker_is_a_grid_too() -> None:
+    grid = Grid(World(), 1, [])
+    assert (grid.position, grid.replica, grid.replicas, grid.replica_world.size) == (0, 0, 1, 1)
+    assert pass_on(grid, 2.0) == 2.0
+    grid.close()
+    assert not dist.is_initialized()
+
+
+# ------------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize("positions", [0, -1, 2, 4])
+def test_workers_must_fill_the_grid(positions: int) -> None:
+    with pytest.raises(UsageError) as caught:
+        Grid(World(rank=1, size=3), positions, [])
+    assert f"3 worker(s) cannot be {positions} pipeline position(s)" in caught.value.what
+    assert "1 or 3 position(s)" in caught.value.fix
+
+
+@pytest.mark.parametrize("pair", [(1, 1), (0, 3), (-1, 2)])
+def test_channels_are_between_two_positions(pair: tuple[int, int]) -> None:
+    with pytest.raises(UsageError, match=f"from position {pair[0]} to position {pair[1]} of 3"):
+        Grid(World(rank=1, size=3), 3, [(0, 1), pair])
+
+
+def disagree(world: World) -> str:
+    with pytest.raises(SyncError) as caught:
+        Grid(world, 2, [(0, 1)] if world.rank else [(0, 1), (1, 0)])
+    return str(caught.value)
+
+
+def test_workers_must_want_the_same_grid() -> None:
+    first, second = run_ranks(disagree, 2)
+    assert "worker 1 wants 2 positions and pairs [(0, 1)], worker 0 wants 2 and [(0, 1), (1, 0)]" in first
+    assert "worker 0 wants" in second
+
+
+# ------------------------------------------------------------------------------ without shared memory
+
+
+def no_room(world: World, directory: str) -> tuple[str, float | None]:
+    """The last worker cannot take the offer that is made to it."""
+    taken = grid_module.take_offer
+
+    def fail(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    shared_memory_module._SHARED, before = Path(directory), shared_memory_module._SHARED
+    if world.rank == world.size - 1:
+        grid_module.take_offer = fail
+    try:
+        grid = Grid(world, world.size, chain(world.size))
+        try:
+            ends = [*grid.senders.values(), *grid.receivers.values()]
+            return "+".join(sorted(end.transport for end in ends)), pass_on(grid, 1.0)
+        finally:
+            grid.close()
+    finally:
+        grid_module.take_offer = taken
+        shared_memory_module._SHARED = before
+
+
+def test_a_channel_without_shared_memory_uses_the_network(tmp_path: Path) -> None:
+    answers = run_ranks(no_room, 3, str(tmp_path))
+    assert answers == [("shared memory", None), ("gloo+shared memory", None), ("gloo", 3.0)]
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------ what is left
+
+
+def use_and_close(world: World) -> None:
+    grid = Grid(world, world.size, [(0, 1), (1, 0)])
+    for _ in range(5):
+        if grid.position == 0:
+            grid.senders[1].send([torch.ones(3)])
+            grid.receivers[1].receive(PART)
+        else:
+            grid.receivers[0].receive(PART)
+            grid.senders[0].send([torch.ones(3)])
+    grid.device_mesh()
+    world.barrier()
+    grid.close()
+    world.barrier()
+
+
+def held(directory: str) -> dict[str, int]:
+    """Open files, Python's threads, mapped segments, and names in the directory of shared memory."""
+    gc.collect()  # a device mesh is a cycle of references
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "segments": Path("/proc/self/maps").read_text().count(directory),
+        "names": len(os.listdir(directory)),
+    }
+
+
+def leftovers(world: World, directory: str) -> tuple[dict[str, int], dict[str, int]]:
+    shared_memory_module._SHARED, before = Path(directory), shared_memory_module._SHARED
+    try:
+        use_and_close(world)  # the first use opens what the process keeps
+        first = held(directory)
+        for _ in range(3):
+            use_and_close(world)
+        for _ in range(200):  # gloo closes its sockets on a thread of its own
+            last = held(directory)
+            if last["files"] <= first["files"]:
+                break
+            time.sleep(0.02)
+        return first, last
+    finally:
+        shared_memory_module._SHARED = before
+
+
+@BOTH_FORMS
+def test_nothing_is_left_of_a_closed_grid(shared_memory: bool, tmp_path: Path) -> None:
+    for before, after in run_ranks(leftovers, 2, str(tmp_path), shared_memory=shared_memory):
+        assert after["files"] <= before["files"]
+        assert after["threads"] == before["threads"]
+        assert (after["segments"], after["names"]) == (0, 0)
+
+
+# ------------------------------------------------------------------------------ two by two, and a death
+
+
+def two_by_two(rank: int, directory: str, answers: Any) -> None:
+    """A process of its own for each of four workers; the last one is killed in the end."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{directory}/store",
+        rank=rank,
+        world_size=4,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    facts: dict[str, Any] = {}
+    grids = {}
+    for form, shared_memory in (("shared memory", True), ("gloo", False)):
+        world = World.join(lanes=1, timeout=60, shared_memory=shared_memory)
+        grid = grids[form] = Grid(world, 2, [(0, 1), (1, 0)])
+        mesh = grid.device_mesh()
+        along = torch.ones(1) * (rank + 1)
+        dist.all_reduce(along, group=mesh["replica"].get_group())
+        across = torch.ones(1) * (rank + 1)
+        dist.all_reduce(across, group=mesh["stage"].get_group())
+        facts[form] = {
+            "place": (grid.position, grid.replica),
+            "sums": total(grid, float(rank + 1)),
+            "arrived": pass_on(grid, 10.0 * rank),
+            "mesh": (mesh.mesh.tolist(), mesh.mesh_dim_names, along.item(), across.item()),
+        }
+        world.barrier()
+    if rank == 3:
+        answers.put((rank, facts))
+        answers.close()
+        answers.join_thread()
+        os.kill(os.getpid(), signal.SIGKILL)
+    for form, grid in grids.items():
+        try:
+            if rank == 1:
+                with grid.world.named_errors("receiving activations"):
+                    grid.receivers[1].receive(PART)
+            if rank == 2:
+                with grid.replica_world.named_errors("adding gradients"):
+                    total(grid, 1.0)
+            facts[form]["error"] = None
+        except SyncError as error:
+            facts[form]["error"] = str(error)
+    answers.put((rank, facts))
+    answers.close()
+    answers.join_thread()
+    # Groups of a job that has lost a worker are not worth closing.
+    os._exit(0)
+
+
+@pytest.fixture(scope="module")
+def four_workers() -> list[dict[str, Any]]:
+    with start_processes(two_by_two, 4) as answers:
+        facts = dict(answers.get(timeout=120) for _ in range(4))
+    return [facts[rank] for rank in range(4)]
+
+
+@pytest.mark.parametrize("form", ["shared memory", "gloo"])
+def test_two_positions_of_two_replicas(four_workers: list[dict[str, Any]], form: str) -> None:
+    facts = [worker[form] for worker in four_workers]
+    assert [fact["place"] for fact in facts] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    # Positions add up over ranks (0, 1) and (2, 3), messages go from 0 to 2 and from 1 to 3.
+    assert [fact["sums"] for fact in facts] == [[3.0] * 3, [3.0] * 3, [7.0] * 3, [7.0] * 3]
+    assert [fact["arrived"] for fact in facts] == [None, None, 1.0, 11.0]
+    mesh = ([[0, 1], [2, 3]], ("stage", "replica"))
+    assert [fact["mesh"] for fact in facts] == [(*mesh, *sums) for sums in [(3, 4), (3, 6), (7, 4), (7, 6)]]
+
+
+@pytest.mark.parametrize("form", ["shared memory", "gloo"])
+def test_the_death_of_a_worker_is_named_by_ranks_of_the_job(four_workers: list[dict[str, Any]], form: str) -> None:
+    first, second, third = (worker[form]["error"] for worker in four_workers[:3])
+    assert first is None
+    assert "worker 1 of 4 stopped while receiving activations: a peer has died" in second
+    assert "worker 2 of 4 stopped while adding gradients with worker 3: a peer has died" in third

@@ -1,0 +1,217 @@
+"""Workers meet again and again in one program, on interfaces that reach each other, and find out who is missing."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hybridpar import TrainConfig, Trainer
+from hybridpar.comm import rendezvous
+from hybridpar.comm.rendezvous import Place, RollCall, address_towards, interface_of, reachable_address
+from hybridpar.errors import HybridparError, LaunchError
+from tests.ranks import start_processes
+
+ROOT = Path(__file__).parents[2]
+
+
+def new_trainer() -> Trainer:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
+    return Trainer(model, config=TrainConfig(plan="none", timeout=30))
+
+
+def step(trainer: Trainer) -> bool:
+    return trainer.step((torch.randn(4, 3, 2, 2), torch.arange(4))).loss > 0
+
+
+def several_trainers() -> list[str]:
+    """One program of a job of two: what became of each of its trainers, as this worker saw it."""
+    rank, seen = int(os.environ["RANK"]), []
+
+    def train(name: str, fails_on: int | None = None) -> None:
+        try:
+            with new_trainer() as trainer:
+                step(trainer)
+                if rank == fails_on:
+                    raise KeyError(name)
+                step(trainer)
+            seen.append(name)
+        except (KeyError, HybridparError) as error:
+            seen.append(f"{name}: {str(error).splitlines()[0]}")
+        assert dist.is_initialized() == (name == "own group")
+
+    train("first")
+    train("second")
+    train("failing", fails_on=1)
+    train("after the error")
+    left_open, other = new_trainer(), new_trainer()
+    assert step(left_open)
+    assert step(other)
+    left_open.close()
+    assert step(other)
+    other.close()
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo")
+    train("own group")
+    number = torch.ones(1)
+    dist.all_reduce(number)
+    seen.append(f"sum {number.item():g}")
+    dist.destroy_process_group()
+    train("last")
+    step(new_trainer())  # nobody closes it
+    return seen
+
+
+def expected(rank: int) -> list[str]:
+    lost = "worker 1 died or left, so worker 0 of 2 stopped while exchanging sample counts"
+    failing = f"failing: {lost if rank == 0 else repr('failing')}"
+    return ["first", "second", failing, "after the error", "own group", "sum 2", "last"]
+
+
+def test_several_trainers_in_one_program_under_torchrun(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, pathlib, sys\n"
+        "from tests.comm.test_rendezvous import several_trainers\n"
+        "seen = several_trainers()\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(json.dumps(seen))\n"
+    )
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program, tmp_path]
+    job = subprocess.run(
+        run,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert job.returncode == 0, job.stderr
+    assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)] == [expected(0), expected(1)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def as_spawned(rank, directory, port, answers):
+    place = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    try:
+        answers.put((rank, several_trainers()))
+    except BaseException as error:
+        answers.put((rank, repr(error)))
+        raise
+
+
+def test_several_trainers_in_one_program_whose_worker_0_serves_the_store():
+    with start_processes(as_spawned, 2, free_port()) as answers:
+        assert dict(answers.get(timeout=120) for _ in range(2)) == {0: expected(0), 1: expected(1)}
+
+
+# ------------------------------------------------------------------------------------------------- network interfaces
+
+
+def test_a_master_that_is_the_loopback_of_every_node_is_refused_before_anybody_waits(monkeypatch):
+    place = {"RANK": "1", "WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.1.1", "MASTER_PORT": "1"}
+    for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError) as caught:
+        rendezvous.initialise(torch.device("cpu"), 3000.0)
+    assert caught.value.what.startswith("worker 1 of 2 cannot join the job at 127.0.1.1:1: ")
+    assert "MASTER_ADDR stands for 127.0.1.1 here" in caught.value.fix
+    assert "--local-addr" in caught.value.fix
+
+
+HERE, THERE = "here", "there"
+
+
+@pytest.mark.parametrize(
+    ("places", "address"),
+    [
+        ([Place(HERE, "10.0.0.1", "10.0.0.1"), Place(THERE, "10.0.0.2", "10.0.0.2")], "10.0.0.1"),
+        # Debian's 127.0.1.1; MASTER_ADDR is an address.
+        ([Place(HERE, "127.0.1.1", "10.0.0.1"), Place(THERE, "127.0.1.1", "10.0.0.2")], "10.0.0.1"),
+        # MASTER_ADDR is the name of the first host, which stands for its loopback there alone.
+        ([Place(HERE, "127.0.1.1", "127.0.1.1"), Place(THERE, "127.0.1.1", "10.0.0.2")], "10.0.0.2"),
+        # Of a worker on the same host nothing is to be learned.
+        ([Place(HERE, "127.0.1.1", "127.0.1.1"), Place(HERE, "10.9.9.9", "10.9.9.9")], None),
+        ([Place(HERE, "127.0.1.1", "127.0.0.1"), Place(THERE, "127.0.1.1", "127.0.0.1")], None),
+        ([Place(HERE, "::1", "127.0.0.1"), Place(THERE, "fe80::1%eth0", "127.0.0.1")], "fe80::1%eth0"),
+    ],
+)
+def test_an_address_that_leads_to_the_other_hosts(places, address):
+    assert reachable_address(places, 0) == address
+
+
+def test_hosts_that_listen_on_the_loopback_are_refused_before_anybody_waits(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    places = [Place(HERE, "10.0.0.1", "127.0.0.1"), Place(THERE, "127.0.1.1", "127.0.0.1")]
+    rendezvous._use_reachable_interface(places, 0)
+    hidden = [Place(HERE, "127.0.1.1", "127.0.0.1"), Place(THERE, "127.0.1.1", "127.0.0.1")]
+    with pytest.raises(LaunchError, match=r"worker 0 would listen on 127\.0\.1\.1.*\n.*\nSet GLOO_SOCKET_IFNAME"):
+        rendezvous._use_reachable_interface(hidden, 1)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    rendezvous._use_reachable_interface(hidden, 1)
+
+
+@pytest.mark.parametrize("towards", ["10.0.0.1", "127.0.1.1"])
+def test_gloo_is_given_the_interface_that_leads_to_the_other_hosts(monkeypatch, towards):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "to be restored")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(rendezvous, "address_towards", {"10.0.0.1": "10.0.0.1", "10.0.0.2": "10.0.0.1"}.get)
+    monkeypatch.setattr(rendezvous, "interface_of", {"10.0.0.1": "eth7"}.get)
+    places = [Place(HERE, "127.0.1.1", towards), Place(THERE, "10.0.0.2", "10.0.0.2")]
+    rendezvous._use_reachable_interface(places, 1)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    rendezvous._use_reachable_interface(places, 0)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_the_loopbacks_interface_is_found_by_its_address():
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None
+
+
+# --------------------------------------------------------------------------------------------------------- lost peers
+
+
+def test_a_roll_call_finds_who_does_not_answer():
+    store = dist.HashStore()
+    first, second = RollCall(store, 0, 4), RollCall(store, 2, 4)
+    assert first.missing(0.0) == [1, 2, 3]
+    assert second.missing(0.1) == [1, 3]
+    assert first.missing(0.0) == [1, 2, 3], "the first answer stays"
+    store.set("here-3", "")
+    assert RollCall(store, 1, 4).missing(30) == []
+
+
+class SilentStore:
+    """A store whose server is stopped."""
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("Broken pipe")
+
+
+def test_a_store_that_does_not_answer_is_worker_0s():
+    assert RollCall(SilentStore(), 2, 3).missing(0.0) == [0]
+    assert RollCall(SilentStore(), 0, 3).missing(0.0) == []
+
+
+def test_who_is_late_to_join_is_named():
+    store = dist.HashStore()
+    store.set_timeout(datetime.timedelta(milliseconds=50))
+    with pytest.raises(RuntimeError, match="no sign of workers 1, 2"):
+        rendezvous._exchange_places(store, 0, 3)

@@ -1,0 +1,316 @@
+"""Messages between two workers: whole, in order, in the right memory format, and never a silent hang."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hybridpar.comm.grid import Grid
+from hybridpar.comm.shared_channel import SLOT_BYTES, SLOTS, Offer, SharedReceive, SharedSend, take_offer
+from hybridpar.comm.transport import FUSED_BYTES, MessagePart, cut, memory_of, payload
+from hybridpar.comm.world import World
+from hybridpar.errors import SyncError
+from hybridpar.lanes import Lanes
+from hybridpar.lanes.check import Checker
+from tests.ranks import run_ranks
+
+DTYPES = [
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.uint8, torch.complex64),
+]
+BOTH_FORMS = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
+
+
+def values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random bytes seen as a dtype where every pattern is a value, else random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, shape, generator=generator).to(dtype)
+
+
+def channels_last(seed: int, *shape: int) -> Tensor:
+    order = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    return values(seed, *shape).to(memory_format=order)
+
+
+def messages() -> list[list[Tensor]]:
+    """What can go wrong: dtypes, memory formats, odd, empty and huge tensors, none at all."""
+    slot = SLOT_BYTES // 4
+    return [
+        *([values(1, 3, 5, dtype=dtype)] for dtype in DTYPES),
+        [values(number, 3 + number, dtype=dtype) for number, dtype in enumerate(DTYPES)],
+        [],
+        [torch.empty(0)],
+        [torch.empty(0, 3, 4, 4).to(memory_format=torch.channels_last), values(2, 7), torch.empty(2, 0)],
+        [torch.tensor(3.5)],
+        [channels_last(3, 2, 3, 5, 7)],
+        [channels_last(4, 2, 3, 2, 5, 7), values(5, 2, 3, 5, 7)],
+        [channels_last(6, 4, 1, 5, 7), channels_last(7, 4, 3, 1, 1)],
+        # Not dense: gaps, overlaps, another order of dimensions, and a part of something larger.
+        [values(8, 6, 8)[:, ::2], values(9, 1, 4).expand(5, 4), values(10, 4, 6).T, values(11, 100)[3:9]],
+        [channels_last(12, 2, 8, 5, 7)[:, 2:5]],
+        [values(13, 4).requires_grad_() * 2],
+        *([values(14, slot + more)] for more in (-1, 0, 1)),
+        [values(15, SLOTS * slot + 5), values(16, 3, dtype=torch.bool), values(17, 2 * SLOTS * slot)],
+        [values(18, FUSED_BYTES // 4), values(19, 9), values(20, FUSED_BYTES // 4 - 1), values(21, 9)],
+    ]
+
+
+def check_message(received: list[Tensor], sent: list[Tensor]) -> None:
+    assert len(received) == len(sent)
+    for got, meant in zip(received, sent, strict=True):
+        part = MessagePart.of(meant)
+        assert got.dtype == meant.dtype
+        assert got.is_contiguous(memory_format=part.memory_format)
+        assert not got.requires_grad
+        assert torch.equal(got, meant)
+
+
+# ------------------------------------------------------------------------------ how a message is laid out
+
+
+@given(st.lists(st.integers(0, 700), max_size=8), st.one_of(st.none(), st.sampled_from([64, 128, 448])))
+def test_cut_puts_every_byte_into_one_place(sizes: list[int], room: int | None) -> None:
+    chunks = cut(tuple(sizes), room)
+    assert room is not None or len(chunks) <= 1
+    seen = []
+    for pieces in chunks:
+        taken: set[int] = set()
+        for piece in pieces:
+            places = set(range(piece.place, piece.place + piece.stop - piece.start))
+            assert places
+            assert not places & taken
+            assert piece.place % 64 == 0
+            assert room is None or max(places) < room
+            taken |= places
+            seen += [(piece.tensor, byte) for byte in range(piece.start, piece.stop)]
+    assert seen == [(tensor, byte) for tensor, size in enumerate(sizes) for byte in range(size)]
+
+
+def test_a_part_is_channels_last_only_where_that_differs_from_contiguous() -> None:
+    image = torch.zeros(2, 3, 4, 4)
+    assert MessagePart.of(image) == MessagePart((2, 3, 4, 4))
+    assert MessagePart.of(image.to(memory_format=torch.channels_last)).channels_last
+    assert not MessagePart.of(torch.zeros(2, 3, 1, 1).to(memory_format=torch.channels_last)).channels_last
+    assert not MessagePart.of(torch.zeros(4, 6).T).channels_last
+
+
+def test_a_tensor_travels_in_the_format_that_the_other_end_expects() -> None:
+    part = MessagePart((2, 3, 4, 5), channels_last=True)
+    tensor = values(0, 2, 3, 4, 5)
+    [memory] = payload([tensor], [part])
+    received = part.empty(torch.device("cpu"))
+    memory_of(received).copy_(memory)
+    assert torch.equal(received, tensor)
+    assert received.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [[torch.zeros(2, 3)], [torch.zeros(3, 2, dtype=torch.float64)], [], [torch.zeros(3, 2), torch.zeros(1)]],
+)
+def test_what_the_other_end_does_not_expect_is_not_sent(tensors: list[Tensor]) -> None:
+    with pytest.raises(SyncError, match="was to be sent as 3x2 float32"):
+        payload(tensors, [MessagePart((3, 2))])
+
+
+def test_a_dense_tensor_is_sent_from_where_it_is() -> None:
+    image = values(0, 2, 3, 4, 5)
+    for tensor in (image, image.to(memory_format=torch.channels_last), image[1:]):
+        assert payload([tensor])[0].data_ptr() == tensor.data_ptr()
+
+
+# ------------------------------------------------------------------------------ over a channel, both forms
+
+
+def send_all(world: World) -> tuple[str, int]:
+    grid = Grid(world, 2, [(0, 1)])
+    try:
+        if grid.position == 0:
+            sender = grid.senders[1]
+            for message in messages():
+                sender.send(message)
+            world.barrier()
+            return sender.transport, sender.bytes_sent
+        receiver = grid.receivers[0]
+        for message in messages():
+            check_message(receiver.receive([MessagePart.of(tensor) for tensor in message]), message)
+        world.barrier()
+        return receiver.transport, 0
+    finally:
+        grid.close()
+
+
+@BOTH_FORMS
+def test_messages_arrive_as_they_were_sent(shared_memory: bool) -> None:
+    (transport, sent), (other, _) = run_ranks(send_all, 2, shared_memory=shared_memory)
+    assert transport == other == ("shared memory" if shared_memory else "gloo")
+    assert sent == sum(tensor.numel() * tensor.element_size() for message in messages() for tensor in message)
+
+
+def size_of(sender: int, number: int) -> int:
+    """Mostly small, now and then several slots; different in the two directions."""
+    return SLOT_BYTES if (number + sender) % 41 == 40 else 1 + (number * 7919 + sender * 104729) % 20_000
+
+
+def cross_traffic(world: World, count: int, check: bool) -> bool:
+    """Everybody sends to and receives from everybody at once, each end on a lane of its own, in two rounds."""
+    positions = world.size
+    grid = Grid(world, positions, [(p, q) for p in range(positions) for q in range(positions) if p != q])
+    received: dict[int, list[Tensor]] = {peer: [] for peer in grid.receivers}
+    sent = []
+    try:
+        with Lanes(world.device, check=Checker(seed=world.rank, max_delay=0.0005) if check else None) as lanes:
+            queues = {end: lanes.open(f"{end}") for peer in grid.senders for end in (("to", peer), ("from", peer))}
+
+            def send(peer: int, message: list[Tensor]) -> None:
+                grid.senders[peer].send(message)
+
+            def receive(peer: int, number: int) -> None:
+                received[peer] += grid.receivers[peer].receive([MessagePart((size_of(peer, number),))])
+
+            for number in range(count):
+                message = [torch.full((size_of(world.rank, number),), float(1000 * world.rank + number))]
+                sent += message
+                for peer in grid.senders:
+                    queues["to", peer].wait(lanes.caller.record())
+                    queues["to", peer].submit(lambda peer=peer, message=message: send(peer, message), uses=message)
+                    queues["from", peer].submit(lambda peer=peer, number=number: receive(peer, number))
+            for queue in queues.values():
+                lanes.caller.wait(queue.record())
+        world.barrier()
+    finally:
+        grid.close()
+    return all(
+        tensor.shape == (size_of(peer, number),) and bool((tensor == 1000 * peer + number).all())
+        for peer, tensors in received.items()
+        for number, tensor in enumerate(tensors)
+    ) and all(len(tensors) == count for tensors in received.values())
+
+
+@BOTH_FORMS
+@pytest.mark.parametrize(("size", "count", "check"), [(2, 400, False), (3, 60, True)])
+def test_traffic_in_all_directions_keeps_its_order(size: int, count: int, check: bool, shared_memory: bool) -> None:
+    assert run_ranks(cross_traffic, size, count, check, shared_memory=shared_memory) == [True] * size
+
+
+def silent_peer(world: World, sends: bool) -> str:
+    inner = World.join(lanes=1, timeout=1.0, shared_memory=world.share_memory)
+    grid = Grid(inner, 2, [(0, 1)])
+    # Where the second worker should receive it does not, and where the first should send.
+    waits = world.rank == (0 if sends else 1)
+    error = ""
+    try:
+        with inner.named_errors("exchanging activations"):
+            if waits and sends:
+                grid.senders[1].send([torch.zeros(1 << 25, dtype=torch.uint8)])  # more than sockets and slots hold
+            elif waits:
+                grid.receivers[0].receive([MessagePart((3,))])
+    except SyncError as caught:
+        error = str(caught)
+    try:
+        world.barrier()
+    finally:
+        grid.close()
+        inner.close()
+    return error
+
+
+@BOTH_FORMS
+@pytest.mark.parametrize("sends", [True, False], ids=["sender", "receiver"])
+def test_a_silent_peer_is_an_error_after_the_time_out(sends: bool, shared_memory: bool) -> None:
+    errors = run_ranks(silent_peer, 2, sends, timeout=60, shared_memory=shared_memory)
+    waiting = 0 if sends else 1
+    doing = f"worker {waiting} of 2 stopped while exchanging activations"
+    assert errors[waiting].startswith(f"worker {1 - waiting} did not answer within 1 s, so {doing}")
+    assert errors[1 - waiting] == ""
+
+
+# ------------------------------------------------------------------------------ the shared memory form alone
+
+
+def channel(timeout: float = 20.0) -> tuple[SharedSend, SharedReceive]:
+    """Both ends in this process."""
+    offer = Offer(1, timeout)
+    receiver = take_offer(offer.place, 0, timeout)
+    sender = offer.accept()
+    offer.close()
+    return sender, receiver
+
+
+def test_what_fits_into_the_ring_waits_for_nobody() -> None:
+    sender, receiver = channel()
+    for number in range(SLOTS):
+        sender.send([torch.full((3,), float(number))])
+    for number in range(SLOTS):
+        assert receiver.receive([MessagePart((3,))])[0].tolist() == [number] * 3
+    sender.close()
+    receiver.close()
+
+
+def test_a_received_message_stays_what_it_is() -> None:
+    sender, receiver = channel()
+    received = []
+    for number in range(3 * SLOTS):
+        sender.send([torch.full((5,), float(number))])
+        received += receiver.receive([MessagePart((5,))])
+    assert [tensor[0].item() for tensor in received] == list(range(3 * SLOTS))
+    sender.close()
+    receiver.close()
+
+
+def test_the_last_messages_of_a_sender_that_has_left_arrive() -> None:
+    sender, receiver = channel()
+    for number in range(SLOTS):
+        sender.send([torch.full((3,), float(number))])
+    sender.close()
+    parts = [MessagePart((3,))]
+    assert [receiver.receive(parts)[0][0].item() for _ in range(SLOTS)] == list(range(SLOTS))
+    with pytest.raises(RuntimeError, match="Connection closed by peer while receiving from worker 0"):
+        receiver.receive(parts)
+    receiver.close()
+
+
+def test_a_receiver_that_has_left_is_noticed_at_once() -> None:
+    sender, receiver = channel()
+    receiver.close()
+    with pytest.raises(RuntimeError, match="Connection closed by peer while sending to worker 1"):
+        sender.send([torch.zeros(3)])
+    sender.close()
+
+
+def test_closing_ends_a_transfer_of_another_thread() -> None:
+    sender, receiver = channel()
+    begun = threading.Event()
+
+    def receive() -> None:
+        begun.set()
+        receiver.receive([MessagePart((3,))])
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(receive)
+        begun.wait(10)
+        receiver.close()
+        with pytest.raises(RuntimeError, match="Connection closed"):
+            waiting.result(10)
+    with pytest.raises(RuntimeError, match="Connection closed by this worker"):
+        receiver.receive([MessagePart((3,))])
+    receiver.close()
+    sender.close()
+
+
+def test_the_time_out_is_the_one_given() -> None:
+    sender, receiver = channel(timeout=0.2)
+    with pytest.raises(RuntimeError, match=r"Timed out waiting 0\.2 s for a peer while receiving from worker 0"):
+        receiver.receive([MessagePart((3,))])
+    with pytest.raises(RuntimeError, match=r"Timed out waiting 0\.2 s for a peer while sending to worker 1"):
+        sender.send([torch.zeros((SLOTS + 1) * SLOT_BYTES, dtype=torch.uint8)])
+    sender.close()
+    receiver.close()

@@ -1,0 +1,191 @@
+"""A worker finds its peers once, and leaves them cleanly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybridpar.comm.world import World
+from hybridpar.errors import LaunchError, SyncError, UsageError
+from tests.ranks import run_ranks
+
+JOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+
+
+@pytest.fixture(autouse=True)
+def _no_job(monkeypatch):
+    for name in JOB:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_a_job_a_worker_is_alone():
+    world = World.join()
+    assert (world.rank, world.size, world.is_main) == (0, 1, True)
+    assert world.transport == "none"
+    assert world.gather("me") == ["me"]
+    world.barrier()
+    world.close()
+    assert not dist.is_initialized()
+
+
+def test_a_job_of_one_needs_no_groups(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    world = World.join()
+    assert world.size == 1
+    assert not dist.is_initialized()
+
+
+def look_around(world, shared_memory):
+    inner = World.join(lanes=3, timeout=20, shared_memory=shared_memory)
+    try:
+        mine = torch.full((3,), float(world.rank + 1))
+        for group in [*inner.lane_sums, inner.control_sum]:
+            tensor = mine.clone()
+            group.all_reduce(tensor)
+            assert tensor.tolist() == [6.0] * 3
+        return inner.rank, inner.size, inner.is_main, len(inner.lane_sums), inner.transport, inner.gather(inner.rank)
+    finally:
+        inner.close()
+        inner.close()
+        # The groups that were there before go on working.
+        assert world.gather(world.rank) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("shared_memory", "transport"), [(True, "shared memory"), (False, "gloo")])
+def test_workers_see_the_same_world(shared_memory, transport):
+    answers = run_ranks(look_around, 3, shared_memory)
+    assert answers == [(rank, 3, rank == 0, 3, transport, [0, 1, 2]) for rank in range(3)]
+
+
+def ask_main(world):
+    def refuse():
+        raise UsageError(f"refused by {world.rank}", "rule", "fix")
+
+    answer = world.from_main(lambda: world.rank + 7)
+    with pytest.raises(UsageError, match="refused by 0"):
+        world.from_main(refuse)
+    return answer
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_what_rank_0_decides_holds_for_all(size):
+    assert run_ranks(ask_main, size) == [7] * size
+
+
+def do_together(world):
+    def fail(*ranks):
+        if world.rank in ranks:
+            raise UsageError(f"refused by {world.rank}", "rule", "fix")
+        return world.rank
+
+    done = world.on_all(fail)
+    with pytest.raises(UsageError) as caught:
+        world.on_all(lambda: fail(1, 2))
+    return done, caught.value.what, caught.value.is_repeated
+
+
+def test_a_problem_of_one_worker_is_everybodys_and_told_once():
+    assert run_ranks(do_together, 3) == [
+        (0, "refused by 1", True),
+        (1, "refused by 1", False),
+        (2, "refused by 1", True),
+    ]
+
+
+def name_errors(world):
+    try:
+        with world.named_errors("testing"):
+            raise RuntimeError("\n\nConnection closed by peer\nmore")
+    except SyncError as error:
+        lost = str(error)
+    try:
+        with world.named_errors("testing"):
+            raise RuntimeError("Timed out")
+    except SyncError as error:
+        late = str(error)
+    with pytest.raises(KeyError), world.named_errors("testing"):
+        raise KeyError("a bug")
+    with pytest.raises(NotImplementedError), world.named_errors("testing"):
+        raise NotImplementedError
+    return lost, late
+
+
+def test_the_backends_errors_say_who_waited_for_what():
+    [(lost, late)] = run_ranks(name_errors, 1)
+    assert "worker 0 of 1 stopped while testing: a peer has died" in lost
+    assert "Connection closed by peer" in lost
+    assert "did not answer within" in late
+
+
+def leave_early(world):
+    if world.rank == 1:
+        return "left"
+    try:
+        world.gather("still here")
+    except SyncError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_peer_that_has_left_is_an_error():
+    first, second = run_ranks(leave_early, 2, timeout=15)
+    assert second == "left"
+    assert "worker 1 died or left, so worker 0 of 2 stopped while exchanging" in first
+
+
+def test_a_job_nobody_answers_for_is_a_launch_error(monkeypatch):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError) as caught:
+        World.join(timeout=1)
+    assert "worker 1 of 2 cannot join the job at 127.0.0.1:1" in caught.value.what
+    assert not dist.is_initialized()
+
+
+def divide(world):
+    party = world.split([[2, 0], [1]], lanes=1)
+    try:
+        tensor = torch.tensor([float(world.rank + 1)])
+        for group in party.lane_sums:
+            group.all_reduce(tensor)
+        try:
+            party.split([[0, 1, 2]])
+            further = ""
+        except UsageError as error:
+            further = str(error)
+        return {
+            "place": (party.rank, party.size, party.members, party.job_rank, party.job_size, party.is_main),
+            "sum": tensor.item(),
+            "gathered": party.gather(world.rank),
+            "transport": party.transport,
+            "error": party.peer_error("testing", RuntimeError("Timed out")).what,
+            "further": further,
+        }
+    finally:
+        party.close()
+        party.close()
+        # The world that was divided goes on working.
+        assert world.gather(world.rank) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("shared_memory", "transport"), [(True, "shared memory"), (False, "gloo")])
+def test_a_world_divides_into_parties(shared_memory, transport):
+    first, second, third = run_ranks(divide, 3, shared_memory=shared_memory)
+    assert first["place"] == (0, 2, (0, 2), 0, 3, True)
+    assert second["place"] == (0, 1, (1,), 1, 3, False)
+    assert third["place"] == (1, 2, (0, 2), 2, 3, False)
+    assert [answer["sum"] for answer in (first, second, third)] == [4.0, 2.0, 4.0]
+    assert [answer["gathered"] for answer in (first, second, third)] == [[0, 2], [1], [0, 2]]
+    assert [answer["transport"] for answer in (first, second, third)] == [transport, "none", transport]
+    assert "worker 2 of 3 stopped while testing with worker 0: a peer did not answer" in third["error"]
+    assert "worker 1 of 3 stopped while testing: " in second["error"]
+    assert "workers [0, 2] of 3 cannot be divided further" in first["further"]
+
+
+@pytest.mark.parametrize("parties", [[[0, 1]], [[0, 1, 2], [2]], [[0], [1], [3]], []])
+def test_every_worker_is_in_one_party(parties):
+    with pytest.raises(UsageError) as caught:
+        World(rank=1, size=3).split(parties)
+    assert "3 workers cannot be divided into" in caught.value.what

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hybridpar.commands import doctor
+from hybridpar.commands.doctor import Diagnosis, cluster_findings, diagnose, plain_lines, run_doctor, to_json
+from hybridpar.errors import LaunchError
+from hybridpar.machine.checkup import Finding
+from hybridpar.machine.cluster import Cluster, Device, Link, host_fingerprint, write_cluster
+
+CPU = Device(
+    kind="cpu",
+    name="a CPU",
+    memory_bytes=8 << 30,
+    cores=2,
+    threads=2,
+    bytes_per_second=2e10,
+    flops={"float32": 1.23e11, "bfloat16": 4e8},
+)
+GPU = Device(kind="cuda", name="a GPU", memory_bytes=80 << 30, bytes_per_second=3e12, flops={"float32": 5e13})
+GLOO = Link(backend="gloo", world_size=2, latency_ms=0.31, bytes_per_second=1.5e9)
+FINE = Finding("software", "torch", "ok", "2.14")
+
+
+def cluster(*devices: Device, **fields: object) -> Cluster:
+    return Cluster.model_validate(
+        {"host": {}, "measured_at": 0.0, "load": 0.0, "devices": devices or (CPU,), "links": (GLOO,), **fields}
+    )
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Sets what the doctor finds."""
+
+    def install(findings: list[Finding], found: Cluster | LaunchError) -> None:
+        def probe(*, fresh: bool) -> Cluster:
+            if isinstance(found, LaunchError):
+                raise found
+            return found
+
+        monkeypatch.setattr(doctor, "check_software", lambda: findings)
+        monkeypatch.setattr(doctor, "check_tools", lambda: [])
+        monkeypatch.setattr(doctor, "check_places", lambda: [])
+        monkeypatch.setattr(doctor, "probe_cluster", probe)
+
+    return install
+
+
+def by_name(found: Cluster) -> dict[str, Finding]:
+    return {finding.name: finding for finding in cluster_findings(found)}
+
+
+def test_rates_are_told_in_units_that_fit():
+    found = by_name(cluster(CPU, GPU))
+    assert found["CPU"].value == (
+        "a CPU, 2 cores, 8.0 GiB; copies 20.0 GB/s; 123 Gflop/s float32, 0.40 Gflop/s bfloat16"
+    )
+    assert found["GPU 0"].value == "a GPU, 80.0 GiB; copies 3,000 GB/s; 50,000 Gflop/s float32"
+    assert found["2 workers, gloo"].value == "all-reduce: 0.31 ms latency, 1,500 MB/s per worker"
+
+
+def test_a_link_that_default_workers_need_is_a_failure_and_any_other_a_warning():
+    broken = "measuring the link between 2 workers over gloo failed: no route"
+    assert by_name(cluster(links=(), problems=(broken,)))["between workers"].status == "failed"
+    alone = by_name(cluster(CPU, GPU, links=(), problems=(broken,)))["between workers"]
+    assert alone.status == "warning", "one GPU trains without a link"
+    assert "--workers 1" in alone.fix
+
+
+def test_a_gpu_that_cannot_be_used_is_a_warning():
+    found = by_name(cluster(problems=("GPU 0 (a GPU) cannot be used: out of memory",)))
+    assert found["GPU"].status == "warning"
+    assert found["GPU"].fix == "nvidia-smi"
+
+
+def test_figures_of_a_busy_machine_come_with_a_warning():
+    assert "load" not in by_name(cluster())
+    assert "2.5 per core" in by_name(cluster(load=2.5))["load"].value
+
+
+def test_findings_of_a_group_stay_together():
+    found = cluster_findings(cluster(load=9, problems=("GPU 0 is broken", "measuring the link failed")))
+    groups = [finding.group for finding in found]
+    assert groups == sorted(groups), "devices, then links"
+
+
+def test_a_machine_that_can_train(machine, capsys, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor, "available_cores", lambda: [0, 1])
+    machine([FINE], cluster())
+    assert run_doctor(fresh=False, as_json=False) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "ok      software: torch: 2.14"
+    assert out[-1].startswith("hybridpar will use: 2 workers on the CPU, gloo, ")
+    assert out[-1].endswith("1 thread per worker; off with --no-tune-process")
+
+
+def test_gpus_are_used_one_by_each_worker(machine):
+    machine([FINE], cluster(CPU, GPU, GPU.model_copy(update={"index": 1})))
+    assert diagnose(False).use == "2 workers, one GPU each, nccl"
+    machine([FINE], cluster(CPU, GPU))
+    assert diagnose(False).use == "1 worker, one GPU each"
+
+
+def test_a_machine_that_cannot_train(machine, capsys):
+    machine([Finding("software", "gloo", "failed", "missing", "mend it")], cluster())
+    assert run_doctor(fresh=False, as_json=False) == 1
+    out = capsys.readouterr().out
+    assert "FAILED  software: gloo: missing -> mend it" in out
+    assert "Training cannot run here: see gloo above." in out
+
+
+def test_without_torch_nothing_is_measured(machine, monkeypatch):
+    def never(**options: object) -> None:
+        raise AssertionError("there is nothing to measure with")
+
+    machine([Finding("software", "torch", "failed", "missing")], cluster())
+    monkeypatch.setattr(doctor, "probe_cluster", never)
+    diagnosis = diagnose(False)
+    assert not diagnosis.ready
+    assert diagnosis.cluster is None
+    assert "Nothing was measured." in plain_lines(diagnosis)
+
+
+def test_a_cpu_that_cannot_be_measured_is_a_failure(machine):
+    machine([FINE], LaunchError("measuring the devices failed: killed by signal 4", fix="see the doctor"))
+    diagnosis = diagnose(False)
+    assert not diagnosis.ready
+    assert diagnosis.findings[-1].value == "measuring the devices failed: killed by signal 4"
+
+
+def test_json_says_the_same(machine, capsys):
+    machine([FINE, Finding("software", "TVM", "warning", "[missing]", "pip install it")], cluster())
+    assert run_doctor(fresh=True, as_json=True) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["ready"] is True
+    assert content["findings"][1] == {
+        "group": "software",
+        "name": "TVM",
+        "status": "warning",
+        "value": "[missing]",
+        "fix": "pip install it",
+    }
+    assert Cluster.model_validate(content["cluster"]) == cluster()
+    assert content["use"] in "\n".join(plain_lines(diagnose(False)))
+    assert json.loads(to_json(Diagnosis((FINE,), None, "")))["cluster"] is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(5, "just now"), (600, "10 minutes ago"), (3 * 3600, "3 hours ago"), (5 * 86400, "5 days ago")],
+)
+def test_the_age_of_figures_is_told(monkeypatch, seconds, text):
+    monkeypatch.setattr(doctor.time, "time", lambda: 1e6 + seconds)
+    assert text in plain_lines(Diagnosis((FINE,), cluster(measured_at=1e6), "x"))[-2]
+
+
+def screen(width: int, encoding: str) -> str:
+    long = "a value that is far too long for one line of a screen " * 3
+    findings = (
+        FINE,
+        Finding("software", "TVM", "warning", long, "pip install [it]"),
+        Finding("links", "2 workers, gloo", "failed", "no route"),
+    )
+    output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(file=output, width=width, force_terminal=True, color_system=None)
+    doctor._show_screen(console, Diagnosis(findings, cluster(), "2 workers"))
+    output.flush()
+    return output.buffer.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_screen_fits_and_nothing_is_cut(width):
+    shown = screen(width, "utf-8")
+    assert max(len(line) for line in shown.splitlines()) <= width
+    assert " ".join(shown.split()).count("far too long for one line") >= 2
+    assert "→ pip install [it]" in shown, "brackets are no markup"
+    assert "…" not in shown
+    assert "✗ 2 workers, gloo no route" in " ".join(shown.split())
+
+
+def test_the_screen_of_a_terminal_without_unicode():
+    shown = screen(80, "ascii")
+    assert "FAILED" in shown
+    assert "-> pip install [it]" in shown
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    place = str(Path(doctor.__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": place, "HYBRIDPAR_CACHE": str(tmp_path), "COLUMNS": "80", "TERM": "xterm"}
+
+
+def test_the_real_thing(monkeypatch, tmp_path):
+    """The whole path in a process of its own, on figures that are known already."""
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
+    write_cluster(cluster(host=host_fingerprint(), load=0.0))
+    program = "import sys; from hybridpar.commands.doctor import run_doctor; sys.exit(run_doctor(False, True))"
+    out = subprocess.run([sys.executable, "-c", program], env=environment(tmp_path), capture_output=True, timeout=150)
+    content = json.loads(out.stdout)
+    assert out.returncode == (0 if content["ready"] else 1)
+    assert content["cluster"]["devices"][0]["name"] == "a CPU"
+    found = {finding["name"]: finding for finding in content["findings"]}
+    assert {"Python", "CUDA", "here", "CPU", "2 workers, gloo"} <= set(found)
+    assert found["torch"]["status"] == found["backends"]["status"] == "ok"
+    assert re.match(r"\d+\.\d+.*, LLVM \d+, ", found["TVM"]["value"]), "TVM was really asked"
+
+
+def test_a_terminal_gets_a_screen_and_a_pipe_gets_lines(tmp_path):
+    program = (
+        "from hybridpar.commands import doctor\nfrom hybridpar.machine import checkup\n"
+        "doctor.diagnose = lambda fresh: doctor.Diagnosis("
+        "(checkup.Finding('software', 'torch', 'failed', 'gone'),), None, '')\n"
+        "raise SystemExit(doctor.run_doctor(False, False))"
+    )
+    arguments = [sys.executable, "-c", program]
+    piped = subprocess.run(
+        arguments, env={**environment(tmp_path), "FORCE_COLOR": "1"}, capture_output=True, timeout=60
+    )
+    assert piped.returncode == 1
+    assert piped.stdout.startswith(b"FAILED  software: torch: gone\n")
+    leader, follower = pty.openpty()
+    shown = bytearray()
+
+    def read() -> None:
+        try:
+            while part := os.read(leader, 4096):
+                shown.extend(part)
+        except OSError:
+            pass  # the terminal is gone: so is the program
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert subprocess.run(arguments, env=environment(tmp_path), stdout=follower, timeout=60).returncode == 1
+    finally:
+        os.close(follower)
+        reader.join(timeout=30)
+        os.close(leader)
+    assert b"\x1b[" in shown
+    assert "✗".encode() in shown

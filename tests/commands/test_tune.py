@@ -1,0 +1,268 @@
+"""Why: what `hybridpar tune` searches must be what training will ask for, and wrong requests must cost no minute."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from hybridpar.cli import main
+from hybridpar.codegen.cache import KernelsUnavailable
+from hybridpar.commands import tune as tune_command
+from hybridpar.commands.tune import find_work, run_tune
+from hybridpar.errors import KernelError
+from hybridpar.machine.process import available_cores, threads_per_worker
+from hybridpar.partition.profile_cache import profile_key
+from hybridpar.partition.trace import trace_model
+from hybridpar.partition.units import find_units
+from hybridpar.run.kernels import prepare_kernels
+from hybridpar.tvm_kernels import choice, conv_norm_search, norm_search, optimize, search
+from hybridpar.tvm_kernels.database import Database, append_records
+from hybridpar.tvm_kernels.norm_records import NormShape
+from hybridpar.tvm_kernels.request import TuneConfig
+from hybridpar.tvm_kernels.shapes import Direction, Layout
+from tests.small_nets import separable
+from tests.tvm_kernels.standin import all_records, norm_record
+from tests.tvm_kernels.test_conv_norm_measure import MeasureBoth
+from tests.tvm_kernels.test_norm_measure import Measure
+from tests.tvm_kernels.test_search import Tuner
+
+SHAPE = "2x8x9x9 k3x3 s1x1 p1x1 d1x1"
+
+
+@pytest.fixture
+def call(tmp_path, capsys, monkeypatch):
+    """Run the command in this process, in an empty directory, with a tuner that finds candidates at once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    tuner = Tuner()
+    monkeypatch.setattr(search.search_all, "__kwdefaults__", {**search.search_all.__kwdefaults__, "tuner": tuner})
+    norms = Measure()
+    defaults = {**norm_search.measure_norms.__kwdefaults__, "measure": norms}
+    monkeypatch.setattr(norm_search.measure_norms, "__kwdefaults__", defaults)
+    pairs = MeasureBoth()
+    defaults = {**conv_norm_search.measure_conv_norms.__kwdefaults__, "measure": pairs}
+    monkeypatch.setattr(conv_norm_search.measure_conv_norms, "__kwdefaults__", defaults)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            code = main(["tune", *arguments, *(() if "--show" in arguments else ("--no-tune-process",))])
+        except SystemExit as leaving:
+            code = int(leaving.code or 0)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    run.tuner, run.norms, run.pairs = tuner, norms, pairs
+    return run
+
+
+def test_shapes_are_tuned_shown_and_skipped_the_next_time(call, tmp_path):
+    (tmp_path / "shapes.txt").write_text(f"# a comment\n\n{SHAPE}  # and one more\n")
+    options = ("--shapes", "shapes.txt", "--threads", "1", "-o", "k.jsonl")
+    code, table, said = call(*options, "--draw", "k.png")
+    assert code == 0
+    assert table.count(SHAPE) == 3
+    assert "3.00x" in table
+    assert "forward: 1 of 1 tuned, 3.00x torch as chosen" in table
+    assert "3 searches done, 0 were done before" in said
+    assert (tmp_path / "k.png").exists()
+    code, _, said = call(*options)
+    assert (code, len(call.tuner.asked)) == (0, 3)
+    assert "0 searches done, 3 were done before" in said
+    code, text, _ = call("--show", "k.jsonl", "--json")
+    assert code == 0
+    assert {row["direction"] for row in json.loads(text)} == {str(direction) for direction in Direction}
+
+
+def test_a_models_convolutions_are_tuned_once_for_each_shape(call):
+    code, table, _ = call("mobilenet_v2", "--input", "3x64x64", "--batch", "2", "--threads", "1", "-o", "k.jsonl")
+    assert code == 0
+    assert len(call.tuner.asked) == len(set(call.tuner.asked)) == 30
+    assert "2x32x32x32 k3x3 s1x1 p1x1 d1x1" in table
+    assert len(call.norms.asked) == len(set(call.norms.asked)) == 19
+    assert "2048x32 relu6" in table
+    assert "batch_norm_act: 19 of 19 tuned, 2.00x torch as chosen" in table
+    assert len(call.pairs.asked) == len(set(call.pairs.asked)) == 10
+    assert "2x32x32x32 k3x3 s1x1 p1x1 d1x1 relu6" in table
+    assert "depthwise_batch_norm_act: 10 of 10 together, 1.25x both apart as chosen" in table
+
+
+def test_a_model_of_norms_alone_has_them_measured(call, tmp_path):
+    options = ("resnet18", "--input", "3x32x32", "--batch", "2", "--threads", "1", "-o", "k.jsonl")
+    code, _, said = call(*options, "--draw", "k.png")
+    assert code == 0
+    assert NormShape(2 * 16 * 16, 64, "relu") in call.norms.asked
+    assert not call.tuner.asked
+    assert f"{len(call.norms.asked)} searches done, 0 were done before" in said
+    assert f"0 searches done, {len(call.norms.asked)} were done before" in call(*options)[2]
+    code, text, _ = call("--show", "k.jsonl", "--json")
+    assert {row["direction"] for row in json.loads(text)} == {"batch_norm_act"}
+
+
+def test_shapes_of_norms_may_stand_among_others(call, tmp_path):
+    (tmp_path / "shapes.txt").write_text(f"{SHAPE}\n25088x96 relu6 # a norm\n")
+    code, table, _ = call("--shapes", "shapes.txt", "--threads", "1", "--draw", "k.png", "-o", "k.jsonl")
+    assert code == 0
+    assert call.norms.asked == [NormShape(25088, 96, "relu6")]
+    assert table.count(SHAPE) == 3
+    assert max(call.norms.seconds) <= norm_search.LONGEST
+
+
+def test_who_stops_at_norms_begins_no_search(call, tmp_path):
+    (tmp_path / "shapes.txt").write_text(f"{SHAPE}\n25088x96 relu6\n")
+    call.norms.stop_at = 0
+    code, _, said = call("--shapes", "shapes.txt", "--threads", "1", "-o", "k.jsonl")
+    assert code == 130
+    assert not call.tuner.asked
+    assert "4 left: the same command goes on" in said
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--workers 1 --batch-size 16", "--workers 2 --micro-batches 2 --batch-size 32", "--memory-format contiguous"],
+)
+def test_what_training_asks_for_is_what_is_tuned(options, monkeypatch):
+    small = "--data synthetic --image-size 8 --synthetic-samples 64"
+    config = TuneConfig(model="tests.small_nets:separable", for_=f"{small} {options}")
+    work = find_work(config)
+
+    run = tune_command.parse_train_options(f"{small} {options} --kernels auto")
+    workers = run.workers or 2
+
+    class _World:
+        size, device = workers, torch.device("cpu")
+
+    monkeypatch.setattr(choice, "_active", choice.Choices(Database(), None))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads_per_worker(workers, available_cores()))
+    try:
+        use = prepare_kernels(optimize(separable(), Database()), run, _World(), (3, 8, 8))  # type: ignore[arg-type]
+    finally:
+        torch.set_num_threads(threads)
+    assert use is not None
+    norms = {decision.key for layer, decision in use.norms if layer.layout is Layout.CHANNELS_LAST}
+    pairs = {decision.key for _, decision in use.pairs}
+    assert {decision.key for _, _, decision in use.operations} | norms | pairs == set(work)
+    assert len(work) == (6 if "contiguous" in options else 8)
+    expected = Layout.CONTIGUOUS if "contiguous" in options else Layout.CHANNELS_LAST
+    assert {key.layout for key in work} == {expected}
+
+
+def test_the_users_database_is_the_default(call, tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "shapes.txt").write_text(SHAPE)
+    assert call("--shapes", "shapes.txt", "--threads", "1")[0] == 0
+    assert (tmp_path / "cache" / "kernels.jsonl").exists()
+
+
+def test_ctrl_c_keeps_what_there_is(call, tmp_path):
+    (tmp_path / "shapes.txt").write_text(SHAPE)
+    call.tuner.stop_at = 2
+    code, table, said = call("--shapes", "shapes.txt", "--threads", "1", "-o", "k.jsonl")
+    assert code == 130
+    assert table.count(SHAPE) == 2
+    assert "1 left: the same command goes on" in said
+
+
+def test_ctrl_c_between_searches_is_no_traceback(call, tmp_path, monkeypatch):
+    (tmp_path / "shapes.txt").write_text(SHAPE)
+
+    def interrupted(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(30)
+
+    assert threading.current_thread() is threading.main_thread()
+    monkeypatch.setattr(tune_command, "find_work", interrupted)
+    # A shell lets what it starts in the background ignore the signal, and so may do who started these tests.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        code, _, said = call("--shapes", "shapes.txt", "-o", "k.jsonl")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert code == 130
+    assert "Traceback" not in said
+
+
+def test_without_a_compiler_it_says_so(tmp_path):
+    (tmp_path / "shapes.txt").write_text(SHAPE)
+
+    def nothing(*_: object, **__: object) -> None:
+        raise KernelsUnavailable("apache-tvm is not installed")
+
+    config = TuneConfig(shapes=tmp_path / "shapes.txt", output=tmp_path / "k.jsonl")
+    with pytest.raises(KernelError, match="apache-tvm is not installed"):
+        run_tune(config, nothing)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], ["nothing to tune"]),
+        (["mobilenet_v2", "--shapes", "x"], ["exclude each other"]),
+        (["--show", "nowhere.jsonl"], ["cannot read the kernel database nowhere.jsonl"]),
+        (["--show", "no_database"], ["no_database is not a kernel database"]),
+        (["--shapes", "nowhere"], ["cannot read the shapes in nowhere"]),
+        (["--shapes", "empty"], ["empty has no shape in it", "8x96x56x56"]),
+        (["--shapes", "no_database"], ["no_database, line 1", "'no shape' is not a shape"]),
+        (["--shapes", "small", "--budget", "1s"], ["too short to try one candidate", "--budget"]),
+        (["--shapes", "small", "--budget", "soon"], ["'soon' is not a time", "10m"]),
+        (["--shapes", "small", "--budget", "0m"], ["is not a time"]),
+        (["--shapes", "small", "--threads", "0"], ["--threads is 0"]),
+        (["--shapes", "small", "-o", "no/where.jsonl"], ["no such directory"]),
+        (["--shapes", "small", "-o", "folder"], ["cannot be written"]),
+        (
+            ["--shapes", "small", "-o", "no_database"],
+            ["is not a kernel database", "or a new one for"],
+        ),
+        (["--shapes", "small", "--draw", "k.txt"], ["--draw is k.txt"]),
+        (["--shapes", "small", "--for", "--workers 2"], ["--for without a model"]),
+        (["vgg11", "--input", "3x64x64"], ["vgg11 has no depthwise convolution, and no BatchNorm", "mobilenet_v2"]),
+        (["--shapes", "norm"], ["norm, line 1", "'4x4 gelu' is no shape of a norm"]),
+        (["mobilenet_v3"], ["unknown model 'mobilenet_v3'"]),
+        (["mobilenet_v2", "--input", "224"], ["'224' is not an image"]),
+        (["mobilenet_v2", "--input", "4x64x64"], ["does not run on an input of 32x4x64x64"]),
+        (["mobilenet_v2", "--for", "--data cifer10"], ["unknown data set 'cifer10'"]),
+        (["mobilenet_v2", "--for", "--workers 0"], ["--workers is 0"]),
+        (["mobilenet_v2", "--for", "--wrokers 2"], ["--workers"]),
+    ],
+)
+def test_wrong_requests_exit_with_2(call, tmp_path, arguments, said):
+    (tmp_path / "no_database").write_text("no shape\n")
+    (tmp_path / "small").write_text(SHAPE)
+    (tmp_path / "norm").write_text("4x4 gelu")
+    (tmp_path / "empty").touch()
+    (tmp_path / "folder").mkdir()
+    code, _, error = call(*arguments)
+    assert code == 2
+    assert "Traceback" not in error
+    for part in said:
+        assert part in error
+    assert not call.tuner.asked
+
+
+def test_the_script_is_the_command(tmp_path):
+    append_records(tmp_path / "k.jsonl", all_records(SHAPE))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["scripts/autotune_kernels.py", "--show", str(tmp_path / "k.jsonl")])
+        with pytest.raises(SystemExit) as left:
+            runpy.run_path(
+                str(tune_command.Path(__file__).parents[2] / "scripts/autotune_kernels.py"), run_name="__main__"
+            )
+    assert left.value.code == 0
+
+
+def test_times_of_a_profile_are_told_apart_by_kernels(monkeypatch):
+    x, keys = torch.randn(2, 3, 8, 8), []
+    monkeypatch.setattr(choice, "_active", None)
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
+    for records, norms in (([], []), (all_records(SHAPE), []), ([], [norm_record(NormShape(128, 8, "relu"))])):
+        model = optimize(separable(), Database("", records, norms=norms))
+        keys.append(profile_key(find_units(trace_model(model, (x,)), (x,)), (x,), 1, 2))
+    assert len({json.dumps(key, sort_keys=True) for key in keys}) == 3

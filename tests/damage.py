@@ -1,0 +1,492 @@
+"""Why: files are damaged in more ways than tests can name, so random damage is done to a good one of every kind.
+
+    python -m tests.damage --mutants 100000
+
+Every kind of file that this package reads has a good example and a reader. A reader returns, or raises one error of the
+package with a short message; whatever else it raises is printed with the seed that leads to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import io
+import json
+import logging
+import random
+import resource
+import signal
+import sys
+import tempfile
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.console import Console
+
+from hybridpar.comm.world import World
+from hybridpar.compress.policy import read_policy
+from hybridpar.errors import HybridparError
+from hybridpar.machine import cluster
+from hybridpar.machine.cluster import Cluster, Device, Link, read_cluster, write_cluster
+from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file
+from hybridpar.observe import plots
+from hybridpar.observe.metrics import MetricsTable, read_metrics
+from hybridpar.observe.records import RunInfo
+from hybridpar.observe.summary import summarize
+from hybridpar.observe.timeline import Timeline
+from hybridpar.observe.timeline_file import read_timeline, trace_of
+from hybridpar.observe.timeline_text import print_timeline
+from hybridpar.partition import profile_cache
+from hybridpar.partition.profile import UnitTimes
+from hybridpar.plan import Partition, Placement, Plan, Stage, StagePlacement, Sync, SyncRule, read_plan
+from hybridpar.planner import calibrate, links, rehearse, store
+from hybridpar.planner.inputs import inputs_of_plan
+from hybridpar.run import directory as rundir
+from hybridpar.schedule.actions import read_schedule
+from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, save_checkpoint
+from hybridpar.tvm_kernels.database import Database, read_database
+from hybridpar.tvm_kernels.norm_records import NormShape
+from hybridpar.tvm_kernels.shapes import Direction, Layout
+from hybridpar.tvm_kernels.table import rows_of, table_of
+from tests.machine.test_cluster_file import TEXT as CLUSTER
+from tests.observe.timelines import a_timeline
+from tests.planner import small
+from tests.tvm_kernels.standin import norm_record, record_of
+
+#: Characters of the longest message.
+LONGEST_MESSAGE = 1_500
+
+#: Seconds and bytes of address space of a reader; not looked at in the test suite.
+MOST_SECONDS, MOST_MEMORY = 30, 16 << 30
+
+INFO = RunInfo("net", "digits", 2, "cpu", 1, 4, 2, parameters=9, batch_size=8, run_dir=Path())
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file.
+
+    Attributes:
+        name: Of the file.
+        good: Its content.
+        read: Reads it.
+        use: Does with what was read what is done with it later; for every tenth file, as that takes longer.
+    """
+
+    name: str
+    good: bytes
+    read: Callable[[Path], Any]
+    use: Callable[[Any], object] | None = None
+
+
+# ---------------------------------------------------------------------------------------------------------- good files
+
+PROFILE_KEY = {"model": "m", "units": ["a", "b"]}
+STORE_KEY = {"model": "m", "link": 3}
+LINK_KEY: dict[str, object] = {"hosts": ["a"]}
+HOST = {"host": "a"}
+
+
+def _plan() -> bytes:
+    inputs = small.inputs().to_data()
+    plan = Plan(
+        model=small.inputs().profile.info,
+        partition=Partition(stages=(Stage(units=("u0",), ms=1.5), Stage(units=("u1",))), micro_batch=8),
+        placement=Placement(replicas=2, stages=(StagePlacement(stage=0), StagePlacement(stage=1, worker=1))),
+        sync=Sync(policy=(SyncRule(pattern="fc.*", codec="topk:ratio=0.01"), SyncRule())),
+        inputs=inputs,
+    )
+    return plan.to_json().encode()
+
+
+def _use_plan(plan: Plan) -> None:
+    plan.to_json()
+    assert plan.workers is None or plan.workers > 0
+    if plan.inputs is not None:
+        inputs_of_plan(plan)
+
+
+def _use_cluster(spec: ClusterSpec) -> None:
+    spec.to_toml()
+    assert len(spec.by_worker) == spec.workers
+    assert spec.key
+
+
+def _use_timeline(timeline: Timeline) -> None:
+    print_timeline(timeline, Console(file=io.StringIO(), width=80))
+
+
+def _use_metrics(table: MetricsTable) -> None:
+    summarize(INFO, table, seed=0, ended="finished")
+
+
+def _metrics() -> bytes:
+    steps = [{"step": step, "epoch": 0, "loss": 1.5 / step, "step_ms": 20.0, "skipped": False} for step in range(1, 5)]
+    end = {"event": "epoch", "epoch": 0, "step": 4, "test_accuracy": 0.5, "test_loss": 1.0, "seconds": 2.0}
+    return b"".join(json.dumps(row).encode() + b"\n" for row in [*steps, end])
+
+
+def _use_database(database: Database) -> None:
+    table_of(rows_of(database))
+
+
+def _database() -> bytes:
+    convolution = record_of("2x4x8x8 k3x3 s1x1 p1x1 d1x1", Direction.FORWARD, Layout.CHANNELS_LAST)
+    return f"{convolution.line()}\n{norm_record(NormShape(128, 8, 'relu')).line()}\n".encode()
+
+
+def _measured() -> Cluster:
+    device = Device(kind="cpu", name="a", memory_bytes=1 << 30, cores=2, threads=2, bytes_per_second=1e9, flops={})
+    link = Link(backend="gloo", world_size=2, latency_ms=0.1, bytes_per_second=1e9)
+    return Cluster(host=HOST, measured_at=1.0, load=0.1, devices=(device,), links=(link,))
+
+
+def _show_measured(path: Path) -> None:
+    with mock.patch.object(cluster, "cluster_path", return_value=path):
+        read_cluster(HOST)
+
+
+def _with_folder(path: Path, read: Callable[[], object]) -> None:
+    with (
+        mock.patch.object(store, "folder", return_value=path.parent),
+        mock.patch.object(store, "path_of", return_value=path),
+    ):
+        read()
+
+
+def kinds(folder: Path) -> list[Kind]:
+    """All kinds of files but checkpoints.
+
+    Args:
+        folder: Where good ones may be written.
+    """
+    timeline = a_timeline(steps=(1,), replicas=1, predicted=False)
+    times = UnitTimes((1.0, 2.0), (2.0, 3.0), 9.0, 1.0, 0.1, 0.1)
+    profile_cache.store_profile(PROFILE_KEY, times, folder)
+    profile = profile_cache.profile_path(PROFILE_KEY, folder).read_bytes()
+    factor = json.dumps({"key": STORE_KEY, "data": {"factor": 1.5, "runs": 2}}).encode()
+    rehearsed = json.dumps({"key": STORE_KEY, "data": [{"codec": "none", "samples": 4, "step_ms": 2.0}]}).encode()
+    link = json.dumps({"key": LINK_KEY, "load": 0.1, "cluster": small.cluster().model_dump(mode="json")}).encode()
+    with mock.patch.object(cluster, "cluster_path", return_value=folder / "measured.json"):
+        write_cluster(_measured())
+
+    def read_profile(path: Path) -> None:
+        with mock.patch.object(profile_cache, "profile_path", return_value=path):
+            profile_cache.load_profile(PROFILE_KEY, path.parent)
+
+    def read_link(path: Path) -> None:
+        with mock.patch.object(links, "_path", return_value=path):
+            links._read(LINK_KEY, 0.1)
+
+    return [
+        Kind("plan.json", _plan(), read_plan, _use_plan),
+        Kind("cluster.toml", CLUSTER.encode(), read_cluster_file, _use_cluster),
+        Kind("policy.toml", _policy(), lambda path: read_policy(str(path)), str),
+        Kind("run.json", b'{"model": "net", "job": "7", "options": {"lr": 0.1}}', _find_run),
+        Kind("trace.json", json.dumps(trace_of(timeline)).encode(), read_timeline, _use_timeline),
+        Kind("metrics.jsonl", _metrics(), lambda path: read_metrics(path.parent), _use_metrics),
+        Kind("summary.json", b'{"model": "net", "data": "digits", "workers": 2}', _draw_title),
+        Kind("kernels.jsonl", _database(), read_database, _use_database),
+        Kind("schedule.csv", b"0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n", read_schedule),
+        Kind("profile.json", profile, read_profile),
+        Kind("calibration-1.json", factor, lambda path: _with_folder(path, calibrate.known_factors)),
+        Kind("rehearsal-1.json", rehearsed, lambda path: _with_folder(path, lambda: rehearse._known(STORE_KEY, path))),
+        Kind("links.json", link, read_link),
+        Kind("measured.json", (folder / "measured.json").read_bytes(), _show_measured),
+    ]
+
+
+def _policy() -> bytes:
+    return b'[[rule]]\npattern = "layer4.*"\ncodec = "powersgd:rank=2"\n\n[[rule]]\npattern = "*"\ncodec = "onebit"\n'
+
+
+def _find_run(path: Path) -> None:
+    rundir._place_of_job(path.parent, "7")
+
+
+def _draw_title(path: Path) -> None:
+    plots._title(path.parent, None).encode()
+
+
+# -------------------------------------------------------------------------------------------------------------- damage
+
+#: What stands where something else was: in JSON, and mostly in TOML, too.
+ODD = (
+    *(b"null", b"[]", b"{}", b"-1", b"0", b"1e999", b"-1e999", b"NaN", b"nan", b"inf", b"true", b'""', b'"\\ud800"'),
+    *(b"1" * 5_000, b"1" * 400, b"99999999999999999999", b"0.5", b"'", b'"', b"\x00", b"\xff", b"\n", b",", b"]"),
+    *(b'"' + b"x" * 20_000 + b'"', b"[" * 3_000, b"[" * 200 + b"]" * 200, b'{"a":' * 2_000, b"a." * 3_000 + b"a=1"),
+    *(b'"1e308GB"', b'"' + b"9" * 400 + b'GB"', b"k" * 20_000),
+)
+
+
+def damaged(good: bytes, chance: random.Random) -> bytes:
+    """A file with one to three things wrong in it."""
+    data = good
+    for _ in range(chance.randint(1, 3)):
+        data = chance.choice(_DAMAGES)(data, chance)
+    return data
+
+
+def _flip(data: bytes, chance: random.Random) -> bytes:
+    if not data:
+        return data
+    at = chance.randrange(len(data))
+    return data[:at] + bytes([data[at] ^ (1 << chance.randrange(8))]) + data[at + 1 :]
+
+
+def _cut(data: bytes, chance: random.Random) -> bytes:
+    first = chance.randint(0, len(data))
+    return data[:first] + (b"" if chance.random() < 0.3 else data[chance.randint(first, len(data)) :])
+
+
+def _repeat(data: bytes, chance: random.Random) -> bytes:
+    first = chance.randint(0, len(data))
+    last = min(len(data), first + chance.randint(0, 200))
+    return data[:last] + data[first:last] * chance.choice((1, 2, 50)) + data[last:]
+
+
+def _insert(data: bytes, chance: random.Random) -> bytes:
+    at = chance.randint(0, len(data))
+    return data[:at] + chance.choice(ODD) + data[at:]
+
+
+def _other_value(data: bytes, chance: random.Random) -> bytes:
+    """Another value, name or number in place of one, in a text."""
+    marks = [at for at, byte in enumerate(data) if byte in b':=,[] {}"\n']
+    if len(marks) < 2:
+        return _insert(data, chance)
+    at = chance.randrange(len(marks) - 1)
+    return data[: marks[at] + 1] + chance.choice(ODD) + data[marks[at + 1] :]
+
+
+def _other_node(data: bytes, chance: random.Random) -> bytes:
+    """Another value anywhere in a JSON document or one of its lines, so that it stays JSON."""
+    lines = data.split(b"\n") if data.count(b"\n{") else [data]
+    number = chance.randrange(len(lines))
+    try:
+        document = json.loads(lines[number])
+    except (ValueError, RecursionError):
+        return _flip(data, chance)
+    places = list(_places(document))
+    if places:
+        holder, key = chance.choice(places)
+        if chance.random() < 0.2:
+            del holder[key]
+        else:
+            holder[key] = chance.choice(_NODES)
+    lines[number] = json.dumps(document).encode()
+    return b"\n".join(lines)
+
+
+_NODES: tuple[Any, ...] = (
+    *(None, True, [], {}, [[]], "", "x" * 20_000, "\ud800", -1, 0, 10**19, 10**25, 10**400, 1e308, float("inf")),
+    *(float("nan"), [1], {"a": 1}, ["a"] * 2, {"x" * 5_000: 1}, 0.5, "1F0", "-1", 2.5, 1 << 17),
+)
+
+
+def _places(node: Any) -> Iterator[tuple[Any, Any]]:
+    inner = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, value in list(inner):
+        yield node, key
+        yield from _places(value)
+
+
+_DAMAGES = (_flip, _cut, _repeat, _insert, _other_value, _other_node, _other_node)
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+class Checkpoints:
+    """A small checkpoint, and damaged copies of its files.
+
+    Args:
+        folder: Where to write it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        moments = {"w": {"step": torch.tensor(3.0), "exp_avg": torch.ones(2, 3)}}
+        optimizer = {"kind": "AdamW", "groups": [{"names": ["w"], "lr": 0.1, "betas": (0.9, 0.999)}], "state": moments}
+        model = {"w": torch.ones(2, 3), "b": torch.arange(3)}
+        training = {"optimizer": optimizer, "extra": {"note": [1, None, "a" * 300, 2**70], "set": {1, 2}}}
+        local = {"random": {"torch": torch.get_rng_state()[:8]}, "sync": {"order": ["w", "b"]}}
+        self.path = save_checkpoint(folder, CheckpointData(3, "f" * 16, model, training, local), World())
+        self._good = {path.name: path.read_bytes() for path in self.path.iterdir()}
+
+    def damage(self, chance: random.Random) -> None:
+        """Damage one file; mostly the manifest follows, so that the file itself is read."""
+        name = chance.choice(sorted(self._good))
+        data = self._good[name]
+        if name == "manifest.json":
+            self._write({name: damaged(data, chance)})
+            return
+        if chance.random() < 0.7:
+            data = _with_pickle(data, lambda inner: _damaged_pickle(inner, chance))
+        else:
+            data = damaged(data, chance)
+        manifest = json.loads(self._good["manifest.json"])
+        if chance.random() < 0.95:
+            manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        self._write({name: data, "manifest.json": json.dumps(manifest).encode()})
+
+    def read(self) -> None:
+        """Read all of it."""
+        load_checkpoint(self.path)
+
+    def _write(self, changed: Mapping[str, bytes]) -> None:
+        for name, data in {**self._good, **changed}.items():
+            path = self.path / name
+            if not path.exists() or path.read_bytes() != data:
+                path.write_bytes(data)
+
+
+def _with_pickle(data: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """A file of torch.save with another pickle in it."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as new:
+        for part in old.infolist():
+            content = old.read(part)
+            new.writestr(part.filename, change(content) if part.filename.endswith("data.pkl") else content)
+    return made.getvalue()
+
+
+def _damaged_pickle(data: bytes, chance: random.Random) -> bytes:
+    for _ in range(chance.randint(1, 4)):
+        data = chance.choice((_flip, _cut, _repeat, _pickled))(data, chance)
+    return data
+
+
+def _pickled(data: bytes, chance: random.Random) -> bytes:
+    """Opcodes that make, call or repeat something, anywhere in a pickle."""
+    at = chance.randint(0, len(data))
+    return data[:at] + chance.choice(_PICKLED) + data[at + chance.choice((0, 0, 1, 2, 10)) :]
+
+
+_PICKLED = (
+    b"ctorch\nFloatTensor\nJ\xff\xff\xff\x7f\x85R",
+    b"c__builtin__\nbytearray\nJ\xff\xff\xff\x7f\x85R",
+    b"cbuiltins\neval\nX\x03\x00\x00\x001+1\x85R",
+    b"ctorch.storage\nUntypedStorage\nJ\xff\xff\xff\x7f\x85R",
+    b"]q\x00h\x00a",
+    b"]" + b"q\x01]h\x01ah\x01a" * 60,
+    b"(" * 3_000,
+    b"]" * 2_000 + b"a" * 2_000,
+    b"r\xff\xff\xff\xff",
+    b"X\xff\xff\xff\x7f",
+    b"\x8a\xff" + b"\xff" * 255,
+    *(b"N", b"}", b"]", b")", b"R", b"b", b"s", b"u", b"Q", b"t", b"0", b"2", b"K\xff", b"J\xff\xff\xff\xff", b"."),
+)
+
+
+# ------------------------------------------------------------------------------------------------------------- readers
+
+
+def complaint(read: Callable[[], object]) -> str | None:
+    """What is wrong with how a damaged file was read; None where that is as it should be."""
+    try:
+        read()
+    except HybridparError as error:
+        told = str(error)
+        if len(told) > LONGEST_MESSAGE:
+            return f"a message of {len(told)} characters: {told[:300]}"
+        try:
+            told.encode()
+        except UnicodeEncodeError:
+            return f"a message that cannot be printed: {told!r}"
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return "".join(traceback.format_exception(error)[-6:])
+    return None
+
+
+def complaints(name: str, mutants: int, seed: int = 0) -> list[str]:
+    """Damage a kind of file in many ways, and say what went wrong.
+
+    Args:
+        name: Of the kind; `checkpoint` is one.
+        mutants: How many damaged files.
+        seed: Of the first.
+
+    Returns:
+        The seed of each and what happened.
+    """
+    found: list[str] = []
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=memory) as temporary, _silent():
+        folder = Path(temporary)
+        checkpoints = Checkpoints(folder) if name == "checkpoint" else None
+        kind = next((one for one in kinds(folder) if one.name == name), None)
+        path = folder / "files" / name
+        path.parent.mkdir()
+
+        def read(number: int) -> None:
+            if checkpoints is not None:
+                checkpoints.read()
+                return
+            assert kind is not None
+            found = kind.read(path)
+            if kind.use is not None and number % 10 == 0:
+                kind.use(found)
+
+        for number in range(seed, seed + mutants):
+            chance = random.Random(f"{name} {number}")
+            if checkpoints is not None:
+                checkpoints.damage(chance)
+            else:
+                assert kind is not None
+                path.write_bytes(damaged(kind.good, chance))
+            wrong = complaint(functools.partial(read, number))
+            if wrong is not None:
+                found.append(f"{name} {number}: {wrong}")
+    return found
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Without logs: some readers tell what they leave out."""
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def names() -> list[str]:
+    """Of all kinds."""
+    with tempfile.TemporaryDirectory() as folder:
+        return ["checkpoint", *(kind.name for kind in kinds(Path(folder)))]
+
+
+def main() -> int:
+    """Damage files of every kind, within bounded time and memory."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--mutants", type=int, default=100_000, help="damaged files of all kinds together")
+    parser.add_argument("--seed", type=int, default=0, help="of the first")
+    parser.add_argument("--kind", choices=names(), help="only this kind")
+    options = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
+    chosen = [options.kind] if options.kind else names()
+    failed = 0
+    for name in chosen:
+        each, found = max(1, options.mutants // len(chosen)), []
+        for first in range(options.seed, options.seed + each, 1000):
+            signal.alarm(10 * MOST_SECONDS)  # of a thousand
+            found += complaints(name, min(1000, options.seed + each - first), first)
+        signal.alarm(0)
+        print(f"{name}: {each} damaged files, {len(found)} complaint(s)", flush=True)
+        print("\n".join(found[:10]), end="\n" if found else "")
+        failed += len(found)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,420 @@
+import dataclasses
+import functools
+import itertools
+import os
+import pickle
+import random
+import signal
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hybridpar.config import DataConfig
+from hybridpar.data import FileImages, ImageData, MemoryImages, TestBatches, TrainBatches, load_dataset
+from hybridpar.data.sampling import AugmentKey
+from hybridpar.errors import DataError, UsageError
+
+SAMPLES, TESTED = 29, 11
+CPU = torch.device("cpu")
+
+
+def write_images(root, samples):
+    rng = np.random.default_rng(0)
+    paths = [f"{number:03d}.png" for number in range(samples)]
+    root.mkdir()
+    for path in paths:
+        Image.fromarray(rng.integers(0, 256, (20, 24, 3), dtype=np.uint8)).save(root / path)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def file_data(tmp_path_factory):
+    """Images in files, through torchvision's own random transforms; each sample's label is its index."""
+    root = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    for number in range(SAMPLES):
+        pixels = rng.integers(0, 256, (20, 24, 3), dtype=np.uint8)
+        for part in ("train", "test"):
+            (root / part / f"{number:03d}").mkdir(parents=True)
+            Image.fromarray(pixels).save(root / part / f"{number:03d}" / "image.png")
+    return load_dataset(DataConfig(data="folder", data_root=root, image_size=16))
+
+
+@pytest.fixture(scope="module")
+def memory_data():
+    """Random images in memory, with shifts and mirrors; each sample's label is its index."""
+    generator = torch.Generator().manual_seed(0)
+    train, test = (
+        MemoryImages(
+            torch.randint(0, 256, (samples, 3, 8, 8), dtype=torch.uint8, generator=generator),
+            torch.arange(samples),
+            pad=2,
+            flip=True,
+        )
+        for samples in (SAMPLES, TESTED)
+    )
+    return ImageData(
+        name="random",
+        class_names=tuple(map(str, range(SAMPLES))),
+        sample_shape=(3, 8, 8),
+        train=train,
+        test=test,
+        mean=(0.5, 0.4, 0.3),
+        std=(0.2, 0.3, 0.4),
+    )
+
+
+@pytest.fixture(params=["memory", "files"])
+def data(request):
+    return request.getfixturevalue(f"{request.param.removesuffix('s')}_data")
+
+
+def train_batches(data, workers=1, micro_batches=1, rank=0, batch_size=24, seed=5, loader_workers=0, **options):
+    return TrainBatches(
+        data,
+        seed=seed,
+        batch_size=batch_size,
+        rank=rank,
+        workers=workers,
+        micro_batches=micro_batches,
+        loader_workers=loader_workers,
+        **options,
+    )
+
+
+def read_steps(data, workers, micro_batches, epoch=0, **options):
+    """Images and labels of each step, all workers' parts in order."""
+    views = [list(train_batches(data, workers, micro_batches, rank, **options).epoch(epoch)) for rank in range(workers)]
+    steps = []
+    for batches in zip(*views, strict=True):
+        parts = [part for batch in batches for part in batch.micro_batches]
+        assert [len(batch.micro_batches) for batch in batches] == [micro_batches] * workers
+        assert sum(batch.samples for batch in batches) == batches[0].global_samples
+        assert len({batch.global_samples for batch in batches}) == 1
+        steps.append(tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    return steps
+
+
+def same(one, two):
+    """Whether two sequences of (images, labels) are bit-equal."""
+    pairs = list(itertools.zip_longest(one, two))
+    return bool(pairs) and all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_every_worker_count_trains_on_the_same_images_in_the_same_steps(data, workers, micro_batches):
+    reference = read_steps(data, 1, 1)
+    steps = read_steps(data, workers, micro_batches)
+    assert [len(labels) for _, labels in reference] == [24, 5]
+    if workers * micro_batches > 2:
+        # Five samples are too few for so many parts: the tail joins the step before.
+        reference = [tuple(torch.cat(tensors) for tensors in zip(*reference, strict=True))]
+    assert same(steps, reference)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_every_training_image_once_per_epoch_in_an_order_of_its_own(data, workers):
+    seen = [torch.cat([labels for _, labels in read_steps(data, workers, 1, epoch, batch_size=6)]) for epoch in (0, 1)]
+    for labels in seen:
+        assert sorted(labels.tolist()) == list(range(SAMPLES))
+    assert not torch.equal(*seen)
+
+
+def test_workers_see_the_slices_that_one_worker_with_as_many_micro_batches_sees(data):
+    alone = [part for batch in train_batches(data, 1, 3).epoch(0) for part in batch.micro_batches]
+    together = [list(train_batches(data, 3, 1, rank).epoch(0)) for rank in range(3)]
+    assert same(alone, [batch.micro_batches[0] for step in zip(*together, strict=True) for batch in step])
+
+
+def test_an_image_is_augmented_by_seed_epoch_and_index_alone(data):
+    alone = data.train.load(np.array([7]), AugmentKey(1, 2), CPU)
+    among = data.train.load(np.array([3, 7, 20]), AugmentKey(1, 2), CPU)
+    assert torch.equal(alone[0], among[1])
+    others = [data.train.load(np.array([7]), key, CPU) for key in (AugmentKey(1, 3), AugmentKey(2, 2), None)]
+    assert not any(torch.equal(alone, other) for other in others)
+
+
+@pytest.mark.parametrize("loader_workers", [1, 2])
+def test_loader_processes_change_nothing(file_data, loader_workers):
+    reference = read_steps(file_data, 1, 2, batch_size=8)
+    assert same(read_steps(file_data, 1, 2, batch_size=8, loader_workers=loader_workers), reference)
+
+
+def test_loader_processes_can_serve_images_in_memory(memory_data):
+    assert same(read_steps(memory_data, 1, 1, loader_workers=1), read_steps(memory_data, 1, 1))
+
+
+@pytest.mark.parametrize("start_step", [0, 1, 3, 4])
+def test_resuming_in_an_epoch_gives_the_batches_that_were_left(data, start_step):
+    batches = train_batches(data, 1, 2, batch_size=7)
+    whole = list(batches.epoch(3))
+    assert batches.steps_per_epoch == len(whole) == 4
+    resumed = list(batches.epoch(3, start_step))
+    assert len(resumed) == 4 - start_step
+    for one, two in zip(resumed, whole[start_step:], strict=True):
+        assert same(one.micro_batches, two.micro_batches)
+        assert (one.samples, one.global_samples) == (two.samples, two.global_samples)
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_skipped_images_are_not_read(tmp_path, loader_workers, caplog):
+    data = numbered_files(tmp_path / "images", 12, to_pixels)
+    batches = train_batches(data, batch_size=4, loader_workers=loader_workers)
+    first, *rest = list(batches.epoch(0))
+    for label in first.micro_batches[0][1].tolist():
+        data.train.path(label).unlink()
+    resumed = list(batches.epoch(0, start_step=1))
+    assert same([batch.micro_batches[0] for batch in resumed], [batch.micro_batches[0] for batch in rest])
+    assert not caplog.records, "they are not there"
+
+
+@pytest.mark.parametrize("start_step", [-1, 3])
+def test_start_step_out_of_range_fails_at_once(memory_data, start_step):
+    with pytest.raises(ValueError, match="an epoch has 2 steps"):
+        train_batches(memory_data).epoch(0, start_step)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_rank_out_of_range(memory_data, rank):
+    with pytest.raises(ValueError, match="of 2 workers"):
+        train_batches(memory_data, workers=2, rank=rank)
+    with pytest.raises(ValueError, match="of 2 workers"):
+        TestBatches(memory_data, batch_size=4, rank=rank, workers=2)
+
+
+def test_batch_too_small_for_the_workers(memory_data):
+    with pytest.raises(UsageError, match="--batch-size 12 or more"):
+        train_batches(memory_data, workers=3, micro_batches=2, batch_size=11)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 13])
+def test_workers_together_test_every_image_once(data, workers):
+    views = [TestBatches(data, batch_size=3, rank=rank, workers=workers, loader_workers=0) for rank in range(workers)]
+    tested = [batch for view in views for batch in view]
+    assert torch.cat([labels for _, labels in tested]).tolist() == list(range(len(data.test)))
+    assert [view.samples for view in views] == [sum(len(labels) for _, labels in view) for view in views]
+    assert [len(view) for view in views] == [len(list(view)) for view in views]
+    assert max(len(labels) for _, labels in tested) <= 3
+    whole = data.test.load(np.arange(len(data.test)), None, CPU).double() / 255
+    expected = (whole - torch.tensor(data.mean).view(3, 1, 1)) / torch.tensor(data.std).view(3, 1, 1)
+    assert torch.allclose(torch.cat([images for images, _ in tested]).double(), expected, atol=1e-5)
+
+
+def test_empty_test_share_starts_no_process(file_data):
+    assert list(TestBatches(file_data, batch_size=3, rank=40, workers=50, loader_workers=2)) == []
+
+
+def test_test_batches_need_a_size(memory_data):
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        TestBatches(memory_data, batch_size=0, rank=0, workers=1)
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_global_generators_are_left_alone(data, loader_workers):
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    read_steps(data, 1, 1, loader_workers=loader_workers)
+    list(TestBatches(data, batch_size=8, rank=0, workers=1, loader_workers=loader_workers))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1])
+    assert random.getstate() == before[2]
+
+
+def test_batches_do_not_depend_on_the_global_generator(data):
+    reference = read_steps(data, 1, 1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(123)
+        assert same(read_steps(data, 1, 1), reference)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_batches_have_the_types_and_layout_promised(data, channels_last):
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    images, labels = next(train_batches(data, channels_last=channels_last).epoch(0)).micro_batches[0]
+    tested, _ = next(iter(TestBatches(data, batch_size=4, rank=0, workers=1, channels_last=channels_last)))
+    assert (images.dtype, labels.dtype) == (torch.float32, torch.int64)
+    assert images.shape == (24, *data.sample_shape)
+    assert images.is_contiguous(memory_format=layout)
+    assert tested.is_contiguous(memory_format=layout)
+
+
+def numbered_files(root, samples, augment):
+    """A data set of files whose labels are their numbers."""
+    paths = write_images(root, samples)
+    source = FileImages(root, paths, range(samples), augment=augment, prepare=augment)
+    return ImageData(
+        name="numbered",
+        class_names=tuple(paths),
+        sample_shape=(3, 20, 24),
+        train=source,
+        test=source,
+        mean=(0.0,) * 3,
+        std=(1.0,) * 3,
+    )
+
+
+def to_pixels(image):
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def interrupt_is_ignored(image):
+    return torch.full((3, 20, 24), 255 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN else 0, dtype=torch.uint8)
+
+
+class PidImages(MemoryImages):
+    """Remembers which process loaded from it."""
+
+    def __init__(self):
+        super().__init__(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.arange(4), pad=1, flip=False)
+        self.pids = set()
+
+    def load(self, *args):
+        self.pids.add(os.getpid())
+        return super().load(*args)
+
+
+def die_in_loader(image, parent):
+    if os.getpid() != parent:
+        os._exit(3)
+    return to_pixels(image)
+
+
+def test_loader_processes_ignore_interrupts(tmp_path):
+    data = numbered_files(tmp_path / "images", 4, interrupt_is_ignored)
+    # A shell that runs the tests in the background has them ignore interrupts from the start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for loader_workers, expected in ((0, 0.0), (1, 1.0)):
+            batch = next(train_batches(data, batch_size=4, loader_workers=loader_workers).epoch(0))
+            assert batch.micro_batches[0][0].unique().tolist() == [expected]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def damage(path, harm):
+    if harm == "missing":
+        path.unlink()
+    else:
+        path.write_bytes({"truncated": path.read_bytes()[:200], "garbage": b"not an image", "empty": b""}[harm])
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+@pytest.mark.parametrize("harm", ["truncated", "garbage", "missing", "empty"])
+def test_damaged_image_is_replaced_in_training_and_left_out_of_the_test(tmp_path, harm, loader_workers, caplog):
+    data = numbered_files(tmp_path / "images", 40, to_pixels)
+    path = data.train.path(2)
+    damage(path, harm)
+    batches = train_batches(data, batch_size=8, loader_workers=loader_workers)
+    trained = torch.cat([batch.micro_batches[0][1] for batch in batches.epoch(0)]).tolist()
+    assert sorted(trained) == sorted([*range(2), 4, *range(3, 40)]), "the next of 20 that are spread over the set"
+    test = TestBatches(data, batch_size=8, rank=0, workers=1, loader_workers=loader_workers)
+    tested = list(test)
+    assert torch.cat([labels for _, labels in tested]).tolist() == [*range(2), *range(3, 40)]
+    assert [len(images) for images, _ in tested] == [7, 8, 8, 8, 8]
+    assert (test.total, test.samples) == (40, 40)
+    for record, use in zip(caplog.records, ("is replaced by another image", "is left out of the test"), strict=True):
+        assert str(path) in record.message
+        assert f"{use} (unreadable files so far: 1)" in record.message
+    list(test)
+    assert len(caplog.records) == 2, "once is enough"
+
+
+def test_a_replacement_is_the_same_whoever_asks(tmp_path):
+    data = numbered_files(tmp_path / "images", 12, to_pixels)
+    damage(data.train.path(5), "garbage")
+    alone = data.train.load_readable(np.array([5]), AugmentKey(0, 0), CPU)
+    among = data.train.load_readable(np.arange(12), AugmentKey(0, 0), CPU)
+    assert alone.indices.tolist() == [6] == among.indices[5:6].tolist()
+    assert torch.equal(alone.images[0], among.images[5])
+
+
+def test_a_batch_of_damaged_test_images_is_left_out(tmp_path):
+    data = numbered_files(tmp_path / "images", 6, to_pixels)
+    for index in (4, 5):
+        damage(data.train.path(index), "garbage")
+    assert [labels.tolist() for _, labels in TestBatches(data, batch_size=2, rank=0, workers=1)] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_training_ends_where_no_image_can_be_read(tmp_path, loader_workers):
+    data = numbered_files(tmp_path / "images", 4, to_pixels)
+    for index in range(4):
+        damage(data.train.path(index), "garbage")
+    with pytest.raises(DataError, match="cannot read the image") as caught:
+        list(train_batches(data, batch_size=4, loader_workers=loader_workers).epoch(0))
+    assert "Traceback" not in str(caught.value)
+
+
+def test_many_damaged_images_are_not_all_named(tmp_path, caplog):
+    data = numbered_files(tmp_path / "images", 20, to_pixels)
+    for index in range(18):
+        damage(data.train.path(index), "garbage")
+    list(TestBatches(data, batch_size=20, rank=0, workers=1))
+    counts = [record.message.rpartition(" ")[2].rstrip(")") for record in caplog.records]
+    assert counts == ["1", "2", "3", "4", "5", "8", "16"]
+
+
+def test_loader_process_that_dies_is_an_error_with_a_fix(tmp_path):
+    data = numbered_files(tmp_path / "images", 4, functools.partial(die_in_loader, parent=os.getpid()))
+    with pytest.raises(DataError, match="a loader process died") as caught:
+        list(train_batches(data, batch_size=4, loader_workers=1).epoch(0))
+    assert "--loader-workers" in caught.value.fix
+
+
+def fail(image):
+    raise RuntimeError("a bug in the transforms")
+
+
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_bug_in_the_transforms_is_not_disguised(tmp_path, loader_workers):
+    data = numbered_files(tmp_path / "images", 4, fail)
+    with pytest.raises(RuntimeError, match="a bug in the transforms"):
+        list(train_batches(data, batch_size=4, loader_workers=loader_workers).epoch(0))
+
+
+def test_epoch_left_early_can_be_started_again(file_data):
+    batches = train_batches(file_data, batch_size=4, loader_workers=1)
+    reference = read_steps(file_data, 1, 1, batch_size=4)
+    for _ in range(2):
+        epoch = batches.epoch(0)
+        assert same([next(epoch).micro_batches[0]], reference[:1])
+        epoch.close()
+
+
+def test_sources_and_errors_survive_pickling(data):
+    # Loader processes are spawned, not forked, on some platforms.
+    source = pickle.loads(pickle.dumps(data.train))
+    indices, key = np.array([1, 2]), AugmentKey(0, 0)
+    assert torch.equal(source.load(indices, key, CPU), data.train.load(indices, key, CPU))
+    error = pickle.loads(pickle.dumps(DataError("what", "why", "fix")))
+    assert (error.what, error.why, error.fix) == ("what", "why", "fix")
+
+
+def test_defaults_read_memory_in_process_and_files_ahead(memory_data, tmp_path):
+    files = numbered_files(tmp_path / "images", 4, interrupt_is_ignored)
+    batch = next(train_batches(files, batch_size=4, loader_workers=None).epoch(0))
+    assert batch.micro_batches[0][0].unique().tolist() == [1.0], "decoded in a loader process"
+    source = PidImages()
+    memory = dataclasses.replace(memory_data, train=source)
+    assert next(train_batches(memory, loader_workers=None, batch_size=4).epoch(0)).samples == 4
+    assert source.pids == {os.getpid()}
+
+
+def test_more_loader_processes_than_cores_are_the_users_choice(file_data):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert next(train_batches(file_data, batch_size=2, loader_workers=3).epoch(0)).samples == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("loader_workers", [0, 1])
+def test_batches_on_a_gpu_are_those_on_the_cpu(data, loader_workers):
+    on_gpu = read_steps(data, 1, 2, loader_workers=loader_workers, device="cuda")
+    for (images, labels), (expected, expected_labels) in zip(on_gpu, read_steps(data, 1, 2), strict=True):
+        assert images.is_cuda
+        assert torch.allclose(images.cpu(), expected, atol=1e-6)
+        assert torch.equal(labels.cpu(), expected_labels)

@@ -1,0 +1,563 @@
+import builtins
+import hashlib
+import logging
+import os
+import pickle
+import urllib.error
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import ExifTags, Image
+from torchvision.transforms.v2 import functional as reference
+
+from hybridpar.config import DataConfig
+from hybridpar.data import DATA_SETS, ImageData, MemoryImages, TestBatches, TrainBatches, load_dataset
+from hybridpar.data.augment import normalise, shift_and_flip
+from hybridpar.data.downloads import one_download
+from hybridpar.data.memory_sets import proportional_counts
+from hybridpar.data.sources import read_image
+from hybridpar.errors import DataError, UsageError
+
+CIFARS = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}
+
+
+@pytest.fixture
+def cifar(tmp_path, monkeypatch, request):
+    """Write a small CIFAR in the published format, and make torchvision expect the checksums of these files."""
+    name = request.param
+    dataset = CIFARS[name]
+    folder = tmp_path / dataset.base_folder
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    labels_key = "labels" if name == "cifar10" else "fine_labels"
+    classes = int(name.removeprefix("cifar"))
+    written = {}
+
+    def write(file: str, content: dict) -> str:
+        payload = pickle.dumps(content, protocol=2)
+        (folder / file).write_bytes(payload)
+        return hashlib.md5(payload).hexdigest()
+
+    def batch(file: str) -> list[str]:
+        pixels = rng.integers(0, 256, (12, 3072), dtype=np.uint8)
+        labels = rng.integers(0, classes, 12).tolist()
+        written[file] = pixels.reshape(-1, 3, 32, 32), labels
+        return [file, write(file, {"data": pixels, labels_key: labels, "batch_label": file})]
+
+    for part in ("train_list", "test_list"):
+        monkeypatch.setattr(dataset, part, [batch(file) for file, _ in getattr(dataset, part)])
+    names = [f"class-{number}" for number in range(classes)]
+    md5 = write(dataset.meta["filename"], {dataset.meta["key"]: names})
+    monkeypatch.setattr(dataset, "meta", {**dataset.meta, "md5": md5})
+    return name, tmp_path, folder, written
+
+
+both_cifars = pytest.mark.parametrize("cifar", CIFARS, indirect=True)
+
+
+@both_cifars
+def test_cifar_is_read_from_the_published_format(cifar):
+    name, root, _, written = cifar
+    data = load_dataset(DataConfig(data=name, data_root=root))
+    train_files = [file for file, _ in CIFARS[name].train_list]
+    assert data.classes == int(name.removeprefix("cifar"))
+    assert data.class_names[3] == "class-3"
+    assert data.sample_shape == (3, 32, 32)
+    assert np.array_equal(data.train.images, np.concatenate([written[file][0] for file in train_files]))
+    assert data.train.labels.tolist() == [label for file in train_files for label in written[file][1]]
+    (test_file, _), *_ = CIFARS[name].test_list
+    assert np.array_equal(data.test.images, written[test_file][0])
+    assert data.test.labels.tolist() == written[test_file][1]
+
+
+@both_cifars
+def test_cifar_at_another_size(cifar):
+    name, root, *_ = cifar
+    data = load_dataset(DataConfig(data=name, data_root=root, image_size=48))
+    batch = next(TrainBatches(data, seed=0, batch_size=4, rank=0, workers=1, micro_batches=1).epoch(0))
+    assert batch.micro_batches[0][0].shape[1:] == data.sample_shape == (3, 48, 48)
+
+
+@both_cifars
+def test_missing_cifar_says_where_it_was_looked_for(cifar, tmp_path):
+    name, *_ = cifar
+    elsewhere = tmp_path / "elsewhere"
+    with pytest.raises(DataError) as caught:
+        load_dataset(DataConfig(data=name, data_root=elsewhere))
+    assert str(elsewhere / CIFARS[name].base_folder) in caught.value.what
+    assert "--download" in caught.value.fix
+    assert "--data-root" in caught.value.fix
+    assert not elsewhere.exists()
+
+
+@both_cifars
+def test_incomplete_cifar_names_the_file(cifar):
+    name, root, folder, _ = cifar
+    missing = folder / CIFARS[name].test_list[0][0]
+    missing.unlink()
+    with pytest.raises(DataError, match="not complete") as caught:
+        load_dataset(DataConfig(data=name, data_root=root))
+    assert str(missing) in caught.value.what
+
+
+@both_cifars
+@pytest.mark.parametrize("damaged", ["images", "meta"])
+def test_damaged_cifar_names_the_file_and_is_never_unpickled(cifar, damaged, tmp_path):
+    name, root, folder, _ = cifar
+    dataset = CIFARS[name]
+    file = folder / (dataset.train_list[0][0] if damaged == "images" else dataset.meta["filename"])
+
+    exploded = tmp_path / "exploded"
+
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(exploded),)
+
+    file.write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(DataError, match="damaged") as caught:
+        load_dataset(DataConfig(data=name, data_root=root))
+    assert str(file) in caught.value.what
+    assert "--download" in caught.value.fix
+    assert not exploded.exists()
+    pickle.loads(file.read_bytes())
+    assert exploded.exists(), "the file would have done harm"
+
+
+def test_download_that_fails_says_why(tmp_path, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise urllib.error.URLError("no route to host")
+
+    monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", unreachable)
+    monkeypatch.setattr(torchvision.datasets.caltech, "download_and_extract_archive", unreachable)
+    for name in ("cifar10", "caltech101"):
+        with pytest.raises(DataError, match="no route to host") as caught:
+            load_dataset(DataConfig(data=name, data_root=tmp_path / name, download=True))
+        assert str(tmp_path / name) in caught.value.what
+
+
+@both_cifars
+def test_download_puts_the_files_into_the_data_root(cifar, tmp_path, monkeypatch):
+    name, _, folder, _ = cifar
+    root = tmp_path / "new"
+
+    def transfer(url, download_root, **kwargs):
+        assert url == CIFARS[name].url
+        folder.rename(Path(download_root) / folder.name)
+
+    monkeypatch.setattr(torchvision.datasets.cifar, "download_and_extract_archive", transfer)
+    assert len(load_dataset(DataConfig(data=name, data_root=root, download=True)).test) == 12
+
+
+def test_only_one_process_downloads_at_a_time(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    with one_download("cifar10", tmp_path):
+        with open(tmp_path / ".cifar10.lock") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with open(tmp_path / ".cifar10.lock") as other:
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_download_into_what_is_no_directory(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(DataError, match="cannot download"):
+        load_dataset(DataConfig(data="cifar10", data_root=tmp_path / "file", download=True))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def save_image(path: Path, mode: str = "RGB", size: tuple[int, int] = (20, 16)) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    channels = {"RGB": (3,), "RGBA": (4,), "L": ()}[mode]
+    seed = int.from_bytes(hashlib.md5(path.name.encode()).digest()[:4], "big")
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size[::-1], *channels), dtype=np.uint8)).save(path)
+
+
+@pytest.fixture
+def caltech(tmp_path):
+    """Three classes and the background in torchvision's layout; every fifth image is grey."""
+    directory = tmp_path / "caltech101" / "101_ObjectCategories"
+    for name, images in (("Faces", 34), ("accordion", 32), ("yin_yang", 31), ("BACKGROUND_Google", 3)):
+        for number in range(1, images + 1):
+            save_image(directory / name / f"image_{number:04d}.jpg", "L" if number % 5 == 0 else "RGB")
+    return tmp_path, directory
+
+
+def test_caltech101_is_split_as_documented(caltech, caplog):
+    root, directory = caltech
+    with caplog.at_level(logging.WARNING, logger="hybridpar"):
+        data = load_dataset(DataConfig(data="caltech101", data_root=root))
+    assert "3 classes and 97 images; the published set has 101 and 8677" in caplog.text
+    assert data.class_names == ("Faces", "accordion", "yin_yang")
+    assert torch.bincount(data.train.labels).tolist() == [30, 30, 30]
+    assert torch.bincount(data.test.labels).tolist() == [4, 2, 1]
+    samples = {
+        (source.path(index), int(source.labels[index]))
+        for source in (data.train, data.test)
+        for index in range(len(source))
+    }
+    theirs = torchvision.datasets.Caltech101(root)
+    assert samples == {
+        (directory / theirs.categories[label] / f"image_{number:04d}.jpg", label)
+        for number, label in zip(theirs.index, theirs.y, strict=True)
+    }
+    again = load_dataset(DataConfig(data="caltech101", data_root=root))
+    assert [again.test.path(index) for index in range(7)] == [data.test.path(index) for index in range(7)]
+
+
+def test_caltech101_images_are_rgb_of_the_model_size(caltech):
+    data = load_dataset(DataConfig(data="caltech101", data_root=caltech[0]))
+    assert data.sample_shape == (3, 224, 224)
+    cpu = torch.device("cpu")
+    for source in (data.train, data.test):
+        grey = next(index for index in range(len(source)) if int(source.path(index).stem[-4:]) % 5 == 0)
+        image = source.load(np.array([grey]), None, cpu)[0]
+        assert image.shape == (3, 224, 224)
+        assert image.dtype == torch.uint8
+        assert torch.equal(image[0], image[1])
+
+
+def test_small_class_of_caltech101_keeps_one_image_for_testing(caltech):
+    root, directory = caltech
+    for number in range(4, 32):
+        (directory / "yin_yang" / f"image_{number:04d}.jpg").unlink()
+    data = load_dataset(DataConfig(data="caltech101", data_root=root))
+    assert torch.bincount(data.train.labels).tolist() == [30, 30, 2]
+    assert torch.bincount(data.test.labels).tolist() == [4, 2, 1]
+    (directory / "yin_yang" / "image_0001.jpg").unlink()
+    (directory / "yin_yang" / "image_0002.jpg").unlink()
+    with pytest.raises(DataError, match="'yin_yang' of caltech101 has 1 image"):
+        load_dataset(DataConfig(data="caltech101", data_root=root))
+
+
+def test_missing_caltech101_makes_no_directory(tmp_path):
+    with pytest.raises(DataError) as caught:
+        load_dataset(DataConfig(data="caltech101", data_root=tmp_path))
+    assert str(tmp_path / "caltech101" / "101_ObjectCategories") in caught.value.what
+    assert "--download" in caught.value.fix
+    assert not list(tmp_path.iterdir())
+
+
+def test_caltech101_without_classes(tmp_path):
+    save_image(tmp_path / "caltech101" / "101_ObjectCategories" / "BACKGROUND_Google" / "image_0001.jpg")
+    with pytest.raises(DataError, match="class folder"):
+        load_dataset(DataConfig(data="caltech101", data_root=tmp_path))
+
+
+@pytest.fixture(params=["test", "val"])
+def folder(tmp_path, request):
+    for part, images in (("train", 3), (request.param, 2)):
+        for name in ("cat", "dog"):
+            for number in range(images):
+                save_image(tmp_path / part / name / f"{number}.png", "RGBA" if number else "RGB")
+    return tmp_path, request.param
+
+
+def test_folder_agrees_with_image_folder(folder):
+    root, test = folder
+    data = load_dataset(DataConfig(data="folder", data_root=root))
+    assert data.class_names == ("cat", "dog")
+    assert data.sample_shape == (3, 224, 224)
+    for source, part in ((data.train, "train"), (data.test, test)):
+        theirs = torchvision.datasets.ImageFolder(str(root / part)).samples
+        assert [(str(source.path(index)), int(source.labels[index])) for index in range(len(source))] == theirs
+
+
+def test_folder_prepares_test_images_as_torchvision_weights_expect(folder):
+    root, _ = folder
+    data = load_dataset(DataConfig(data="folder", data_root=root, image_size=28))
+    expected = reference.center_crop(reference.resize(Image.open(data.test.path(0)), [32]), [28])
+    assert torch.equal(data.test.load(np.array([0]), None, torch.device("cpu"))[0], reference.pil_to_tensor(expected))
+
+
+def test_folder_prefers_test_to_val(folder):
+    root, present = folder
+    (root / present).rename(root / "test")
+    save_image(root / "val" / "cow" / "0.png")
+    assert load_dataset(DataConfig(data="folder", data_root=root)).class_names == ("cat", "dog")
+
+
+def test_folder_whose_classes_differ_names_them(folder):
+    root, test = folder
+    (root / test / "dog").rename(root / test / "wolf")
+    with pytest.raises(DataError) as caught:
+        load_dataset(DataConfig(data="folder", data_root=root))
+    assert f"only in {root / 'train'}: dog; only in {root / test}: wolf" in caught.value.what
+
+
+@pytest.mark.parametrize(("missing", "named"), [("train", "train/"), ("test", "test/ or val/")])
+def test_folder_without_a_part(tmp_path, missing, named):
+    (tmp_path / ("test" if missing == "train" else "train")).mkdir()
+    with pytest.raises(DataError, match=f"no directory {named} in {tmp_path}"):
+        load_dataset(DataConfig(data="folder", data_root=tmp_path))
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_folder_with_an_empty_class_names_it(folder, part):
+    root, present = folder
+    for one in ("train", present):
+        save_image(root / one / "fish" / "1.png")
+    empty = root / ("train" if part == "train" else present) / "fish"
+    (empty / "1.png").rename(empty / "1.gif")
+    with pytest.raises(DataError, match="no images in 1 of the 3 class directories") as caught:
+        load_dataset(DataConfig(data="folder", data_root=root))
+    assert caught.value.what.endswith(f"{empty.parent}: fish")
+    assert "fish holds 1 file that is no image (.gif)" in caught.value.why
+
+
+def test_folder_without_a_class(tmp_path):
+    for part in ("train", "test"):
+        save_image(tmp_path / part / "0.png")
+    with pytest.raises(DataError, match="there is no class folder"):
+        load_dataset(DataConfig(data="folder", data_root=tmp_path))
+
+
+def test_folder_ignores_what_is_hidden_or_no_image_and_says_so(folder):
+    root, test = folder
+    expected = [path.name for path in sorted((root / "train" / "cat").iterdir())]
+    for directory in (root / "train", root / test, root / "train" / "cat", root / "train" / "cat" / "deeper"):
+        save_image(directory / ".ipynb_checkpoints" / "copy.png")
+    (root / "train" / "cat" / "._0.png").write_text("what a Mac writes beside a file")
+    (root / "train" / "cat" / "notes.txt").write_text("x")
+    (root / test / "README").write_text("x")
+    save_image(root / "train" / "lost.png")
+    data = load_dataset(DataConfig(data="folder", data_root=root))
+    assert data.class_names == ("cat", "dog")
+    assert [data.train.path(index).name for index in range(3)] == expected
+    assert (len(data.train), len(data.test)) == (6, 4)
+    assert data.ignored == (
+        "4 hidden directories (.ipynb_checkpoints)",
+        "1 hidden file",
+        "2 files that are no images (.txt, no extension)",
+        "1 image in no class directory",
+    )
+
+
+def test_folder_finds_images_in_any_case_and_depth_as_image_folder_does(folder):
+    root, _ = folder
+    for name in ("UPPER.PNG", "b/Mixed.Jpeg", "a/z.bmp", "a.b/x.webp", "a/b/y.tif"):
+        save_image(root / "train" / "cat" / name)
+    data = load_dataset(DataConfig(data="folder", data_root=root))
+    theirs = torchvision.datasets.ImageFolder(str(root / "train")).samples
+    assert [(str(data.train.path(index)), int(data.train.labels[index])) for index in range(11)] == theirs
+    assert len(data.train) == 11
+
+
+def test_folder_follows_links_but_not_in_circles(folder):
+    root, _ = folder
+    cat, dog = root / "train" / "cat", root / "train" / "dog"
+    save_image(root / "elsewhere" / "more.png")
+    (cat / "more").symlink_to(root / "elsewhere")
+    (cat / "itself").symlink_to(cat)
+    (dog / "up").symlink_to("..")
+    (root / "elsewhere" / "back").symlink_to(cat)
+    data = load_dataset(DataConfig(data="folder", data_root=root))
+    assert torch.bincount(data.train.labels).tolist() == [4, 3]
+    assert data.ignored == ("3 links to directories above them",)
+
+
+def test_folder_that_cannot_be_listed_is_named(folder, monkeypatch):
+    root, _ = folder
+    listed = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("dog"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"cannot read .*dog: Permission denied"):
+        load_dataset(DataConfig(data="folder", data_root=root))
+
+
+def test_images_are_turned_as_the_camera_noted(tmp_path):
+    upright = Image.new("RGB", (4, 2))
+    upright.putpixel((3, 0), (255, 0, 0))
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = orientation
+        stored = upright
+        for turn in BACK_TO_STORED[orientation]:
+            stored = stored.transpose(turn)
+        stored.save(tmp_path / "turned.png", exif=exif)
+        assert read_image(tmp_path / "turned.png").tobytes() == upright.tobytes(), orientation
+
+
+#: What a camera does to an upright image before it notes an orientation (EXIF 2.3, tag 274).
+_TURN = Image.Transpose
+BACK_TO_STORED = {
+    1: [],
+    2: [_TURN.FLIP_LEFT_RIGHT],
+    3: [_TURN.ROTATE_180],
+    4: [_TURN.FLIP_TOP_BOTTOM],
+    5: [_TURN.TRANSPOSE],
+    6: [_TURN.ROTATE_90],
+    7: [_TURN.TRANSVERSE],
+    8: [_TURN.ROTATE_270],
+}
+
+
+def test_a_damaged_note_of_the_camera_is_ignored(tmp_path):
+    Image.new("RGB", (4, 2), (9, 8, 7)).save(tmp_path / "image.png", exif=b"Exif\x00\x00MM\x00*\xff\xff")
+    assert read_image(tmp_path / "image.png").getpixel((0, 0)) == (9, 8, 7)
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "1", "RGBA", "CMYK"])
+def test_images_of_any_mode_become_rgb(tmp_path, mode, recwarn):
+    image = Image.new("RGB", (4, 2), (255, 255, 255)).convert(mode)
+    image.save(tmp_path / ("image.jpg" if mode == "CMYK" else "image.png"), transparency=b"\0" if mode == "P" else None)
+    (path,) = tmp_path.iterdir()
+    read = read_image(path)
+    assert (read.mode, read.size) == ("RGB", (4, 2))
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("name", ["image.png", "image.tif", "image.pgm"])
+def test_grey_of_16_bits_keeps_its_shades(tmp_path, name):
+    Image.fromarray(np.array([[0, 256, 0x8000, 0xFFFF]], dtype=np.uint16)).save(tmp_path / name)
+    assert np.asarray(read_image(tmp_path / name))[0, :, 1].tolist() == [0, 1, 128, 255]
+
+
+def test_digits_are_the_documented_split():
+    data = load_dataset(DataConfig(data="digits"))
+    assert (len(data.train), len(data.test), data.classes) == (1437, 360, 10)
+    assert data.sample_shape == tuple(data.train.images.shape[1:]) == (3, 32, 32)
+    sizes = torch.bincount(torch.cat([data.train.labels, data.test.labels]))
+    shares = torch.bincount(data.test.labels) / sizes
+    assert (shares - 0.2).abs().max() < 1 / sizes.min(), "stratified to the nearest image"
+    again = load_dataset(DataConfig(data="digits"))
+    assert torch.equal(again.test.images, data.test.images)
+
+
+def test_digits_are_scikit_learns_images():
+    from sklearn.datasets import load_digits
+
+    data = load_dataset(DataConfig(data="digits", image_size=8))
+    ours = torch.cat([data.train.images, data.test.images])
+    assert torch.equal(ours[:, 0], ours[:, 1])
+    labels = torch.cat([data.train.labels, data.test.labels]).tolist()
+    theirs = load_digits()
+    pixels = np.rint(theirs.images * 255 / 16).astype(np.uint8)
+    ours_set = sorted((image.tobytes(), label) for image, label in zip(ours[:, 0].numpy(), labels, strict=True))
+    assert ours_set == sorted((image.tobytes(), label) for image, label in zip(pixels, theirs.target, strict=True))
+
+
+def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
+    imported = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("sklearn"):
+            raise ImportError("No module named 'sklearn'")
+        return imported(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(DataError) as caught:
+        load_dataset(DataConfig(data="digits"))
+    assert "pip install 'hybridpar[demo]'" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["digits", "synthetic"])
+def test_statistics_are_those_of_the_training_images(name):
+    data = load_dataset(DataConfig(data=name))
+    pixels = data.train.images.double() / 255
+    tolerance = 1e-3 if name == "digits" else 0.03
+    assert torch.allclose(pixels.mean((0, 2, 3)), torch.tensor(data.mean).double(), atol=tolerance)
+    assert torch.allclose(pixels.std((0, 2, 3)), torch.tensor(data.std).double(), atol=tolerance)
+
+
+def test_proportional_counts():
+    assert proportional_counts(np.array([10, 10, 10]), 20) == [7, 7, 6]
+    assert proportional_counts(np.array([1, 99]), 50) == [1, 49]
+    assert proportional_counts(np.array([3, 5]), 8) == [3, 5]
+
+
+@pytest.mark.parametrize("size", [None, 17, 64])
+def test_synthetic_images_have_the_size_asked_for(size):
+    data = load_dataset(DataConfig(data="synthetic", image_size=size, synthetic_samples=25))
+    assert data.sample_shape == (3, size or 32, size or 32) == (*data.train.images.shape[1:],)
+    assert (len(data.train), len(data.test)) == (25, 10)
+    assert data.train.labels.unique().tolist() == data.test.labels.unique().tolist() == list(range(10))
+    again = load_dataset(DataConfig(data="synthetic", image_size=size, synthetic_samples=25))
+    assert torch.equal(again.train.images, data.train.images)
+
+
+def test_synthetic_images_can_be_learned_and_the_test_images_are_others():
+    data = load_dataset(DataConfig(data="synthetic"))
+    train, test = data.train.images.double(), data.test.images.double()
+    centres = torch.stack([train[data.train.labels == label].mean(0) for label in range(10)])
+    nearest = torch.cdist(test.flatten(1), centres.flatten(1)).argmin(1)
+    assert (nearest == data.test.labels).double().mean() > 0.95
+    assert torch.cdist(test.flatten(1), train.flatten(1)).min() > 0
+
+
+def test_loading_leaves_the_global_generators_alone():
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
+    for name in ("digits", "synthetic"):
+        load_dataset(DataConfig(data=name))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert np.array_equal(np.random.get_state()[1], before[1])
+
+
+def test_unknown_data_set_names_the_near_ones():
+    with pytest.raises(UsageError, match="cifar10"):
+        load_dataset(DataConfig(data="cifra10"))
+
+
+def test_every_documented_data_set_is_registered():
+    assert sorted(DATA_SETS) == ["caltech101", "cifar10", "cifar100", "digits", "folder", "synthetic"]
+    assert all(DATA_SETS.describe().values())
+
+
+def test_a_data_set_of_ones_own(monkeypatch):
+    monkeypatch.setattr(DATA_SETS, "_entries", dict(DATA_SETS._entries))
+
+    @DATA_SETS.register("dots", "white dots")
+    def dots(config: DataConfig) -> ImageData:
+        source = MemoryImages(
+            torch.full((4, 1, 8, 8), 255, dtype=torch.uint8), torch.zeros(4).long(), pad=1, flip=False
+        )
+        return ImageData(
+            name="dots",
+            class_names=("dot",),
+            sample_shape=(1, 8, 8),
+            train=source,
+            test=source,
+            mean=(0.5,),
+            std=(0.5,),
+        )
+
+    data = load_dataset(DataConfig(data="dots"))
+    assert data.classes == 1
+    batches = TestBatches(data, batch_size=4, rank=0, workers=1)
+    assert [images.tolist() for images, _ in batches] == [torch.ones(4, 1, 8, 8).tolist()]
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 5, 9)])
+def test_shift_and_flip_is_pad_crop_and_mirror_of_each_image(shape, flip):
+    generator = torch.Generator().manual_seed(0)
+    pad = 3
+    images = torch.randint(0, 256, (17, *shape), dtype=torch.uint8, generator=generator)
+    rows, columns = (torch.randint(0, 2 * pad + 1, (17,), generator=generator) for _ in range(2))
+    flips = torch.arange(17) % 2 == 1
+    result = shift_and_flip(images, rows, columns, flips if flip else None, pad)
+    for index in range(17):
+        expected = reference.crop(
+            reference.pad(images[index], [pad]), int(rows[index]), int(columns[index]), *shape[1:]
+        )
+        if flip and flips[index]:
+            expected = reference.horizontal_flip(expected)
+        assert torch.equal(result[index], expected)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("size", [(8, 8), (12, 12), (6, 6)])
+def test_normalise(channels_last, size):
+    images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    mean, std = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.2, 0.25, 0.3])
+    result = normalise(images, mean, std, size=size, channels_last=channels_last)
+    pixels = reference.resize(images.float(), list(size), antialias=True) / 255
+    expected = reference.normalize(pixels, mean.tolist(), std.tolist())
+    assert torch.allclose(result, expected, atol=1e-5)
+    assert result.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)

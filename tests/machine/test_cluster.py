@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import json
+import logging
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from hybridpar.machine import cluster as module
+from hybridpar.machine.cluster import (
+    BUSY_LOAD,
+    Cluster,
+    Device,
+    Link,
+    cache_directory,
+    cluster_path,
+    default_backend,
+    default_workers,
+    gpu_count,
+    has_gpu,
+    host_fingerprint,
+    read_cluster,
+    ring_factor,
+    write_cluster,
+)
+
+HOST = {"host": "here", "torch": "2.11"}
+CPU = Device(
+    kind="cpu", name="a CPU", memory_bytes=8 << 30, cores=4, threads=4, bytes_per_second=2e10, flops={"float32": 1e11}
+)
+LINK = Link(backend="gloo", world_size=2, latency_ms=0.3, bytes_per_second=1e9)
+
+
+def gpu(index: int) -> Device:
+    return Device(
+        kind="cuda", index=index, name="a GPU", memory_bytes=80 << 30, bytes_per_second=3e12, flops={"float32": 5e13}
+    )
+
+
+def cluster(*devices: Device, **fields: object) -> Cluster:
+    return Cluster.model_validate(
+        {"host": HOST, "measured_at": 0.0, "load": 0.0, "devices": devices or (CPU,), "links": (LINK,), **fields}
+    )
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path) -> Path:
+    place = tmp_path / "cache"
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str(place))
+    return place
+
+
+def test_what_is_written_is_read():
+    written = cluster(CPU, gpu(0), problems=("GPU 1 is broken",))
+    write_cluster(written)
+    assert read_cluster(HOST) == written
+
+
+def test_nothing_kept_is_no_message(caplog):
+    assert read_cluster(HOST) is None
+    assert not caplog.records
+
+
+def test_the_file_is_private_and_nothing_is_left_beside_it(cache):
+    write_cluster(cluster())
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert stat.S_IMODE(cluster_path(HOST).stat().st_mode) == 0o600
+    assert list(cache.iterdir()) == [cluster_path(HOST)]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b'{"version": 99}',
+        cluster().model_dump_json().replace('"devices"', '"divices"').encode(),
+        cluster().model_dump_json().replace("20000000000.0", "-1").encode(),
+    ],
+    ids=["empty", "cut", "binary", "list", "version", "unknown key", "negative rate"],
+)
+def test_a_damaged_file_is_one_log_line(damage, caplog):
+    write_cluster(cluster())
+    cluster_path(HOST).write_bytes(damage)
+    with caplog.at_level(logging.WARNING):
+        assert read_cluster(HOST) is None
+    assert len(caplog.records) == 1
+    assert "measuring again" in caplog.text
+
+
+def test_a_file_of_another_host_is_not_believed(caplog):
+    write_cluster(cluster())
+    other = {**HOST, "host": "there"}
+    cluster_path(HOST).rename(cluster_path(other))
+    assert read_cluster(other) is None
+    assert "another host" in caplog.text
+
+
+def test_a_file_that_cannot_be_opened_is_one_log_line(caplog):
+    cluster_path(HOST).mkdir(parents=True)
+    assert read_cluster(HOST) is None
+    assert len(caplog.records) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_tolerated(monkeypatch, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a directory")
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str(blocked / "cache"))
+    write_cluster(cluster())
+    assert blocked.read_text() == "not a directory"
+
+
+def test_a_failed_write_keeps_what_was_there(monkeypatch, cache):
+    write_cluster(cluster())
+
+    def full(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.os, "replace", full)
+    write_cluster(cluster(gpu(0)))
+    assert read_cluster(HOST) == cluster()
+    assert len(list(cache.iterdir())) == 1, "the file aside is removed"
+
+
+def test_where_the_cache_is(monkeypatch):
+    assert cache_directory().name == "cache"
+    monkeypatch.delenv("HYBRIDPAR_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+    assert cache_directory() == Path("/elsewhere/hybridpar")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert cache_directory() == Path("/home/me/.cache/hybridpar")
+
+
+def test_a_user_without_a_home_still_has_a_cache(monkeypatch):
+    monkeypatch.delenv("HYBRIDPAR_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert cache_directory().name.startswith("hybridpar-")
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (lambda patch: patch.setenv("CUDA_VISIBLE_DEVICES", "1"), "visible"),
+        (lambda patch: patch.setattr(module, "available_cores", lambda: [7]), "cores"),
+        (lambda patch: patch.setattr(module, "usable_memory", lambda: 1 << 20), "memory"),
+        (lambda patch: patch.setattr(module, "cpu_name", lambda: "another CPU"), "cpu"),
+        (lambda patch: patch.setattr(module, "_version", lambda package: "9.9"), "torch"),
+    ],
+)
+def test_the_fingerprint_follows_what_changes_the_result(monkeypatch, change, key):
+    before = host_fingerprint()
+    assert before == host_fingerprint(), "it must be the same from run to run"
+    change(monkeypatch)
+    after = host_fingerprint()
+    assert after[key] != before[key]
+    assert cluster_path(after) != cluster_path(before)
+
+
+@pytest.mark.parametrize(
+    ("devices", "workers", "backend"),
+    [
+        ((CPU,), 2, "gloo"),
+        ((CPU.model_copy(update={"cores": 1}),), 1, "gloo"),
+        ((CPU, gpu(0)), 1, "nccl"),
+        ((CPU, gpu(0), gpu(1), gpu(2)), 3, "nccl"),
+    ],
+)
+def test_defaults_from_what_was_measured(devices, workers, backend):
+    assert default_workers(cluster(*devices)) == workers
+    assert default_backend(cluster(*devices)) == backend
+
+
+@pytest.mark.parametrize(("gpus", "cores", "workers"), [(0, 1, 1), (0, 2, 2), (0, 64, 2), (1, 64, 1), (4, 2, 4)])
+def test_defaults_without_measuring(monkeypatch, gpus, cores, workers):
+    monkeypatch.setattr(module, "gpu_count", lambda: gpus)
+    monkeypatch.setattr(module, "available_cores", lambda: list(range(cores)))
+    assert default_workers() == workers
+    assert default_backend() == ("nccl" if gpus else "gloo")
+    assert has_gpu() == (gpus > 0)
+
+
+def test_a_machine_without_a_driver_is_told_without_importing_torch():
+    program = (
+        "import sys; from hybridpar.machine import cluster; cluster._GPU_DRIVERS = ('/nonexistent',);"
+        "print(cluster.gpu_count(), 'torch' in sys.modules)"
+    )
+    place = Path(module.__file__).parents[2]
+    out = subprocess.run(
+        [sys.executable, "-c", program], cwd=place, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert out.stdout.split() == ["0", "False"]
+
+
+def test_with_a_driver_torch_is_asked(monkeypatch, tmp_path):
+    import torch
+
+    monkeypatch.setattr(module, "_GPU_DRIVERS", (str(tmp_path),))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert gpu_count() == 3
+
+
+def test_lookups():
+    both = cluster(CPU, gpu(0), gpu(1))
+    assert [device.index for device in both.of_kind("cuda")] == [0, 1]
+    assert both.of_kind("cpu") == (CPU,)
+    assert both.link("gloo") == LINK
+    assert both.link("nccl") is None
+
+
+@pytest.mark.parametrize(("load", "busy"), [(0.0, False), (BUSY_LOAD, False), (BUSY_LOAD + 0.1, True)])
+def test_a_busy_machine_is_remembered(load, busy):
+    assert cluster(load=load).busy == busy
+
+
+def test_all_reduce_time_is_latency_plus_what_a_ring_sends():
+    assert [ring_factor(workers) for workers in (1, 2, 4)] == [0, 1, 1.5]
+    assert LINK.all_reduce_ms(0) == pytest.approx(0.3)
+    assert LINK.all_reduce_ms(10**6) == pytest.approx(0.3 + 1.0)
+    assert LINK.all_reduce_ms(10**6, world_size=4) == pytest.approx(0.3 + 1.5)
+
+
+def test_records_refuse_nonsense():
+    with pytest.raises(ValidationError):
+        Link(backend="gloo", world_size=1, latency_ms=0.1, bytes_per_second=1)
+    with pytest.raises(ValidationError):
+        Cluster(host=HOST, measured_at=0, load=0, devices=())
+
+
+def test_the_file_is_plain_json():
+    write_cluster(cluster())
+    content = json.loads(cluster_path(HOST).read_text())
+    assert content["version"] == 1
+    assert content["links"][0]["latency_ms"] == 0.3

@@ -1,0 +1,209 @@
+"""Described clusters: what is written is read, what is impossible is one error, and equal ones have one key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridpar.errors import UsageError
+from hybridpar.machine.cluster import Cluster, Device, Link
+from hybridpar.machine.cluster_file import ClusterSpec, parse_cluster, read_cluster_file, spec_of_measured
+
+TEXT = """
+name = "two boxes"
+
+[[hosts]]
+count = 2
+devices = 4
+kind = "cuda"
+memory = "24GB"
+throughput = 8.0
+
+[inside]
+bandwidth = "12GB/s"
+latency_ms = 0.01
+
+[between]
+bandwidth = "1Gbit/s"
+latency_ms = 0.1
+efficiency = { all_reduce = 0.9, send = 0.95 }
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_description_is_read(tmp_path):
+    spec = read_cluster_file(write(tmp_path, TEXT))
+    assert spec.workers == 8
+    assert spec.hosts[0].memory == 24 * 10**9
+    assert spec.inside is not None
+    assert spec.inside.bandwidth == 12e9
+    assert spec.between is not None
+    assert spec.between.bandwidth == 1e9 / 8
+    assert spec.between.efficiency.all_reduce == 0.9
+    assert spec.between.efficiency.all_to_all == 1.0
+
+
+def test_what_is_written_is_read(tmp_path):
+    spec = read_cluster_file(write(tmp_path, TEXT))
+    assert read_cluster_file(write(tmp_path, spec.to_toml())) == spec
+
+
+def test_the_key_follows_what_matters():
+    spec = parse_cluster({"hosts": [{}]})
+    assert spec.key == parse_cluster({"hosts": [{"count": 1}], "name": "another"}).key
+    assert spec.key != parse_cluster({"hosts": [{"throughput": 2.0}]}).key
+    assert spec.key != parse_cluster({"hosts": [{}], "inside": {"bandwidth": 1e9}}).key
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (("devices = 4", "devices = 0"), "hosts.0.devices is 0"),
+        (("count = 2", "count = -1"), "hosts.0.count is -1"),
+        (("throughput = 8.0", "throughput = 0"), "hosts.0.throughput is 0"),
+        (("throughput = 8.0", "throughput = inf"), "hosts.0.throughput is inf"),
+        (('memory = "24GB"', 'memory = "24GB/s"'), "write 24GB"),
+        (('memory = "24GB"', "memory = 0"), "hosts.0.memory is 0"),
+        (('bandwidth = "12GB/s"', 'bandwidth = "fast"'), "not a rate; write 12GB/s or 1Gbit/s"),
+        (('bandwidth = "12GB/s"', "bandwidth = -1"), "inside.bandwidth is -1"),
+        (("latency_ms = 0.1\n", "latency_ms = -0.1\n"), "between.latency_ms is -0.1"),
+        (("all_reduce = 0.9", "all_reduce = 1.2"), "between.efficiency.all_reduce is 1.2"),
+        (("all_reduce = 0.9", "all_reduced = 0.9"), "unknown key between.efficiency.all_reduced"),
+        (("throughput", "thruput"), "unknown key hosts.0.thruput"),
+        (('kind = "cuda"', 'kind = "tpu"'), "hosts.0.kind is 'tpu'"),
+        (("[inside]", "[outside]"), "unknown key outside"),
+    ],
+)
+def test_an_impossible_value_is_one_error_that_names_the_place(tmp_path, change, told):
+    assert change[0] in TEXT
+    with pytest.raises(UsageError) as caught:
+        read_cluster_file(write(tmp_path, TEXT.replace(*change, 1)))
+    assert told in caught.value.what
+    assert caught.value.fix
+
+
+def test_a_misspelt_key_is_answered_with_the_nearest():
+    with pytest.raises(UsageError, match="throughput"):
+        parse_cluster({"hosts": [{"thruput": 1.0}]})
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ({"hosts": []}, "hosts"),
+        ({"hosts": [{"devices": 2}]}, "no [inside]"),
+        ({"hosts": [{"count": 2}]}, "no [between]"),
+        ({"hosts": [{"count": 10**9}], "between": {"bandwidth": 1}}, "1,000,000,000 devices; at most 131,072"),
+        ({"hosts": [{"kind": "cpu"}, {"kind": "cuda"}], "between": {"bandwidth": 1}}, "several kinds"),
+    ],
+)
+def test_what_contradicts_itself_or_is_too_much_is_refused(data, told):
+    with pytest.raises(UsageError) as caught:
+        parse_cluster(data)
+    assert told in caught.value.what
+
+
+def test_a_file_that_cannot_be_read_is_one_error(tmp_path):
+    with pytest.raises(UsageError, match="No such file"):
+        read_cluster_file(tmp_path / "none.toml")
+    with pytest.raises(UsageError, match="is not TOML"):
+        read_cluster_file(write(tmp_path, "[[hosts"))
+
+
+def test_the_fastest_hosts_come_first():
+    spec = parse_cluster(
+        {"hosts": [{"throughput": 1.0}, {"count": 2, "throughput": 3.0}], "between": {"bandwidth": 1e9}}
+    )
+    assert [(number, host.throughput) for number, host in spec.by_worker] == [(0, 3.0), (1, 3.0), (2, 1.0)]
+
+
+def test_changes_for_what_would_help(tmp_path):
+    spec = read_cluster_file(write(tmp_path, TEXT))
+    faster = spec.faster_links(10)
+    assert faster.between is not None
+    assert faster.between.bandwidth == 1e10 / 8
+    assert faster.inside == spec.inside
+    more = spec.with_another()
+    assert more is not None
+    assert more.workers == 12
+    assert parse_cluster({"hosts": [{}]}).with_another() is None
+    assert parse_cluster({"hosts": [{}]}).faster_links(10) == parse_cluster({"hosts": [{}]})
+    assert spec.difference(more, 2.0) == "the number of hosts is 2 there and 3 here"
+    assert spec.difference(spec, 2.0) == ""
+
+
+def test_the_link_that_is_made_faster_is_used_and_the_slowest():
+    link = {"bandwidth": 1e8}
+    alone = parse_cluster({"hosts": [{"devices": 2}], "inside": link, "between": link})
+    assert alone.faster_links(10).inside.bandwidth == 1e9
+    assert alone.outer == alone.inside
+    spec = parse_cluster({"hosts": [{"count": 2, "devices": 2}], "inside": link, "between": {"bandwidth": 1e10}})
+    assert spec.faster_links(10).inside.bandwidth == 1e9
+    assert spec.faster_links(10).between == spec.outer == spec.between
+    shared = parse_cluster({"hosts": [{"count": 2, "devices": 8}], "inside": link, "between": {"bandwidth": 4e8}})
+    assert shared.faster_links(10).between.bandwidth == 4e9, "eight devices share it"
+
+
+CPU = Device(kind="cpu", name="a CPU", memory_bytes=8 << 30, cores=2, threads=2, bytes_per_second=2e10, flops={})
+LINK = Link(backend="gloo", world_size=2, latency_ms=0.3, bytes_per_second=1e9)
+
+
+def measured(*links: Link, problems: tuple[str, ...] = ()) -> Cluster:
+    return Cluster(host={}, measured_at=0, load=0, devices=(CPU,), links=links, problems=problems)
+
+
+def test_a_measured_machine_is_a_description_too():
+    spec = spec_of_measured(measured(LINK), 2, "gloo")
+    assert isinstance(spec, ClusterSpec)
+    assert spec.workers == 2
+    assert spec.hosts[0].memory == 4 << 30, "workers of a machine share its memory"
+    assert spec.inside is not None
+    assert spec.inside.latency_ms == pytest.approx(0.15), "an all-reduce of two goes there and back"
+    assert spec.inside.bandwidth == 1e9
+    assert parse_cluster(spec.model_dump(mode="json")) == spec
+
+
+def test_a_link_that_was_not_measured_is_one_error_with_its_reason():
+    assert spec_of_measured(measured(), 1, "gloo").workers == 1
+    with pytest.raises(UsageError) as caught:
+        spec_of_measured(measured(problems=("measuring the link failed: no route",)), 2, "gloo")
+    assert "no route" in caught.value.what
+    assert "--cluster" in caught.value.fix
+
+
+def test_sizes_are_whole_bytes_whatever_their_fraction():
+    for tenths in range(1, 1000):
+        spec = parse_cluster({"hosts": [{"memory": f"{tenths // 10}.{tenths % 10}GB"}]})
+        assert spec.hosts[0].memory == tenths * 10**8
+
+
+@pytest.mark.parametrize(("said", "bandwidth"), [("1e-3GB/s", 1e6), ("2.5e+1MB/s", 2.5e7), ("8kbit/s", 1e3)])
+def test_rates_are_read_in_any_way_that_numbers_are_written(said, bandwidth):
+    spec = parse_cluster({"hosts": [{"count": 2}], "between": {"bandwidth": said}})
+    assert spec.between is not None
+    assert spec.between.bandwidth == pytest.approx(bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"24GB"', '"1e308GB"', "hosts.0.memory is '1e308GB': more than 1e\\+18 bytes"),
+        ('"24GB"', f'"{"9" * 3_000}GB"', "hosts.0.memory is '999"),
+        ('"24GB"', str(10**19), "hosts.0.memory"),
+        ("count = 2", f"count = {'9' * 3_900}", "too many digits"),
+        ("count = 2", "count = 99999999999", "at most 131,072"),
+        ("count = 2", f"count = {'[' * 3_000}", "deep|not TOML"),
+        ("count = 2", f"{'k' * 3_000} = 2", "unknown key hosts.0.kkk"),
+        ("count = 2", "x" * 20_000, "a line has more than"),
+    ],
+)
+def test_whatever_stands_in_a_file_the_message_is_short(tmp_path, old, new, said):
+    with pytest.raises(UsageError, match=said) as caught:
+        read_cluster_file(write(tmp_path, TEXT.replace(old, new)))
+    assert len(str(caught.value)) < 1_000

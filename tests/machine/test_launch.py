@@ -1,0 +1,391 @@
+"""Jobs of several real processes: what happens to them when one dies, when the user stops them, when they cannot run.
+
+A job takes seconds to start, so there are few tests, and each looks at everything it can.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hybridpar.errors import DataError, SyncError, nearest
+from hybridpar.machine import launch
+from hybridpar.machine.launch import StopRequest, error_text, failure_recorded, record_failure, report_verdict
+from hybridpar.train.checkpoint import load_checkpoint
+from tests.ranks import run_ranks
+from tests.runs import assert_same_state, check_run, command, small_arguments, train_rank
+
+#: How long a test waits for a job on a busy machine before it gives up.
+PATIENCE = 150
+
+
+class Job:
+    """A running command, and all processes that descend from it, found by a mark in their environment."""
+
+    def __init__(self, arguments: list[str], **options: object) -> None:
+        self._mark = f"MARK_OF_A_TEST={uuid.uuid4()}"
+        name, value = self._mark.split("=")
+        self.process: subprocess.Popen[str] = command(arguments, **{name: value}, **options)
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error."""
+        output, error = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, output, error
+
+    def members(self) -> list[int]:
+        """Living processes of the job."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                alive = (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+                if alive and self._mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        return found
+
+    def kill(self) -> None:
+        for member in self.members():
+            try:
+                os.kill(member, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.communicate()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Job]]:
+    """Start jobs; whatever is left of them at the end of the test is killed."""
+    jobs: list[Job] = []
+
+    def run(arguments: list[str], **options: object) -> Job:
+        jobs.append(Job(arguments, **options))
+        return jobs[-1]
+
+    yield run
+    for job in jobs:
+        job.kill()
+
+
+def wait_until(condition: Callable[[], bool], job: Job | None = None) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        assert job is None or job.process.poll() is None, job.process.communicate()[1]
+        time.sleep(0.02)
+
+
+def has_trained(run_dir: Path, steps: int = 3) -> Callable[[], bool]:
+    metrics = run_dir / "metrics.jsonl"
+    return lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= steps
+
+
+def shared_memory() -> set[str]:
+    return {entry.name for entry in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+
+
+#: Without a plan, so that it computes the same bits as a short run, which is not planned.
+ENDLESS = ("--epochs=100000", "--lr-schedule=constant", "--warmup-epochs=0", "--checkpoint-every=never", "--plan=none")
+
+
+# ------------------------------------------------------------------------------------------------------ whole jobs
+
+
+def test_a_worker_killed_in_mid_step_costs_nothing_but_time(start, tmp_path):
+    before = shared_memory()
+    arguments = small_arguments(
+        tmp_path / "job", "--checkpoint-every=4", "--workers=2", model="tests.small_nets:dropping"
+    )
+    # The ninth forward pass is in step 9, after the checkpoint of step 8.
+    code, output, error = start(arguments, SMALL_NET_FAULT="KILL@1:9").finish()
+    assert code == 0, error
+    assert "a worker died; all workers were restarted and go on from step 8" in output
+    summary = check_run(tmp_path / "job", steps=12)
+    assert summary["workers"] == 2
+    assert summary["resumed_from"] == 8
+    run_ranks(train_rank, 2, tmp_path / "straight", "dropping", None, {})
+    assert_same_state(tmp_path / "straight", tmp_path / "job")
+    assert shared_memory() <= before, "a dead worker's shared memory must not stay behind"
+
+
+def test_ctrl_c_saves_and_torchrun_goes_on(start, tmp_path):
+    job = start(small_arguments(tmp_path / "job", *ENDLESS, "--workers=2", model="tests.small_nets:dropping"))
+    wait_until(has_trained(tmp_path / "job"), job)
+    job.process.send_signal(signal.SIGINT)
+    code, output, error = job.finish()
+    assert code == 130
+    assert "Traceback" not in error
+    assert "--resume goes on from there" in output
+    assert not job.members()
+    stopped = check_run(tmp_path / "job", ended="interrupted")["steps"]
+    assert load_checkpoint(tmp_path / "job").step == stopped
+
+    options = {"lr_schedule": "constant", "warmup_epochs": 0.0, "steps": stopped + 4}
+    rest = [f"--{key.replace('_', '-')}={value}" for key, value in options.items()]
+    job = start(
+        small_arguments(tmp_path / "job", *rest, "--resume", model="tests.small_nets:dropping"),
+        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "hybridpar"),
+        OMP_NUM_THREADS="1",
+    )
+    code, output, error = job.finish()
+    assert code == 0, error
+    summary = check_run(tmp_path / "job", steps=stopped + 4)
+    assert (summary["workers"], summary["resumed_from"]) == (2, stopped)
+    run_ranks(train_rank, 2, tmp_path / "straight", "dropping", None, options)
+    assert_same_state(tmp_path / "straight", tmp_path / "job")
+
+
+def test_a_second_ctrl_c_stops_a_job_that_cannot_end_its_step(start, tmp_path):
+    """Worker 1 is stopped in its fourth step, so worker 0 waits for it."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    job = start(
+        small_arguments(tmp_path / "job", *ENDLESS, "--workers=2"), SMALL_NET_FAULT="STOP@1:4", TMPDIR=str(temporary)
+    )
+    wait_until(has_trained(tmp_path / "job"), job)
+    job.process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        job.process.wait(1)  # the first one waits for the step
+    job.process.send_signal(signal.SIGINT)
+    code, _, error = job.finish()
+    assert code == 130
+    assert error == "interrupted\n"
+    assert not job.members()
+    assert not list(temporary.iterdir()), "nothing stays behind"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_job_whose_launcher_is_stopped_saves_and_leaves_no_process(start, tmp_path, number):
+    job = start(small_arguments(tmp_path / "job", *ENDLESS, "--workers=2"))
+    wait_until(has_trained(tmp_path / "job"), job)
+    job.process.send_signal(number)
+    code, _, error = job.finish()
+    assert code == (143 if number == signal.SIGTERM else -9)
+    assert "Traceback" not in error
+    wait_until(lambda: not job.members())
+    stopped = check_run(tmp_path / "job", ended="interrupted")["steps"]
+    assert load_checkpoint(tmp_path / "job").step == stopped
+
+
+def test_an_error_of_all_workers_is_told_once(start, tmp_path):
+    job = start(small_arguments(tmp_path / "job", "--workers=2", model="resnet19"))
+    code, _, error = job.finish()
+    assert code == 2
+    assert error.count("unknown model 'resnet19'") == 1
+    assert error.startswith("error: unknown model 'resnet19'\nDid you mean resnet18")
+    assert "Traceback" not in error
+    assert not job.members()
+
+
+def test_a_worker_that_dies_again_and_again_fails_the_job(start, tmp_path):
+    program = (
+        "import sys; from hybridpar.machine.launch import launch_workers; "
+        "sys.exit(launch_workers(sys.argv[1:], 2, restarts=0))"
+    )
+    job = start(
+        small_arguments(tmp_path / "job", "--checkpoint-every=2"),
+        launcher=("-c", program),
+        SMALL_NET_FAULT="KILL@1:4",
+    )
+    code, _, error = job.finish()
+    assert code == 1
+    assert "error: worker 1 was killed by signal 9, and 0 restarts are used up" in error
+    assert load_checkpoint(tmp_path / "job").step == 2
+    assert not job.members()
+
+
+def test_a_single_worker_runs_in_a_tuned_process(start, tmp_path):
+    code, output, error = start(small_arguments(tmp_path / "job", "--workers=1")).finish()
+    assert (code, error) == (0, "")
+    assert "off with --no-tune-process" in output
+    check_run(tmp_path / "job", steps=12)
+
+
+# ------------------------------------------------------------------------------------------------------------- parts
+
+
+@pytest.fixture
+def verdict(tmp_path, monkeypatch):
+    place = tmp_path / "verdict.json"
+    monkeypatch.setenv(launch.VERDICT_VARIABLE, str(place))
+    return place
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--workers", "100000"], "--workers 100000 on"),
+        (["--sync", "ps", "--servers", "90000"], "and --servers 90000 on"),
+    ],
+)
+def test_more_processes_than_a_machine_has_room_for_are_not_started(options, said, tmp_path):
+    arguments = ["train", "resnet18", "--data", "digits", "--run-dir", str(tmp_path / "run"), *options]
+    job = command(arguments)
+    _, error = job.communicate(timeout=120)
+    assert job.returncode == 2
+    assert said in error
+    assert "at most 8 per core" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_first_verdict_stands(verdict, capsys):
+    assert record_failure(DataError("the first"), debug=False)
+    assert record_failure(DataError("the second"), debug=False)
+    assert failure_recorded()
+    assert report_verdict(verdict) == 1
+    assert capsys.readouterr().err == "error: the first\n"
+    assert list(verdict.parent.glob("verdict.json")) == [verdict]
+
+
+def test_a_lost_peer_is_worth_a_restart_and_no_verdict(verdict):
+    assert not record_failure(SyncError("a peer has died"), debug=False)
+    assert not record_failure(KeyboardInterrupt(), debug=False)
+    assert not failure_recorded()
+
+
+def test_without_a_launcher_of_ours_there_is_no_verdict(monkeypatch):
+    monkeypatch.delenv(launch.VERDICT_VARIABLE, raising=False)
+    assert not record_failure(DataError("x"), debug=False)
+    assert not failure_recorded()
+
+
+def test_a_bug_is_told_with_its_traceback_and_a_users_error_without(verdict):
+    def fail(error: Exception) -> Exception:
+        try:
+            raise error
+        except Exception as raised:
+            return raised
+
+    assert error_text(fail(DataError("x")), debug=False) == "error: x"
+    assert "Traceback" in error_text(fail(DataError("x")), debug=True)
+    bug = error_text(package_fault(), debug=False)
+    assert "Traceback" in bug
+    assert "difflib" in bug
+    record_failure(fail(KeyError("x")), debug=False)
+    assert json.loads(verdict.read_text())["code"] == 1
+
+
+def test_torchrun_passes_a_second_ctrl_c_on_as_sigterm(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.delenv(launch.VERDICT_VARIABLE, raising=False)
+    stop = StopRequest()
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.wanted
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        stop.release()
+
+
+@pytest.mark.parametrize(
+    ("variables", "told", "expected"),
+    [
+        ({}, None, "interrupted\n"),
+        ({"RANK": "0"}, None, "interrupted\n"),
+        ({"RANK": "1"}, None, ""),
+        ({launch.VERDICT_VARIABLE: "verdict.json"}, None, ""),
+        ({launch.VERDICT_VARIABLE: "verdict.json"}, False, "interrupted\n"),
+        ({launch.VERDICT_VARIABLE: "verdict.json"}, True, ""),
+    ],
+)
+def test_that_a_job_was_interrupted_is_said_by_one_of_its_processes(
+    monkeypatch, tmp_path, capsys, variables, told, expected
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", launch.VERDICT_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if told:
+        launch.note_orderly_end()
+    launch.tell_interrupted(None if told is None else Path("verdict.json"))
+    assert capsys.readouterr().err == expected
+
+
+def package_fault() -> Exception:
+    try:
+        nearest(3, ["a"])  # type: ignore[arg-type]
+    except Exception as raised:
+        return raised
+    raise AssertionError
+
+
+def test_of_an_error_in_the_users_code_only_that_code_is_shown():
+    def forward() -> None:
+        raise RuntimeError("my own complaint")
+
+    try:
+        nearest("x", (forward() for _ in range(1)))  # type: ignore[misc]
+    except RuntimeError as error:
+        text, whole = error_text(error, debug=False), error_text(error, debug=True)
+    assert text.splitlines()[-2] == "error: RuntimeError: my own complaint"
+    assert "in forward" in text
+    assert "--debug" in text
+    assert "errors.py" not in text
+    assert "Traceback" not in text
+    assert "errors.py" in whole
+    assert "Traceback" in whole
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_a_wish_and_a_second_ctrl_c_an_order(first):
+    handlers = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    stop = StopRequest()
+    try:
+        assert not stop.wanted
+        for number in (first, signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+            assert stop.wanted
+            assert stop.signal == first
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        stop.release()
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == handlers
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, False), ({"RANK": "0"}, False), ({"RANK": "0", "WORLD_SIZE": "1"}, True), ({"WORLD_SIZE": "2"}, False)],
+)
+def test_a_worker_knows_that_it_was_launched(monkeypatch, environment, expected):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launch.in_job() is expected
+
+
+def test_ctrl_c_while_importing_ends_the_process_where_a_callback_would_swallow_it():
+    program = """
+import os, signal, sys, weakref
+from hybridpar.machine.launch import leaving_at_once
+
+class Thing: pass
+
+def interrupt(reference):
+    os.kill(os.getpid(), signal.SIGINT)
+
+with leaving_at_once():
+    thing = Thing()
+    kept = weakref.ref(thing, interrupt)
+    del thing
+    sys.exit(3)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=PATIENCE).returncode == 130
+    before = signal.getsignal(signal.SIGINT)
+    with launch.leaving_at_once():
+        assert signal.getsignal(signal.SIGINT) != before
+    assert signal.getsignal(signal.SIGINT) == before

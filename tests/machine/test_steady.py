@@ -1,0 +1,58 @@
+"""Why: what is kept for months rests on these few lines, so they must stop, and must not take chance for agreement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import count
+
+import pytest
+
+from hybridpar.machine.steady import halves_apart, least_apart, relative_distance, repeat_until_steady
+
+
+def spread(values: Sequence[float]) -> float:
+    return max(values) - min(values) if len(values) > 1 else math.inf
+
+
+def test_distance_is_relative_and_knows_what_is_no_number() -> None:
+    assert relative_distance(2.0, 3.0) == relative_distance(3.0, 2.0) == pytest.approx(0.5)
+    assert relative_distance(0.0, 0.0) == 0.0
+    assert relative_distance(1.0, 0.0) == relative_distance(1.0, -1.0) == relative_distance(1.0, math.nan) == math.inf
+    assert relative_distance(math.nan, math.nan) == math.inf
+
+
+def test_halves_of_times_are_compared_by_their_medians() -> None:
+    assert halves_apart([1.0, 2.0, 1.0, 2.0]) == pytest.approx(1.0)
+    assert halves_apart([1.0, 1.1, 50.0, 1.1, 1.0]) == pytest.approx(0.1), "one that was disturbed does not count"
+    assert halves_apart([1.0]) == halves_apart([]) == math.inf
+
+
+def test_of_times_the_two_least_are_compared() -> None:
+    assert least_apart([9.0, 2.0, 5.0, 2.2]) == pytest.approx(0.1)
+    assert least_apart([1.0]) == math.inf
+
+
+def test_it_stops_as_soon_as_results_agree() -> None:
+    values = iter([1.0, 1.05, 7.0])
+    assert repeat_until_steady(lambda: next(values), spread, 0.1) == ([1.0, 1.05], pytest.approx(0.05))
+    assert next(values) == 7.0
+
+
+def test_it_stops_where_results_never_agree() -> None:
+    values = count(1.0)
+    results, noise = repeat_until_steady(lambda: next(values), spread, 0.1, most=4)
+    assert (results, noise) == ([1.0, 2.0, 3.0, 4.0], 3.0)
+
+
+def test_no_number_is_no_agreement() -> None:
+    assert len(repeat_until_steady(lambda: 1.0, lambda _: math.nan, 0.1)[0]) == 3
+
+
+def test_no_measurement_is_begun_when_the_time_is_up() -> None:
+    clock = count(step=4.0)
+    values = count(1.0)
+    results, _ = repeat_until_steady(lambda: next(values), spread, 0.1, 9, 10.0, lambda: next(clock))
+    assert results == [1.0, 2.0, 3.0]
+    late = count(step=100.0)
+    assert repeat_until_steady(lambda: 5.0, spread, 0.1, 9, 10.0, lambda: next(late)) == ([5.0], math.inf)

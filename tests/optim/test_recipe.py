@@ -1,0 +1,147 @@
+"""What a recipe sets, what it refuses, and the update that it makes on any number of workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridpar.config import TrainConfig
+from hybridpar.errors import UsageError
+from hybridpar.optim.recipe import expand
+from tests.ranks import run_ranks
+from tests.train.test_stage_engine import make_trainer, state_of, steps
+from tests.train.training import close, same, train_rank
+
+CONTRADICTIONS = [
+    ({"recipe": "onebit-sgd", "compress": "fp16"}, "--recipe onebit-sgd", "--compress fp16"),
+    ({"recipe": "onebit-adam", "compress": "onebit_sgd"}, "--recipe onebit-adam", "--compress onebit_sgd"),
+    ({"recipe": "onebit-sgd", "optimizer": "adamw"}, "--recipe onebit-sgd", "--optimizer adamw"),
+    ({"recipe": "onebit-sgd", "nesterov": True}, "--recipe onebit-sgd", "--nesterov"),
+    ({"recipe": "onebit-adam", "momentum": 0.5}, "--recipe onebit-adam", "--momentum 0.5"),
+    ({"recipe": "onebit-sgd", "sync": "local:4"}, "--recipe onebit-sgd", "--sync local:4"),
+    ({"recipe": "onebit-adam", "double_buffer": "half"}, "--double-buffer half", "--recipe onebit-adam"),
+    ({"double_buffer": "delay", "stages": 2}, "--double-buffer delay", "--stages 2"),
+    ({"double_buffer": "delay", "cuda_graph": True}, "--double-buffer delay", "--cuda-graph"),
+    ({"double_buffer": "delay", "sync": "local:2"}, "--double-buffer delay", "--sync local:2"),
+    ({"sync": "local:2", "compress": "onebit"}, "--sync local:2", "--compress onebit"),
+    ({"sync": "local:2", "stages": 2}, "--sync local:2", "--stages 2"),
+    ({"sync": "local:2", "batch_norm": "sync"}, "--sync local:2", "--batch-norm sync"),
+    ({"lr_per_sample": 0.01, "lr": 0.3}, "--lr-per-sample 0.01", "--lr 0.3"),
+    ({"select_batch": 1, "steps": 10}, "--select-batch 1", "--steps 10"),
+    ({"select_batch": 1, "optimizer": "adamw"}, "--select-batch 1", "--optimizer adamw"),
+    ({"select_batch": 1, "stages": 2}, "--select-batch 1", "--stages 2"),
+]
+
+
+@pytest.mark.parametrize(("options", "one", "other"), CONTRADICTIONS)
+def test_a_contradiction_is_one_error_that_names_both(options, one, other):
+    with pytest.raises(UsageError) as caught:
+        TrainConfig(**options).check()
+    assert one in caught.value.what
+    assert other in caught.value.what
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync": "local:0"},
+        {"sync": "local"},
+        {"sync": "local:x"},
+        {"sync": "gossip"},
+        {"warm_start_steps": -1, "recipe": "onebit-sgd"},
+        {"warm_start_steps": 5},
+        {"select_batch": -1},
+        {"lr_per_sample": 0.0},
+    ],
+)
+def test_values_out_of_range(options):
+    with pytest.raises(UsageError) as caught:
+        TrainConfig(**options).check()
+    assert f"--{next(iter(options)).replace('_', '-')}" in caught.value.what
+
+
+def test_what_the_recipes_stand_for():
+    sgd = expand(TrainConfig(recipe="onebit-sgd", momentum=0.8), total_steps=100, replicas=2)
+    assert (sgd.compress, sgd.momentum, sgd.double_buffer) == ("onebit_sgd:warm=8,momentum=0.8", 0.0, "auto")
+    assert sgd.weight_decay == pytest.approx(TrainConfig.weight_decay / 0.2)
+    assert sgd.lr == 1e-2 < TrainConfig.lr
+    adam = expand(TrainConfig(recipe="onebit-adam"), total_steps=100, replicas=3)
+    assert (adam.compress, adam.lr) == ("onebit_adam:warm=20", 1e-3)
+    alone = expand(TrainConfig(recipe="onebit-sgd"), total_steps=None, replicas=1)
+    assert alone.compress == "none"
+
+
+def test_options_go_before_what_a_recipe_would_set():
+    config = TrainConfig(recipe="onebit-sgd", compress="onebit_sgd:adagrad=off,momentum=0.5", warm_start_steps=3)
+    expanded = expand(config, total_steps=None, replicas=2)
+    assert expanded.compress == "onebit_sgd:adagrad=off,momentum=0.5,warm=3"
+    assert expanded.weight_decay == 2 * TrainConfig.weight_decay
+    off = expand(TrainConfig(recipe="onebit-sgd", double_buffer="off", lr=0.03), total_steps=9, replicas=2)
+    assert (off.double_buffer, off.lr) == ("off", 0.03)
+    rate = expand(TrainConfig(lr_per_sample=0.001, batch_size=32), total_steps=None, replicas=1)
+    assert rate.lr == pytest.approx(0.032)
+
+
+def test_the_length_of_the_run_must_be_known():
+    with pytest.raises(UsageError, match="warm-start-steps"):
+        expand(TrainConfig(recipe="onebit-adam"), total_steps=None, replicas=2)
+
+
+def _train(world, options, steps, more):
+    return train_rank(world, options, steps, **more)
+
+
+def test_without_bits_any_number_of_workers_makes_the_same_update():
+    options = {"recipe": "onebit-sgd", "compress": "onebit_sgd:bits=off,level=off", "double_buffer": "off", "lr": 0.01}
+    alone, two, three = (run_ranks(_train, size, options, 5, {"total": 50}, shared_memory=False) for size in (1, 2, 3))
+    assert alone[0]["optimizer"] == "AdaGradSGD"
+    assert two[0]["optimizer"] == "SGD"
+    assert same(three[0]["weights"], three[2]["weights"])
+    close(two[0]["weights"], alone[0]["weights"], rtol=1e-3, atol=1e-5)
+    close(three[0]["weights"], alone[0]["weights"], rtol=1e-3, atol=1e-5)
+
+
+def test_without_adagrad_and_bits_it_is_sgd_with_momentum():
+    recipe = {"recipe": "onebit-sgd", "compress": "onebit_sgd:bits=off,adagrad=off", "double_buffer": "off"}
+    options = {"weight_decay": 0.0}
+    ours = run_ranks(_train, 2, {**recipe, **options}, 5, {"total": 50}, shared_memory=False)
+    close(ours[0]["weights"], run_ranks(_train, 2, options, 5, {}, shared_memory=False)[0]["weights"])
+
+
+def test_the_whole_recipe_learns_and_workers_stay_equal(tmp_path):
+    options = {"recipe": "onebit-sgd", "double_buffer": "half", "warm_start_steps": 2, "lr": 0.02}
+    more = {"total": 30, "norm": True, "save": (str(tmp_path), 6)}
+    ranks = run_ranks(_train, 3, options, 9, more, shared_memory=False)
+    assert same(ranks[0]["weights"], ranks[1]["weights"])
+    assert same(ranks[0]["weights"], ranks[2]["weights"])
+    resumed = run_ranks(
+        _train, 3, options, 9, {"total": 30, "norm": True, "load": str(tmp_path / "step-6")}, shared_memory=False
+    )
+    assert same(ranks[2]["weights"], resumed[2]["weights"])
+    fewer = run_ranks(
+        _train, 2, options, 9, {"total": 30, "norm": True, "load": str(tmp_path / "step-6")}, shared_memory=False
+    )
+    assert same(fewer[0]["weights"], fewer[1]["weights"])
+    assert all(one.isfinite().all() for one in fewer[0]["weights"])
+
+
+def _pipeline(world, options):
+    with make_trainer(2, world=world, replicas=2, **options) as trainer:
+        steps(trainer, 4, replicas=2)
+        return state_of(trainer), str(trainer.engine.wire_format().policy), type(trainer.optimizer).__name__
+
+
+@pytest.mark.parametrize(("recipe", "optimizer"), [("onebit-adam", "FrozenAdam"), ("onebit-sgd", "SGD")])
+def test_recipes_train_the_replicas_of_stages(recipe, optimizer):
+    options = {"recipe": recipe, "warm_start_steps": 2, "lr": 0.01}
+    ranks = run_ranks(_pipeline, 2, options, shared_memory=False)
+    assert ranks[0][1].startswith(f"{recipe.replace('-', '_')}:")
+    assert ranks[0][2] == optimizer
+    assert all(one.isfinite().all() for one in ranks[0][0].values())
+    assert all(one.equal(ranks[1][0][name]) for name, one in ranks[0][0].items())
+
+
+@pytest.mark.parametrize("options", [{"double_buffer": "delay"}, {"sync": "local:2"}])
+def test_a_plan_of_stages_refuses_late_gradients_and_local_steps(options):
+    with pytest.raises(UsageError, match="a pipeline whose gradients are late"):
+        make_trainer(2, **options)

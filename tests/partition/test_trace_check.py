@@ -1,0 +1,307 @@
+from __future__ import annotations
+
+import copy
+import random
+import re
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hybridpar.errors import TraceError
+from hybridpar.partition.planning import partition_model
+from hybridpar.partition.run import StageRunner, run_stages
+from hybridpar.partition.split import split_model
+from hybridpar.partition.state import python_random_state, untouched
+from hybridpar.partition.trace import trace_model
+from hybridpar.partition.units import find_units
+from tests.partition import hidden_nets as nets
+from tests.partition.nets import ROWS
+
+#: Bodies that are in the graph as they are, also where they are the model's own code.
+RECORDED = (nets.Reversed, nets.StraightThrough, nets.NoGrad, nets.Decorated, nets.GradSwitch)
+
+#: Bodies that are kept as a sub-module, and what the model is told that has such code itself.
+WHOLE = {
+    nets.Autocast: "runs under autocast",
+    nets.IsTensor: "would not compute the same",
+    nets.AsksIsTensor: "would not compute the same",
+    nets.Checkpointed: "checkpoint.*buffer norm",
+    nets.OldCheckpointed: "checkpoint.*buffer norm",
+    nets.PythonRandom: "random numbers of Python or NumPy",
+    nets.LayerDrop: "random numbers of Python or NumPy",
+    nets.NumpyRandom: "random numbers of Python or NumPy",
+    nets.OwnGenerator: "attribute 'numbers'",
+    nets.Counting: "attribute 'steps'",
+    nets.WarmingUp: "attribute 'steps'",
+    nets.Remembering: "would not compute the same",
+    nets.ForwardHook: "hook",
+    nets.BackwardHook: "hook",
+}
+
+
+def seed_all() -> None:
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+
+
+def step_of(model: nn.Module, batches: list[Tensor], stages: int) -> list[Any]:
+    """Outputs, gradients and buffers of a few steps; with stages, cut into as many as that and run as a pipeline."""
+    units = find_units(trace_model(model, [batches[0]]), [batches[0]]) if stages else None
+    cut = []
+    if units is not None:
+        count = len(units.graph)
+        cut = split_model(units, [index * min(stages, count) // count for index in range(count)])
+    seed_all()
+    results: list[Any] = []
+    for batch in batches:
+        if cut:
+            runner = StageRunner(cut)
+            runner.start(batch)
+            outputs = [runner.forward(index) for index in range(len(cut))]
+            for index in reversed(range(len(cut))):
+                runner.backward(index, outputs[-1].square().sum() if index == len(cut) - 1 else None)
+            output = outputs[-1]
+        else:
+            output = model(batch)
+            output.square().sum().backward()
+        results.append(output.detach().clone())
+    results += [None if one.grad is None else one.grad.clone() for one in model.parameters()]
+    results += [one.clone() for one in model.buffers()]
+    with torch.no_grad():
+        results.append(run_stages([stage.eval() for stage in cut], batches[0]) if cut else model.eval()(batches[0]))
+    return results
+
+
+def assert_trains_as_the_whole(model: nn.Module) -> None:
+    batches = [torch.randn(*ROWS) for _ in range(3)]
+    wanted = step_of(copy.deepcopy(model), batches, 0)
+    found = step_of(model, batches, 3)
+    assert len(wanted) == len(found)
+    for one, other in zip(wanted, found, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("body", RECORDED)
+def test_custom_functions_and_no_grad_blocks_are_in_the_graph(body: Any) -> None:
+    for model in (nets.Within(body), nets.itself(body)):
+        assert trace_model(model, [torch.randn(*ROWS)]).leaves == ()
+        assert_trains_as_the_whole(model)
+
+
+@pytest.mark.parametrize("body", WHOLE)
+def test_what_a_graph_does_not_have_is_kept_in_a_sub_module(body: Any) -> None:
+    model = nets.Within(body)
+    assert trace_model(model, [torch.randn(*ROWS)]).leaves == ("blocks.0", "blocks.1")
+    assert_trains_as_the_whole(model)
+
+
+@pytest.mark.parametrize("body", WHOLE)
+def test_what_a_graph_does_not_have_is_refused_in_the_model_itself(body: Any) -> None:
+    with pytest.raises(TraceError, match=rf"(?s){body.__name__}.*({WHOLE[body]})"):
+        trace_model(nets.itself(body), [torch.randn(*ROWS)])
+
+
+def test_a_parameter_with_new_memory_in_every_pass_is_refused_or_whole() -> None:
+    model = nets.Within(nets.Renormed)
+    weight = model.blocks[0].linear.weight
+    before = weight.clone(), weight.data_ptr()
+    with pytest.raises(TraceError, match="Renormed"):
+        trace_model(nets.itself(nets.Renormed), [torch.randn(*ROWS)])
+    assert trace_model(model, [torch.randn(*ROWS)]).leaves == ("blocks.0", "blocks.1")
+    assert torch.equal(weight, before[0])
+    assert weight.data_ptr() == before[1]
+
+
+def test_a_checkpoint_with_dropout_is_refused_where_it_would_have_to_be_kept() -> None:
+    with pytest.raises(TraceError, match=r"blocks.0.*dropout") as caught:
+        trace_model(nets.Within(nets.CheckpointedDropout), [torch.randn(*ROWS)])
+    assert "--recompute" in caught.value.fix
+
+
+def test_a_refusal_has_both_values() -> None:
+    with pytest.raises(TraceError) as caught:
+        trace_model(nets.itself(nets.AsksIsTensor), [torch.randn(*ROWS)])
+    assert "in training, output is " in caught.value.why
+    assert " in its stages" in caught.value.why
+    assert "sub-module" in caught.value.fix
+
+
+class Assigning(nets.Body):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        y[:, :4] = 0
+        return y
+
+
+class ShapeBranch(nets.Body):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x.shape[0] > 4 else x
+
+
+class ShapeLoop(nets.Body):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(x.shape[0] // 2):
+            x = self.linear(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (Assigning, "assignments to parts of a tensor"),
+        (ShapeBranch, "a tensor's shape or type"),
+        (ShapeLoop, r"range\(\) needs a number"),
+    ],
+)
+def test_what_depends_on_no_data_is_not_said_to(body: Any, why: str) -> None:
+    with pytest.raises(TraceError, match=body.__name__) as caught:
+        trace_model(nets.itself(body), [torch.randn(*ROWS)])
+    assert "data" not in caught.value.why
+    assert re.search(why, caught.value.why)
+    assert_trains_as_the_whole(nets.Within(body))
+
+
+class Restless(nn.Module):
+    """Changes Python attributes of every kind in its forward pass."""
+
+    class Meter:
+        def __init__(self) -> None:
+            self.count, self.seen = 0, [1.0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.count, self.names, self.cache, self.queue = 0, ["a"], {"a": [1]}, deque([1, 2], maxlen=3)
+        self.seen, self.table, self.plain = {1}, np.zeros(3), torch.zeros(3)
+        self.meter, self.numbers, self.dice = self.Meter(), np.random.default_rng(0), random.Random(0)
+        self.register_buffer("buffer", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        self.names.append("b")
+        self.cache["a"].append(2)
+        self.cache["b"] = []
+        self.queue.append(3)
+        self.seen.add(self.count)
+        self.table += 1
+        self.plain.add_(1)
+        self.meter.count += 1
+        self.meter.seen.append(2.0)
+        self.meter.new = True
+        self.numbers.random()
+        self.dice.random()
+        random.random()
+        np.random.rand()
+        self.added = x.detach()
+        self.buffer = self.buffer + 1
+        self.linear.weight.data = self.linear.weight.data * 2
+        self.linear.bias.data.add_(1)
+        return self.linear(x) + torch.rand(6)
+
+
+def snapshot(model: nn.Module) -> list[Any]:
+    inner = model.get_submodule("1")
+    plain = {
+        name: repr(value)
+        for name, value in vars(inner).items()
+        if not name.startswith("_") and name not in ("meter", "numbers", "dice")
+    }
+    generators = repr(inner.numbers.bit_generator.state), inner.dice.getstate(), python_random_state()
+    state = {name: value.tolist() for name, value in model.state_dict().items()}
+    memory = [one.data_ptr() for one in (*model.parameters(), *model.buffers())]
+    return [plain, repr(vars(inner.meter)), generators, torch.get_rng_state().tolist(), state, memory]
+
+
+def restless() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), Restless(), nn.Linear(6, 2))
+
+
+def test_what_runs_inside_leaves_no_attribute_changed() -> None:
+    model = restless()
+    inner, before = model[1], snapshot(model)
+    held = inner.names, inner.cache, inner.meter, inner.buffer
+    with untouched(model, training=True):
+        model(torch.randn(*ROWS)).sum().backward()
+        assert snapshot(model) != before
+    assert snapshot(model) == before
+    assert all(
+        one is other for one, other in zip(held, (inner.names, inner.cache, inner.meter, inner.buffer), strict=True)
+    )
+    assert all(one.grad is None for one in model.parameters())
+
+
+def test_a_partition_leaves_the_model_as_it_was() -> None:
+    model, example = restless(), torch.randn(*ROWS)
+    before = snapshot(model)
+    made = partition_model(model, example, 2, passes=2)
+    assert snapshot(model) == before
+    assert made.units.traced.leaves == ("1",)
+    with pytest.raises(TraceError, match="Restless"):
+        partition_model(model[1], example, 1)
+    assert snapshot(model) == before
+
+
+def test_a_cache_that_the_first_pass_fills_is_no_counter() -> None:
+    class Lazy(nets.Body):
+        def __init__(self) -> None:
+            super().__init__()
+            self.size: int | None = None
+            self.seen: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.size = x.shape[1]
+            self.seen = x.detach()
+            return self.linear(x)
+
+    traced = trace_model(nets.itself(Lazy), [torch.randn(*ROWS)])
+    assert (traced.leaves, traced.constants) == ((), {})
+
+
+calls = {"count": 0}
+
+
+def count_calls(x: Tensor, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """Differs from call to call, in a way that nothing can put back."""
+    calls["count"] += 1
+    return x.detach() * (1e-4 * calls["count"] if x.dtype in dtypes else 0.0)
+
+
+torch.fx.wrap("count_calls")
+
+
+def test_where_results_differ_by_little_float64_decides() -> None:
+    class Rounding(nets.Body):
+        dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) + count_calls(x, self.dtypes)
+
+    class Different(Rounding):
+        dtypes = (torch.float32, torch.float64)
+
+    assert trace_model(nets.Within(Rounding), [torch.randn(*ROWS)]).leaves == ()
+    with pytest.raises(TraceError, match="would not compute the same"):
+        trace_model(nets.Within(Different), [torch.randn(*ROWS)])
+
+
+def test_a_model_that_takes_only_what_it_is_given_is_compared_on_that() -> None:
+    class Picky(nets.Body):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x.view(5, 6).sqrt())
+
+    class Careful(nets.Within):
+        def forward(self, x: Tensor) -> Tensor:
+            if not isinstance(x, torch.fx.Proxy) and (x.shape[0] != 5 or bool((x < 0).any())):
+                raise ValueError("five positive samples")
+            return super().forward(x)
+
+    assert trace_model(Careful(Picky), [torch.rand(*ROWS)]).leaves == ()
+    with pytest.raises(TraceError, match="Counting"):
+        trace_model(nets.itself(nets.Counting), [torch.rand(*ROWS)])

@@ -1,0 +1,620 @@
+"""A run without options searches for its plan, follows it, keeps it, and is held against what it predicted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from hybridpar import Trainer, partition_model
+from hybridpar.comm.world import World
+from hybridpar.compress import read_policy
+from hybridpar.config import TrainConfig
+from hybridpar.errors import PlanError, UsageError
+from hybridpar.observe import read_metrics
+from hybridpar.plan import Measured, Pipeline, Plan, Predicted, Stage, Sync, read_plan
+from hybridpar.planner import measure_run as run_inputs
+from hybridpar.planner import planned_run, store
+from hybridpar.planner.compare import slower_links
+from hybridpar.planner.fixed import Fixed
+from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.measure_run import decided_options, fixed_by, not_modelled
+from hybridpar.planner.planned_run import before_joining, follow
+from hybridpar.planner.profile import SizedTimes, Variant
+from hybridpar.planner.search import find_plan
+from hybridpar.run.sync import wire_format_lines
+from hybridpar.sync.compression_table import LayerBytes, WireFormat
+from tests.planner.small import chain, cluster, inputs
+from tests.ranks import run_ranks
+from tests.runs import check_run, saved_state, small_arguments, train, train_rank
+from tests.small_nets import plain
+
+#: What was predicted, by the keys of the summary.
+PREDICTED = ("step_ms", "compute_ms", "exposed_sync_ms", "bubble", "bytes_sent_per_step", "memory_bytes")
+
+
+@contextmanager
+def always_planned(noise: float = math.inf) -> Iterator[None]:
+    """Runs of tests are far too short to be worth a plan, and profiles are kept up to a noise: of any, by default."""
+    kept = mock.patch.object(run_inputs, "MOST_NOISE", noise)
+    with mock.patch.object(planned_run, "LEAST_STEPS", 1), mock.patch.object(run_inputs, "WORTH", 1e9), kept:
+        yield
+
+
+@contextmanager
+def never_searched() -> Iterator[None]:
+    with mock.patch.object(planned_run, "find_plan", side_effect=AssertionError("searched")):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "cache"))
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def planned(run_dir: Path, model: str = "plain", **options) -> Plan:
+    with always_planned():
+        assert train(run_dir, model, **options) == 0
+    return read_plan(run_dir / "plan.json")
+
+
+# ------------------------------------------------------------------------------------------------- alone
+
+
+def test_a_run_is_planned_kept_and_held_against_its_prediction(tmp_path, capsys):
+    plan = planned(tmp_path / "run", steps=6)
+    shown = capsys.readouterr().out
+    assert "; planned in" in shown
+    summary = check_run(tmp_path / "run", steps=6)
+    assert plan.inputs is not None
+    assert plan.predicted is not None
+    assert plan.ran is not None
+    for key in PREDICTED:
+        assert summary[f"predicted_{key}"] is not None, key
+    assert summary["predicted_step_ms"] == plan.predicted.step_ms
+    busy = summary["step_ms_median"] - summary["data_ms"]
+    assert plan.ran.step_ms == pytest.approx(busy, abs=1e-3)
+    assert plan.ran.memory_bytes == summary["memory_bytes"]
+    assert "predicted" in shown
+    assert f"measured {f'{busy:.2f} ms':>9}" in shown
+    apart = abs(busy / plan.predicted.step_ms - 1) > 0.15
+    assert (summary["prediction_warning"] is not None) >= apart
+
+
+def test_the_next_run_measures_nothing(tmp_path, capsys):
+    first = planned(tmp_path / "one", steps=3)
+    with mock.patch.object(run_inputs, "profile_model", side_effect=AssertionError("measured")):
+        second = planned(tmp_path / "two", steps=3)
+    assert "; planned in" in capsys.readouterr().out
+    assert first.inputs == second.inputs
+    assert first.predicted == second.predicted
+
+
+def test_a_profile_with_too_much_noise_is_used_once(tmp_path):
+    with always_planned(noise=-1.0):
+        assert train(tmp_path / "one", "plain", steps=3) == 0
+    assert read_plan(tmp_path / "one" / "plan.json").predicted is not None
+    assert not list(store.folder().glob("profile-*.json"))
+
+
+def test_another_batch_or_model_is_measured(tmp_path):
+    planned(tmp_path / "one", steps=3)
+    for number, (model, options) in enumerate([("plain", {"batch_size": 8}), ("wide", {}), ("plain", {"amp": "bf16"})]):
+        with mock.patch.object(run_inputs, "profile_model", wraps=run_inputs.profile_model) as measure:
+            planned(tmp_path / f"other-{number}", model, steps=3, **options)
+        assert measure.call_count == 1
+
+
+def test_a_short_run_is_not_planned_and_is_as_without_a_planner(tmp_path, capsys):
+    with never_searched():
+        train(tmp_path / "auto", steps=4)
+        train(tmp_path / "none", steps=4, plan="none")
+    auto, none = saved_state(tmp_path / "auto"), saved_state(tmp_path / "none")
+    assert all(torch.equal(value, none[name]) for name, value in auto.items())
+    summary = check_run(tmp_path / "auto", steps=4)
+    assert {summary[f"predicted_{key}"] for key in PREDICTED} == {None}
+    assert summary["prediction_warning"] is None
+    assert "plan  " not in capsys.readouterr().out
+
+
+def test_measuring_that_takes_longer_than_it_can_gain_is_left(tmp_path, capsys):
+    with mock.patch.object(planned_run, "LEAST_STEPS", 1), never_searched():
+        train(tmp_path / "run", steps=4)
+    assert "more than half of 4 steps" in capsys.readouterr().out
+    assert read_plan(tmp_path / "run" / "plan.json").inputs is None
+
+
+def test_a_model_that_cannot_be_measured_is_trained_all_the_same(tmp_path, capsys):
+    with mock.patch.object(run_inputs, "profile_model", side_effect=RuntimeError("no such layer")):
+        planned(tmp_path / "run", steps=3)
+    assert "plan     none: RuntimeError: no such layer" in capsys.readouterr().out
+    check_run(tmp_path / "run", steps=3)
+
+
+def test_options_that_nothing_predicts_are_obeyed_and_not_planned(tmp_path, capsys):
+    with never_searched():
+        planned(tmp_path / "run", steps=3, stages=2, micro_batches=2, recompute=(0,))
+    assert "no prediction knows --recompute" in capsys.readouterr().out
+    assert not_modelled(TrainConfig(compile=True)) == "--compile"
+    assert not_modelled(TrainConfig()) == ""
+
+
+# ------------------------------------------------------------------------------------------------- what is decided
+
+
+def test_what_is_no_part_of_the_search_is_trained_as_it_was_asked_for(tmp_path, capsys):
+    with torch_threads(1):  # lanes beside each other are not measured where they would share one core
+        plan = planned(tmp_path / "run", steps=3, stages=2, micro_batches=2)
+    assert "plan     none: what is decided leaves no plan for 1 worker(s): workers 1, stages 2" in " ".join(
+        capsys.readouterr().out.split()
+    ).replace("plan none", "plan     none")
+    assert len(plan.partition.stages) == 2
+    assert check_run(tmp_path / "run")["micro_batches"] == 2
+
+
+def test_a_memory_format_that_was_decided_is_kept(tmp_path):
+    plan = planned(tmp_path / "run", steps=3, memory_format="channels_last")
+    assert plan.inputs is not None
+    assert plan.inputs["fixed"] == {"workers": 1, "memory_format": "channels_last"}
+    assert plan.measured is not None
+    assert plan.measured.memory_format == "channels_last"
+
+
+def test_every_option_that_was_set_is_fixed():
+    names = ["a.weight", "b.weight"]
+    config = TrainConfig(stages=2, replicas=1, micro_batches=4, schedule="gpipe", placement="loop", compress="fp16")
+    fixed = fixed_by(config, decided_options(config), 2, names)
+    assert fixed == Fixed(2, 2, 1, 4, "gpipe", "loop", None, None, dict.fromkeys(names, "fp16"))
+    assert fixed_by(TrainConfig(), decided_options(TrainConfig()), 2, names) == Fixed(workers=2)
+    given = {"stages", "micro_batches", "memory_format", "kernels", "compress"}
+    assert fixed_by(TrainConfig(), decided_options(TrainConfig(), given), 2, names) == Fixed(
+        workers=2, stages=1, micro_batches=1, kernels="stock", codecs={}
+    )
+    auto = TrainConfig(compress="auto", memory_format="auto", fidelity="lossy")
+    assert decided_options(auto, {"compress", "memory_format"}) == {"fidelity"}, "auto leaves it to the search"
+    channels_last = TrainConfig(channels_last=True)
+    assert fixed_by(channels_last, decided_options(channels_last), 1, names).memory_format == "channels_last"
+    rules = TrainConfig(compress="a.* -> fp16")
+    assert fixed_by(rules, decided_options(rules), 2, names).codecs == {"a.weight": "fp16"}
+
+
+def whole_plan() -> Plan:
+    """A plan that says something of everything."""
+    return Plan.model_validate(
+        {
+            "version": 1,
+            "model": {"name": "plain", "fingerprint": "0" * 16, "parameters": 10},
+            "partition": {"stages": [{"units": ["a"]}, {"units": ["b"]}]},
+            "placement": {
+                "kind": "linear",
+                "replicas": 2,
+                "stages": [{"stage": 0, "worker": 0}, {"stage": 1, "worker": 1}],
+            },
+            "pipeline": {"schedule": "gpipe", "micro_batches": 4, "recompute": [0]},
+            "sync": {
+                "bucket_bytes": 1 << 20,
+                "policy": [{"pattern": "a.*", "codec": "fp16"}, {"pattern": "*", "codec": "none"}],
+            },
+            "kernels": {"database": "auto"},
+            "measured": {"memory_format": "channels_last"},
+        }
+    )
+
+
+def test_a_plan_says_everything_that_nobody_decided():
+    followed = follow(TrainConfig(plan=Path("p.json")), whole_plan(), frozenset(), 4)
+    assert followed == replace(
+        TrainConfig(),
+        plan="none",
+        stages=2,
+        replicas=2,
+        micro_batches=4,
+        schedule="gpipe",
+        placement="linear",
+        recompute=(0,),
+        compress="a.* -> fp16; * -> none",
+        bucket_mb=1.0,
+        memory_format="channels_last",
+        kernels="auto",
+    )
+    mine = {"micro_batches", "compress", "channels_last", "replicas"}
+    kept = follow(TrainConfig(micro_batches=8, channels_last=True), whole_plan(), mine, 4)
+    assert (kept.micro_batches, kept.compress, kept.memory_format, kept.replicas) == (8, "none", "auto", None)
+    with pytest.raises(UsageError, match="--stages 1 with a plan of 2 stages"):
+        follow(TrainConfig(), whole_plan(), {"stages"}, 4)
+    with pytest.raises(UsageError, match="--stages 3 with a plan of 2 stages"):
+        follow(TrainConfig(stages=3), whole_plan(), {"stages"}, 4)
+
+
+def test_workers_join_by_what_a_plans_file_says_of_the_exchange(tmp_path):
+    whole_plan().save(tmp_path / "plan.json")
+    asked = TrainConfig(plan=tmp_path / "plan.json")
+    assert not before_joining(asked).shares_memory
+    assert before_joining(asked, {"compress"}).shares_memory
+    assert before_joining(TrainConfig()) == TrainConfig()
+
+
+def test_the_command_line_knows_which_options_were_named():
+    from hybridpar.cli import named_options
+
+    line = ["train", "resnet18", "--stages", "1", "--compress=none", "--micro_batches", "2", "--no-guard"]
+    assert named_options(line) == {"stages", "compress", "micro_batches", "guard"}
+
+
+# ------------------------------------------------------------------------------------------------- what was asked for
+
+#: Options that act on what replicas exchange, and on stages.
+ON_REPLICAS = [{"compress": "fp16"}, {"sync": "local:2"}, {"batch_norm": "sync"}]
+ON_STAGES = [{"schedule": "gpipe"}, {"placement": "loop"}, {"recompute": (0,)}, {"timeline": Path("trace.json")}]
+
+
+@pytest.mark.parametrize("options", [*ON_REPLICAS, *ON_STAGES])
+def test_only_plans_in_which_a_named_option_has_an_effect_are_open(options):
+    (option,) = options
+    config, names = TrainConfig(**options), ["a.weight"]
+    fixed = fixed_by(config, {option}, 2, names, {option})
+    assert (fixed.exchanged, fixed.staged) == (options in ON_REPLICAS, options in ON_STAGES)
+    fixed = fixed_by(config, {option}, 2, names)
+    assert (fixed.exchanged, fixed.staged) == (False, False), "of a loop of one's own nothing else can be chosen"
+
+
+@pytest.mark.parametrize("option", ["compress", "sync", "batch_norm", "schedule", "placement", "recompute"])
+def test_what_is_at_its_default_leaves_all_plans_open(option):
+    fixed = fixed_by(TrainConfig(), {option}, 2, ["a.weight"], {option})
+    assert (fixed.exchanged, fixed.staged) == (False, False)
+    assert not fixed_by(TrainConfig(compress="auto"), set(), 2, [], {"compress"}).exchanged
+
+
+@pytest.mark.parametrize("options", [*ON_REPLICAS, *ON_STAGES])
+def test_an_option_that_would_have_no_effect_is_refused_before_the_run(tmp_path, options):
+    # One worker has nobody to exchange with, whatever is planned; lanes may hold stages, where a run is long enough.
+    planning = always_planned() if options in ON_REPLICAS else contextlib.nullcontext()
+    with never_searched(), planning, pytest.raises(UsageError) as caught:
+        train(tmp_path / "run", steps=3, **options)
+    said = "has no effect with one replica on 1 worker(s)" if options in ON_REPLICAS else "without stages has no effect"
+    assert said in caught.value.what
+    assert "--workers 2" in caught.value.fix or "--stages 2" in caught.value.fix
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loop_of_ones_own_with_one_worker_is_warned_and_names_no_codec(caplog):
+    with Trainer(plain(), config=TrainConfig(compress="fp16")) as trainer:
+        wire_format = trainer.engine.wire_format()
+    assert "--compress fp16 can gain nothing" in caplog.text
+    assert (str(wire_format.policy), str(wire_format.applied)) == ("fp16", "none")
+
+
+def test_a_codec_that_fits_no_layer_is_told_and_not_named():
+    row = LayerBytes("fc.weight", "linear", 100, "none", 400, 400)
+    wire_format = WireFormat(read_policy("hylo"), [row], None)
+    assert str(wire_format.applied) == "none"
+    assert wire_format_lines(wire_format, None) == [
+        "warning: --compress hylo changes nothing: it fits no layer of this model"
+    ]
+    sent = WireFormat(read_policy("hylo"), [row, replace(row, codec="hylo", bytes_after=50)], None)
+    assert str(sent.applied) == "hylo"
+    assert "gradients travel as hylo" in wire_format_lines(sent, None)
+
+
+# ------------------------------------------------------------------------------------------------- files and resuming
+
+
+def test_a_plans_file_is_followed_and_predicts_again(tmp_path, capsys):
+    plan = planned(tmp_path / "one", steps=3, memory_format="channels_last")
+    with never_searched():
+        train(tmp_path / "two", steps=3, plan=tmp_path / "one" / "plan.json")
+    again = read_plan(tmp_path / "two" / "plan.json")
+    assert again.predicted == plan.predicted
+    assert again.inputs == plan.inputs
+    assert again.ran is not None
+    assert "plan     from" in capsys.readouterr().out
+    summary = check_run(tmp_path / "two")
+    assert plan.predicted is not None
+    assert summary["predicted_step_ms"] == plan.predicted.step_ms
+
+
+def test_what_somebody_decides_otherwise_was_not_predicted(tmp_path):
+    planned(tmp_path / "one", steps=3)
+    train(tmp_path / "two", steps=3, plan=tmp_path / "one" / "plan.json", micro_batches=2)
+    summary = check_run(tmp_path / "two")
+    assert (summary["micro_batches"], summary["predicted_step_ms"]) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"batch_size": 8}, "a batch of 16, not 8"),
+        ({"momentum": 0.0}, "an optimizer with 1 tensors per parameter, not 0"),
+        ({"amp": "bf16"}, "computing in float32"),
+    ],
+)
+def test_the_prediction_of_a_plan_for_other_steps_does_not_count(tmp_path, capsys, options, told):
+    planned(tmp_path / "one", steps=3)
+    train(tmp_path / "two", steps=3, plan=tmp_path / "one" / "plan.json", **options)
+    assert f"which was made for {told}: its prediction does not hold here" in capsys.readouterr().out.replace("\n", " ")
+    summary = check_run(tmp_path / "two")
+    assert (summary["predicted_step_ms"], summary["prediction_warning"]) == (None, None)
+    assert read_plan(tmp_path / "two" / "plan.json").inputs is None, "nothing later is corrected by it"
+
+
+def test_a_model_of_which_nothing_is_trained_is_one_error(tmp_path):
+    with mock.patch("hybridpar.run.data.build_model", side_effect=lambda *one, **two: plain().requires_grad_(False)):
+        with pytest.raises(UsageError, match="has no parameter that is trained"):
+            train(tmp_path / "run", steps=3)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_made_elsewhere_is_one_error(tmp_path):
+    plan = planned(tmp_path / "one", steps=3)
+    assert plan.inputs is not None
+    inputs = json.loads(json.dumps(plan.inputs))
+    inputs["cluster"]["hosts"][0]["name"] = "Another CPU"
+    plan.model_copy(update={"inputs": inputs}).save(tmp_path / "elsewhere.json")
+    with pytest.raises(PlanError) as caught:
+        train(tmp_path / "two", steps=3, plan=tmp_path / "elsewhere.json")
+    assert "hosts.0.name is Another CPU there and" in caught.value.what
+    assert "--plan auto" in caught.value.fix
+    with pytest.raises(PlanError, match="made for another model"):
+        train(tmp_path / "two", "wide", steps=3, plan=tmp_path / "one" / "plan.json")
+    assert not (tmp_path / "two").exists()
+
+
+def test_a_resumed_run_goes_on_by_its_plan(tmp_path, capsys):
+    plan = planned(tmp_path / "run", steps=4, epochs=2)
+    with never_searched(), always_planned():
+        train(tmp_path / "run", steps=8, epochs=2, resume=True)
+    assert "as the run began with, not searched for again" in capsys.readouterr().out
+    again = read_plan(tmp_path / "run" / "plan.json")
+    assert (again.inputs, again.predicted) == (plan.inputs, plan.predicted)
+    check_run(tmp_path / "run", steps=8)
+
+
+def test_a_run_that_followed_a_file_without_a_prediction_goes_on_by_it(tmp_path, capsys):
+    plan = planned(tmp_path / "one", steps=3, memory_format="channels_last")
+    plan.model_copy(update={"inputs": None, "predicted": None}).save(tmp_path / "plan.json")
+    train(tmp_path / "run", steps=4, epochs=2, plan=tmp_path / "plan.json")
+    for steps, options in ((6, {"micro_batches": 2}), (8, {})):
+        capsys.readouterr()
+        with never_searched(), always_planned():
+            train(tmp_path / "run", steps=steps, epochs=2, resume=True, **options)
+        assert "plan     as the run began with" in capsys.readouterr().out
+        again = read_plan(tmp_path / "run" / "plan.json")
+        assert again.measured is not None
+        assert (again.followed, again.measured.memory_format) == (True, "channels_last")
+
+
+def test_an_edited_plan_is_followed_without_its_prediction(tmp_path, capsys):
+    plan = planned(tmp_path / "one", steps=3)
+    assert plan.pipeline is not None
+    assert plan.sync is not None
+    for number, edit in enumerate(
+        (
+            {"pipeline": plan.pipeline.model_copy(update={"micro_batches": 4})},
+            {"sync": plan.sync.model_copy(update={"bucket_bytes": 1 << 20})},
+            {"partition": plan.partition.model_copy(update={"stages": (Stage(units=("foo",)),)})},
+        )
+    ):
+        plan.model_copy(update=edit).save(tmp_path / "edited.json")
+        train(tmp_path / f"two{number}", steps=3, plan=tmp_path / "edited.json")
+        assert "which was edited: what was predicted does not hold" in capsys.readouterr().out.replace("\n", " ")
+        assert check_run(tmp_path / f"two{number}")["predicted_step_ms"] is None
+
+
+def test_kernels_of_which_the_model_has_none_leave_the_search_as_it_is(tmp_path):
+    plan = planned(tmp_path / "run", steps=3, kernels="auto")
+    assert plan.inputs is not None
+    assert plan.inputs["fixed"] == {"workers": 1, "memory_format": "channels_last"}
+
+
+def test_a_damaged_profile_is_measured_again(tmp_path):
+    planned(tmp_path / "one", steps=3)
+    (kept,) = store.folder().glob("profile-*.json")
+    entry = json.loads(kept.read_text())
+    entry["data"]["profile"]["variants"][0]["sizes"][0]["forward_ms"][0] = -5
+    kept.write_text(json.dumps(entry))
+    with mock.patch.object(run_inputs, "profile_model", wraps=run_inputs.profile_model) as measure:
+        planned(tmp_path / "two", steps=3)
+    assert measure.call_count == 1
+
+
+def test_a_fidelity_that_changes_nothing_is_told(tmp_path, capsys):
+    planned(tmp_path / "run", steps=3, fidelity="lossy")
+    assert "--fidelity lossy changes nothing: no codec was timed" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_that_began_without_a_plan_goes_on_without_one(tmp_path):
+    train(tmp_path / "run", steps=4, epochs=2, plan="none")
+    with never_searched(), always_planned():
+        train(tmp_path / "run", steps=8, epochs=2, resume=True)
+    assert read_plan(tmp_path / "run" / "plan.json").inputs is None
+
+
+# ------------------------------------------------------------------------------------------------- two workers
+
+
+def planned_rank(world: World, run_dir: Path, cache: str, options: dict, planted: float = 1.0) -> Plan:
+    """A planned run of one of several workers, on links that are said to be so many times as slow as measured."""
+    os.environ["HYBRIDPAR_CACHE"] = cache
+    measured = run_inputs.measure_cluster
+    with (
+        always_planned(),
+        mock.patch.object(
+            run_inputs, "measure_cluster", lambda world, **how: slower_links(measured(world, **how), planted)
+        ),
+    ):
+        train_rank(world, run_dir, "plain", None, options)
+    world.barrier()  # rank 0 has more to write at the end
+    return read_plan(run_dir / "plan.json")
+
+
+def test_two_workers_follow_one_plan_and_a_planted_bandwidth_is_noticed(tmp_path):
+    cache = str(tmp_path / "cache")
+    plans = run_ranks(planned_rank, 2, tmp_path / "run", cache, {"steps": 4})
+    assert plans[0] == plans[1]
+    summary = check_run(tmp_path / "run", steps=4)
+    assert summary["replicas"] * summary["stages"] >= 2
+    assert summary["predicted_bytes_sent_per_step"] > 0
+    run_ranks(planned_rank, 2, tmp_path / "slow", cache, {"steps": 4, "replicas": 2}, 100.0)
+    assert "so the link is faster than measured: planned with" in check_run(tmp_path / "slow")["prediction_warning"]
+
+
+def test_two_workers_search_within_the_stages_that_they_were_given(tmp_path):
+    options = {"steps": 4, "stages": 2, "micro_batches": 2, "schedule": "gpipe"}
+    plan = run_ranks(planned_rank, 2, tmp_path / "run", str(tmp_path / "cache"), options)[0]
+    assert plan.inputs is not None
+    assert plan.inputs["fixed"] == {
+        **{"workers": 2, "stages": 2, "micro_batches": 2, "schedule": "gpipe"},
+        "staged": True,
+    }
+    summary = check_run(tmp_path / "run", steps=4)
+    assert (summary["stages"], summary["micro_batches"], summary["schedule"]) == (2, 2, "gpipe")
+    assert plan.predicted is not None
+    assert plan.ran is not None
+    assert (plan.predicted.bubble, plan.predicted.peak_saved_bytes) > (0, 0)
+    assert plan.ran.bubble == summary["bubble"]
+
+
+def refused_rank(world: World, run_dir: Path, options: dict) -> str:
+    with pytest.raises(UsageError) as caught:
+        train_rank(world, run_dir, "plain", None, {"steps": 2, **options})
+    return f"{caught.value.what}: {caught.value.fix}"
+
+
+def test_two_workers_that_share_one_model_exchange_nothing_that_could_be_compressed(tmp_path):
+    answers = run_ranks(refused_rank, 2, tmp_path / "run", {"stages": 2, "compress": "fp16"})
+    assert answers[0] == answers[1]
+    assert answers[0].startswith("--compress fp16 has no effect with one replica on 2 worker(s)")
+    assert "--replicas 2 or --workers 4" in answers[0]
+
+
+def test_two_workers_resume_by_the_plan_and_one_goes_on_without(tmp_path, capsys):
+    cache = str(tmp_path / "cache")
+    run_ranks(planned_rank, 2, tmp_path / "run", cache, {"steps": 4})
+    with never_searched(), always_planned():
+        train(tmp_path / "run", steps=8, resume=True)
+    assert "the run's own plan is for 2 worker(s), and here are 1" in capsys.readouterr().out
+    assert read_metrics(tmp_path / "run").steps["step"].tolist() == list(range(1, 9))
+    assert read_plan(tmp_path / "run" / "plan.json").inputs is None
+    with never_searched():
+        plan = run_ranks(planned_rank, 2, tmp_path / "run", cache, {"steps": 12, "resume": True})[0]
+    assert plan.inputs is not None, "with two workers it is taken up again"
+
+
+def told(asked: PlannerInputs) -> list[str]:
+    return list(planned_run._told(find_plan(asked), asked, 0.1))
+
+
+def test_a_link_that_makes_the_second_worker_a_loss_is_told():
+    lines = told(inputs(spec=cluster(2, 1e5), fixed=Fixed(workers=2)))
+    assert any("fewer would be faster" in line and "--workers 1" in line for line in lines)
+    assert not any("fewer" in line for line in told(inputs(spec=cluster(2, 1e10), fixed=Fixed(workers=2))))
+
+
+def test_a_plan_is_told_in_one_line_with_the_next_best():
+    times = [(40, 60), (40, 60)]
+    net = chain(times, [(64, 64)] * 2, batch_norm=True)
+    fast = inputs(net, cluster(2, 1e10), fixed=Fixed(workers=2))
+    assert len(told(fast)) == 1
+    assert re.fullmatch(
+        r"plan     data parallel on 2 workers, about 200 ms a step \(next best: 2-stage pipeline, 2 micro-batches, "
+        r"\+\d+ ms\); planned in 0\.1 s, details in plan\.json",
+        told(fast)[0],
+    )
+    noisy = replace(fast, profile=chain(times, [(64, 64)] * 2, noise=0.5, batch_norm=True))
+    short = replace(noisy.profile, variants=(replace(noisy.profile.variants[0], memory_format="channels_last"),))
+    both = replace(noisy.profile, variants=noisy.profile.variants + short.variants)
+    line = told(replace(noisy, profile=both))[0]
+    assert "(next best: data parallel on 2 workers, channels_last, as fast within the noise)" in line
+    alone = inputs(chain(times, [(64, 64)] * 2), cluster(1), fixed=Fixed(workers=1, stages=1, micro_batches=2))
+    assert told(alone) == [
+        "plan     one worker, 2 micro-batches, about 400 ms a step; planned in 0.1 s, details in plan.json"
+    ]
+
+
+def test_fewer_workers_that_are_told_of_give_the_same_result():
+    sizes = tuple(SizedTimes(samples, (ms, ms), (2 * ms, 2 * ms)) for samples, ms in ((4, 20.0), (8, 22.0)))
+    net = chain(
+        [(20, 40)] * 2,
+        [(1000, 1000)] * 2,
+        batch_norm=True,
+        variants=(Variant("contiguous", "stock", sizes),),
+    )
+    asked = inputs(net, cluster(4, 1e4), batch=16, fixed=Fixed(workers=4))
+    assert "with --workers 1 --micro-batches 4" in told(asked)[1]
+
+
+# ------------------------------------------------------------------------------------------------- somebody's own loop
+
+
+def test_a_loop_of_ones_own_is_planned_within_what_it_decides(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "hybridpar")
+    images, labels = torch.randn(16, 3, 8, 8), torch.randint(10, (16,))
+    with always_planned(), Trainer(plain(), config=TrainConfig(), total_steps=200, example=images) as trainer:
+        assert trainer.planned.searched
+        assert (trainer.config.stages, trainer.config.micro_batches) == (1, 1)
+        assert trainer.config.batch_size == TrainConfig().batch_size
+        assert trainer.planned.plan is not None
+        assert isinstance(trainer.planned.plan.predicted, Predicted)
+        trainer.step((images, labels))
+    assert "a step (next best: " in caplog.text
+    assert "plan.json" not in caplog.text
+    with never_searched(), Trainer(plain(), config=TrainConfig(), total_steps=20, example=images) as trainer:
+        assert trainer.planned.plan is None
+        assert trainer.config == replace(TrainConfig(), plan="none")
+
+
+def test_a_plan_as_an_object_is_followed_as_its_file_is(tmp_path):
+    images = torch.randn(8, 3, 8, 8)
+    plan = partition_model(plain(), [images], 2).plan
+    plan = plan.model_copy(
+        update={
+            "pipeline": Pipeline(schedule="gpipe", micro_batches=4),
+            "measured": Measured(memory_format="channels_last"),
+            "sync": Sync(bucket_bytes=1 << 20),
+        }
+    )
+    plan.save(tmp_path / "plan.json")
+    configs = []
+    for options, given in ((TrainConfig(), plan), (TrainConfig(plan=tmp_path / "plan.json"), None)):
+        with Trainer(plain(), config=options, plan=given, example=images) as trainer:
+            configs.append(trainer.config)
+            assert "plan     " in trainer.planned.lines[0]
+    assert configs[0] == configs[1]
+    assert (configs[0].stages, configs[0].micro_batches, configs[0].schedule) == (2, 4, "gpipe")
+    assert configs[0].uses_channels_last
+    whole = partition_model(plain(), [images], 1).plan
+    with Trainer(plain(), plan=whole) as trainer:
+        assert not trainer.config.is_staged
+
+
+def test_the_option_says_what_it_takes(capsys):
+    from hybridpar import cli
+
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    assert "{auto,none}|PATH" in capsys.readouterr().out.replace(" ", "")
+    assert cli.main([*small_arguments(Path("unused"), "--plan=nothing.json", "--workers=1"), "--no-tune-process"]) == 2
+    said = capsys.readouterr().err
+    assert "--plan nothing.json: there is no such file" in said
+    assert "`auto`, which searches, `none`" in said

@@ -1,0 +1,282 @@
+"""A run is found again, and nothing is overwritten by accident."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.errors import CheckpointError, RunDirectoryError, UsageError
+from hybridpar.run.directory import (
+    RunPlace,
+    before_the_start,
+    claim_place,
+    expected_directory,
+    find_place,
+    recall_options,
+)
+from hybridpar.train.checkpoint import CheckpointData, save_checkpoint
+from tests.runs import small_disk
+
+BASE = Path("runs/resnet18-digits")
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def start(model="resnet18", **options) -> RunPlace:
+    """What a run does at its start."""
+    config = TrainConfig(**options)
+    return claim_place(find_place(config, model), config, model, {"torch": "x"})
+
+
+def save(place: RunPlace, step: int) -> Path:
+    return save_checkpoint(place.checkpoints, CheckpointData(step, "f", {"w": torch.ones(1)}, {}, {}), World())
+
+
+def test_runs_without_a_name_are_numbered():
+    assert [start().directory for _ in range(3)] == [BASE, Path(f"{BASE}-2"), Path(f"{BASE}-3")]
+
+
+def test_two_runs_that_start_at_once_get_directories_of_their_own():
+    config = TrainConfig()
+    first, second = find_place(config, "resnet18"), find_place(config, "resnet18")
+    assert claim_place(first, config, "resnet18", {}).directory == BASE
+    assert claim_place(second, config, "resnet18", {}).directory == Path(f"{BASE}-2")
+
+
+def test_the_users_directory_is_never_taken_for_an_unused_one():
+    BASE.mkdir(parents=True)
+    (BASE / "thesis.tex").write_text("years of work")
+    assert start().directory == Path(f"{BASE}-2")
+
+
+def test_a_models_name_becomes_a_directorys_name():
+    assert start("my.nets:Big Net", data="cifar10").directory == Path("runs/my.nets-Big-Net-cifar10")
+
+
+def test_the_run_file_tells_what_runs_there():
+    place = start(lr=0.5, run_dir=Path("mine"))
+    facts = json.loads((place.directory / "run.json").read_text())
+    assert facts["model"] == "resnet18"
+    assert facts["options"]["lr"] == 0.5
+    assert facts["options"]["run_dir"] == "mine"
+    assert facts["versions"] == {"torch": "x"}
+    assert place.checkpoints.is_dir()
+
+
+def test_looking_for_a_place_writes_nothing(tmp_path):
+    find_place(TrainConfig(), "resnet18")
+    find_place(TrainConfig(run_dir=Path("mine")), "resnet18")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_in_the_directory_is_not_overwritten_unasked():
+    start(run_dir=Path("mine"))
+    with pytest.raises(UsageError) as caught:
+        start(run_dir=Path("mine"))
+    assert caught.value.what == "mine already holds a run"
+    assert "--resume" in caught.value.fix
+    assert "--overwrite" in caught.value.fix
+
+
+@pytest.mark.parametrize("run_dir", [Path("mine"), None])
+def test_overwrite_deletes_the_run_and_nothing_else(run_dir):
+    place = start(run_dir=run_dir)
+    save(place, 5)
+    for name in ("metrics.jsonl", "summary.json", "loss.png", "plan.json", "plan-2-workers.json", "notes.txt"):
+        (place.directory / name).write_text("old")
+    (place.directory / "tensorboard").mkdir()
+    again = start(run_dir=run_dir, overwrite=True)
+    assert again.directory == place.directory
+    assert again.checkpoint is None
+    assert sorted(path.name for path in place.directory.iterdir()) == ["checkpoints", "notes.txt", "run.json"]
+    assert not list(place.checkpoints.iterdir())
+
+
+def test_overwrite_does_not_delete_what_it_is_to_start_from():
+    place = start(run_dir=Path("mine"))
+    path = save(place, 5)
+    for source in (path, place.directory):
+        with pytest.raises(UsageError, match="which --resume-from names"):
+            start(run_dir=Path("mine"), overwrite=True, resume_from=source)
+    assert path.is_dir()
+
+
+def test_resume_takes_the_newest_checkpoint_of_the_named_run():
+    place = start(run_dir=Path("mine"))
+    save(place, 9)
+    newest = save(place, 10)
+    assert find_place(TrainConfig(run_dir=Path("mine"), resume=True), "resnet18") == RunPlace(Path("mine"), newest)
+
+
+def test_resume_without_a_name_takes_the_newest_run_that_has_a_checkpoint():
+    save(start(), 3)
+    second = start()
+    newest = save(second, 4)
+    start()
+    found = find_place(TrainConfig(resume=True), "resnet18")
+    assert found == RunPlace(second.directory, newest)
+
+
+@pytest.mark.parametrize("run_dir", [Path("mine"), None])
+def test_resume_without_a_checkpoint_says_so(run_dir):
+    start(run_dir=run_dir)
+    with pytest.raises(CheckpointError, match="there is nothing to resume in"):
+        start(run_dir=run_dir, resume=True)
+
+
+def restarted_as(monkeypatch, job, count):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+
+
+def began(**options) -> Path:
+    """A run with a checkpoint."""
+    place = start(run_dir=Path("mine"), **options)
+    save(place, 7)
+    return place.directory
+
+
+def recall(named=(), model="resnet18", **options):
+    return recall_options(TrainConfig(run_dir=Path("mine"), resume=True, **options), model, named)
+
+
+def test_a_resumed_run_takes_the_options_that_it_began_with():
+    began(lr=0.5, step_epochs=(0.3,), data_root=Path("there"), steps=9, guard=False)
+    config, lines = recall()
+    assert (config.lr, config.step_epochs, config.data_root, config.steps) == (0.5, (0.3,), Path("there"), 9)
+    assert not config.guard
+    (line,) = lines
+    assert "as the run began" in line
+    assert "lr 0.5" in line
+    assert "steps 9" in line
+
+
+def test_a_resumed_run_says_what_was_changed():
+    began(lr=0.5)
+    config, lines = recall({"lr", "epochs"}, lr=0.02, epochs=20)
+    assert (config.lr, config.epochs) == (0.02, 20)
+    assert lines == ("resumed  lr: 0.5 -> 0.02 after step 7", "resumed  epochs: 10 -> 20 after step 7")
+
+
+def test_what_a_run_saves_is_as_the_command_says_and_not_as_it_began():
+    began(checkpoint_every="never")
+    config, lines = recall()
+    assert config.checkpoint_every == TrainConfig.checkpoint_every
+    assert lines == ("resumed  checkpoint-every: never -> epoch,60s after step 7",)
+
+
+def test_a_longer_run_is_not_ended_by_the_limit_of_the_one_before():
+    began(steps=9)
+    assert recall({"epochs"}, epochs=20)[0].steps is None
+
+
+def test_where_all_options_were_decided_on_none_is_recalled():
+    began(lr=0.5)
+    config, lines = recall(None)
+    assert config.lr == TrainConfig.lr
+    assert lines == ("resumed  lr: 0.5 -> 0.02 after step 7",)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"batch_size": 32}, "--batch-size is 32, and the run in mine began with 64"),
+        ({"optimizer": "adamw"}, "--optimizer is adamw"),
+        ({"stem": "cifar"}, "--stem is cifar"),
+        ({"model": "resnet34"}, "is of resnet18, not of resnet34"),
+    ],
+)
+def test_what_a_resumed_run_cannot_change_is_refused(options, said):
+    began()
+    with pytest.raises(UsageError, match=said):
+        recall(set(options), **options)
+
+
+def test_a_run_that_is_not_resumed_recalls_nothing():
+    began(lr=0.5)
+    config = TrainConfig(run_dir=Path("mine"), overwrite=True)
+    assert recall_options(config, "resnet18", ()) == (config, ())
+
+
+def test_the_directory_that_a_run_will_get_is_known_before():
+    assert expected_directory(find_place(TrainConfig(), "resnet18")) == start().directory == BASE
+    assert expected_directory(find_place(TrainConfig(), "resnet18")) == start().directory == Path(f"{BASE}-2")
+
+
+@pytest.mark.parametrize(("restarts", "code"), [("0", 2), ("1", 1)])
+def test_what_cannot_be_used_is_a_wrong_request_until_the_run_has_started(monkeypatch, restarts, code):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    with pytest.raises(CheckpointError) as caught, before_the_start():
+        find_place(TrainConfig(resume=True), "resnet18")
+    assert caught.value.exit_code == code
+
+
+def test_a_restarted_job_finds_its_own_run(monkeypatch):
+    restarted_as(monkeypatch, "job-a", 0)
+    mine = start()
+    path = save(mine, 7)
+    restarted_as(monkeypatch, "job-b", 0)
+    save(start(), 8)
+    restarted_as(monkeypatch, "job-a", 1)
+    found = start()
+    assert found == RunPlace(mine.directory, path, restarted=True)
+
+
+@pytest.mark.parametrize("text", ["[]", '"job-a"', "{", "[" * 100_000, "\xff"])
+def test_a_damaged_run_beside_it_does_not_hide_a_jobs_own(text, monkeypatch):
+    restarted_as(monkeypatch, "job-a", 0)
+    mine = start()
+    other = mine.directory.with_name(f"{mine.directory.name}-2")
+    other.mkdir()
+    (other / "run.json").write_text(text, encoding="latin-1")
+    restarted_as(monkeypatch, "job-a", 1)
+    assert start() == RunPlace(mine.directory, None, restarted=True)
+
+
+def test_a_job_that_died_before_its_first_checkpoint_starts_again_in_its_directory(monkeypatch):
+    restarted_as(monkeypatch, "job-a", 0)
+    mine = start(run_dir=Path("mine"))
+    restarted_as(monkeypatch, "job-a", 1)
+    assert start(run_dir=Path("mine")) == RunPlace(mine.directory, None, restarted=True)
+
+
+def test_a_restarted_job_does_not_delete_what_it_has_done_with_overwrite(monkeypatch):
+    save(start(run_dir=Path("mine")), 99)
+    restarted_as(monkeypatch, "job-a", 0)
+    path = save(start(run_dir=Path("mine"), overwrite=True), 7)
+    restarted_as(monkeypatch, "job-a", 2)
+    assert start(run_dir=Path("mine"), overwrite=True).checkpoint == path
+
+
+def test_a_job_that_died_before_it_claimed_a_directory_does_not_take_a_foreign_one(monkeypatch):
+    start(run_dir=Path("mine"))
+    restarted_as(monkeypatch, "job-a", 1)
+    with pytest.raises(UsageError, match="already holds a run"):
+        start(run_dir=Path("mine"))
+
+
+def test_a_directory_that_cannot_be_made_is_an_error():
+    Path("file").write_text("no directory")
+    with pytest.raises(RunDirectoryError) as caught:
+        start(run_dir=Path("file/run"))
+    assert "file/run" in caught.value.what
+    assert "--run-dir" in caught.value.fix
+
+
+@pytest.mark.root
+def test_a_full_disk_is_an_error(tmp_path):
+    with small_disk(tmp_path / "disk", kilobytes=4) as disk:
+        (disk / "filler").write_bytes(b"x" * 4096)
+        with pytest.raises(RunDirectoryError) as caught:
+            start(run_dir=disk / "run")
+    assert "disk is full" in str(caught.value).lower()

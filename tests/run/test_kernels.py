@@ -1,0 +1,250 @@
+"""Why: a run with kernels must train as one without, say what ran on them, why the rest did not, and the gain."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.world import World
+from hybridpar.errors import KernelError, UsageError
+from hybridpar.observe import read_metrics
+from hybridpar.observe.report import _rows
+from hybridpar.plan import read_plan
+from hybridpar.planner.stage_plan import lane_threads, shape_of
+from hybridpar.run import kernels as run_kernels
+from hybridpar.run.kernels import prepare_kernels
+from hybridpar.tvm_kernels import choice, conv_norm_choice, optimize
+from hybridpar.tvm_kernels.conv_norm_records import ConvNormShape
+from hybridpar.tvm_kernels.database import Database, append_records
+from hybridpar.tvm_kernels.kernel import TunedKernel
+from hybridpar.tvm_kernels.norm_records import NormShape
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from tests.ranks import run_ranks
+from tests.runs import check_run, small_arguments, train
+from tests.small_nets import separable
+from tests.test_cli import assert_one_error, call  # noqa: F401 - a fixture
+from tests.tvm_kernels.standin import NormStandIn, StandIn, all_records, conv_norm_record, norm_record, record_of
+
+SHAPES = [f"{{batch}}x8x8x8 k{taps}x{taps} s1x1 p{taps // 2}x{taps // 2} d1x1" for taps in (3, 5)]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    return standing_in(monkeypatch)
+
+
+def standing_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """Kernels that numpy computes, until the test ends."""
+    made = StandIn()
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
+    monkeypatch.setattr(choice.Choices, "_made", lambda self, records: made(records))
+    monkeypatch.setattr(choice, "_active", None)
+    return made
+
+
+@pytest.fixture
+def norms(monkeypatch: pytest.MonkeyPatch) -> NormStandIn:
+    return NormStandIn(monkeypatch)
+
+
+def database(place: Path, *batches: int, layout: Layout = Layout.CHANNELS_LAST) -> str:
+    for batch in batches:
+        for shape in SHAPES:
+            append_records(place, all_records(shape.format(batch=batch), layout))
+    return str(place)
+
+
+def test_a_run_with_kernels_learns_the_same(tmp_path, kernels, monkeypatch):
+    train(tmp_path / "plain", "separable", channels_last=True)
+    assert train(tmp_path / "tuned", "separable", kernels=database(tmp_path / "k.jsonl", 16)) == 0
+    summary = check_run(tmp_path / "tuned", steps=12)
+    assert (summary["kernels"]["tuned"], summary["kernels"]["stock"]) == (6, 2), "two norms have no record"
+    assert isinstance(summary["kernels"]["saved_ms"], float)
+    assert min(kernels.calls.values()) >= 24
+    losses = [read_metrics(tmp_path / name).steps["loss"] for name in ("plain", "tuned")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert check_run(tmp_path / "plain")["kernels"] is None
+
+
+def test_the_plan_says_what_ran_and_why(tmp_path, kernels, capsys):
+    train(tmp_path / "run", "separable", kernels=database(tmp_path / "k.jsonl", 4), epochs=1)
+    plan = read_plan(tmp_path / "run" / "plan.json")
+    assert plan.kernels is not None
+    assert plan.measured is not None
+    assert plan.measured.memory_format == "channels_last"
+    assert {(one.layer, one.direction) for one in plan.kernels.choices} == {
+        *((layer, direction.value) for layer in ("body.3", "body.4") for direction in Direction),
+        *((layer, "batch_norm_act") for layer in ("body.1", "body.6")),
+    }
+    assert {one.kernel for one in plan.kernels.choices} == {
+        "stock: its record is for batch 4",
+        "stock: there is no record",
+    }
+    assert check_run(tmp_path / "run")["kernels"] == {"tuned": 0, "stock": 8, "saved_ms": None}
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "0 of 6 depthwise operations run on tuned kernels" in shown
+    assert "torch, as its record is for batch 4: body.3 forward" in shown
+    assert "0 of 2 norms run fused with their activations torch, as there is no record: body.1, body.6" in shown
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 2, "batch_size": 32}], ids=["whole", "pooled"])
+def test_norms_run_fused_where_a_record_says_so(tmp_path, kernels, norms, capsys, options):
+    train(tmp_path / "plain", "separable", channels_last=True, **options)
+    file = database(tmp_path / "k.jsonl", 16)
+    append_records(file, [norm_record(NormShape(16 * 64, 8, "relu"))])
+    capsys.readouterr()
+    assert train(tmp_path / "fused", "separable", kernels=file, **options) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "1 of 2 norms run fused with their activations torch, as its record is for 1024 rows: body.6" in shown
+    summary = check_run(tmp_path / "fused")
+    assert (summary["kernels"]["tuned"], summary["kernels"]["stock"]) == (7, 1)
+    assert isinstance(summary["kernels"]["saved_ms"], float)
+    plan = read_plan(tmp_path / "fused" / "plan.json")
+    assert plan.kernels is not None
+    assert [(one.layer, one.kernel) for one in plan.kernels.choices if one.direction == "batch_norm_act"] == [
+        ("body.1", "tuned"),
+        ("body.6", "stock: its record is for 1024 rows"),
+    ]
+    assert set(norms.calls["backward"]) == {NormShape(16 * 64, 8, "relu")}
+    assert norms.calls["backward"].total() >= summary["steps"]
+    losses = [read_metrics(tmp_path / name).steps["loss"] for name in ("plain", "fused")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    states = [torch.load(next((tmp_path / name).rglob("model.pt")), weights_only=True) for name in ("plain", "fused")]
+    assert list(states[0]) == list(states[1])
+    for key in states[0]:
+        torch.testing.assert_close(states[0][key], states[1][key], rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_run_says_which_convolutions_sum_up_for_norms(known, kernels, norms, monkeypatch):
+    config = TrainConfig(kernels="auto", data="synthetic", image_size=8, batch_size=4, channels_last=True)
+    both = ConvNormShape(ConvShape.parse("4x8x8x8 k3x3 s1x1 p1x1 d1x1"), "relu")
+    threads = lane_threads(shape_of(config, 1), torch.device("cpu"))
+    records = Database()
+    own = record_of(both.convolution, Direction.FORWARD, Layout.CHANNELS_LAST, threads=threads)
+    records.add([own, norm_record(both.norm, threads=threads)])
+    if known:
+        records.add([conv_norm_record(both, threads=threads)])
+    monkeypatch.setattr(conv_norm_choice, "moments_kernels", lambda found: [TunedKernel((), 0, 4, 1) for _ in found])
+    for place, name in enumerate(("measure_saving", "measure_norm_saving")):
+        monkeypatch.setattr(run_kernels, name, lambda *_, one=place + 1.0: one)
+    monkeypatch.setattr(run_kernels, "measure_conv_norm_saving", lambda pairs: 5.0 * len(pairs))
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU()
+    use = prepare_kernels(optimize(nn.Sequential(*layers), records), config, World(), (3, 8, 8))
+    assert use is not None
+    said = "1 of 1 convolutions sum up their results for norms" in "\n".join(use.notes())
+    assert said is known
+    (made,) = [one for one in use.section().choices if one.direction == "depthwise_batch_norm_act"]
+    assert (made.layer, made.kernel) == ("1", "tuned" if known else "apart: there is no record of both together")
+    assert use.measured(World())["saved_ms"] == (8.0 if known else 3.0)
+
+
+def test_looking_for_norms_leaves_no_trace_in_running_statistics(kernels, monkeypatch):
+    config = TrainConfig(kernels="auto", data="synthetic", image_size=8, batch_size=4, micro_batches=2)
+    world = World()
+    with Trainer(separable(), config=config, world=world) as trainer:
+        pool = next(layer._pool.pool for layer in trainer.model.modules() if hasattr(layer, "_pool"))
+        before = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}
+        use = prepare_kernels(trainer.model, config, world, (3, 8, 8))
+        assert use is not None
+        assert len(use.norms) == 2
+        assert not pool.sums.any()
+        assert not any(pool._counts)
+        for name, buffer in trainer.model.named_buffers():
+            assert torch.equal(buffer, before[name])
+
+
+def test_kernels_follow_the_memory_format_that_was_asked_for(tmp_path, kernels):
+    file = database(tmp_path / "k.jsonl", 16, layout=Layout.CONTIGUOUS)
+    train(tmp_path / "run", "separable", kernels=file, memory_format="contiguous", epochs=1)
+    assert check_run(tmp_path / "run")["kernels"]["tuned"] == 6
+
+
+def _rank(world: World, place: Path, file: str, options: dict[str, object]) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        made = standing_in(patch)
+        train(place, "separable", kernels=file, **options)
+        return made.calls[Direction.FORWARD]
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": 2, "micro_batches": 2}], ids=["replicas", "stages"])
+def test_several_workers_use_the_kernels_of_their_share(tmp_path, options):
+    file = database(tmp_path / "k.jsonl", 8)
+    calls = run_ranks(_rank, 2, tmp_path / "run", file, {**options, "epochs": 1})
+    summary = check_run(tmp_path / "run", steps=6)
+    assert summary["kernels"]["tuned"] == 6
+    assert sum(calls) > 0
+
+
+def test_a_model_without_such_layers_says_so(tmp_path, kernels, capsys):
+    train(tmp_path / "run", "plain", kernels=database(tmp_path / "k.jsonl", 16), epochs=1)
+    assert check_run(tmp_path / "run")["kernels"] == {"tuned": 0, "stock": 2, "saved_ms": None}
+    assert "depthwise" not in capsys.readouterr().out
+
+
+def test_bfloat16_is_left_to_torch(tmp_path, kernels):
+    train(tmp_path / "run", "separable", kernels=database(tmp_path / "k.jsonl", 16), epochs=1, amp="bf16")
+    assert check_run(tmp_path / "run")["kernels"]["tuned"] == 0
+    assert not any(kernels.calls.values())
+
+
+def test_strict_runs_do_not_start_without_their_kernels(tmp_path, kernels, monkeypatch):
+    monkeypatch.setenv("HYBRIDPAR_KERNELS", "strict")
+    with pytest.raises(KernelError, match="its record is for batch 4"):
+        train(tmp_path / "run", "separable", kernels=database(tmp_path / "k.jsonl", 4))
+    assert not (tmp_path / "run").exists()
+
+
+def test_auto_reads_what_was_tuned_here(tmp_path, kernels, monkeypatch):
+    monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path / "cache"))
+    database(tmp_path / "cache" / "kernels.jsonl", 16)
+    train(tmp_path / "run", "separable", kernels="auto", epochs=1)
+    assert check_run(tmp_path / "run")["kernels"]["tuned"] == 6
+
+
+def test_a_report_has_a_row_for_kernels():
+    keys = ("test_accuracy", "images_per_second", "step_ms_median", "bytes_sent_per_step", "resumed_from")
+    summary = dict.fromkeys(keys) | {
+        **{"exit": "finished", "steps": 1, "train_seconds": 1.0, "model": "m", "data": "d", "workers": 1},
+        **{"device": "cpu", "batch_size": 2, "stages": 1, "codec": "none", "skipped_steps": 0},
+        **{"predicted_sync_ms": None, "sync_ms": None},
+        "kernels": {"tuned": 3, "stock": 1, "saved_ms": 2.5},
+    }
+    assert ("kernels", "3 of 4 operations on kernels, 2.50 ms a step less than torch", "") in _rows(summary)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--kernels", "nowhere.jsonl"], ["cannot read the kernel database nowhere.jsonl", "hybridpar tune"]),
+        (["--kernels", __file__], ["is not a kernel database", "hybridpar tune"]),
+        (["--channels-last", "--memory-format", "contiguous"], ["--channels-last with --memory-format contiguous"]),
+    ],
+)
+def test_wrong_requests_exit_with_2(call, tmp_path, options, said):  # noqa: F811
+    code, error = call(*small_arguments(tmp_path / "run", *options, model="tests.small_nets:separable"))
+    assert code == 2
+    assert_one_error(error, *said)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_trainer_takes_kernels_too(tmp_path, kernels):
+    config = TrainConfig(kernels=database(tmp_path / "k.jsonl", 16))
+    with Trainer(separable(), config=config) as trainer:
+        trainer.step((torch.randn(16, 3, 8, 8), torch.randint(10, (16,))))
+    assert kernels.calls == dict.fromkeys(Direction, 2)
+    with pytest.raises(UsageError, match="cannot read the kernel database"):
+        Trainer(separable(), config=TrainConfig(kernels="none.jsonl"))
+
+
+def test_a_plan_of_a_swapped_model_fits_the_plain_one(tmp_path, kernels):
+    file = database(tmp_path / "k.jsonl", 16)
+    train(tmp_path / "tuned", "separable", kernels=file, stages=2, epochs=1)
+    plan = json.loads((tmp_path / "tuned" / "plan.json").read_text())
+    assert any("body_3" in unit for stage in plan["partition"]["stages"] for unit in stage["units"])
+    assert train(tmp_path / "plain", "separable", plan=tmp_path / "tuned" / "plan.json", epochs=1) == 0

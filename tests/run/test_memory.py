@@ -1,0 +1,53 @@
+"""The most memory that training needs is measured from a moment on, and what was freed before does not count."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+
+import pytest
+import torch
+
+from hybridpar.run import memory as run_memory
+from hybridpar.run.memory import MemoryMeter
+
+BIG = 200 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="procfs tells it")
+def test_the_peak_is_that_since_the_restart():
+    meter = MemoryMeter(torch.device("cpu"))
+    held = torch.ones(BIG // 4)
+    grown = meter.peak_bytes()
+    if grown is None:
+        pytest.skip("this system does not let the peak be reset")
+    assert grown > 0.9 * BIG
+    meter.restart()
+    assert meter.peak_bytes() < 0.5 * BIG
+    meter.restart(holding=held.nbytes)
+    assert meter.peak_bytes() > 0.9 * BIG
+    del held
+    meter.restart()
+    assert meter.peak_bytes() < 0.5 * BIG
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="procfs tells it")
+def test_pages_of_files_are_not_the_model_s(tmp_path):
+    file = tmp_path / "library"
+    with file.open("wb") as stream:
+        stream.truncate(BIG)
+    meter = MemoryMeter(torch.device("cpu"))
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        sum(mapped[at] for at in range(0, BIG, mmap.PAGESIZE))
+        files = run_memory._kilobytes("RssFile")
+        grown = meter.peak_bytes()
+    if grown is None or files is None or files * 1024 < BIG:
+        pytest.skip("this system does not tell what of a process are files")
+    assert grown < 0.5 * BIG
+
+
+def test_a_system_that_does_not_tell_gives_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_memory, "_STATUS", tmp_path / "none")
+    assert MemoryMeter(torch.device("cpu")).peak_bytes() is None
+    monkeypatch.setattr(run_memory, "_PEAK_RESET", tmp_path / "no" / "such" / "place")
+    assert MemoryMeter(torch.device("cpu")).peak_bytes() is None

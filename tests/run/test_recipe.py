@@ -1,0 +1,90 @@
+"""Runs of recipes: what they write, how they resume, and a batch size that changes on the way."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hybridpar.errors import UsageError
+from hybridpar.observe import read_metrics
+from hybridpar.run import recipe as run_recipe
+from hybridpar.run.batch_search import BatchChoice, Trial
+from hybridpar.train.checkpoint_files import list_checkpoints
+from tests.ranks import run_ranks
+from tests.runs import assert_same_state, check_run, train, train_rank
+
+#: Twelve steps an epoch of batches of 8.
+SEARCHING = {"batch_size": 8, "epochs": 3, "checkpoint_every": "epoch", "keep": 9, "lr": 0.02}
+
+
+def summary_of(run_dir):
+    return json.loads((run_dir / "summary.json").read_text())
+
+
+def test_trials_leave_no_trace(tmp_path, monkeypatch):
+    """Dropout, BatchNorm, momentum and the order of samples are as if nothing had been tried."""
+    tried = []
+
+    def search(trial, smallest, largest, **options):
+        losses = [trial(size) for size in (8, 16, 8)]
+        assert losses[0] == losses[2], "a trial depends on the one before"
+        tried.append((smallest, largest))
+        return BatchChoice(8, tuple(Trial(8, loss, True) for loss in losses))
+
+    monkeypatch.setattr(run_recipe, "search_batch_size", search)
+    train(tmp_path / "searched", "dropping", select_batch=1, **SEARCHING)
+    train(tmp_path / "plain", "dropping", **SEARCHING)
+    assert tried == [(8, 16), (12, 16)]  # the rate has fallen before the second search
+    assert_same_state(tmp_path / "searched", tmp_path / "plain")
+
+
+def test_a_larger_batch_is_fewer_steps_at_a_higher_rate(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_recipe, "search_batch_size", lambda *_, **__: BatchChoice(16, (Trial(16, 1.0, True),)))
+    train(tmp_path / "run", select_batch=1, **{**SEARCHING, "lr_schedule": "constant", "warmup_epochs": 0.0})
+    summary = summary_of(tmp_path / "run")
+    assert (summary["batch_size"], summary["final_batch_size"], summary["epochs"]) == (8, 16, 3)
+    steps = read_metrics(tmp_path / "run").steps
+    assert steps["samples"].tolist() == [8] * 12 + [16] * 12
+    assert steps["lr"].tolist() == pytest.approx([0.02] * 12 + [0.04] * 12)
+
+
+def test_a_resumed_run_goes_on_with_what_was_selected(tmp_path):
+    options = {**SEARCHING, "select_batch": 1}
+    train(tmp_path / "run", **options)
+    steps = [int(path.name.removeprefix("step-")) for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
+    for step in steps[:2]:
+        start = tmp_path / "run" / "checkpoints" / f"step-{step}"
+        train(tmp_path / f"from-{step}", resume_from=start, **options)
+        assert_same_state(tmp_path / "run", tmp_path / f"from-{step}")
+        assert (
+            summary_of(tmp_path / f"from-{step}")["final_batch_size"]
+            == summary_of(tmp_path / "run")["final_batch_size"]
+        )
+    train(tmp_path / "plain", **SEARCHING)
+    with pytest.raises(UsageError, match="without --select-batch"):
+        train(tmp_path / "not", resume_from=tmp_path / "plain" / "checkpoints", **options)
+
+
+def test_all_workers_select_alike(tmp_path):
+    options = {**SEARCHING, "select_batch": 1, "recipe": "onebit-sgd", "double_buffer": "delay", "tune_process": False}
+    assert run_ranks(train_rank, 2, tmp_path / "run", "plain", None, options, shared_memory=False) == [0, 0]
+    summary = summary_of(tmp_path / "run")
+    assert summary["recipe"] == "onebit-sgd"
+    assert summary["double_buffer"] == "delay"
+    assert 0.9 < summary["staleness"]["mean"] < 1
+    assert summary["staleness"]["most"] == 1
+    assert summary["codec"].startswith("onebit_sgd:")
+    assert summary["compression_ratio"] > 1
+
+
+def test_local_sgd_is_a_run_like_any_other(tmp_path):
+    options = {"sync": "local:4", "warm_start_steps": 2, "checkpoint_every": "5", "keep": 9}
+    assert run_ranks(train_rank, 2, tmp_path / "run", "dropping", None, options) == [0, 0]
+    summary = check_run(tmp_path / "run", steps=12)
+    assert summary["sync"] == "local:4"
+    assert summary["staleness"] is None
+    start = tmp_path / "run" / "checkpoints" / "step-5"
+    options["resume_from"] = start
+    assert run_ranks(train_rank, 2, tmp_path / "again", "dropping", None, options) == [0, 0]
+    assert_same_state(tmp_path / "run", tmp_path / "again")

@@ -1,0 +1,395 @@
+"""What `hybridpar train` promises of a run, short of starting processes: see tests/machine/test_launch.py for those."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridpar import Evaluation, Trainer
+from hybridpar.config import TrainConfig
+from hybridpar.errors import CheckpointError, HybridparError, RunDirectoryError, TrainingError, UsageError
+from hybridpar.observe import read_metrics
+from hybridpar.run.save_rule import SaveRule
+from hybridpar.train.checkpoint import load_checkpoint
+from hybridpar.train.checkpoint_files import latest_checkpoint, list_checkpoints
+from tests.ranks import run_ranks
+from tests.runs import assert_same_state, check_run, saved_state, small_disk, train, train_rank
+from tests.small_nets import plain
+
+STEPS = 12  # two epochs of six
+
+
+def saved_steps(run_dir: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in list_checkpoints(run_dir / "checkpoints")]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """An undisturbed run with dropout."""
+    run_dir = tmp_path_factory.mktemp("straight")
+    assert train(run_dir, "dropping") == 0
+    return run_dir
+
+
+# ------------------------------------------------------------------------------------------------- what a run leaves
+
+
+def test_a_run_leaves_its_files_and_learns(straight):
+    summary = check_run(straight, steps=STEPS)
+    assert summary["workers"] == 1
+    assert summary["resumed_from"] is None
+    table = read_metrics(straight)
+    assert [epoch.step for epoch in table.epochs] == [6, 12]
+    assert table.epochs[1].test_loss < table.epochs[0].test_loss
+    assert summary["test_accuracy"] == table.epochs[-1].test_accuracy
+    options = json.loads((straight / "run.json").read_text())["options"]
+    assert options["batch_size"] == 16
+    assert saved_steps(straight) == [6, 12]
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(straight, tmp_path):
+    train(tmp_path / "same", "dropping")
+    assert_same_state(straight, tmp_path / "same")
+    train(tmp_path / "other", "dropping", seed=1)
+    assert not torch.equal(saved_state(straight)["head.weight"], saved_state(tmp_path / "other")["head.weight"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"amp": "bf16"},
+        {"channels_last": True, "deterministic": True},
+        {"optimizer": "adamw", "lr": 0.01, "clip_norm": 1.0, "label_smoothing": 0.1},
+        {"lr_schedule": "step", "nesterov": True, "guard": False},
+        {"micro_batches": 2, "loader_workers": 1},
+    ],
+)
+def test_options_reach_the_training(tmp_path, options):
+    assert train(tmp_path, epochs=1, **options) == 0
+    check_run(tmp_path, steps=6)
+
+
+def test_deterministic_is_asked_of_torch(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    train(tmp_path, steps=1, deterministic=True)
+    assert asked[0] is True
+
+
+def test_the_learning_rate_in_the_metrics_is_the_schedule(straight):
+    rates = read_metrics(straight).steps["lr"]
+    assert rates[:6] == pytest.approx([0.05 * step / 6 for step in range(1, 7)])
+    assert all(earlier > later for earlier, later in itertools.pairwise(rates[6:]))
+
+
+def test_steps_end_a_run_within_an_epoch(tmp_path):
+    assert train(tmp_path, steps=4) == 0
+    assert check_run(tmp_path, steps=4)["epochs"] == 0
+
+
+def test_a_factory_that_takes_keywords_is_given_the_number_of_classes(tmp_path):
+    assert train(tmp_path, "by_keyword", steps=1) == 0
+    assert saved_state(tmp_path)["head.weight"].shape[0] == 10
+
+
+def refused(world, directory, options):
+    with pytest.raises(UsageError, match="fixed has 1,000 outputs, and the data has 10 classes"):
+        train(Path(directory), "fixed", **options)
+    return Path(directory).exists()
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": 2}])
+def test_a_head_that_does_not_fit_the_classes_is_refused_before_anything_is_written(tmp_path, options):
+    assert run_ranks(refused, 2, str(tmp_path / "run"), options) == [False, False]
+
+
+def run_both(world, directory, options):
+    return train(Path(directory), **options)
+
+
+def test_two_workers_are_one_with_two_micro_batches(tmp_path):
+    run_ranks(run_both, 2, str(tmp_path / "two"), {})
+    train(tmp_path / "one", micro_batches=2)
+    assert check_run(tmp_path / "two", steps=STEPS)["workers"] == 2
+    two, one = saved_state(tmp_path / "two"), saved_state(tmp_path / "one")
+    for name, value in two.items():
+        if "running" in name:
+            torch.testing.assert_close(value, one[name], rtol=1e-6, atol=1e-7, msg=name)
+        else:
+            assert torch.equal(value, one[name]), name
+    losses = [read_metrics(tmp_path / name).steps["loss"] for name in ("two", "one")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------- interrupt and resume
+
+
+@pytest.mark.parametrize("forward", [2, 4, 5, 6, 11])  # the first one checks the model
+def test_interrupted_and_resumed_is_uninterrupted_bit_for_bit(straight, tmp_path, forward):
+    assert train(tmp_path, "dropping", fault=f"TERM@0:{forward}") == 143
+    # The step under way had been told before that nobody wants to stop; the next one ends the run.
+    check_run(tmp_path, ended="interrupted", steps=forward + 1)
+    torch.manual_seed(1234)
+    assert train(tmp_path, "dropping", resume=True) == 0
+    assert check_run(tmp_path, steps=STEPS)["resumed_from"] == forward + 1
+    assert_same_state(straight, tmp_path)
+    losses = [read_metrics(path).steps["loss"].tolist() for path in (straight, tmp_path)]
+    assert losses[0] == losses[1]
+
+
+def test_ctrl_c_has_an_exit_code_of_its_own(tmp_path):
+    assert train(tmp_path, fault="INT@0:2") == 130
+    check_run(tmp_path, ended="interrupted")
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_all_workers_stop_at_the_same_step_and_resume_bit_for_bit(tmp_path, workers):
+    options = {"micro_batches": 2, "clip_norm": 0.5, "checkpoint_every": "never"}
+    run_ranks(train_rank, workers, tmp_path / "straight", "dropping", None, {**options, "checkpoint_every": "epoch"})
+    codes = run_ranks(train_rank, workers, tmp_path / "resumed", "dropping", "TERM@1:9", options)
+    assert codes[1] == 143
+    stopped = check_run(tmp_path / "resumed", ended="interrupted")["steps"]
+    assert 5 <= stopped <= 7
+    assert saved_steps(tmp_path / "resumed") == [stopped]
+    options = {**options, "resume": True, "checkpoint_every": "epoch"}
+    run_ranks(train_rank, workers, tmp_path / "resumed", "dropping", None, options)
+    check_run(tmp_path / "resumed", steps=STEPS)
+    assert_same_state(tmp_path / "straight", tmp_path / "resumed")
+
+
+def test_any_number_of_workers_resumes_and_converges(tmp_path):
+    options = {"epochs": 6, "lr": 0.1}
+    run_ranks(train_rank, 2, tmp_path, "dropping", "TERM@0:8", options)
+    assert train(tmp_path, "dropping", resume=True, fault="TERM@0:10", **options) == 143
+    run_ranks(train_rank, 3, tmp_path, "dropping", None, {**options, "resume": True})
+    summary = check_run(tmp_path, steps=36)
+    assert summary["workers"] == 3
+    assert summary["resumed_from"] == 20
+    assert summary["test_accuracy"] >= 0.9
+
+
+def test_an_epoch_that_is_shorter_for_more_workers_is_just_over(tmp_path):
+    # 50 samples: four steps for one worker, of which the last has 2 samples; three for two workers.
+    options = {"synthetic_samples": 50}
+    train(tmp_path, fault="TERM@0:3", **options)
+    assert load_checkpoint(tmp_path).training["extra"]["epoch_step"] == 4
+    run_ranks(train_rank, 2, tmp_path, "plain", None, {**options, "resume": True})
+    check_run(tmp_path, steps=6)
+
+
+def test_a_longer_run_goes_on_within_the_epoch(tmp_path):
+    options = {"lr_schedule": "constant", "warmup_epochs": 0.0}
+    train(tmp_path / "straight", steps=9, **options)
+    train(tmp_path / "extended", steps=4, **options)
+    train(tmp_path / "extended", steps=9, resume=True, **options)
+    assert_same_state(tmp_path / "straight", tmp_path / "extended")
+
+
+def test_resuming_a_finished_run_shows_its_result_and_changes_nothing(straight, tmp_path, capsys):
+    shutil.copytree(straight, tmp_path / "run")
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert train(tmp_path / "run", "dropping", resume=True) == 0
+    said = capsys.readouterr().out
+    assert f"nothing left to train: the run in {tmp_path / 'run'} has done all of its 12 steps" in said.replace(
+        "\n", ""
+    )
+    assert "finished after 12 steps" in said
+    assert "nan" not in said
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_a_run_that_was_stopped_before_its_last_test_makes_it_when_it_is_resumed(tmp_path, capsys):
+    train(tmp_path, "dropping", steps=4, fault="TERM@0:3")
+    assert check_run(tmp_path, ended="interrupted")["steps"] == 4
+    assert train(tmp_path, "dropping", steps=4, resume=True) == 0
+    assert check_run(tmp_path, steps=4)["test_accuracy"] is not None
+    assert "nan" not in capsys.readouterr().out
+
+
+def test_a_changed_option_of_a_resumed_run_is_said(tmp_path, capsys):
+    train(tmp_path, steps=2)
+    train(tmp_path, steps=4, lr=0.01, resume=True)
+    said = capsys.readouterr().out
+    assert "resumed  lr: 0.05 -> 0.01 after step 2" in said
+    assert "resumed  steps: 2 -> 4 after step 2" in said
+
+
+def test_a_run_can_start_from_the_checkpoint_of_another(straight, tmp_path):
+    before = sorted(path.relative_to(straight) for path in straight.rglob("*"))
+    middle = straight / "checkpoints" / "step-6"
+    assert train(tmp_path, "dropping", resume_from=middle) == 0
+    assert_same_state(straight, tmp_path)
+    assert sorted(path.relative_to(straight) for path in straight.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "changed", [{"batch_size": 8}, {"seed": 5}, {"image_size": 16}, {"data": "digits"}, {"synthetic_samples": 80}]
+)
+def test_another_order_of_samples_is_refused(straight, tmp_path, changed):
+    if "image_size" in changed or "data" in changed:
+        changed = {**changed, "image_size": changed.get("image_size", 8)}
+    with pytest.raises(HybridparError) as caught:
+        train(tmp_path, "dropping", resume_from=straight, **changed)
+    if changed != {"image_size": 16}:  # which changes the model's own shapes
+        option = next(iter(changed))
+        assert f"--{option.replace('_', '-')}" in caught.value.what
+        assert "Resume with" in caught.value.fix
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_scripts_checkpoint_has_no_place_in_the_data(tmp_path):
+    with Trainer(plain(), config=TrainConfig()) as trainer:
+        path = trainer.save(tmp_path / "script")
+    with pytest.raises(CheckpointError, match="does not say where in the data"):
+        train(tmp_path / "run", resume_from=path)
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("epoch", SaveRule(epoch=True)),
+        ("200", SaveRule(steps=200)),
+        ("60s", SaveRule(seconds=60.0)),
+        ("epoch, 60s,200", SaveRule(epoch=True, steps=200, seconds=60.0)),
+        ("never", SaveRule()),
+    ],
+)
+def test_save_rules_are_read(text, rule):
+    assert SaveRule.parse(text) == rule
+
+
+@pytest.mark.parametrize("text", ["", "0", "-5", "0s", "often", "epoch,never", "5 m", "1.5s", ","])
+def test_other_save_rules_are_refused(text):
+    with pytest.raises(UsageError) as caught:
+        SaveRule.parse(text)
+    assert repr(text) in caught.value.what
+    assert "60s" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("every", "keep", "expected"),
+    [("5", 2, {5, 10, 12}), ("5", 1, {12}), ("never", 2, set()), ("epoch", 1, {12}), ("1", 3, {10, 11, 12})],
+)
+def test_the_last_checkpoints_and_the_best_are_kept(tmp_path, every, keep, expected):
+    train(tmp_path, checkpoint_every=every, keep=keep)
+    epochs = read_metrics(tmp_path).epochs
+    best = max(epochs, key=lambda epoch: (epoch.test_accuracy, -epoch.epoch)).step
+    saved = set(saved_steps(tmp_path))
+    told = check_run(tmp_path)["best"]
+    if every == "never":
+        assert not saved
+        assert told is None
+        return
+    assert told is not None
+    assert told["step"] == best
+    assert (tmp_path / told["checkpoint"] / "model.pt").exists()
+    assert best in saved
+    assert len(saved - {best}) <= keep
+    assert max(saved) == max(expected)
+    newest = load_checkpoint(tmp_path)
+    assert newest.training["extra"]["best_step"] == best
+
+
+@pytest.mark.parametrize(("every", "expected"), [("epoch", [12, 24]), ("5", [12, 24]), ("3", [12, 24])])
+def test_the_best_is_kept_whatever_the_rule(tmp_path, monkeypatch, every, expected):
+    accuracies = iter([0.5, 0.9, 0.3, 0.4])
+    monkeypatch.setattr(Trainer, "evaluate", lambda self, batches: Evaluation(next(accuracies), 1.0, 10))
+    train(tmp_path, epochs=4, checkpoint_every=every, keep=1)
+    assert saved_steps(tmp_path) == expected
+    assert load_checkpoint(tmp_path).training["extra"]["best_accuracy"] == 0.9
+
+
+def test_seconds_save_too(tmp_path, monkeypatch):
+    import hybridpar.run.run
+
+    clock = iter(range(0, 100_000, 7))
+    monkeypatch.setattr(hybridpar.run.run.time, "monotonic", lambda: float(next(clock)))
+    train(tmp_path, epochs=1, checkpoint_every="10s", keep=9)
+    assert len(saved_steps(tmp_path)) >= 3
+
+
+# ------------------------------------------------------------------------------------------------------ bad endings
+
+
+def diverge(world, directory, options):
+    with pytest.raises(TrainingError) as caught:
+        train(Path(directory), fault="NAN@1:5", checkpoint_every="1", **options)
+    return str(caught.value)
+
+
+def test_three_bad_steps_end_the_run_on_all_workers_and_the_last_good_checkpoint_stands(tmp_path):
+    first, second = run_ranks(diverge, 2, str(tmp_path), {})
+    assert first == second
+    assert "steps 5 to 7" in first
+    assert "first bad parameter: body.0.weight" in first
+    # Steps that were rolled back are saved like others: they changed nothing.
+    newest = load_checkpoint(tmp_path)
+    assert all(torch.isfinite(value).all() for value in newest.model.values())
+    run_ranks(train_rank, 2, tmp_path, "plain", None, {"resume": True})
+    assert check_run(tmp_path, steps=STEPS)["skipped_steps"] >= 2
+
+
+def test_without_the_guard_no_bad_step_is_saved(tmp_path):
+    with pytest.raises(TrainingError):
+        train(tmp_path, fault="NAN@0:5", checkpoint_every="1", guard=False, keep=1)
+    newest = load_checkpoint(tmp_path)
+    assert newest.step == 4
+    assert all(torch.isfinite(value).all() for value in newest.model.values())
+
+
+def test_a_request_that_fails_has_replaced_nothing(straight, tmp_path):
+    train(tmp_path, "plain")
+    before = {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))}
+    damaged = tmp_path.parent / "damaged"
+    damaged.mkdir()
+    (damaged / "manifest.json").write_text('{"version": 1')
+    for model, options in (
+        ("plain", {"resume_from": straight}),
+        ("plain", {"resume_from": damaged}),
+        ("plain", {"resume_from": tmp_path.parent / "nowhere"}),
+        ("plain", {"resume_from": tmp_path}),
+        ("plain", {"batch_size": 1}),
+        ("wide", {"overwrite": False, "resume": True}),
+        ("missing", {}),
+        ("broken", {}),
+    ):
+        if model == "plain" and options.get("resume_from") == straight:
+            model = "wide"
+        with pytest.raises(HybridparError):
+            train(tmp_path, model, **{"overwrite": True, **options})
+        assert {path: path.stat().st_mtime_ns for path in sorted(tmp_path.rglob("*"))} == before
+
+
+def test_overwriting_starts_anew_and_spares_foreign_files(tmp_path):
+    train(tmp_path, "dropping", steps=3)
+    (tmp_path / "notes.txt").write_text("mine")
+    assert train(tmp_path, "plain", overwrite=True) == 0
+    check_run(tmp_path, steps=STEPS)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert 3 not in saved_steps(tmp_path)
+
+
+@pytest.mark.root
+def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path):
+    with small_disk(tmp_path / "disk", kilobytes=600) as disk:
+        with pytest.raises(RunDirectoryError) as caught:
+            train(disk / "run", epochs=500, checkpoint_every="1", keep=500, plan="none")
+        assert "full" in str(caught.value).lower()
+        assert "resume" in caught.value.fix
+        newest = latest_checkpoint(disk / "run" / "checkpoints")
+        step = load_checkpoint(newest).step
+        assert step > 1
+        for old in list_checkpoints(disk / "run" / "checkpoints")[:-1]:
+            (old / "model.pt").unlink()
+            (old / "training.pt").unlink()
+        assert train(disk / "run", steps=step + 2, resume=True, keep=1) == 0
+        assert check_run(disk / "run", steps=step + 2)["resumed_from"] == step

@@ -1,0 +1,224 @@
+"""Why: what a pipeline run says of itself - plan, summary, timeline - must agree, and must never cost the run."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from hybridpar.config import TrainConfig
+from hybridpar.errors import RunDirectoryError, UsageError
+from hybridpar.machine.launch import StopRequest
+from hybridpar.observe import read_metrics, read_timeline
+from hybridpar.plan import read_plan
+from hybridpar.run import run
+from hybridpar.run import timeline as run_timeline
+from hybridpar.run.timeline import check_timeline
+from hybridpar.schedule.actions import COMPUTE, Kind
+from tests.observe.test_timeline import check_events
+from tests.ranks import run_ranks
+from tests.runs import check_run, train, train_rank
+
+PIPELINE = {"stages": 2, "micro_batches": 2, "replicas": 1}
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """Two lanes of one worker, six steps."""
+    place = tmp_path_factory.mktemp("one")
+    assert train(place / "run", steps=6, timeline=place / "trace.json", **PIPELINE) == 0
+    return place
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Two workers, eight steps, and sums of gradients in none of them."""
+    place = tmp_path_factory.mktemp("two")
+    options = {"steps": 8, "timeline": place / "trace.json", **PIPELINE}
+    assert run_ranks(train_rank, 2, place / "run", "plain", None, options) == [0, 0]
+    return place
+
+
+@pytest.fixture
+def place(request):
+    return request.getfixturevalue(request.param)
+
+
+both = pytest.mark.parametrize("place", ["one", "two"], indirect=True)
+
+
+# ------------------------------------------------------------------------------------------------------- the timeline
+
+
+@both
+def test_a_timeline_shows_the_steps_after_the_first(place):
+    check_events(json.loads((place / "trace.json").read_text()))
+    timeline = read_timeline(place / "trace.json")
+    assert timeline.steps == [4, 5, 6]
+    workers = check_run(place / "run")["workers"]
+    for step in timeline.steps:
+        measured, predicted = timeline.at(step, predicted=False), timeline.at(step, predicted=True)
+        assert [row.worker for row in measured] == [row.worker for row in predicted] == list(range(workers))
+        for ran, foretold in zip(measured, predicted, strict=True):
+            done = sorted(str(span.action) for span in ran.spans.spans)
+            assert done == sorted(str(span.action) for span in foretold.spans.spans), "the same actions, at other times"
+            assert sum(span.action.kind is Kind.STEP for span in ran.spans.spans) == 2 // workers
+            assert sum(span.action.kind in COMPUTE for span in ran.spans.spans) == 8 // workers
+    assert timeline.facts["model"] == "tests.small_nets:plain"
+    assert timeline.facts["micro_batches"] == 2
+    assert timeline.facts["clocks"] == "one for all workers"
+    assert timeline.facts["prediction"].startswith("stages as profiled, all else as in the first 3 steps")
+
+
+def test_stages_wait_for_each_other_in_what_was_recorded(two):
+    """On one clock a micro-batch leaves the first stage before it comes to the second, and its gradient later."""
+    timeline = read_timeline(two / "trace.json")
+    for step in timeline.steps:
+        ends, starts = {}, {}
+        for row in timeline.at(step, predicted=False):
+            for span in row.spans.spans:
+                starts[str(span.action)] = row.spans.origin + span.start_ms / 1e3
+                ends[str(span.action)] = row.spans.origin + span.end_ms / 1e3
+        for batch in range(2):
+            assert ends[f"0F{batch}"] <= starts[f"1F{batch}"]
+            assert ends[f"1B{batch}"] <= starts[f"0B{batch}"]
+
+
+@pytest.mark.parametrize(("steps", "shown"), [(1, [1]), (2, [2]), (3, [3]), (5, [4, 5])])
+def test_a_short_run_shows_what_it_has(tmp_path, steps, shown):
+    train(tmp_path / "run", steps=steps, timeline=tmp_path / "trace.json", **PIPELINE)
+    assert read_timeline(tmp_path / "trace.json").steps == shown
+    assert check_run(tmp_path / "run", steps=steps)["predicted_step_ms"] > 0
+
+
+class StopsBeforeStep4(StopRequest):
+    """A signal that comes when the fourth step is about to begin."""
+
+    asked = 0
+
+    @property
+    def wanted(self):
+        type(self).asked += 1
+        self.signal = signal.SIGTERM if self.asked >= 4 else None
+        return self.signal is not None
+
+
+def test_a_run_that_is_stopped_shows_what_it_has(tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "StopRequest", StopsBeforeStep4)
+    assert train(tmp_path / "run", timeline=tmp_path / "trace.json", **PIPELINE) == 143
+    summary = check_run(tmp_path / "run", ended="interrupted")
+    assert 4 <= summary["steps"] < 6
+    assert summary["predicted_step_ms"] > 0
+    assert read_timeline(tmp_path / "trace.json").steps == list(range(4, summary["steps"] + 1))
+
+
+# --------------------------------------------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("options", "devices", "said"),
+    [
+        ({"stages": 1}, 1, ["without stages", "--stages 2"]),
+        ({"stages": 2}, 4, ["4 GPUs", "--workers 4", "Nsight"]),
+        ({"stages": 2, "timeline": Path("nowhere/trace.json")}, 1, ["no directory", "mkdir -p"]),
+        ({"stages": 2, "timeline": Path()}, 1, ["is a directory", "trace.json"]),
+    ],
+)
+def test_a_timeline_that_cannot_be_is_refused(tmp_path, monkeypatch, options, devices, said):
+    monkeypatch.chdir(tmp_path)
+    config = TrainConfig(**{"timeline": Path("trace.json"), **options})
+    with pytest.raises(UsageError) as caught:
+        check_timeline(config, devices)
+    for part in said:
+        assert part in str(caught.value)
+    assert str(config.timeline) in caught.value.what
+
+
+def test_it_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(UsageError, match="no directory"):
+        train(tmp_path / "run", timeline=tmp_path / "nowhere" / "trace.json", **PIPELINE)
+    with pytest.raises(UsageError, match="without stages"):
+        train(tmp_path / "run", timeline=tmp_path / "trace.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_does_not_lose_the_run(tmp_path, monkeypatch, capsys):
+    def full(path, timeline):
+        raise RunDirectoryError(f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr(run_timeline, "write_timeline", full)
+    assert train(tmp_path / "run", steps=6, timeline=tmp_path / "trace.json", **PIPELINE) == 0
+    check_run(tmp_path / "run", steps=6)
+    shown = capsys.readouterr().out
+    # So small a pipeline may also miss its prediction, which is another warning.
+    assert sum(line.startswith("warning: there is no timeline") for line in shown.splitlines()) == 1
+    assert "there is no timeline: cannot write" in shown.splitlines()[-1]
+
+
+# ------------------------------------------------------------------------------------------------ plan and summary
+
+
+@both
+def test_the_plan_of_a_run_is_what_it_did(place):
+    plan, summary = read_plan(place / "run" / "plan.json"), check_run(place / "run")
+    assert [bool(stage.units) for stage in plan.partition.stages] == [True, True]
+    assert [(one.worker, one.lane) for one in plan.placement.stages] == (
+        [(0, 0), (0, 1)] if summary["workers"] == 1 else [(0, 0), (1, 0)]
+    )
+    assert (plan.pipeline.schedule, plan.pipeline.micro_batches) == ("greedy", 2)
+    assert plan.measured.profile == "measured"
+    assert plan.measured.seed == 0
+    assert 0 < plan.predicted.bubble < 1
+    assert plan.predicted.peak_saved_bytes > 0
+    assert plan.predicted.step_ms == pytest.approx(summary["predicted_step_ms"], abs=1e-3)
+
+
+@both
+def test_the_summary_tells_of_the_pipeline(place):
+    summary = check_run(place / "run")
+    assert (summary["stages"], summary["replicas"], summary["micro_batches"]) == (2, 1, 2)
+    assert summary["schedule"] == "greedy"
+    assert 0 < summary["bubble"] < 1
+    assert summary["overlap"] is None, "there is one replica, so nothing is summed"
+    assert summary["peak_saved_bytes"] > 0
+
+
+def test_predicted_bytes_are_the_bytes_that_were_sent(two):
+    predicted, summary = read_plan(two / "run" / "plan.json").predicted, check_run(two / "run")
+    agreement = 80  # 40 bytes around two workers: a message that the simulator counts as time only
+    assert 0 < summary["bytes_sent_per_step"] - predicted.bytes_sent_per_step <= agreement
+
+
+@both
+def test_the_parts_of_a_step_add_up(place):
+    steps = read_metrics(place / "run").steps
+    parts = steps["compute_ms"] + steps["exposed_sync_ms"] + steps["data_ms"]
+    assert steps["step_ms"] == pytest.approx(parts, abs=2e-3)
+
+
+def test_a_plain_run_has_nothing_to_tell(tmp_path):
+    train(tmp_path / "run", steps=3, micro_batches=2)
+    summary = check_run(tmp_path / "run")
+    assert (summary["stages"], summary["micro_batches"], summary["schedule"]) == (1, 2, "accumulate")
+    told = ("bubble", "overlap", "peak_saved_bytes", "predicted_step_ms")
+    assert {summary[key] for key in told} == {None}
+    assert read_plan(tmp_path / "run" / "plan.json").predicted is None
+
+
+def test_another_run_follows_the_plan(one, tmp_path):
+    train(tmp_path / "run", steps=6, micro_batches=2, plan=one / "run" / "plan.json")
+    first, again = read_plan(one / "run" / "plan.json"), read_plan(tmp_path / "run" / "plan.json")
+    assert again.partition == first.partition
+    assert again.placement == first.placement
+    losses = [read_metrics(place / "run").steps["loss"].tolist() for place in (one, tmp_path)]
+    assert losses[0] == losses[1]
+
+
+def test_the_report_shows_predicted_beside_measured(tmp_path, capsys):
+    train(tmp_path / "run", steps=5, **PIPELINE)
+    shown = capsys.readouterr().out
+    assert "predicted " in shown
+    assert "step, without data" in shown
+    assert "2 stages, 2 micro-batches, greedy" in shown

@@ -1,0 +1,206 @@
+"""Why: where the time of a step went must add up to the time that passed, whatever overlaps what."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybridpar.observe.summary import STEP_PARTS
+from hybridpar.run.timings import StepClock, StepTimes, Timings, combine
+from hybridpar.schedule.actions import parse_action, place_stages
+from hybridpar.schedule.costs import BucketCost, Costs, Link
+from hybridpar.schedule.program import lower
+from hybridpar.schedule.schedules import ScheduleRequest, make
+from hybridpar.schedule.simulate import simulate
+from hybridpar.schedule.spans import Span, StepSpans
+
+NOTHING = StepSpans(0.0, ())
+
+
+def step(origin, *spans):
+    """A step from (queue, action, start, end); times in milliseconds, the origin in seconds."""
+    return StepSpans(origin, tuple(Span(0, queue, 0, parse_action(text), a, b) for queue, text, a, b in spans))
+
+
+def busy(start, end):
+    """A step that computes from one moment to another, in seconds."""
+    return step(start, ("compute", "0F0", 0.0, 1e3 * (end - start)))
+
+
+def test_the_gap_between_steps_is_waiting_for_data():
+    clock = StepClock()
+    first, _ = clock.divide(busy(1.0, 1.5), 40.0)
+    assert (first.data_ms, first.compute_ms, first.step_ms) == pytest.approx((40.0, 500.0, 540.0))
+    second, _ = clock.divide(busy(1.7, 2.0), 9999.0)
+    assert (second.data_ms, second.compute_ms, second.step_ms) == pytest.approx((200.0, 300.0, 500.0))
+
+
+def test_what_sums_outlast_is_exposed_and_no_computation():
+    clock = StepClock()
+    spans = step(0.0, ("compute", "0B0", 0, 100), ("sync", "0SYNC0", 60, 130), ("compute", "0STEP", 130, 140))
+    times, _ = clock.divide(spans, 0.0)
+    assert (times.compute_ms, times.exposed_sync_ms, times.data_ms) == pytest.approx((110, 30, 0))
+
+
+def test_evaluation_and_checkpoints_are_no_waiting_for_data():
+    now = iter([2.0, 2.25, 2.3, 2.4])
+    clock = StepClock(lambda: next(now))
+    clock.divide(busy(1.0, 1.9), 0.0)
+    with clock.away():
+        pass
+    with clock.away():
+        pass
+    times, _ = clock.divide(busy(2.5, 3.0), 0.0)
+    assert times.data_ms == pytest.approx(600 - 250 - 100)
+    later, _ = clock.divide(busy(3.5, 4.0), 0.0)
+    assert later.data_ms == pytest.approx(500)
+
+
+def test_time_away_while_the_lanes_worked_is_not_counted_against_data():
+    now = iter([1.0, 1.95])  # away until the lanes had been idle for 50 ms
+    clock = StepClock(lambda: next(now))
+    with clock.away():
+        pass
+    clock.divide(busy(1.0, 1.9), 0.0)
+    times, _ = clock.divide(busy(2.0, 2.5), 0.0)
+    assert times.data_ms == pytest.approx(50)
+
+
+def test_receives_that_waited_during_the_step_before_are_cut():
+    clock = StepClock()
+    clock.divide(busy(0.0, 1.0), 0.0)
+    ahead = step(0.4, ("receive", "1RECV_F0", 0, 700), ("compute", "1F0", 700, 800))
+    times, spans = clock.divide(ahead, 0.0)
+    assert spans.origin == pytest.approx(1.0)
+    assert [(span.start_ms, span.end_ms) for span in spans.spans] == [
+        pytest.approx((0, 100)),
+        pytest.approx((100, 200)),
+    ]
+    assert (times.compute_ms, times.data_ms) == pytest.approx((200, 0))
+
+
+@given(st.lists(st.tuples(st.floats(-0.5, 1.0), st.floats(0.001, 1.0), st.floats(0.0, 0.5)), min_size=1, max_size=20))
+def test_the_parts_add_up_to_the_time_that_passed(steps):
+    """Steps with gaps or overlaps (negative gaps), and sums that last longer than computation."""
+    clock, end, latest, total = StepClock(), 100.0, 100.0, 0.0
+    for number, (gap, length, sync) in enumerate(steps):
+        start = end + (max(0.0, gap) if number == 0 else gap)
+        spans = step(start, ("compute", "0B0", 0, 1e3 * length), ("sync", "0SYNC0", 0, 1e3 * (length + sync)))
+        times, _ = clock.divide(spans, 1e3 * (start - end))
+        assert min(times.compute_ms, times.exposed_sync_ms, times.data_ms) >= 0
+        total += times.step_ms
+        end = start + length + sync
+        latest = max(latest, end)
+    assert total == pytest.approx(1e3 * (latest - 100.0), rel=1e-6, abs=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------- over all workers
+
+
+def shares(positions, micro_batches, replicas=1, costs=None, ahead=()):
+    layout = place_stages(positions, positions)
+    program = lower(make("gpipe", ScheduleRequest(layout, micro_batches)), layout, [1] * positions)
+    costs = costs or Costs((1.0,) * positions, (2.0,) * positions, buckets=((BucketCost(1),),) * positions)
+    timeline = simulate(program, costs).timeline
+    found = []
+    for rank in range(positions * replicas):
+        timings, skew = Timings(), ahead[rank] if ahead else 0.0
+        for number in range(5):
+            mine = tuple(span for span in timeline if span.worker == rank // replicas)
+            timings.add(StepTimes(10.0 * rank, 1.0, 2.0), 100 * rank, StepSpans(number + skew, mine))
+        found.append(timings.share(skew))
+    return found
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8), (3, 1)])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_bubble_is_that_of_the_textbook(stages, micro_batches, replicas):
+    figures = combine(shares(stages, micro_batches, replicas), replicas)
+    assert figures["bubble"] == pytest.approx((stages - 1) / (micro_batches + stages - 1), abs=1e-4)
+
+
+def test_other_clocks_do_not_change_it():
+    assert combine(shares(2, 4, ahead=(0.0, 123.0)), 1) == combine(shares(2, 4), 1)
+
+
+def test_means_over_workers_and_medians_over_steps():
+    figures = combine(shares(3, 2), 1)
+    assert figures["bytes_sent"] == 100.0
+    assert "compute_ms" not in figures, "there is no step that it could be a part of"
+
+
+_MILLISECONDS = st.floats(0.0, 1e4)
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(_MILLISECONDS, _MILLISECONDS, _MILLISECONDS), min_size=1, max_size=12),
+        min_size=1,
+        max_size=4,
+    ),
+    st.floats(0.01, 1e5),
+)
+def test_the_parts_add_up_to_a_step_whatever_the_workers_noted(workers, step_ms):
+    found = []
+    for steps in workers:
+        timings = Timings()
+        for times in steps:
+            timings.add(StepTimes(*times), 0, NOTHING)
+        found.append(timings.share())
+    figures = combine(found, 1, step_ms)
+    parts = [figures[key] for key in STEP_PARTS if key in figures]
+    if any(share.parts for share in found):
+        assert sum(parts) == pytest.approx(step_ms, abs=2e-3)
+        assert min(parts) >= 0
+    else:
+        assert parts == []
+
+
+def test_a_part_is_a_share_of_its_own_workers_step():
+    found = []
+    for compute, exposed in ((30.0, 10.0), (10.0, 30.0)):  # the faster one waits for the slower one
+        timings = Timings()
+        timings.add(StepTimes(compute, exposed, 0.0), 0, NOTHING)
+        found.append(timings.share())
+    assert combine(found, 1, 40.0)["exposed_sync_ms"] == 20.0
+    assert combine(found[:1], 1, 40.0)["exposed_sync_ms"] == 10.0
+
+
+def test_overlap_is_what_did_not_outlast_computation():
+    costs = Costs((1.0,), (4.0,), buckets=((BucketCost(1000, 0.5),),), replicas=2, sync_link=Link(8.0))
+    timeline = simulate(_accumulate(), costs).timeline
+    timings = Timings()
+    spans = StepSpans(0.0, timeline)
+    times, _ = StepClock().divide(spans, 0.0)
+    timings.add(times, 0, spans)
+    # The sum takes 8 ms and begins 2 ms before the end of the pass.
+    assert combine([timings.share()], 1)["overlap"] == pytest.approx(0.25)
+
+
+def _accumulate():
+    layout = place_stages(1, 1)
+    return lower(make("gpipe", ScheduleRequest(layout, 1)), layout, [1])
+
+
+def test_what_was_not_recorded_is_not_told():
+    timings = Timings()
+    timings.add(StepTimes(5.0, 0.0, 1.0), 7, NOTHING)
+    assert combine([timings.share(), Timings().share()], 2, 6.0) == {
+        "compute_ms": 5.0,
+        "exposed_sync_ms": 0.0,
+        "data_ms": 1.0,
+        "bytes_sent": 7,
+    }
+
+
+def test_the_first_steps_count_only_where_there_are_no_others():
+    timings = Timings()
+    for number in range(6):
+        first = number < 3
+        timings.add(StepTimes(1.0 - first, float(first), 0.0), 1 + 99 * first, NOTHING)
+    assert timings.share().parts == (1.0, 0.0, 0.0)
+    assert combine([timings.share()], 1, 1.0)["bytes_sent"] == 1.0
+    few = Timings()
+    few.add(StepTimes(0.0, 100.0, 0.0), 7, NOTHING)
+    assert (few.share().parts, few.share().medians["bytes_sent"]) == ((0.0, 1.0, 0.0), 7)

@@ -1,0 +1,117 @@
+"""An action, a schedule and a layout mean the same wherever they are written down and read again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridpar.errors import ScheduleError
+from hybridpar.schedule.actions import (
+    COMPUTE,
+    RECEIVES,
+    SENDS,
+    Action,
+    Edge,
+    Kind,
+    Layout,
+    make_schedule,
+    parse_action,
+    place_stages,
+    read_schedule,
+)
+
+
+@st.composite
+def actions(draw):
+    kind = draw(st.sampled_from(list(Kind)))
+    stage = draw(st.integers(0, 99))
+    index = None if kind is Kind.STEP else draw(st.integers(0, 999))
+    peer = draw(st.integers(0, 99)) if kind in SENDS | RECEIVES else None
+    return Action(stage, kind, index, peer)
+
+
+@given(actions())
+@settings(deadline=None)
+def test_text_gives_the_action_back(action):
+    assert parse_action(str(action)) == action
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("2F0", Action(2, Kind.FORWARD, 0)),
+        ("0SEND_F1", Action(0, Kind.SEND_FORWARD, 1, 1)),
+        ("1RECV_F1", Action(1, Kind.RECEIVE_FORWARD, 1, 0)),
+        ("1SEND_B1", Action(1, Kind.SEND_BACKWARD, 1, 0)),
+        ("0SEND_F1>2", Action(0, Kind.SEND_FORWARD, 1, 2)),
+        (" 3SYNC2 ", Action(3, Kind.SYNC, 2)),
+        ("3STEP", Action(3, Kind.STEP)),
+    ],
+)
+def test_texts_are_those_of_torch(text, action):
+    assert parse_action(text) == action
+    assert str(action) == text.strip()
+
+
+@pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "2STEP1", "-1F0", "2F0 3F0", "2F0;rm"])
+def test_other_texts_are_refused(text):
+    with pytest.raises(ScheduleError, match="is not an action"):
+        parse_action(text)
+
+
+def test_placements():
+    assert place_stages(3, 3).lane_of == (0, 1, 2)
+    assert place_stages(6, 2, "loop").lane_of == (0, 1, 0, 1, 0, 1)
+    assert place_stages(6, 3, "v").lane_of == (0, 1, 2, 2, 1, 0)
+    two = place_stages(4, 4, workers=2)
+    assert two.worker_of == (0, 0, 1, 1)
+    assert [two.home(stage) for stage in range(4)] == [0, 0, 1, 1]
+    assert [two.crosses(edge) for edge in two.edges] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("stages", "lanes", "kind", "workers"),
+    [(3, 2, "linear", None), (3, 2, "loop", None), (3, 2, "v", None), (4, 4, "linear", 3), (2, 2, "ring", None)],
+)
+def test_placements_that_do_not_fit_are_refused(stages, lanes, kind, workers):
+    with pytest.raises(ScheduleError, match=rf"{stages} stages do not fit {lanes} lane"):
+        place_stages(stages, lanes, kind, workers=workers)
+
+
+def test_edges_of_a_stage():
+    layout = Layout((0, 1, 2), (0, 1, 2), (Edge(0, 1), Edge(0, 2), Edge(1, 2)))
+    assert layout.into(2) == [Edge(0, 2), Edge(1, 2)]
+    assert layout.out_of(0) == [Edge(0, 1), Edge(0, 2)]
+
+
+@given(
+    st.lists(
+        st.lists(st.builds(Action, st.integers(0, 5), st.sampled_from(sorted(COMPUTE)), st.integers(0, 9)), min_size=1),
+        min_size=1,
+        max_size=5,
+    )
+)
+@settings(deadline=None)
+def test_a_schedule_survives_its_file(rows):
+    schedule = make_schedule("some", rows)
+    assert read_schedule(schedule.to_csv(), "some") == schedule
+
+
+def test_empty_cells_are_bubbles(tmp_path):
+    file = tmp_path / "own.csv"
+    file.write_text("0F0,,0B0\n,1F0,1B0,,\n")
+    schedule = read_schedule(file)
+    assert schedule.to_csv() == "0F0,0B0\n1F0,1B0\n"
+    assert (schedule.stages, schedule.micro_batches) == (2, 1)
+
+
+@pytest.mark.parametrize("text", ["", ",,\n", "0F0,0SEND_F0\n", "0F0,hello\n"])
+def test_a_file_with_something_else_is_refused(text):
+    with pytest.raises(ScheduleError):
+        read_schedule(text)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ScheduleError, match=r"missing\.csv"):
+        read_schedule(tmp_path / "missing.csv")

@@ -1,0 +1,197 @@
+"""What would hang, forget or overfill is found before it runs, and shown where it happens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hybridpar.errors import ScheduleError
+from hybridpar.schedule.actions import Edge, Layout, make_schedule, parse_action, place_stages, read_schedule
+from hybridpar.schedule.check import Proof, check, check_program
+from hybridpar.schedule.program import Program, lower
+from hybridpar.schedule.schedules import ScheduleRequest, make
+
+TWO = place_stages(2, 2)
+
+
+def program_of(name: str = "1f1b", layout: Layout = TWO, count: int = 4) -> Program:
+    return lower(make(name, ScheduleRequest(layout, count)), layout, [2] + [1] * (layout.stages - 1))
+
+
+def changed(program: Program, worker: int, change) -> Program:
+    """The program with another list for one worker; `change` edits a list of texts."""
+    texts = [str(action) for action in program.workers[worker]]
+    change(texts)
+    lists = list(program.workers)
+    lists[worker] = tuple(parse_action(text) for text in texts)
+    return replace(program, workers=tuple(lists))
+
+
+def swap(texts: list[str], one: str, other: str) -> None:
+    first, second = texts.index(one), texts.index(other)
+    texts[first], texts[second] = texts[second], texts[first]
+
+
+def refused(schedule: str, layout: Layout = TWO, **caps) -> ScheduleError:
+    with pytest.raises(ScheduleError) as caught:
+        check(read_schedule(schedule, "own"), layout, **caps)
+    return caught.value
+
+
+def test_a_proof_counts():
+    layout = place_stages(4, 4, workers=2)
+    proof = check(make("1f1b", ScheduleRequest(layout, 6)), layout, saved_bytes=(10, 20, 30, 40), memory_cap=100)
+    assert proof == Proof((4, 3, 2, 1), (40, 60, 60, 40), (100, 100), 27)
+
+
+def test_a_split_backward_pass_holds_to_its_second_half():
+    proof = check(read_schedule("0F0,0I0,0F1,0I1,0W0,0W1\n"), place_stages(1, 1), saved_bytes=(5,))
+    assert (proof.peak_in_flight, proof.peak_saved_bytes, proof.slots) == ((2,), (10,), 6)
+
+
+def test_lanes_of_a_worker_are_added():
+    """Each lane keeps its own pace, so only the sum of what each holds at most is sure."""
+    layout = place_stages(2, 2, workers=1)
+    assert check(make("gpipe", ScheduleRequest(layout, 3)), layout, saved_bytes=(1, 10)).worker_saved_bytes == (33,)
+
+
+def test_a_deadlock_is_shown_where_it_is():
+    error = refused("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    assert error.what == "schedule 'own' deadlocks"
+    assert error.why.splitlines() == [
+        "0B0 needs 1B0. 1B0 comes after 1F1 on lane 1. 1F1 needs 0F1. 0F1 comes after 0B0 on lane 0.",
+        "        0   1   2   3   4",
+        "lane 0  F0  B0? F1? B1?",
+        "            ^^^ here",
+        "lane 1  .   F0  F1? B0? B1?",
+    ]
+
+
+def test_another_order_without_a_circle_is_allowed():
+    assert check(read_schedule("0F0,0F1,0B0,0B1\n1F1,1F0,1B1,1B0\n"), TWO).slots == 12
+
+
+@pytest.mark.parametrize(
+    ("schedule", "what"),
+    [
+        ("0F0,0B0,0F1,0B1\n1F0,1B0,1B1\n", "stage 1 does B for micro-batch 1"),
+        ("0F0,0B0\n1F0\n", "stage 1 does F for micro-batch 0"),
+        ("0F0,0B0,0F1,0B1\n1F0,1B0\n", "stage 1 does nothing for micro-batch 1"),
+        ("0F0,0B0\n1F0,1B0,1B0\n", "stage 1 does F B B for micro-batch 0"),
+        ("0F0,0I0\n1F0,1B0\n", "stage 0 does F I for micro-batch 0"),
+        ("0F0,0B0,0W0\n1F0,1B0\n", "stage 0 does F B W for micro-batch 0"),
+        ("0F0,0B0,1F0\n1B0\n", "1F0 stands on lane 0 of schedule 'own'"),
+        ("0F0,0B0,1F0,1B0\n", "schedule 'own' has 1 row(s) for 2 lane(s)"),
+        ("0F0,0B0\n1B0,1F0\n", "schedule 'own' deadlocks"),
+    ],
+)
+def test_incomplete_schedules_are_refused(schedule, what):
+    error = refused(schedule)
+    assert error.what == what
+    assert error.fix
+
+
+def test_caps():
+    gpipe = make("gpipe", ScheduleRequest(TWO, 3)).to_csv()
+    error = refused(gpipe, in_flight_cap=2)
+    assert error.what == "stage 0 holds 3 micro-batches at one time, and the cap is 2"
+    marked, pointer = error.why.splitlines()[2:4]
+    assert marked[pointer.index("^") :].startswith("F2")
+    error = refused(gpipe, saved_bytes=(4, 2), memory_cap=11)
+    assert error.what == "worker 0 holds 12 bytes at one time, and the cap is 11"
+    marked, pointer = error.why.splitlines()[2:4]
+    assert marked[pointer.index("^") :].startswith("F2")
+    check(read_schedule(gpipe), TWO, saved_bytes=(4, 2), memory_cap=12, in_flight_cap=3)
+    together = place_stages(2, 2, workers=1)
+    # Lane 1 may hold its 6 bytes at any time, so lane 0 may hold 9 of 15: two micro-batches, not three.
+    error = refused(gpipe, together, saved_bytes=(4, 2), memory_cap=15)
+    assert error.why.startswith("Its lanes hold [12, 6] bytes at most.")
+    marked, pointer = error.why.splitlines()[2:4]
+    assert marked[pointer.index("^") :].startswith("F2")
+
+
+def test_what_lower_makes_is_proved():
+    for name, layout in (
+        ("1f1b", place_stages(4, 4)),
+        ("interleaved", place_stages(8, 4, "loop", workers=2)),
+        ("looped_bfs", place_stages(6, 3, "v")),
+        ("gpipe", Layout((0, 1, 2), (0, 1, 2), (Edge(0, 1, 1, 1), Edge(0, 2, 1, 1), Edge(1, 2, 1, 0)))),
+    ):
+        check_program(program_of(name, layout, 5))
+
+
+PLANTED = {
+    "a receive is missing": (1, lambda w: w.remove("1RECV_F2"), "worker 1 never does 1RECV_F2", "1F2 waits for it"),
+    "a send is missing": (0, lambda w: w.remove("0SEND_F1"), "worker 0 never does 0SEND_F1", "1RECV_F1 waits for it"),
+    "a computation is missing": (1, lambda w: w.remove("1B2"), "worker 1 never does 1B2", "1SEND_B2 waits for it"),
+    "a step is missing": (1, lambda w: w.remove("1STEP"), "worker 1 never does 1STEP", ""),
+    "a send is done twice": (0, lambda w: w.append("0SEND_F1"), "worker 0 does 0SEND_F1, which is not its work", ""),
+    "the work of another": (0, lambda w: w.append("1F0"), "worker 0 does 1F0, which is not its work", ""),
+    "sends in another order": (
+        0,
+        lambda w: (w.remove("0SEND_F0"), w.insert(w.index("0SEND_F1") + 1, "0SEND_F0")),
+        "the program of '1f1b' deadlocks",
+        "0SEND_F0 comes after 0SEND_F1 on worker 0's way to worker 1.",
+    ),
+    "receives in another order": (
+        1,
+        lambda w: swap(w, "1RECV_F0", "1RECV_F1"),
+        "the program of '1f1b' deadlocks",
+        "0SEND_F0 comes after 0SEND_F1 on worker 1's way from worker 0.",
+    ),
+    "computation before its receive": (
+        1,
+        lambda w: (w.remove("1RECV_F2"), w.insert(w.index("1F2") + 1, "1RECV_F2")),
+        "worker 1 issues 1F2 before 1RECV_F2, which it needs",
+        "an event must be recorded before it is waited for",
+    ),
+    "computation in another order": (
+        1,
+        lambda w: swap(w, "1F0", "1F1"),
+        "worker 1 computes 1F1 where lane 1 of the schedule has 1F0",
+        "",
+    ),
+    "a sync too early": (
+        0,
+        lambda w: (w.remove("0SYNC1"), w.insert(0, "0SYNC1")),
+        "worker 0 issues 0SYNC1 before 0B3, which it needs",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_planted_faults_are_found(fault):
+    worker, change, what, why = PLANTED[fault]
+    with pytest.raises(ScheduleError) as caught:
+        check_program(changed(program_of(), worker, change))
+    assert what in caught.value.what
+    assert why in caught.value.why
+    assert "lower" in caught.value.fix
+
+
+def test_a_circle_through_two_pairs_of_workers_is_found():
+    """Each of two workers waits in its queue for a transfer that the other has put behind its own."""
+    layout = Layout((0, 1, 0, 1), (0, 1), (Edge(0, 1, 1, 0), Edge(0, 3, 1, 0), Edge(2, 3, 1, 0)))
+    schedule = make_schedule(
+        "own", [[parse_action(t) for t in row.split()] for row in ("0F0 2F0 0B0 2B0", "1F0 3F0 1B0 3B0")]
+    )
+    program = lower(schedule, layout)
+    check_program(program)
+    turned = changed(program, 0, lambda w: (w.remove("0SEND_F0"), w.insert(w.index("2SEND_F0") + 1, "0SEND_F0")))
+    with pytest.raises(ScheduleError, match="deadlocks"):
+        check_program(turned)
+
+
+def test_the_fault_in_a_long_schedule_is_in_the_picture():
+    layout = place_stages(2, 2)
+    schedule = make("gpipe", ScheduleRequest(layout, 60))
+    row = list(schedule.rows[1])
+    row.remove(parse_action("1F50"))
+    error = refused(make_schedule("own", [schedule.rows[0], row]).to_csv())
+    lines = error.why.splitlines()
+    assert any("^" in line for line in lines)
+    assert max(map(len, lines)) <= 110
+    assert "of" in lines[-1]
+    assert lines[-1].startswith("(slots")

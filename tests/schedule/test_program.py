@@ -1,0 +1,146 @@
+"""What must travel follows from what is computed, and workers agree on the order."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridpar.errors import ScheduleError
+from hybridpar.schedule.actions import RECEIVES, SENDS, Action, Edge, Kind, Layout, parse_action, read_schedule
+from hybridpar.schedule.actions import place_stages as place
+from hybridpar.schedule.program import dependencies, lower
+from hybridpar.schedule.schedules import ScheduleRequest, make
+
+LOOKS = [
+    ("1f1b", place(4, 4), 6),
+    ("interleaved", place(6, 2, "loop"), 5),
+    ("interleaved", place(8, 4, "loop", workers=2), 8),
+    ("looped_bfs", place(6, 3, "v"), 4),
+    ("zero_bubble", place(3, 3), 5),
+]
+
+
+def words(actions):
+    return " ".join(str(action) for action in actions)
+
+
+def test_the_program_of_two_stages():
+    layout = place(2, 2)
+    program = lower(read_schedule("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"), layout, [2, 0])
+    assert words(program.workers[0]) == ("0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1 0SYNC0 0SYNC1 0STEP")
+    assert words(program.workers[1]) == "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1STEP"
+
+
+def test_a_tensor_that_skips_a_stage_travels_directly():
+    layout = Layout((0, 1, 2), (0, 1, 2), (Edge(0, 1, 8, 8), Edge(0, 2, 8, 8), Edge(1, 2, 8, 8)))
+    program = lower(read_schedule("0F0,0B0\n1F0,1B0\n2F0,2B0\n"), layout)
+    assert parse_action("0SEND_F0>2") in program.workers[0]
+    assert parse_action("2RECV_F0>0") in program.workers[2]
+    assert not [action for action in program.workers[1] if action.peer not in (None, 0, 2)]
+    assert set(program.needs[parse_action("0B0")]) == {
+        parse_action("0F0"),
+        parse_action("0RECV_B0"),
+        parse_action("0RECV_B0>2"),
+    }
+
+
+def test_what_needs_no_gradient_gets_none():
+    layout = Layout((0, 1), (0, 1), (Edge(0, 1, 8, 0),))
+    program = lower(read_schedule("0F0,0B0\n1F0,1B0\n"), layout)
+    assert words(program.workers[0]) == "0F0 0SEND_F0 0B0 0STEP"
+
+
+def test_nothing_travels_within_a_worker():
+    program = lower(read_schedule("0F0,0B0\n1F0,1B0\n"), place(2, 2, workers=1))
+    assert words(program.workers[0]) == "0F0 1F0 1B0 0B0 1STEP 0STEP"
+
+
+def test_halves_of_a_backward_pass():
+    needs = dependencies(place(2, 2), read_schedule("0F0,0I0,0W0\n1F0,1I0,1W0\n"), [1, 0])
+    assert words(needs[parse_action("0RECV_B0")]) == "1SEND_B0"
+    assert words(needs[parse_action("1SEND_B0")]) == "1I0"
+    assert words(needs[parse_action("0W0")]) == "0I0"
+    assert words(needs[parse_action("0SYNC0")]) == "0W0"
+    assert words(needs[parse_action("0STEP")]) == "0W0 0SYNC0"
+
+
+@pytest.mark.parametrize(("name", "layout", "count"), LOOKS)
+def test_both_ends_of_a_pair_have_the_same_order(name, layout, count):
+    program = lower(make(name, ScheduleRequest(layout, count)), layout)
+    for sender in range(layout.workers):
+        for receiver in range(layout.workers):
+            sends = [a for a in program.workers[sender] if program.queue_of(a) == ("send", sender, receiver)]
+            receives = [a for a in program.workers[receiver] if program.queue_of(a) == ("receive", receiver, sender)]
+            assert [(a.stage, a.index, a.peer) for a in sends] == [(a.peer, a.index, a.stage) for a in receives]
+
+
+@pytest.mark.parametrize(("name", "layout", "count"), LOOKS)
+def test_everything_is_issued_once_and_after_what_it_needs(name, layout, count):
+    program = lower(make(name, ScheduleRequest(layout, count)), layout, [2] * layout.stages)
+    everything = [action for actions in program.workers for action in actions]
+    assert len(everything) == len(set(everything)) == len(program.needs)
+    for worker, actions in enumerate(program.workers):
+        place_of = {action: place for place, action in enumerate(actions)}
+        for action in actions:
+            assert layout.home(action.stage) == worker
+            assert all(place_of[need] < place_of[action] for need in program.needs[action] if need in place_of)
+        steps = [action for action in actions if action.kind is Kind.STEP]
+        assert list(actions[-len(steps) :]) == steps
+
+
+@pytest.mark.parametrize(("name", "layout", "count"), LOOKS)
+def test_lanes_keep_the_order_of_the_schedule(name, layout, count):
+    schedule = make(name, ScheduleRequest(layout, count))
+    program = lower(schedule, layout)
+    for lane, row in enumerate(schedule.rows):
+        actions = program.workers[layout.worker_of[lane]]
+        assert tuple(a for a in actions if a in set(row)) == row
+
+
+def test_one_thread_per_worker_with_blocking_transfers_comes_to_the_end():
+    """The strictest reading of a program: everything in the order of the list, and a send waits for its receive."""
+    layout = place(8, 4, "loop")
+    program = lower(make("interleaved", ScheduleRequest(layout, 6)), layout)
+    left = [list(actions) for actions in program.workers]
+    done: set[Action] = set()
+    moved = True
+    while moved:
+        moved = False
+        for actions in left:
+            while actions and actions[0].kind not in SENDS | RECEIVES:
+                assert all(need in done for need in program.needs[actions[0]])
+                done.add(actions.pop(0))
+                moved = True
+            if actions and actions[0].kind in SENDS:
+                receive = next(a for a in program.needs if program.needs[a] == (actions[0],) and a.kind in RECEIVES)
+                other = left[layout.home(receive.stage)]
+                if other and other[0] == receive:
+                    done |= {actions.pop(0), other.pop(0)}
+                    moved = True
+    assert not any(left)
+
+
+def test_a_circle_is_refused():
+    with pytest.raises(ScheduleError, match="deadlocks: 0B0, 1F1 wait for ever"):
+        lower(read_schedule("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"), place(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("0F0,0B0\n", r"1 row\(s\) for 2 lane"),
+        ("1F0,1B0\n0F0,0B0\n", "1F0 stands on lane 0"),
+        ("0F0,0B0\n1F0,1B0,2F0\n", "2F0 stands on lane 1"),
+    ],
+)
+def test_a_schedule_for_another_layout_is_refused(text, match):
+    with pytest.raises(ScheduleError, match=match):
+        lower(read_schedule(text), place(2, 2))
+
+
+def test_queues():
+    program = lower(make("1f1b", ScheduleRequest(place(4, 4, workers=2), 2)), place(4, 4, workers=2), [1] * 4)
+    assert program.queue_of(parse_action("3F0")) == ("compute", 1, 3)
+    assert program.queue_of(parse_action("1SEND_F0")) == ("send", 0, 1)
+    assert program.queue_of(parse_action("2RECV_F0")) == ("receive", 1, 0)
+    assert program.queue_of(parse_action("2SYNC0")) == ("sync", 1, 0)
+    assert program.queue_of(parse_action("2STEP")) == ("compute", 1, 2)

@@ -1,0 +1,283 @@
+"""Running statistics are those of the whole batch, however it was divided; and the layers stay what they are."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hybridpar.sync.batchnorm import BatchNormPool
+from tests.ranks import run_ranks
+
+FEATURES = 4
+
+
+def make_layer(kind: type = nn.BatchNorm2d, seed: int = 0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    layer = kind(FEATURES, **options)
+    with torch.no_grad():
+        if layer.affine:
+            layer.weight.uniform_(0.5, 1.5)
+            layer.bias.uniform_(-1, 1)
+        if layer.track_running_stats:
+            layer.running_mean.uniform_(-1, 1)
+            layer.running_var.uniform_(0.5, 2)
+    return layer
+
+
+def make_input(samples: int = 12, side: int = 3, seed: int = 1, shape: tuple[int, ...] | None = None) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 + 2 * torch.randn(shape or (samples, FEATURES, side, side), generator=generator)
+
+
+def pooled_step(model: nn.Module, *batches: Tensor) -> BatchNormPool:
+    """One step over some micro-batches on one worker."""
+    pool = BatchNormPool(model)
+    for batch in batches:
+        model(batch)
+        pool.fold()
+    pool.commit(pool.sums.clone())
+    return pool
+
+
+def assert_statistics(layer: Any, expected: Any, **tolerance: float) -> None:
+    tolerance = tolerance or {"rtol": 1e-6, "atol": 1e-6}
+    torch.testing.assert_close(layer.running_mean, expected.running_mean, **tolerance)
+    torch.testing.assert_close(layer.running_var, expected.running_var, **tolerance)
+    assert layer.num_batches_tracked == expected.num_batches_tracked
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"momentum": 0.5}, {"affine": False}])
+def test_micro_batches_leave_the_statistics_of_their_concatenation(parts, options):
+    layer, expected = make_layer(**options), make_layer(**options)
+    for step in range(3):
+        batch = make_input(seed=step)
+        pooled_step(layer, *batch.tensor_split(parts)).release()
+        expected(batch)
+    assert_statistics(layer, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (nn.BatchNorm1d, (12, FEATURES)),
+        (nn.BatchNorm1d, (12, FEATURES, 5)),
+        (nn.BatchNorm2d, (12, FEATURES, 3, 3)),
+        (nn.BatchNorm3d, (12, FEATURES, 2, 2, 2)),
+    ],
+)
+def test_every_kind_of_layer_is_pooled(kind, shape):
+    layer, expected = make_layer(kind), make_layer(kind)
+    batch = make_input(shape=shape)
+    pooled_step(layer, *batch.split([5, 4, 3])).release()
+    expected(batch)
+    assert_statistics(layer, expected)
+
+
+def test_the_output_is_that_of_the_stock_layer_to_the_bit():
+    layer, stock = make_layer(), make_layer()
+    x, y = make_input().requires_grad_(), make_input().requires_grad_()
+    BatchNormPool(layer)
+    ours, theirs = layer(x), stock(y)
+    assert torch.equal(ours, theirs)
+    ours.square().sum().backward()
+    theirs.square().sum().backward()
+    assert torch.equal(x.grad, y.grad)
+    assert torch.equal(layer.weight.grad, stock.weight.grad)
+
+
+def test_nothing_moves_before_the_commit():
+    layer = make_layer()
+    before = copy.deepcopy(layer.state_dict())
+    pool = BatchNormPool(layer)
+    layer(make_input())
+    pool.fold()
+    pool.discard()
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_step_rolled_back_leaves_no_trace(bad):
+    layer, expected = make_layer(), make_layer()
+    pool = BatchNormPool(layer)
+    layer(make_input() * bad)
+    pool.fold()
+    pool.commit(pool.sums.clone(), where=torch.tensor(0.0))
+    assert_statistics(layer, expected)
+    batch = make_input(seed=2)
+    layer(batch)
+    pool.fold()
+    pool.commit(pool.sums.clone(), where=torch.tensor(1.0))
+    expected(batch)
+    assert_statistics(layer, expected)
+
+
+def test_evaluation_uses_the_running_statistics_and_moves_nothing():
+    layer, stock = make_layer().eval(), make_layer().eval()
+    pool = BatchNormPool(layer)
+    assert torch.equal(layer(make_input()), stock(make_input()))
+    pool.fold()
+    pool.commit(pool.sums.clone())
+    assert_statistics(layer, stock)
+
+
+def test_a_layer_that_runs_twice_counts_both_times():
+    layer, expected = make_layer(), make_layer()
+    first, second = make_input(seed=3), make_input(seed=4)
+    pool = BatchNormPool(layer)
+    layer(first)
+    layer(second)
+    pool.fold()
+    pool.commit(pool.sums.clone())
+    expected(torch.cat((first, second)))
+    assert_statistics(layer, expected)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = make_layer(seed=5), make_layer(seed=6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def test_a_layer_that_did_not_run_keeps_its_statistics():
+    model = Branches()
+    before = copy.deepcopy(model.idle)
+    pooled_step(model, make_input(6), make_input(6, seed=2)).release()
+    assert_statistics(model.idle, before, rtol=0, atol=0)
+    assert model.used.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("mean", [1e3, 1e4, -1e4])
+def test_a_mean_far_above_the_deviation_loses_no_precision(mean):
+    # In float32 a sum of squares around 1e8 resolves no variance of 1.
+    layer, batch = make_layer(momentum=1.0), mean + torch.randn(64, FEATURES, 8, 8)
+    pooled_step(layer, *batch.tensor_split(4)).release()
+    exact = batch.double().transpose(0, 1).flatten(1)
+    torch.testing.assert_close(layer.running_mean.double(), exact.mean(1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(layer.running_var.double(), exact.var(1), rtol=2e-3, atol=0)
+
+
+def test_layers_that_keep_no_statistics_or_sync_themselves_are_left_alone():
+    class Own(nn.BatchNorm2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1
+
+    layers = [
+        nn.SyncBatchNorm(FEATURES),
+        nn.BatchNorm2d(FEATURES, track_running_stats=False),
+        nn.GroupNorm(2, FEATURES),
+        nn.InstanceNorm2d(FEATURES, track_running_stats=True),
+        Own(FEATURES),
+    ]
+    kinds = [type(layer) for layer in layers]
+    pool = BatchNormPool(nn.ModuleList(layers))
+    assert pool.layers == []
+    assert [type(layer) for layer in layers] == kinds
+    pool.fold()
+    pool.commit(pool.sums)
+    pool.release()
+
+
+def test_a_pooled_layer_is_still_a_batchnorm_with_the_same_state():
+    model = nn.Sequential(nn.Conv2d(3, FEATURES, 1), make_layer())
+    before = copy.deepcopy(model.state_dict())
+    pool = BatchNormPool(model)
+    assert isinstance(model[1], nn.BatchNorm2d)
+    assert type(model[1]).__name__ == "BatchNorm2d"
+    assert repr(model[1]) == repr(nn.BatchNorm2d(FEATURES))
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.load_state_dict(before)
+    assert pool.layers == [model[1]]
+
+
+def through_pickle(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, through_pickle, through_torch])
+def test_copies_of_a_pooled_layer_are_plain(duplicate):
+    layer = make_layer()
+    pool = BatchNormPool(layer)
+    plain = duplicate(layer)
+    assert type(plain) is nn.BatchNorm2d
+    assert not hasattr(plain, "_pool")
+    assert all(torch.equal(value, layer.state_dict()[name]) for name, value in plain.state_dict().items())
+    if duplicate is not copy.copy:  # whose buffers are the layer's own
+        before = copy.deepcopy(layer.state_dict())
+        plain(make_input())
+        assert plain.num_batches_tracked == 1
+        assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert not pool.sums.any()
+
+
+def test_release_gives_the_stock_layer_back():
+    layer, expected = make_layer(), make_layer()
+    BatchNormPool(layer).release()
+    assert type(layer) is nn.BatchNorm2d
+    assert vars(layer).keys() == vars(expected).keys()
+    layer(make_input())
+    expected(make_input())
+    assert_statistics(layer, expected, rtol=0, atol=0)
+
+
+def test_a_model_can_be_pooled_again_after_release():
+    layer, expected = make_layer(), make_layer()
+    for step in range(2):
+        pooled_step(layer, *make_input(seed=step).tensor_split(2)).release()
+        expected(make_input(seed=step))
+    assert_statistics(layer, expected)
+
+
+def pool_over_workers(world, shares):
+    layer = make_layer()
+    pool = BatchNormPool(layer)
+    start = sum(shares[: world.rank])
+    batch = make_input(sum(shares))[start : start + shares[world.rank]]
+    for part in batch.tensor_split(2):
+        layer(part)
+        pool.fold()
+    assert world.control_sum is not None
+    sums = pool.sums.clone()
+    world.control_sum.all_reduce(sums)
+    pool.commit(sums)
+    pool.release()
+    return layer.state_dict()
+
+
+def test_workers_with_uneven_shares_leave_the_statistics_of_the_whole_batch():
+    shares = [7, 4]
+    expected = make_layer()
+    expected(make_input(sum(shares)))
+    first, second = run_ranks(pool_over_workers, 2, shares)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(first[name], second[name])
+        torch.testing.assert_close(first[name], value, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_mixed_momenta_are_each_layers_own():
+    layers = [make_layer(momentum=momentum) for momentum in (0.1, None, 0.9)]
+    expected = copy.deepcopy(layers)
+    model = nn.Sequential(*layers)
+    for step in range(3):
+        pooled_step(model, make_input(seed=step)).release()
+        nn.Sequential(*expected)(make_input(seed=step))
+    for layer, wanted in zip(layers, expected, strict=True):
+        assert_statistics(layer, wanted, rtol=1e-5, atol=1e-5)

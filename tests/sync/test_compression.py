@@ -1,0 +1,215 @@
+"""Codecs in the sync of gradients: replicas stay equal, and what is not sent is neither lost nor sent twice."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.world import World
+from hybridpar.errors import SyncError, UsageError
+from tests.ranks import run_ranks
+
+STEPS = 4
+
+
+class Net(nn.Module):
+    """Two layers that are large enough to be compressed, and one that only some workers use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 16, 3)
+        self.norm = nn.BatchNorm2d(16)
+        self.second = nn.Linear(16 * 36, 64)
+        self.spare = nn.Linear(64, 64)
+        self.last = nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.second(torch.relu(self.norm(self.first(x))).flatten(1)))
+        if torch.is_grad_enabled() and float(x.detach().sum()) > 1e9:
+            x = self.spare(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+class Staged(nn.Sequential):
+    """The same without the branch, which cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 64), nn.ReLU(),
+            nn.Linear(64, 5),
+        )  # fmt: skip
+
+
+def batch(replica: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * replica + step)
+    return torch.randn(8, 3, 8, 8, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+
+
+def make(world: World, codec: str, **options: Any) -> Trainer:
+    torch.manual_seed(0)
+    # Small buckets: several of them, cut anew after the first step.
+    config = TrainConfig(compress=codec, lr=0.05, bucket_mb=0.02, **options)
+    if config.stages > 1:
+        return Trainer(Staged(), config=config, world=world, example=torch.randn(4, 3, 8, 8))
+    return Trainer(Net(), config=config, world=world)
+
+
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def kept(trainer: Trainer) -> dict[str, Tensor]:
+    """Every residual of this worker."""
+    found: dict[str, Tensor] = {}
+
+    def walk(path: str, entry: Any) -> None:
+        if isinstance(entry, Tensor):
+            found[path] = entry
+        elif isinstance(entry, dict):
+            for key, value in entry.items():
+                walk(f"{path}/{key}", value)
+
+    walk("", trainer.engine.state_dict())
+    return {path: tensor for path, tensor in found.items() if "residuals" in path}
+
+
+def trained(world: World, codec: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], int]:
+    with make(world, codec, **options) as trainer:
+        replica = world.rank % (options.get("replicas") or world.size)
+        for step in range(STEPS):
+            result = trainer.step(batch(replica, step))
+        trainer.wait()
+        sent = result.outcome.bytes_sent
+        if options.get("stages", 1) > 1:
+            trainer.engine.pipeline.collect()
+        return state_of(trainer), sent
+
+
+CODECS = [
+    "fp16",
+    "onebit",
+    "onebit:warmup=2,decay=0.9",
+    "qsgd_mn",
+    "qsgd_mn:meet=shard",
+    "powersgd:rank=2",
+    "twobit",
+    "hylo:least=400",
+]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_replicas_stay_equal_bit_for_bit_and_send_less(codec: str) -> None:
+    (one, sent), (other, _) = run_ranks(trained, 2, codec, {"micro_batches": 2}, shared_memory=False)
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+    (_, full), _ = run_ranks(trained, 2, "none", {"micro_batches": 2}, shared_memory=False)
+    assert sent < full
+
+
+@pytest.mark.parametrize("codec", ["onebit", "powersgd"])
+def test_stages_with_replicas_stay_equal_too(codec: str) -> None:
+    options = {"stages": 2, "replicas": 2, "micro_batches": 2}
+    runs = run_ranks(trained, 4, codec, options, shared_memory=False)
+    for state, _ in runs[1:]:
+        for name, tensor in runs[0][0].items():
+            assert torch.equal(tensor, state[name]), name
+    plain = run_ranks(trained, 4, "none", options, shared_memory=False)
+    assert any(not torch.equal(tensor, plain[0][0][name]) for name, tensor in runs[0][0].items())
+
+
+def poisoned(world: World, codec: str) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    with make(world, codec) as trainer:
+        for step in range(2):
+            trainer.step(batch(world.rank, step))
+        before = {path: tensor.clone() for path, tensor in kept(trainer).items()}
+        images, labels = batch(world.rank, 2)
+        result = trainer.step((images * (float("inf") if world.rank else 1.0), labels))
+        return before, kept(trainer), result.skipped
+
+
+@pytest.mark.parametrize("codec", ["onebit", "twobit", "hylo:least=400"])
+def test_a_step_that_is_rolled_back_leaves_residuals_as_they_were(codec: str) -> None:
+    for before, after, skipped in run_ranks(poisoned, 2, codec, shared_memory=False):
+        assert skipped
+        assert any(bool(residual.any()) for residual in before.values())
+        for path, residual in before.items():
+            assert torch.equal(residual, after[path]), path
+
+
+def resumed(world: World, codec: str, directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    with make(world, codec) as trainer:
+        for step in range(STEPS):
+            trainer.step(batch(world.rank, step))
+            if step == 1:
+                path = trainer.save(directory)
+        whole = state_of(trainer)
+    with make(world, codec) as trainer:
+        trainer.load(path)
+        for step in range(2, STEPS):
+            trainer.step(batch(world.rank, step))
+        return whole, state_of(trainer)
+
+
+@pytest.mark.parametrize("codec", ["onebit", "qsgd_mn", "powersgd"])
+def test_a_resumed_run_goes_on_bit_for_bit(codec: str, tmp_path: Any) -> None:
+    for whole, again in run_ranks(resumed, 2, codec, str(tmp_path), shared_memory=False):
+        for name, tensor in whole.items():
+            assert torch.equal(tensor, again[name]), name
+
+
+def reloaded(world: World, first: str, then: str, directory: str) -> list[str]:
+    """Warnings of a run that goes on with another codec."""
+    with make(world, first) as trainer:
+        trainer.step(batch(world.rank, 0))
+        path = trainer.save(directory)
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("hybridpar.sync.compression")
+    logger.addHandler(handler)
+    try:
+        with make(world, then) as trainer:
+            trainer.load(path)
+    finally:
+        logger.removeHandler(handler)
+    return told
+
+
+def test_residuals_of_another_codec_are_dropped_with_a_warning_of_one_worker(tmp_path: Any) -> None:
+    (warnings, none) = run_ranks(reloaded, 2, "onebit", "twobit", str(tmp_path / "a"), shared_memory=False)
+    assert not none
+    assert len(warnings) == 1
+    assert "kept by onebit, and this run compresses by twobit" in warnings[0]
+    assert run_ranks(reloaded, 2, "onebit", "onebit", str(tmp_path / "b"), shared_memory=False) == [[], []]
+
+
+def unused(world: World) -> dict[str, Tensor]:
+    with make(world, "onebit") as trainer:
+        for step in range(2):
+            trainer.step(batch(world.rank, step))
+        assert trainer.model.spare.weight.grad is None
+        return {path: tensor for path, tensor in kept(trainer).items() if "spare" in path}
+
+
+def test_a_parameter_that_nobody_used_keeps_what_it_had() -> None:
+    for residuals in run_ranks(unused, 2, shared_memory=False):
+        assert not any(bool(residual.any()) for residual in residuals.values())
+
+
+def refused(world: World, codec: str) -> str:
+    with pytest.raises((SyncError, UsageError)) as caught:
+        make(world, codec)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("codec", "shared", "expected"), [("onebit", True, "shared_memory"), ("onebitt", False, "onebit")]
+)
+def test_what_cannot_be_is_refused_alike(codec: str, shared: bool, expected: str) -> None:
+    for text in run_ranks(refused, 2, codec, shared_memory=shared):
+        assert expected in text

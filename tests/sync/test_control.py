@@ -1,0 +1,139 @@
+"""What the workers agree on in a step, number by number."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hybridpar.comm.world import World
+from hybridpar.errors import SyncError
+from hybridpar.lanes import Lanes
+from hybridpar.sync.control import (
+    HEAD,
+    ControlLane,
+    DecidedOutcome,
+    all_reduce_bytes,
+    backward_report,
+    check_layout,
+    decide,
+    forward_report,
+)
+from tests.ranks import run_ranks
+
+
+def report(loss=1.0, samples=4, stop=False, save=False, layout=7, batch_norm=None):
+    return forward_report(
+        torch.tensor(loss, dtype=torch.float64), samples, stop=stop, save=save, layout=layout, batch_norm=batch_norm
+    )
+
+
+def outcome(reports, squares=4.0, *, guard=True, measured=True):
+    with Lanes("cpu") as lanes:
+        values = decide(sum(reports), torch.tensor(squares, dtype=torch.float64), guard=guard, measured=measured)
+        return DecidedOutcome.of(values, 0.5, 100, lanes)
+
+
+def test_summed_reports_are_the_step_of_all_workers():
+    agreed = outcome([report(0.75, 6), report(0.25, 2)])
+    assert agreed.loss == 1.0
+    assert agreed.samples == 8
+    assert agreed.committed
+    assert agreed.grad_norm == 2.0
+    assert not agreed.stop
+    assert not agreed.save
+    assert (agreed.exposed_sync_ms, agreed.bytes_sent) == (0.5, 100)
+
+
+@pytest.mark.parametrize("wish", ["stop", "save"])
+def test_the_wish_of_one_worker_counts_for_all(wish):
+    agreed = outcome([report(), report(**{wish: True}), report()])
+    assert getattr(agreed, wish)
+    assert not getattr(agreed, {"stop": "save", "save": "stop"}[wish])
+
+
+@pytest.mark.parametrize("squares", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_rolls_back_under_the_guard_only(squares):
+    guarded = outcome([report()], squares)
+    assert not guarded.committed
+    assert float(guarded.commit) == 0.0
+    assert guarded.grad_norm == math.inf
+    assert outcome([report()], squares, guard=False).committed
+
+
+def test_a_norm_that_nobody_took_is_unknown():
+    assert outcome([report()], 0.0, guard=False, measured=False).grad_norm is None
+    assert outcome([report()], 0.0).grad_norm == 0.0
+
+
+def test_batchnorm_sums_follow_the_head():
+    sums = torch.arange(5, dtype=torch.float64)
+    message = report(batch_norm=sums)
+    assert torch.equal(message[HEAD:], sums)
+    assert message.dtype == torch.float64
+    assert len(report()) == HEAD
+
+
+def test_a_backward_report_is_the_norm_and_who_used_what():
+    message = backward_report(torch.tensor([1.0, 2.0], dtype=torch.float64), [True, False, True])
+    assert message.tolist() == [3.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("layout", [0, 1, 65535])
+def test_equal_layouts_pass(layout):
+    for workers in (1, 2, 64):
+        check_layout(sum(report(layout=layout) for _ in range(workers)), workers)
+
+
+@pytest.mark.parametrize("layouts", [(1, 2), (65535, 65534), (5, 5, 6), (0, 65535), (1, 2, 3)])
+def test_different_layouts_are_refused(layouts):
+    with pytest.raises(SyncError, match="do not train the same parameters"):
+        check_layout(sum(report(layout=layout) for layout in layouts), len(layouts))
+
+
+@pytest.mark.parametrize(
+    ("payload", "workers", "sent"), [(1000, 1, 0), (1000, 2, 1000), (1000, 4, 1500), (999, 3, 1332)]
+)
+def test_bytes_of_an_all_reduce(payload, workers, sent):
+    assert all_reduce_bytes(payload, workers) == sent
+
+
+def test_alone_a_message_is_its_own_sum():
+    with Lanes("cpu") as lanes:
+        control = ControlLane(World(), lanes)
+        message = torch.ones(3, dtype=torch.float64)
+        assert control.send(message, "testing").wait() is message
+        assert control.bytes_of(3) == 0
+
+
+def sum_in_order(world, count):
+    with Lanes("cpu") as lanes:
+        control = ControlLane(world, lanes)
+        messages = [torch.full((2,), 10.0**place * (world.rank + 1), dtype=torch.float64) for place in range(count)]
+        pending = [control.send(message, "testing") for message in messages]
+        assert control.bytes_of(2) == all_reduce_bytes(16, world.size)
+        return [one.wait()[0].item() for one in reversed(pending)]
+
+
+def test_messages_are_summed_in_the_order_they_were_sent():
+    answers = run_ranks(sum_in_order, 3, 4)
+    assert answers == [[6000.0, 600.0, 60.0, 6.0]] * 3
+
+
+def lose_a_peer(world):
+    with Lanes("cpu") as lanes:
+        control = ControlLane(world, lanes)
+        if world.rank == 1:
+            return "left"
+        try:
+            control.send(torch.ones(1, dtype=torch.float64), "agreeing on a test").wait()
+        except SyncError as error:
+            return str(error)
+    return "no error"
+
+
+def test_who_waited_for_what_is_in_the_error():
+    first, second = run_ranks(lose_a_peer, 2, timeout=15)
+    assert second == "left"
+    assert "worker 0 of 2 stopped while agreeing on a test" in first

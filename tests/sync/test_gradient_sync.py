@@ -1,0 +1,424 @@
+"""Gradient sync against its oracle: one process, the unsplit model, the same micro-batches."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.errors import SyncError, TrainingError, UsageError
+from hybridpar.lanes import Checker, Lanes
+from hybridpar.sync.gradient_sync import GradientSync, SyncOptions
+from hybridpar.train.trainer import Trainer
+from tests.pipeline.oracle import Moments
+from tests.ranks import RankError, run_ranks
+
+
+class Net(nn.Module):
+    """Convolutions, BatchNorm, a shared layer, a frozen one, one that is never used and one used by some samples."""
+
+    def __init__(self, *, unused: bool = False, frozen: bool = False, shared: bool = False) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1)
+        self.bn2 = nn.BatchNorm2d(8)
+        self.extra = nn.Linear(8, 8) if unused else None
+        self.sometimes = nn.Linear(8, 8) if unused else None
+        self.head = nn.Linear(8, 5)
+        self.times = 2 if shared else 1
+        if frozen:
+            self.conv1.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.bn1(self.conv1(x)))
+        for _ in range(self.times):
+            x = torch.relu(self.bn2(self.conv2(x)))
+        x = x.mean((2, 3))
+        if self.sometimes is not None and bool(x.sum() > self.threshold):
+            x = x + self.sometimes(x)
+        return self.head(x)
+
+    threshold = math.inf
+
+
+def make_data(samples: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, 3, 8, 8, generator=generator), torch.randint(0, 5, (samples,), generator=generator)
+
+
+def make_config(**options: Any) -> TrainConfig:
+    # A small bucket, so that the tiny model has several.
+    return TrainConfig(**{"lr": 0.1, "momentum": 0.9, "bucket_mb": 0.001, **options})
+
+
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    state = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    for name, parameter in trainer.model.named_parameters():
+        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                state[f"{name}/{key}"] = value.clone()
+    return state
+
+
+def train_replica(
+    world: World, net: dict[str, bool], options: dict[str, Any], shares: list[int], steps: int, checked: bool = False
+) -> dict[str, Tensor]:
+    """Each rank trains on its share of the same global batches; replicas are built from different seeds."""
+    torch.manual_seed(100 + world.rank)
+    config = make_config(**options)
+    checker = Checker(seed=world.rank, max_delay=0.001) if checked else None
+    lanes = Lanes("cpu", check=checker)
+    try:
+        trainer = Trainer(Net(**net), config=config, world=world, lanes=lanes)
+        reference = copy.deepcopy(trainer.model.state_dict())
+        start = sum(shares[: world.rank])
+        for step in range(steps):
+            x, y = make_data(sum(shares), seed=step)
+            mine = slice(start, start + shares[world.rank])
+            if checker is not None:
+                with checker:
+                    trainer.step((x[mine], y[mine]))
+            else:
+                trainer.step((x[mine], y[mine]))
+        trainer.close()
+    finally:
+        lanes.close()
+    return {"initial/" + name: tensor for name, tensor in reference.items()} | state_of(trainer)
+
+
+def train_oracle(
+    initial: dict[str, Tensor], net: dict[str, bool], options: dict[str, Any], shares: list[int], steps: int
+) -> dict[str, Tensor]:
+    """One process: each rank's micro-batches are accumulated apart, the sums are added in rank order."""
+    config = make_config(**options)
+    accumulate = config.micro_batches
+    model = Net(**net)
+    model.load_state_dict(initial)
+    from hybridpar.optim.build import build_optimizer
+
+    optimizer = build_optimizer(model, config)
+    loss_function = nn.CrossEntropyLoss()
+    for step in range(steps):
+        x, y = make_data(sum(shares), seed=step)
+        totals: dict[str, Tensor] = {}
+        moments = Moments(model)
+        start = 0
+        for share in shares:
+            for parameter in model.parameters():
+                parameter.grad = None
+            mine = slice(start, start + share)
+            for inputs, targets in zip(x[mine].tensor_split(accumulate), y[mine].tensor_split(accumulate), strict=True):
+                loss = loss_function(model(inputs), targets)
+                (loss * (len(targets) / sum(shares))).backward()
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    totals[name] = totals[name] + parameter.grad if name in totals else parameter.grad.clone()
+            start += share
+        for name, parameter in model.named_parameters():
+            parameter.grad = totals.get(name)
+        if config.clip_norm is not None:
+            nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], config.clip_norm)
+        optimizer.step()
+        moments.commit()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                state[f"{name}/{key}"] = value.clone()
+    return state
+
+
+def assert_matches(states: list[dict[str, Tensor]], oracle: dict[str, Tensor], *, exact: bool) -> None:
+    for name, expected in oracle.items():
+        first = states[0][name]
+        for other in states[1:]:
+            assert torch.equal(first, other[name]), f"{name}: replicas differ"
+        if "running" in name:
+            torch.testing.assert_close(first, expected, rtol=1e-6, atol=1e-7, msg=name)
+        elif exact:
+            assert torch.equal(first, expected), f"{name}: {(first - expected).abs().max()}"
+        else:
+            torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def initial_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("initial/"): tensor for name, tensor in state.items() if name.startswith("initial/")}
+
+
+CASES = {
+    "plain": ({}, {}),
+    "micro_batches": ({}, {"micro_batches": 4}),
+    "frozen": ({"frozen": True}, {}),
+    "unused": ({"unused": True}, {"micro_batches": 2}),
+    "shared": ({"shared": True}, {}),
+    "one bucket": ({}, {"bucket_mb": 100.0}),
+    "a bucket per tensor": ({}, {"bucket_mb": 1e-6}),
+    "one lane, no guard": ({}, {"guard": False}),
+    "weight decay, nesterov": ({}, {"nesterov": True, "weight_decay": 0.01}),
+    "adamw": ({}, {"optimizer": "adamw", "lr": 0.01}),
+}
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "gloo"])
+@pytest.mark.parametrize("case", CASES)
+def test_two_workers_equal_one_process_bit_for_bit(case: str, transport: str) -> None:
+    net, options = CASES[case]
+    shares = [8, 8]
+    states = run_ranks(train_replica, 2, net, options, shares, 3, shared_memory=transport == "shared memory")
+    oracle = train_oracle(initial_of(states[0]), net, options, shares, 3)
+    assert_matches(states, oracle, exact=True)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_clipping_is_by_the_global_norm(accumulate: int) -> None:
+    options = {"clip_norm": 0.05, "micro_batches": accumulate}
+    states = run_ranks(train_replica, 2, {}, options, [8, 8], 3)
+    assert_matches(states, train_oracle(initial_of(states[0]), {}, options, [8, 8], 3), exact=False)
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_uneven_shares_weigh_by_their_samples(shared_memory: bool) -> None:
+    options = {"micro_batches": 2}
+    states = run_ranks(train_replica, 3, {"shared": True}, options, [9, 4, 6], 3, shared_memory=shared_memory)
+    oracle = train_oracle(initial_of(states[0]), {"shared": True}, options, [9, 4, 6], 3)
+    assert_matches(states, oracle, exact=False)
+
+
+@pytest.mark.parametrize("case", ["micro_batches", "unused", "shared"])
+def test_every_access_is_ordered_across_lanes(case: str) -> None:
+    net, options = CASES[case]
+    states = run_ranks(train_replica, 2, net, options, [8, 8], 3, True)
+    assert_matches(states, train_oracle(initial_of(states[0]), net, options, [8, 8], 3), exact=True)
+
+
+def train_ddp(world: World, steps: int) -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    model = Net()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        x, y = make_data(16, seed=step)
+        mine = slice(8 * world.rank, 8 * world.rank + 8)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(ddp(x[mine]), y[mine]).backward()
+        optimizer.step()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    torch.manual_seed(7)
+    config = make_config(weight_decay=0.0)
+    with Trainer(
+        Net(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), config=config, world=world
+    ) as ours:
+        for step in range(steps):
+            x, y = make_data(16, seed=step)
+            ours.step((x[8 * world.rank :][:8], y[8 * world.rank :][:8]))
+        return {name: (tensor - expected[name]).abs().max() for name, tensor in ours.model.state_dict().items()}
+
+
+def test_matches_ddp() -> None:
+    for differences in run_ranks(train_ddp, 2, 3):
+        for name, difference in differences.items():
+            if "running" not in name and "tracked" not in name:
+                assert difference <= 1e-6, name
+
+
+def skip_inf(world: World, where: str) -> list[Any]:
+    torch.manual_seed(3)
+    with Trainer(Net(), config=make_config(), world=world) as trainer:
+        trainer.step(make_data(8))
+        before = state_of(trainer)
+        x, y = make_data(8)
+        if world.rank == 1:
+            x[0, 0, 0, 0] = math.inf
+        result = trainer.step((x, y))
+        untouched = all(torch.equal(tensor, before[name]) for name, tensor in state_of(trainer).items())
+        after = trainer.step(make_data(8, seed=9))
+        return [
+            result.skipped,
+            untouched,
+            after.skipped,
+            all(torch.isfinite(t).all() for t in state_of(trainer).values()),
+        ]
+
+
+def test_an_inf_on_one_rank_skips_the_step_everywhere_and_changes_nothing() -> None:
+    assert run_ranks(skip_inf, 2, "input") == [[True, True, False, True]] * 2
+
+
+def stop_on_nan(world: World) -> tuple[str, int]:
+    torch.manual_seed(3)
+    with Trainer(Net(), config=make_config(), world=world) as trainer:
+        trainer.step(make_data(8))
+        x, y = make_data(8)
+        if world.rank == 1:
+            x.fill_(math.nan)
+        try:
+            for _ in range(5):
+                trainer.step((x, y))
+        except TrainingError as error:
+            return str(error), trainer.steps_done
+    return "did not stop", -1
+
+
+def test_three_bad_steps_stop_all_ranks_at_the_same_step() -> None:
+    answers = run_ranks(stop_on_nan, 2)
+    assert answers[0] == answers[1]
+    message, step = answers[0]
+    assert step == 4
+    assert "steps 2 to 4" in message
+    assert "first bad parameter: conv1.weight" in message
+
+
+def unused_everywhere(world: World) -> list[Any]:
+    torch.manual_seed(3)
+    net = Net(unused=True)
+    net.threshold = -math.inf if world.rank == 1 else math.inf  # `sometimes` runs on rank 1 only
+    with Trainer(net, config=make_config(weight_decay=0.1), world=world) as trainer:
+        before = net.extra.weight.clone()
+        trainer.step(make_data(8))
+        return [net.extra.weight.grad is None, torch.equal(before, net.extra.weight), net.sometimes.weight.grad.clone()]
+
+
+def test_parameters_used_nowhere_are_skipped_and_used_somewhere_are_shared() -> None:
+    first, second = run_ranks(unused_everywhere, 2)
+    assert first[:2] == second[:2] == [True, True]
+    assert torch.equal(first[2], second[2])
+    assert first[2].abs().sum() > 0
+
+
+def thaw_late(world: World) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    net = Net(frozen=True)
+    with Trainer(net, config=make_config(), world=world) as trainer:
+        for step in range(4):
+            if step == 2:
+                net.conv1.weight.requires_grad_(True)
+            trainer.step(make_data(8, seed=10 * step + world.rank))
+        return state_of(trainer)
+
+
+def test_parameters_thawed_in_mid_training_join_the_buckets() -> None:
+    first, second = run_ranks(thaw_late, 2)
+    assert "conv1.weight/momentum_buffer" in first
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+def freeze_on_one(world: World) -> str:
+    net = Net(frozen=world.rank == 1)
+    with Trainer(net, config=make_config(bucket_mb=100.0, timeout=5), world=world) as trainer:
+        try:
+            for step in range(2):
+                trainer.step(make_data(8, seed=step))
+        except SyncError as error:
+            return str(error)
+    return "passed"
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_ranks_that_freeze_differently_are_told(shared_memory: bool) -> None:
+    answers = run_ranks(freeze_on_one, 2, timeout=60, shared_memory=shared_memory)
+    assert any("requires_grad" in answer for answer in answers), answers
+    assert "passed" not in answers
+
+
+def another_model(world: World) -> str:
+    with pytest.raises(SyncError) as caught:
+        Trainer(nn.Linear(3, 4 + world.rank), config=make_config(), world=world)
+    return str(caught.value)
+
+
+def test_ranks_with_different_models_are_told_before_the_first_step() -> None:
+    for answer in run_ranks(another_model, 2):
+        assert "worker 1 built another model" in answer
+
+
+def too_small_for_one(world: World, options: dict[str, Any]) -> str:
+    with Trainer(Net(), config=make_config(micro_batches=2, **options), world=world) as trainer:
+        trainer.step(make_data(4))
+        try:
+            trainer.step(make_data(4 if world.rank == 0 else 1))
+        except UsageError as error:
+            trainer.step(make_data(4))  # as good as before
+            return str(error)
+    return "passed"
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_norm": "sync"}])
+def test_a_batch_that_is_too_small_on_one_worker_is_refused_by_all(options: dict[str, Any]) -> None:
+    first, second = run_ranks(too_small_for_one, 2, options)
+    assert first.startswith("1 of the other workers got a batch that cannot be divided")
+    assert second.startswith("a batch of 1 samples cannot be divided into 2 micro-batches")
+
+
+def count_bytes(world: World) -> tuple[int, int]:
+    with Trainer(Net(), config=make_config(guard=False, batch_norm="local"), world=world) as trainer:
+        trainer.step(make_data(8))
+        result = trainer.step(make_data(8))
+        numel = sum(parameter.numel() for parameter in trainer.model.parameters())
+        return result.outcome.bytes_sent, 4 * numel * 2 * (world.size - 1) // world.size
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_bytes_are_the_gradients_and_little_else(size: int) -> None:
+    for sent, payload in run_ranks(count_bytes, size):
+        assert payload <= sent <= payload + 400
+
+
+def settle_order(world: World) -> tuple[list[str], list[str]]:
+    torch.manual_seed(world.rank)
+    net = Net()
+    with Trainer(net, config=make_config(), world=world) as trainer:
+        before = list(trainer.engine.sync.state_dict()["order"])
+        trainer.step(make_data(8))
+        return before, trainer.engine.sync.state_dict()["order"]
+
+
+def test_buckets_follow_the_order_observed_in_the_first_step() -> None:
+    answers = run_ranks(settle_order, 2)
+    assert answers[0] == answers[1]
+    before, after = answers[0]
+    assert before[0] == "head.bias"
+    assert after[-1] == "conv1.weight"
+    assert sorted(before) == sorted(after)
+
+
+def arrive_twice(world: World) -> str:
+    with Lanes("cpu") as lanes:
+        model = nn.Linear(2, 2)
+        sync = GradientSync(model, world, lanes, SyncOptions())
+        sync.begin(1)
+        sync.micro_batch(1, last=True)
+        loss = sync.forward_done(model(torch.ones(1, 2)).sum())
+        loss.backward(retain_graph=True)
+        with pytest.raises(SyncError) as caught:
+            loss.backward()
+        sync.finish()
+        sync.close()
+    return str(caught.value)
+
+
+def test_a_gradient_that_arrives_twice_is_refused() -> None:
+    for answer in run_ranks(arrive_twice, 2):
+        assert "arrived twice" in answer
+
+
+def dead_peer(world: World) -> str:
+    if world.rank == 1:
+        return "left"
+    with Trainer(Net(), config=make_config(), world=world) as trainer:
+        trainer.step(make_data(8))
+    return "no error"
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_peer_that_leaves_is_named(shared_memory: bool) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(dead_peer, 2, timeout=30, shared_memory=shared_memory)
+    assert "SyncError" in str(caught.value)

@@ -1,0 +1,359 @@
+"""Policies between workers: one for all, known before the first step, with what it does told and measured."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hybridpar import TrainConfig, Trainer
+from hybridpar.comm.world import World
+from hybridpar.errors import HybridparError
+from hybridpar.lanes import Lanes
+from hybridpar.pipeline.local_stage import LocalStage
+from hybridpar.sync.compression_table import kind_of, layer_bytes, table_csv, table_lines
+from hybridpar.sync.control import DecidedOutcome
+from hybridpar.sync.gradient_sync import GradientSync, SyncOptions
+from hybridpar.sync.policy import check_compression
+from tests.ranks import run_ranks
+from tests.runs import check_run, train_rank
+from tests.sync.test_compression import Net, Staged, batch, kept, make, state_of
+
+RULES = "second.* -> onebit; *.weight -> powersgd:rank=1"
+
+
+def failing(world: World, texts: list[str], files: dict[str, str]) -> tuple[str, int]:
+    for path, text in files.items():
+        if world.rank == 0 or "everywhere" in path:
+            Path(path).write_text(text)
+    world.barrier()
+    with pytest.raises(HybridparError) as caught:
+        make(world, texts[world.rank % len(texts)])
+    return str(caught.value), caught.value.exit_code
+
+
+@pytest.mark.parametrize(
+    ("texts", "told"),
+    [
+        (["onebit", "twobit"], ["worker 1", "rule 1 is * -> twobit and not * -> onebit"]),
+        (["second.* -> onebit; *.weight -> fp16", "second.* -> onebit"], ["it has 1 rule(s) and not 2"]),
+        (["auto", "fp16"], ["fp16 and not auto with fidelity exact"]),
+        (["fp16", "missing.toml"], ["worker 1 cannot use", "cannot read the policy file missing.toml"]),
+        (["fp16", "secnd.* -> fp16"], ["worker 1 cannot use", "'secnd.*'"]),
+    ],
+)
+def test_workers_with_different_policies_are_refused_at_the_start(texts, told):
+    texts_of_workers = run_ranks(failing, 2, texts, {}, shared_memory=False)
+    for part in told:
+        assert part in texts_of_workers[0][0]
+    assert [code for _, code in texts_of_workers] == [2, 2]
+
+
+def of_other_fidelity(world: World) -> str:
+    config = TrainConfig(compress="auto", fidelity="close" if world.rank else "exact")
+    with pytest.raises(HybridparError) as caught:
+        Trainer(Net(), config=config, world=world)
+    return str(caught.value)
+
+
+def test_workers_that_may_choose_from_different_codecs_are_refused_before_they_measure():
+    for text in run_ranks(of_other_fidelity, 2, shared_memory=False):
+        assert "auto with fidelity close" in text
+        assert "auto with fidelity exact" in text
+
+
+def test_a_pattern_about_nothing_is_refused_on_all_workers_with_the_nearest_names():
+    for text, _ in run_ranks(failing, 2, ["secnd.* -> fp16"], {}, shared_memory=False):
+        assert "'secnd.*'" in text
+        assert "Nearest: second.weight, second.bias" in text
+
+
+def trained(world: World, codec: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], set[str], Any, list[Any]]:
+    with make(world, codec, **options) as trainer:
+        replica = world.rank % (options.get("replicas") or world.size)
+        for step in range(3):
+            result = trainer.step(batch(replica, step))
+        trainer.wait()
+        sync = result.outcome.sync
+        rows = trainer.engine.wire_format().layers
+        names = {path.split("/parameters/")[1].split("/")[0] for path in kept(trainer)}
+        if options.get("stages", 1) > 1:
+            trainer.engine.pipeline.collect()
+        return state_of(trainer), names, sync, rows
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": 2, "replicas": 2, "micro_batches": 2}])
+def test_each_parameter_travels_by_the_first_rule_that_matches(options):
+    rules = RULES if not options else "4.* -> onebit; *.weight -> powersgd:rank=1"
+    runs = run_ranks(trained, 4 if options else 2, rules, options, shared_memory=False)
+    state, _, _, rows = runs[0]
+    for other, *_ in runs[1:]:
+        assert all(torch.equal(tensor, other[name]) for name, tensor in state.items())
+    names = set[str]().union(*(run[1] for run in runs))
+    wide, last = ("4.weight", "6.weight") if options else ("second.weight", "last.weight")
+    codecs = {row.layer: row.codec for row in rows}
+    assert codecs[wide] == "onebit"
+    assert codecs[last] == "powersgd:rank=1" if last in names else codecs[last] == "none"
+    assert wide in names
+    assert [row.layer for row in rows] == [name for name, _ in (Staged() if options else Net()).named_parameters()]
+
+
+def test_figures_of_a_step_are_those_of_its_bytes_and_times():
+    elements = sum(parameter.numel() for parameter in Net().parameters())
+    for _, _, sync, rows in run_ranks(trained, 2, RULES, {}, shared_memory=False):
+        assert sync.bytes_before == 4 * elements == sum(row.bytes_before for row in rows)
+        # Stripes are aligned to 8 bytes.
+        assert sync.bytes_after == pytest.approx(sum(row.bytes_after for row in rows), rel=0.02)
+        assert sync.bytes_after < sync.bytes_before / 3
+        assert min(sync.encode_ms, sync.wire_ms, sync.decode_ms) > 0
+        parts = sync.encode_ms + sync.wire_ms + sync.decode_ms
+        assert parts / 2 * 0.999 <= sync.sync_ms <= parts * 1.001  # two lanes
+        assert sync.hidden_share(0.0) == 1.0
+        assert sync.hidden_share(2 * sync.sync_ms) == 0.0
+    for _, _, sync, rows in run_ranks(trained, 2, "none", {}):
+        assert not rows
+        assert sync.bytes_before == sync.bytes_after == 4 * elements
+        assert (sync.encode_ms, sync.decode_ms) == (0.0, 0.0)
+        assert sync.wire_ms > 0
+
+
+def first_norm(world: World) -> tuple[list[float | None], float]:
+    with make(world, "onebit") as trainer:
+        found = [trainer.step(batch(world.rank, step)).outcome.sync.residual_norm for step in range(3)]
+    with make(world, "onebit") as trainer:
+        trainer.step(batch(world.rank, 0))
+        squares = sum(float(tensor.square().sum()) for tensor in kept(trainer).values())
+    return found, squares**0.5
+
+
+def test_the_norm_of_what_was_not_sent_is_taken_now_and_then():
+    for (first, *rest), expected in run_ranks(first_norm, 2, shared_memory=False):
+        assert first == pytest.approx(expected, rel=1e-4)
+        assert rest == [None, None]
+
+
+def late(world: World, poisoned: bool) -> tuple[list[str], dict[str, Tensor]]:
+    """Three steps of which the second is poisoned, with the decision left where it is; and when it was read."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 5))
+    doing, reads = "", list[str]()
+
+    class Watched(DecidedOutcome):
+        def _value(self, index: int) -> float:
+            reads.append(doing)
+            return super()._value(index)
+
+    with Lanes(world.device) as lanes:
+        sync = GradientSync(model, world, lanes, SyncOptions(bucket_bytes=4096, codec="onebit"))
+        for step in range(3):
+            inputs, targets = batch(world.rank, step)
+            doing = f"beginning of {step}"
+            sync.begin(8, global_samples=16)
+            sync.micro_batch(8, last=True)
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            scaled = sync.forward_done(loss * (float("inf") if poisoned and step == 1 else 1.0))
+            doing = f"backward pass of {step}"
+            scaled.backward()
+            doing = f"end of {step}"
+            done = sync.finish()
+            outcome = Watched(done.values, done.exposed_sync_ms, done.bytes_sent, done._copy, costs=done.costs)
+            sync.end(outcome, decided_on_device=True)
+        before = list(reads)
+        residuals = {name: one["residuals"]["worker"] for name, one in _parameters(sync).items() if one}
+        sync.close()
+    return before, residuals
+
+
+class Compressing:
+    """Stands for `Compression`, and notes how it was told of the end of a step."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def commit_or_rollback(self, committed: bool, unused: Any, costs: Any) -> None:
+        self.told.append(committed)
+
+    def commit_or_rollback_later(self, outcome: Any, unused: Any, costs: Any) -> None:
+        self.told.append(outcome)
+
+
+@pytest.mark.parametrize(
+    ("guarded", "on_device", "commit", "told"),
+    [(True, False, 1, True), (True, False, 0, False), (False, True, 0, True)],
+)
+def test_a_stage_lets_the_host_decide_only_where_it_knows(guarded, on_device, commit, told):
+    stage = object.__new__(LocalStage)
+    stage.guarded, stage.reducer = guarded, SimpleNamespace(compression=Compressing())  # type: ignore[assignment]
+    values = torch.tensor([0.0, 0, 0, 0, commit, 0])
+    stage._commit_or_rollback(values, [], None, on_device)
+    assert stage.reducer.compression.told == [told]  # type: ignore[union-attr]
+    stage.guarded = True
+    stage._commit_or_rollback(values, [], None, True)
+    assert stage.reducer.compression.told[1].committed is bool(commit)  # type: ignore[union-attr]
+
+
+def _parameters(sync: GradientSync) -> dict[str, Any]:
+    parameters: dict[str, Any] = sync.state_dict()["codec"]["parameters"]
+    return parameters
+
+
+@pytest.mark.parametrize("poisoned", [False, True])
+def test_a_decision_that_is_left_on_the_device_is_not_read_before_the_next_backward_pass(poisoned):
+    for reads, residuals in run_ranks(late, 2, poisoned, shared_memory=False):
+        # The buckets are cut anew at the beginning of the second step, and for that codecs must have settled.
+        assert reads == ["beginning of 1", "backward pass of 2"]
+        assert all(bool(torch.isfinite(residual).all()) for residual in residuals.values())
+        assert any(bool(residual.any()) for residual in residuals.values())
+
+
+def chosen(
+    world: World, fidelity: str, example: Tensor | None = None, stages: int = 1
+) -> tuple[str, tuple[str, ...], float | None]:
+    config = TrainConfig(compress="auto", fidelity=fidelity, stages=stages)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    with Trainer(Net() if stages == 1 else Staged(), config=config, world=world, example=example) as trainer:
+        assert all(parameter.grad is None for parameter in trainer.model.parameters())
+        trainer.step(batch(world.rank, 0))
+        choice = trainer.engine.wire_format().choice
+        assert choice is not None
+        return str(choice.policy), choice.lines, None if choice.predicted is None else choice.predicted.sync_ms
+
+
+@pytest.mark.parametrize(
+    ("fidelity", "shared", "told"),
+    [
+        ("exact", False, "exact allows nothing else"),
+        ("close", True, "share memory"),
+        ("close", False, "none, fp16, bf16"),
+    ],
+)
+def test_all_workers_take_one_measured_choice(fidelity, shared, told):
+    one, other = run_ranks(chosen, 2, fidelity, shared_memory=shared)
+    assert one == other
+    policy, lines, predicted = one
+    if "allows" in told or shared:
+        assert policy == "none"
+    assert told in lines[1]
+    assert max(map(len, lines)) < 80
+    assert predicted is not None
+    assert f"{predicted:,.1f} ms" in lines[2]
+    assert any("backward" in line for line in lines) == (fidelity != "exact" and not shared)
+
+
+@pytest.mark.parametrize(("stages", "workers"), [(1, 2), (2, 4)])
+def test_what_the_backward_pass_hides_is_measured_with_stages_and_without(stages, workers):
+    answers = run_ranks(chosen, workers, "close", batch(0, 0)[0], stages, shared_memory=False)
+    assert answers == [answers[0]] * workers
+    (*_, sync, hidden) = answers[0][1]
+    assert ("on position" in sync) == (stages > 1)
+    assert "of backward hide it but for" in hidden
+    assert max(map(len, answers[0][1])) < 80
+    assert float(hidden.split()[1]) > 0
+
+
+def train_over_the_network(world: World, run_dir: Path, options: dict[str, Any]) -> int:
+    """As workers of two machines."""
+    with mock.patch.object(World, "memory_host", return_value=None):
+        return train_rank(world, run_dir, "plain", None, options)
+
+
+def test_a_run_leaves_the_time_of_its_backward_pass_in_the_plan(tmp_path):
+    options = {"workers": 2, "compress": "auto", "fidelity": "close", "epochs": 1, "checkpoint_every": "never"}
+    options |= {"micro_batches": 2, "batch_size": 64}
+    assert run_ranks(train_over_the_network, 2, tmp_path / "run", options) == [0, 0]
+    partition = json.loads((tmp_path / "run" / "plan.json").read_text())["partition"]
+    assert partition["micro_batch"] == 16
+    assert partition["stages"][0]["backward_ms"] > 0
+
+
+def test_one_worker_has_nothing_to_choose_and_is_told_so(caplog):
+    with Trainer(Net(), config=TrainConfig(compress="auto", fidelity="close"), world=World()) as trainer:
+        choice = trainer.engine.wire_format().choice
+        assert choice is not None
+        assert "one replica" in choice.lines[0]
+        assert not caplog.records
+    check_compression("auto", [], 1)
+    check_compression("none", [], 1)
+    assert not caplog.records
+    check_compression("last.* -> onebit", ["last.weight"], 1)
+    assert "can gain nothing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "kind"),
+    [
+        (nn.Conv2d(8, 8, 3), "weight", "conv"),
+        (nn.Conv2d(8, 8, 3), "bias", "bias"),
+        (nn.Conv2d(8, 16, 3, groups=8), "weight", "depthwise"),
+        (nn.Conv2d(8, 8, 3, groups=4), "weight", "conv"),
+        (nn.Conv2d(1, 8, 3), "weight", "conv"),
+        (nn.Linear(3, 4), "weight", "linear"),
+        (nn.BatchNorm2d(3), "bias", "norm"),
+        (nn.LayerNorm(3), "weight", "norm"),
+        (nn.MultiheadAttention(4, 2), "in_proj_weight", "linear"),
+        (nn.Embedding(3, 4), "weight", "embedding"),
+        (nn.PReLU(), "weight", "other"),
+    ],
+)
+def test_kinds_of_layers_are_named(module, name, kind):
+    assert kind_of(module, name) == kind
+
+
+def test_the_table_fits_a_narrow_terminal_and_leaves_nothing_out_of_its_sums():
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks_with_a_rather_long_name = nn.ModuleList(nn.Linear(300 + one, 400) for one in range(80))
+
+    model = Deep()
+    known = {
+        name: ("onebit:decay=0.95,warmup=1000", 4 * one.numel(), one.numel() // 8)
+        if one.ndim > 1
+        else ("none", 1600, 1600)
+        for name, one in model.named_parameters()
+    }
+    rows = layer_bytes(model, known)
+    lines = table_lines(rows)
+    assert len(lines) == 13
+    assert max(map(len, lines)) < 80
+    assert all(line.isascii() for line in lines)
+    assert "150 smaller ones" in lines[-2]
+    assert "2 codecs" in lines[-2]
+    assert f"{sum(row.size for row in rows):,}" in lines[-1]
+    assert "x less" in lines[-1]
+    assert len(table_lines(rows[:11])) == 13
+    whole = list(csv.DictReader(io.StringIO(table_csv(rows).decode())))
+    assert [row["layer"] for row in whole] == list(known)
+    assert whole[0]["codec"] == "onebit:decay=0.95,warmup=1000"
+    assert table_lines([]) == []
+
+
+def test_a_run_tells_what_travels_and_leaves_it_behind(tmp_path, capfd):
+    options = {"workers": 2, "compress": "onebit", "epochs": 1, "checkpoint_every": "never"}
+    assert run_ranks(train_rank, 2, tmp_path / "run", "plain", None, options) == [0, 0]
+    summary = check_run(tmp_path / "run")
+    assert summary["codec"] == "onebit"
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "event" not in row]
+    before, after = (sum(row[key] for row in steps) for key in ("bytes_before", "bytes_after"))
+    assert summary["compression_ratio"] == pytest.approx(before / after, abs=1e-3)
+    assert summary["compression_ratio"] > 1
+    assert {row["residual_norm"] is None for row in steps[1:]} == {True}
+    assert steps[0]["residual_norm"] is not None
+    for row in steps:
+        assert 0 <= row["hidden_share"] <= 1
+        assert min(row["encode_ms"], row["wire_ms"], row["decode_ms"], row["sync_ms"]) > 0
+    assert min(summary["encode_ms"], summary["wire_ms"], summary["decode_ms"]) > 0
+    plan = json.loads((tmp_path / "run" / "plan.json").read_text())
+    assert plan["sync"]["policy"] == [{"pattern": "*", "codec": "onebit"}]
+    assert (
+        (tmp_path / "run" / "compress.csv").read_text().startswith("layer,kind,size,codec,bytes_before,bytes_after\n")
+    )

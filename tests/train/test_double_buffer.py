@@ -1,0 +1,169 @@
+"""Late gradients against one process that applies them late, and what becomes of them in checkpoints and bad steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hybridpar.errors import UsageError
+from hybridpar.sync.figures import SyncFigures
+from hybridpar.train import gain
+from hybridpar.train.checkpoint import load_checkpoint
+from hybridpar.train.delayed import observed_step
+from hybridpar.train.trainer import Trainer
+from tests.ranks import RankError, run_ranks
+from tests.train.training import close, config, delayed_oracle, make_net, same, share, train_rank
+
+STEPS = 5
+
+
+def run(options, steps=STEPS, size=2, **more):
+    return run_ranks(_train, size, options, steps, more, shared_memory=False)
+
+
+def _train(world, options, steps, more):
+    return train_rank(world, options, steps, **more)
+
+
+def test_a_step_applies_the_gradient_of_the_step_before():
+    ranks = run({"double_buffer": "delay"})
+    assert same(ranks[0]["weights"], ranks[1]["weights"])
+    close(ranks[0]["weights"], delayed_oracle(STEPS))
+    assert ranks[0]["staleness"] == [0.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_halves_are_late_by_half_a_batch():
+    ranks = run({"double_buffer": "half"})
+    assert same(ranks[0]["weights"], ranks[1]["weights"])
+    close(ranks[0]["weights"], delayed_oracle(STEPS, parts=2, momentum=0.9**0.5, decay=0.005))
+    assert ranks[0]["staleness"] == [0.5, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_the_loss_is_that_of_the_whole_batch():
+    plain, late, halves = (run({"double_buffer": form, "lr": 1e-9}, 2)[0] for form in ("off", "delay", "half"))
+    assert late["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert halves["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert plain["staleness"] == [None, None]
+
+
+def test_uneven_shares_and_micro_batches():
+    options = {"double_buffer": "delay", "micro_batches": 2}
+    close(run(options, cut=[8, 4])[1]["weights"], delayed_oracle(STEPS))
+
+
+@pytest.mark.parametrize("form", ["delay", "half"])
+@pytest.mark.parametrize("codec", ["none", "onebit_sgd"])
+def test_a_resumed_run_goes_on_bit_for_bit(form, codec, tmp_path):
+    options = {"double_buffer": form, "compress": codec, **({"momentum": 0.0} if codec != "none" else {})}
+    through = run(options, save=(str(tmp_path), 3))
+    assert same(through[0]["weights"], run(options)[0]["weights"]), "saving changed the training"
+    resumed = run(options, load=str(tmp_path / "step-3"))
+    for mine, theirs in zip(through, resumed, strict=True):
+        assert same(mine["weights"], theirs["weights"])
+        assert mine["losses"][3:] == theirs["losses"]
+
+
+def test_a_bad_step_costs_its_gradient_and_the_one_that_waited():
+    ranks = run({"double_buffer": "delay", "compress": "onebit"}, 7, norm=True, spoil=3)
+    for rank in ranks:
+        assert rank["skipped"] == [False] * 3 + [True, True] + [False] * 2
+        assert all(one.isfinite().all() for one in (*rank["weights"], *rank["buffers"]))
+    assert same(ranks[0]["weights"], ranks[1]["weights"])
+
+
+def test_one_worker_has_nothing_to_hide():
+    for form in ("delay", "half", "auto"):
+        alone = run({"double_buffer": form, "micro_batches": 1}, size=1)[0]
+        plain = run({"micro_batches": 2 if form == "half" else 1}, size=1)[0]
+        assert same(alone["weights"], plain["weights"])
+        assert set(alone["staleness"]) == {0.0}
+
+
+def _decided(world, least):
+    gain.LEAST_GAIN = least
+    try:
+        return train_rank(world, {"double_buffer": "auto", "compress": "onebit"}, 13)
+    finally:
+        gain.LEAST_GAIN = 1.05
+
+
+def test_auto_decides_by_what_is_predicted_and_all_alike():
+    for least, delayed in ((0.0, True), (1e9, False)):
+        for rank in run_ranks(_decided, 2, least, shared_memory=False):
+            assert rank["delayed"] is delayed
+            assert rank["staleness"] == [0.0] * 12 + [float(delayed)]
+
+
+def _decided_again(world, path):
+    gain.LEAST_GAIN = 0.0
+    try:
+        with Trainer(make_net(), config=config(double_buffer="auto", compress="onebit"), world=world) as trainer:
+            ages = []
+            for step in range(26):
+                if step == 2:
+                    trainer.save(path)
+                if step == 13:
+                    trainer.load(path)
+                ages.append(trainer.step(share(world, step)).staleness)
+            return ages
+    finally:
+        gain.LEAST_GAIN = 1.05
+
+
+def test_auto_decides_again_where_training_goes_on_from_before(tmp_path):
+    late = [0.0] * 12 + [1.0]
+    for ages in run_ranks(_decided_again, 2, str(tmp_path), shared_memory=False):
+        assert ages == late + late
+
+
+def test_what_codecs_compute_on_a_core_is_not_hidden_by_being_late():
+    def stays(device, **figures):
+        outcome = SimpleNamespace(exposed_sync_ms=60.0, sync=SyncFigures(sync_ms=90.0, **figures))
+        step = observed_step(200.0, outcome, torch.device(device))
+        assert (step.compute_ms, step.sync_ms, step.exposed_ms) == (140.0, 90.0, 60.0)
+        return step.stays_ms
+
+    figures = {"encode_ms": 10.0, "wire_ms": 40.0, "decode_ms": 30.0}
+    assert stays("cpu", **figures) == pytest.approx(30.0)
+    assert stays("cuda", **figures) == stays("cpu", wire_ms=40.0) == stays("cpu") == 0.0
+
+
+def test_workers_predict_from_the_slowest_and_the_shortest_wait():
+    quick, slow = gain.ObservedStep(100.0, 90.0, 60.0, 20.0), gain.ObservedStep(120.0, 70.0, 40.0, 30.0)
+    found = gain.gain_over([quick, slow])
+    assert (found.plain_ms, found.overlapped_ms, found.delay_ms, found.half_ms) == (190.0, 160.0, 140.0, 160.0)
+    assert found == gain.gain_over([slow, quick])
+
+
+def test_halves_need_sgd():
+    with pytest.raises(UsageError, match=r"--double-buffer half with --optimizer adamw"):
+        config(double_buffer="half", optimizer="adamw").check()
+    with pytest.raises(
+        RankError, match=r"cannot be divided into the micro-batches[\s\S]*cannot be divided into 2 micro-batches"
+    ):
+        run({"double_buffer": "half"}, cut=[11, 1])
+
+
+def _groups(world, path):
+    def plain(groups):
+        return [{key: value for key, value in group.items() if key not in ("params", "names")} for group in groups]
+
+    def make(net):
+        return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+    with Trainer(make_net(), make, config=config(double_buffer="half"), world=world) as trainer:
+        seen = [plain(trainer.optimizer.param_groups)]
+        trainer.engine.set_batch_scale(2.0)
+        trainer.step(share(world, 0))
+        trainer.save(path)
+        training = load_checkpoint(Path(path), world.rank).training
+        seen += [plain(trainer.optimizer.param_groups), plain(training["optimizer"]["groups"])]
+    return plain(make(make_net()).param_groups), seen
+
+
+def test_the_users_options_of_the_optimizer_stay_as_they_are(tmp_path):
+    for made, seen in run_ranks(_groups, 2, str(tmp_path), shared_memory=False):
+        assert seen == [made, made, made]

@@ -1,0 +1,47 @@
+"""What is predicted of double buffering."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hybridpar.errors import UsageError
+from hybridpar.optim.per_sample import momentum_per_step, rate_per_sample, rate_per_step, time_constant
+from hybridpar.train.gain import predicted_gain
+
+
+def test_sync_of_half_a_batch_is_hidden_by_both_forms():
+    gain = predicted_gain(100.0, 50.0)
+    assert (gain.plain_ms, gain.delay_ms, gain.half_ms) == (150, 100, 100)
+    assert gain.over_plain == 1.5
+    # Two thirds of the step hide it as well, if they are overlapped bucket by bucket: nothing is left to gain.
+    assert gain.overlapped_ms == 100
+    assert not gain.pays
+
+
+def test_it_pays_where_the_backward_pass_is_too_short():
+    assert predicted_gain(100.0, 90.0).pays
+    assert predicted_gain(100.0, 50.0, exposed_ms=20.0).gain == pytest.approx(1.2)
+
+
+def test_what_is_fixed_is_paid_twice_by_halves():
+    gain = predicted_gain(100.0, 10.0, fixed_ms=20.0)
+    assert gain.half_ms == gain.delay_ms + 20
+    slow = predicted_gain(100.0, 1000.0)
+    assert slow.half_ms == 2 * slow.delay_ms  # a slow link carries gradients of both halves
+    assert predicted_gain(100.0, 0.0).gain == 1.0
+
+
+@pytest.mark.parametrize("times", [(-1.0, 1.0), (1.0, math.nan), (0.0, 1.0)])
+def test_times_that_are_none(times):
+    with pytest.raises(UsageError):
+        predicted_gain(*times)
+
+
+def test_rates_per_sample():
+    assert rate_per_step(rate_per_sample(0.1, 64), 128) == pytest.approx(0.2)
+    constant = time_constant(0.9, 64)
+    assert momentum_per_step(constant, 64) == pytest.approx(0.9)
+    assert momentum_per_step(constant, 32) ** 2 == pytest.approx(0.9)
+    assert momentum_per_step(time_constant(0.0, 64), 64) == 0

@@ -1,0 +1,427 @@
+"""A `Trainer` over stages: the same calls, the same results, and checkpoints that fit any layout."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.errors import CheckpointError, HybridparError, PlanError, SyncError, TrainingError, UsageError
+from hybridpar.partition import Problem, partition_model
+from hybridpar.partition.cost import Worker
+from hybridpar.plan import Plan
+from hybridpar.train.trainer import Trainer
+from tests.partition.hidden_nets import reverse
+from tests.pipeline.oracle import Residuals, images, seeded
+from tests.ranks import run_ranks
+from tests.small_nets import SmallNet
+
+EXAMPLE = images(2)[0]
+
+
+def small() -> nn.Module:
+    return seeded(SmallNet)
+
+
+def blocks() -> nn.Module:
+    return seeded(Residuals)
+
+
+def plan_of(model: nn.Module, stages: int, positions: int = 1) -> Plan:
+    """A plan without measurements, so that every worker makes the same one."""
+    problem = Problem(stages, (Worker(lanes=stages // positions),) * positions)
+    return partition_model(model, EXAMPLE, problem, measure=False).plan
+
+
+def make_trainer(
+    stages: int = 1,
+    *,
+    make: Callable[[], nn.Module] = blocks,
+    world: World | None = None,
+    replicas: int = 1,
+    micro_batches: int = 2,
+    **options: Any,
+) -> Trainer:
+    world = world or World()
+    model = make()
+    plan = plan_of(model, stages, world.size // replicas) if stages > 1 else None
+    config = TrainConfig(
+        **{"lr": 0.05, "replicas": replicas, "micro_batches": micro_batches, "bucket_mb": 0.001, **options}
+    )
+    return Trainer(model, config=config, world=world, plan=plan, example=EXAMPLE, total_steps=20)
+
+
+def steps(trainer: Trainer, count: int, replicas: int = 1) -> None:
+    """The next steps; each replica takes its share of the same batches."""
+    for _ in range(count):
+        x, y = images(8, seed=trainer.steps_done)
+        replica = trainer.world.rank % replicas
+        trainer.step((x.chunk(replicas)[replica], y.chunk(replicas)[replica]))
+
+
+def state_of(trainer: Trainer) -> dict[str, Tensor]:
+    """The whole model, on every worker."""
+    trainer.engine.synchronize_buffers()
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def assert_close(state: dict[str, Tensor], expected: dict[str, Tensor], *, exact: bool) -> None:
+    assert state.keys() == expected.keys()
+    for name, tensor in expected.items():
+        if exact and "running" not in name:
+            assert torch.equal(state[name], tensor), name
+        else:
+            torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+#: Stages, replicas, micro-batches, workers.
+LAYOUTS = {
+    "plain": (1, 1, 2, 1),
+    "lanes": (3, 1, 2, 1),
+    "more micro-batches": (2, 1, 4, 1),
+    "workers": (2, 1, 2, 2),
+    "replicas": (1, 2, 1, 2),
+    "replicas of lanes": (2, 2, 1, 2),
+}
+MOVES = [
+    ("plain", "lanes"),
+    ("lanes", "plain"),
+    ("lanes", "lanes"),
+    ("lanes", "more micro-batches"),
+    ("lanes", "workers"),
+    ("workers", "plain"),
+    ("workers", "workers"),
+    ("workers", "replicas of lanes"),
+    ("replicas of lanes", "lanes"),
+    ("replicas of lanes", "replicas of lanes"),
+    ("replicas", "workers"),
+]
+
+
+def part_of_a_run(world: World, layout: str, count: int, load: Path | None, save: Path | None, options: Any) -> Any:
+    stages, replicas, micro_batches, _ = LAYOUTS[layout]
+    with make_trainer(
+        stages, world=world, replicas=replicas, micro_batches=micro_batches, make=normless, **options
+    ) as trainer:
+        if load is not None:
+            assert trainer.load(load) == {"note": 3}
+        steps(trainer, count, replicas)
+        if save is not None:
+            trainer.save(save, {"note": 3})
+        return trainer.steps_done, state_of(trainer)
+
+
+def normless() -> nn.Module:
+    """Without BatchNorm the number of micro-batches changes nothing but the order of additions."""
+    return seeded(lambda: Residuals(norm=False))
+
+
+def go(layout: str, count: int, load: Path | None, save: Path | None, **options: Any) -> dict[str, Tensor]:
+    workers = LAYOUTS[layout][3]
+    if workers == 1:
+        answers = [part_of_a_run(World(), layout, count, load, save, options)]
+    else:
+        answers = run_ranks(part_of_a_run, workers, layout, count, load, save, options)
+    for done, state in answers:
+        assert done == count + (2 if load is not None else 0)
+        assert_close(state, answers[0][1], exact=True)
+    return answers[0][1]
+
+
+@pytest.mark.parametrize("options", [{}, {"optimizer": "adamw", "lr": 0.01}])
+@pytest.mark.parametrize(("first", "second"), MOVES)
+def test_any_layout_goes_on_from_any_other(first: str, second: str, options: dict[str, Any], tmp_path: Path) -> None:
+    go(first, 2, None, tmp_path, **options)
+    resumed = go(second, 2, tmp_path / "step-2", None, **options)
+    whole = go("plain", 4, None, None, **options)
+    same_order = {"plain", "lanes", "workers"}
+    assert_close(resumed, whole, exact={first, second} <= same_order)
+
+
+def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
+    def dropping() -> nn.Module:
+        return seeded(lambda: Residuals(dropout=0.3))
+
+    with make_trainer(2, make=dropping) as trainer:
+        steps(trainer, 2)
+        trainer.save(tmp_path)
+        steps(trainer, 2)
+        whole = state_of(trainer)
+    with make_trainer(3, make=dropping) as trainer:
+        trainer.load(tmp_path / "step-2")
+        steps(trainer, 2)
+        assert_close(state_of(trainer), whole, exact=True)
+
+
+def test_the_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    with make_trainer(2) as trainer:
+        steps(trainer, 1)
+        trainer.save(tmp_path)
+    with make_trainer(2, make=small) as trainer, pytest.raises(CheckpointError, match="another model"):
+        trainer.load(tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_trainer_over_stages_is_one_over_the_whole_model(stages: int) -> None:
+    results = []
+    for count in (1, stages):
+        with make_trainer(count, clip_norm=0.5, warmup_epochs=1.0) as trainer:
+            losses, rates = [], []
+            for step in range(3):
+                result = trainer.step(images(8, seed=step))
+                losses.append(result.loss)
+                rates.append(result.lr)
+                assert result.grad_norm is not None
+                assert not result.skipped
+            evaluation = trainer.evaluate([images(8, seed=9)])
+            results.append((losses, rates, evaluation, state_of(trainer)))
+    (losses, rates, evaluation, state), (other_losses, other_rates, other, other_state) = results
+    assert rates == other_rates
+    assert losses == pytest.approx(other_losses, rel=1e-6)
+    assert evaluation.accuracy == other.accuracy
+    assert evaluation.loss == pytest.approx(other.loss, rel=1e-5)
+    assert_close(other_state, state, exact=False)
+
+
+class Adversarial(nn.Module):
+    """A frozen stem in a block, and a second head whose gradient is reversed on its way back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
+        self.head, self.domain = nn.Linear(6, 5), nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = torch.relu(self.stem(x))
+        x = torch.relu(self.body(x)).mean((2, 3))
+        return self.head(x) + self.domain(reverse(x, 3.0))
+
+
+def test_what_is_not_in_the_operations_is_trained_as_in_one_piece() -> None:
+    states = []
+    for stages in (1, 3):
+        with make_trainer(stages, make=lambda: seeded(Adversarial), weight_decay=0.1) as trainer:
+            first = state_of(trainer)
+            steps(trainer, 3)
+            states.append(state_of(trainer))
+    assert_close(states[1], states[0], exact=False)
+    assert torch.equal(states[1]["stem.weight"], first["stem.weight"])
+    assert not torch.equal(states[1]["body.weight"], first["body.weight"])
+
+
+def test_three_bad_steps_stop_the_training() -> None:
+    def go_bad() -> None:
+        for _ in range(6):
+            trainer.step((torch.full((8, 3, 8, 8), torch.nan), images(8)[1]))
+
+    with make_trainer(2) as trainer:
+        steps(trainer, 1)
+        before = state_of(trainer)
+        with pytest.raises(TrainingError, match=r"steps 2 to 4; first bad parameter: \w+"):
+            go_bad()
+        assert_close(state_of(trainer), before, exact=True)
+
+
+def test_bfloat16_channels_last_and_recomputing_through_the_options() -> None:
+    with make_trainer(2, amp="bf16", channels_last=True, recompute=(0,), make=normless) as trainer:
+        steps(trainer, 2)
+        state = state_of(trainer)
+    with make_trainer(1, amp="bf16", channels_last=True, make=normless) as trainer:
+        steps(trainer, 2)
+        assert_close(state_of(trainer), state, exact=True)
+
+
+def compiled_and_not(dropout: float) -> None:
+    def make() -> nn.Module:
+        return seeded(lambda: Residuals(dropout=dropout))
+
+    states = []
+    for compiled, recompute in ((dropout > 0, ()), (True, (1,))):  # compiled masks are not those of eager
+        with make_trainer(2, make=make, compile=compiled, recompute=recompute) as trainer:
+            steps(trainer, 2)
+            states.append(state_of(trainer))
+    assert_close(states[1], states[0], exact=False)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_captured_stages_train_to_the_same_numbers(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Captured by the compiler's front end as ever, but not translated, which takes minutes.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compiled_and_not(dropout)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_compiled_stages_train_to_the_same_numbers(dropout: float) -> None:
+    compiled_and_not(dropout)
+
+
+def out_of_step(world: World) -> dict[str, Tensor]:
+    """On one worker the lanes are behind its host, on the other the host is behind its lanes."""
+    with make_trainer(2, world=world, replicas=2) as trainer:
+        stage = trainer.engine.pipeline.stages[1].module
+        if world.rank == 1:
+            stage.register_forward_pre_hook(lambda *_: time.sleep(0.2))
+        for _ in range(3):
+            steps(trainer, 1, 2)
+            time.sleep(0.0 if world.rank == 1 else 0.6)
+        return state_of(trainer)
+
+
+def test_counts_of_samples_do_not_meet_the_step_before() -> None:
+    first, second = run_ranks(out_of_step, 2, shared_memory=False)
+    assert_close(first, second, exact=True)
+
+
+# ----------------------------------------------------------------------- bad input
+
+
+class TestBadInput:
+    def test_a_pipeline_needs_an_example(self) -> None:
+        with pytest.raises(UsageError, match="without an example"):
+            Trainer(blocks(), config=TrainConfig(stages=2))
+
+    def test_an_optimizer_over_the_whole_model(self) -> None:
+        model = blocks()
+        before = threading.active_count()
+        with pytest.raises(UsageError, match="holds parameters of other stages"):
+            Trainer(
+                model,
+                lambda stage: torch.optim.SGD(model.parameters(), lr=0.1),
+                config=TrainConfig(micro_batches=2),
+                plan=plan_of(model, 2),
+                example=EXAMPLE,
+                world=World(),
+            )
+        assert threading.active_count() == before
+
+    def test_a_stage_to_recompute_that_is_not_there(self) -> None:
+        with pytest.raises(UsageError, match="--recompute 2"):
+            make_trainer(2, recompute=(2,))
+
+    def test_a_plan_for_another_model(self) -> None:
+        with pytest.raises(PlanError, match="another model"):
+            Trainer(small(), config=TrainConfig(), plan=plan_of(blocks(), 2), example=EXAMPLE, world=World())
+
+    def test_more_stages_than_units(self) -> None:
+        model = nn.Sequential(nn.Conv2d(3, 2, 3), nn.Flatten(), nn.Linear(72, 5))
+        with pytest.raises(HybridparError, match="stages"):
+            Trainer(model, config=TrainConfig(stages=9), example=EXAMPLE, world=World())
+
+    def test_micro_batches_of_one_value_per_channel(self) -> None:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+        config = TrainConfig(micro_batches=4)
+        with Trainer(model, config=config, plan=plan_of(model, 2), example=EXAMPLE, world=World()) as trainer:
+            with pytest.raises(UsageError, match="more than 1 value per channel"):
+                trainer.step(images(4))
+            trainer.step(images(8))
+
+    @pytest.mark.parametrize("workers", [2, 3])
+    def test_batches_that_are_too_small_are_refused_on_all_workers_alike(self, workers: int) -> None:
+        answers = run_ranks(too_small, workers)
+        assert len(set(answers)) == 1
+        assert answers[0].startswith("a batch of 3 samples cannot be divided into 4 micro-batches")
+
+    def test_a_batch_that_is_too_small_in_one_replica_is_refused_by_all(self) -> None:
+        first, second = run_ranks(too_small_for_one, 2)
+        assert first.startswith("1 of the other workers got a batch that cannot be divided")
+        assert second.startswith("a batch of 1 samples cannot be divided into 2 micro-batches")
+
+    def test_workers_that_read_different_plans_see_a_table(self, tmp_path: Path) -> None:
+        answers = run_ranks(mixed_plans, 2, tmp_path)
+        assert len(set(answers)) == 1
+        first, second = (line.split(": ")[1] for line in answers[0].splitlines() if line.startswith("  rank "))
+        assert first != second
+
+    def test_a_plan_that_one_worker_cannot_read(self, tmp_path: Path) -> None:
+        first, second = run_ranks(missing_plan, 2, tmp_path)
+        assert "different plans" in first
+        assert "unreadable" in first
+        assert "plan.json" in second
+
+    def test_stages_that_do_not_fit_the_workers(self) -> None:
+        for answer in run_ranks(three_stages_on_two, 2):
+            assert "--stages 3" in answer
+            assert "do not fit 2 worker(s)" in answer
+
+
+def too_small(world: World) -> str:
+    with make_trainer(world.size, world=world, micro_batches=4) as trainer:
+        steps(trainer, 1)
+        try:
+            trainer.step(images(3))
+        except UsageError as error:
+            steps(trainer, 1)  # the pipeline is as good as before
+            return str(error)
+    return "passed"
+
+
+def too_small_for_one(world: World) -> str:
+    with make_trainer(2, world=world, replicas=2) as trainer:
+        steps(trainer, 1, 2)
+        try:
+            trainer.step(images(4 if world.rank == 0 else 1))
+        except UsageError as error:
+            steps(trainer, 1, 2)  # the pipeline is as good as before
+            return str(error)
+    return "passed"
+
+
+def mixed_plans(world: World, directory: Path) -> str:
+    model = blocks()
+    text = json.loads(plan_of(model, 2, 2).to_json())
+    text["partition"]["micro_batch"] = 2 + world.rank
+    path = directory / f"{world.rank}" / "plan.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(text))
+    try:
+        Trainer(model, config=TrainConfig(plan=path), example=EXAMPLE, world=world)
+    except PlanError as error:
+        return str(error).replace(str(path), "PLAN")
+    return "passed"
+
+
+def missing_plan(world: World, directory: Path) -> str:
+    model = blocks()
+    path = directory / "plan.json"
+    if world.rank == 0:
+        path.write_text(plan_of(model, 2, 2).to_json())
+    try:
+        where = path if world.rank == 0 else directory / "elsewhere" / "plan.json"
+        Trainer(model, config=TrainConfig(plan=where), example=EXAMPLE, world=world)
+    except HybridparError as error:
+        return str(error)
+    return "passed"
+
+
+def three_stages_on_two(world: World) -> str:
+    try:
+        Trainer(blocks(), config=TrainConfig(stages=3), example=EXAMPLE, world=world)
+    except UsageError as error:
+        return str(error)
+    return "passed"
+
+
+def other_micro_batches(world: World) -> str:
+    try:
+        make_trainer(2, world=world, micro_batches=2 + world.rank)
+    except SyncError as error:
+        return str(error)
+    return "passed"
+
+
+def test_workers_with_other_options_are_told() -> None:
+    for answer in run_ranks(other_micro_batches, 2):
+        assert "passed" not in answer

@@ -1,0 +1,373 @@
+"""One worker of the trainer against a plain PyTorch loop; several workers are in tests/sync/test_gradient_sync.py."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hybridpar import Trainer
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.errors import CheckpointError, TrainingError, UsageError
+from hybridpar.optim.build import build_optimizer
+from hybridpar.train.checkpoint import load_checkpoint, save_checkpoint
+from tests.ranks import run_ranks
+from tests.small_nets import SmallNet
+
+
+def make_batch(seed: int = 0, samples: int = 12) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(samples, 3, 8, 8, generator=generator), torch.randint(0, 10, (samples,), generator=generator)
+
+
+def make_model(seed: int = 1, **options: Any) -> SmallNet:
+    torch.manual_seed(seed)
+    return SmallNet(**options)
+
+
+def train(config: TrainConfig, steps: int = 3, **options: Any) -> nn.Module:
+    with Trainer(make_model(), config=config, **options) as trainer:
+        for step in range(steps):
+            trainer.step(make_batch(step))
+        return trainer.model
+
+
+def plain_loop(config: TrainConfig, steps: int = 3, parts: int = 1, limit: float | None = None) -> nn.Module:
+    """What everybody writes by hand."""
+    model = make_model()
+    optimizer = build_optimizer(model, config)
+    loss_function = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+    for step in range(steps):
+        images, labels = make_batch(step)
+        optimizer.zero_grad()
+        for x, y in zip(images.tensor_split(parts), labels.tensor_split(parts), strict=True):
+            (loss_function(model(x), y) * (len(y) / len(labels))).backward()
+        if limit is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+    return model
+
+
+def assert_equal(one: nn.Module, other: nn.Module, *, exact: bool = True, skip: tuple[str, ...] = ()) -> None:
+    for (name, mine), theirs in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+        if any(part in name for part in skip):
+            continue
+        if exact:
+            assert torch.equal(mine, theirs), name
+        else:
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"nesterov": True, "weight_decay": 0.01},
+        {"optimizer": "adamw", "lr": 0.01},
+        {"label_smoothing": 0.1},
+        {"guard": False},
+    ],
+)
+def test_a_step_is_that_of_a_plain_loop(options):
+    config = TrainConfig(**options)
+    assert_equal(train(config), plain_loop(config))
+
+
+def test_label_smoothing_changes_the_result():
+    assert not torch.equal(
+        train(TrainConfig(label_smoothing=0.1)).head.weight, train(TrainConfig(label_smoothing=0.0)).head.weight
+    )
+
+
+@pytest.mark.parametrize("parts", [2, 3, 5])
+def test_accumulated_micro_batches_are_a_plain_loop_over_them(parts):
+    config = TrainConfig(micro_batches=parts)
+    # Running statistics are pooled over micro-batches on purpose; see tests/sync/test_batchnorm.py.
+    assert_equal(train(config), plain_loop(config, parts=parts), skip=("running", "tracked"))
+
+
+def test_accumulation_without_batchnorm_is_the_whole_batch():
+    def run(parts: int) -> nn.Module:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 10))
+        with Trainer(model, config=TrainConfig(micro_batches=parts)) as trainer:
+            for step in range(3):
+                trainer.step(make_batch(step))
+        return model
+
+    assert_equal(run(1), run(4), exact=False)
+
+
+@pytest.mark.parametrize("limit", [0.01, 1e9])
+def test_clipping_is_torchs(limit):
+    assert_equal(train(TrainConfig(clip_norm=limit)), plain_loop(TrainConfig(), limit=limit), exact=False)
+
+
+def test_the_gradient_norm_is_reported_before_clipping():
+    with Trainer(make_model(), config=TrainConfig(clip_norm=0.01)) as trainer:
+        result = trainer.step(make_batch())
+    model = make_model()
+    images, labels = make_batch()
+    nn.functional.cross_entropy(model(images), labels).backward()
+    expected = nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    assert result.grad_norm == pytest.approx(float(expected), rel=1e-5)
+    clipped = nn.utils.get_total_norm([parameter.grad for parameter in trainer.model.parameters()])
+    assert float(clipped) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_result_tells_what_happened():
+    with Trainer(make_model(), config=TrainConfig(lr=0.05, warmup_epochs=0.0), total_steps=4) as trainer:
+        results = [trainer.step(make_batch(step)) for step in range(4)]
+    model = make_model()
+    images, labels = make_batch()
+    assert results[0].loss == pytest.approx(nn.functional.cross_entropy(model(images), labels).item(), rel=1e-6)
+    assert [result.step for result in results] == [1, 2, 3, 4]
+    assert [result.lr for result in results] == [
+        pytest.approx(0.05 * (1 + math.cos(math.pi * step / 4)) / 2) for step in range(4)
+    ]
+    assert all(result.outcome.samples == 12 and not result.skipped for result in results)
+    assert all(0 < result.compute_ms == result.step_ms for result in results), "a worker alone waits for nobody"
+    assert all(result.outcome.bytes_sent == 0 for result in results)
+
+
+def test_bf16_computes_in_bf16_and_keeps_float32_weights():
+    seen = []
+    with Trainer(make_model(), config=TrainConfig(amp="bf16")) as trainer:
+        trainer.model.head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+        losses = [trainer.step(make_batch()).loss for _ in range(8)]
+        evaluation = trainer.evaluate([make_batch()])
+    assert set(seen) == {torch.bfloat16}
+    assert losses[-1] < losses[0]
+    assert evaluation.samples == 12
+    assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
+    # Near the float32 run, but not the same.
+    single = train(TrainConfig(), steps=1).head.weight
+    half = train(TrainConfig(amp="bf16"), steps=1).head.weight
+    torch.testing.assert_close(half, single, rtol=0.1, atol=0.01)
+    assert not torch.equal(half, single)
+
+
+def test_channels_last_gives_the_same_numbers():
+    last = train(TrainConfig(channels_last=True))
+    assert last.body[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert_equal(last, train(TrainConfig()), exact=False)
+
+
+def test_a_compiled_model_trains_to_the_same_numbers():
+    plain = train(TrainConfig(micro_batches=2), steps=2)
+    try:
+        compiled = train(TrainConfig(micro_batches=2, compile=True), steps=2)
+    except torch._dynamo.exc.BackendCompilerFailed as error:
+        pytest.skip(f"torch.compile does not work here: {error}")
+    assert_equal(compiled, plain, exact=False)
+    assert list(compiled.state_dict()) == list(plain.state_dict())
+
+
+def test_the_users_own_optimizer_and_loss_are_used():
+    losses = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        losses.append(nn.functional.multi_margin_loss(outputs, targets))
+        return losses[-1]
+
+    with Trainer(make_model(), lambda model: torch.optim.RMSprop(model.parameters(), lr=0.01), loss) as trainer:
+        result = trainer.step(make_batch())
+    assert isinstance(trainer.optimizer, torch.optim.RMSprop)
+    assert result.loss == pytest.approx(losses[0].item())
+    assert result.lr == 0.01
+
+
+def test_parameters_of_another_model_are_refused():
+    with pytest.raises(UsageError, match="the optimizer holds parameters that the model does not"):
+        Trainer(make_model(), lambda model: torch.optim.SGD(make_model().parameters(), lr=0.1))
+
+
+def test_a_batch_smaller_than_its_micro_batches_is_refused():
+    with Trainer(make_model(), config=TrainConfig(micro_batches=4)) as trainer:
+        with pytest.raises(UsageError) as caught:
+            trainer.step(make_batch(samples=3))
+    assert caught.value.what == "a batch of 3 samples cannot be divided into 4 micro-batches"
+    assert caught.value.fix
+
+
+def test_fit_trains_and_evaluates_every_epoch():
+    steps = []
+    with Trainer(make_model(), config=TrainConfig(lr=0.1)) as trainer:
+        evaluations = trainer.fit(
+            lambda epoch: [make_batch(0)] * 10, epochs=2, test=lambda: [make_batch(0)], on_step=steps.append
+        )
+    assert [result.step for result in steps] == list(range(1, 21))
+    assert len(evaluations) == 2
+    assert evaluations[1].accuracy == 1.0
+    assert evaluations[1].loss < evaluations[0].loss
+
+
+def test_evaluation_counts_every_sample_once():
+    model = make_model().eval()
+    batches = [make_batch(0, 12), make_batch(1, 5)]
+    with Trainer(model) as trainer:
+        evaluation = trainer.evaluate(batches)
+        assert trainer.model.training
+        trainer.model.eval()
+        images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        outputs = trainer.model(images)
+    assert evaluation.samples == 17
+    assert evaluation.accuracy == pytest.approx(float((outputs.argmax(1) == labels).double().mean()))
+    assert evaluation.loss == pytest.approx(nn.functional.cross_entropy(outputs, labels).item(), rel=1e-5)
+
+
+def test_an_empty_test_set_is_an_error():
+    with Trainer(make_model()) as trainer, pytest.raises(UsageError, match="the test set is empty"):
+        trainer.evaluate([])
+
+
+def evaluate_share(world, shares):
+    with Trainer(make_model(), world=world) as trainer:
+        images, labels = make_batch(0, sum(shares))
+        start = sum(shares[: world.rank])
+        mine = slice(start, start + shares[world.rank])
+        result = trainer.evaluate([(images[mine], labels[mine])] if shares[world.rank] else [])
+    return result.accuracy, result.loss, result.samples
+
+
+def test_uneven_and_empty_shares_of_a_test_set_add_up():
+    with Trainer(make_model()) as trainer:
+        alone = trainer.evaluate([make_batch(0, 11)])
+    answers = run_ranks(evaluate_share, 3, [8, 0, 3])
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0][0] == alone.accuracy
+    assert answers[0][1] == pytest.approx(alone.loss, rel=1e-6)
+    assert answers[0][2] == 11
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 3}, {"batch_norm": "local"}, {"optimizer": "adamw"}])
+def test_one_bad_step_is_skipped_and_three_running_stop_the_training(options):
+    images, labels = make_batch()
+    bad = (images * math.nan, labels)
+    with Trainer(make_model(), config=TrainConfig(**options)) as trainer:
+        before = copy.deepcopy(trainer.model.state_dict())
+        assert trainer.step(bad).skipped
+        assert all(torch.equal(value, before[name]) for name, value in trainer.model.state_dict().items())
+        assert not trainer.step((images, labels)).skipped
+        trainer.step(bad)
+        trainer.step(bad)
+        with pytest.raises(TrainingError) as caught:
+            trainer.step(bad)
+        assert all(torch.isfinite(value).all() for value in trainer.model.state_dict().values())
+    assert "steps 3 to 5" in caught.value.what
+    assert "first bad parameter: body.0.weight" in caught.value.what
+    assert "--lr" in caught.value.fix
+
+
+def test_without_the_guard_three_bad_losses_still_stop():
+    images, labels = make_batch()
+    with Trainer(make_model(), config=TrainConfig(guard=False)) as trainer:
+        assert not trainer.step((images * math.inf, labels)).skipped
+        trainer.step((images, labels))
+        with pytest.raises(TrainingError, match="steps 1 to 3"):
+            trainer.step((images, labels))
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batches": 3}, {"optimizer": "adamw"}, {"clip_norm": 0.1}])
+def test_saved_and_loaded_goes_on_bit_for_bit(tmp_path, options):
+    config = TrainConfig(**options)
+
+    def make() -> Trainer:
+        return Trainer(make_model(dropout=0.4), config=config, total_steps=8)
+
+    with make() as straight:
+        torch.manual_seed(5)
+        for step in range(8):
+            straight.step(make_batch(step))
+    with make() as first:
+        torch.manual_seed(5)
+        for step in range(3):
+            first.step(make_batch(step))
+        path = first.save(tmp_path, {"note": [1, 2]})
+    torch.manual_seed(99)
+    with Trainer(make_model(seed=7, dropout=0.4), config=config, total_steps=8) as second:
+        assert second.load(path) == {"note": [1, 2]}
+        assert second.steps_done == 3
+        for step in range(3, 8):
+            second.step(make_batch(step))
+    assert_equal(straight.model, second.model)
+
+
+def test_the_checkpoint_of_another_model_is_refused(tmp_path):
+    with Trainer(make_model()) as trainer:
+        path = trainer.save(tmp_path)
+    for other, said in (
+        (make_model(width=12), "body.0.weight is (8, 3, 3, 3) there and (12, 3, 3, 3) here"),
+        (nn.Linear(2, 2), "it has body.0.weight, this model has not"),
+        (make_model().double(), "dtypes differ"),
+    ):
+        before = copy.deepcopy(other.state_dict())
+        with Trainer(other) as trainer:
+            with pytest.raises(CheckpointError) as caught:
+                trainer.load(path)
+        assert said in caught.value.what
+        assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("training", {}),
+        ("training", {"optimizer": [], "extra": {}}),
+        ("training", {"optimizer": {"kind": "SGD", "state": {"head.weight": 3}}, "extra": {}}),
+        ("local", {"random": {}, "sync": {}}),
+        ("local", {"random": {"torch": torch.zeros(3)}, "sync": {}}),
+        ("model", {"head.weight": torch.zeros(3)}),
+    ],
+)
+def test_a_checkpoint_that_holds_something_else_is_one_error(part, value, tmp_path):
+    with Trainer(make_model()) as trainer:
+        data = load_checkpoint(trainer.save(tmp_path))
+        path = save_checkpoint(tmp_path / "other", dataclasses.replace(data, **{part: value}), World())
+        with pytest.raises(CheckpointError, match="does not hold what is needed here") as caught:
+            trainer.load(path)
+    assert len(str(caught.value)) < 1_000
+
+
+def test_a_trained_model_is_a_plain_model_again(tmp_path):
+    with Trainer(make_model(), config=TrainConfig(micro_batches=2)) as trainer:
+        trainer.step(make_batch())
+        path = trainer.save(tmp_path)
+    assert type(trainer.model.body[1]) is nn.BatchNorm2d
+    fresh = make_model(seed=3)
+    fresh.load_state_dict(torch.load(path / "model.pt", weights_only=True))
+    assert_equal(fresh, trainer.model)
+
+
+def test_close_twice_is_once():
+    trainer = Trainer(make_model(), config=TrainConfig(micro_batches=2))  # which pools BatchNorm's statistics
+    trainer.step(make_batch())
+    trainer.close()
+    trainer.close()
+
+
+def test_the_programs_own_error_is_what_it_sees():
+    def fail() -> None:
+        with Trainer(make_model()) as trainer:
+            trainer.step(make_batch())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+
+
+def test_closing_goes_to_its_end_whatever_failed():
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    trainer = Trainer(make_model(), config=TrainConfig(micro_batches=2))
+    trainer.lanes.open("other", threads=1).submit(fail)
+    with pytest.raises(ZeroDivisionError):
+        trainer.close()
+    assert type(trainer.model.body[1]) is nn.BatchNorm2d

@@ -1,0 +1,146 @@
+"""Why: what recipes do to a training is checked on a net of microseconds, by ranks and by an oracle of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.train.trainer import Trainer
+
+SAMPLES = 12
+
+
+def make_net(norm: bool = False) -> nn.Module:
+    torch.manual_seed(3)
+    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(48, 40)]
+    if norm:
+        layers.append(nn.BatchNorm1d(40))
+    return nn.Sequential(*layers, nn.Tanh(), nn.Linear(40, 5))
+
+
+def batch(step: int, samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(samples, 3, 4, 4, generator=draw), torch.randint(0, 5, (samples,), generator=draw)
+
+
+def share(world: World, step: int, cut: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """A worker's part of a step's samples."""
+    x, y = batch(step)
+    if cut is None:
+        return x.tensor_split(world.size)[world.rank], y.tensor_split(world.size)[world.rank]
+    return torch.split(x, list(cut))[world.rank], torch.split(y, list(cut))[world.rank]
+
+
+def config(**options: Any) -> TrainConfig:
+    return TrainConfig(**{"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "bucket_mb": 0.001, **options})
+
+
+def gradients(net: nn.Module, x: Tensor, y: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(nn.functional.cross_entropy(net(x), y), list(net.parameters())))
+
+
+def weights(net: nn.Module) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def train_rank(
+    world: World,
+    options: dict[str, Any],
+    steps: int,
+    *,
+    norm: bool = False,
+    total: int | None = None,
+    cut: Sequence[int] | None = None,
+    save: tuple[str, int] | None = None,
+    load: str | None = None,
+    spoil: int | None = None,
+) -> dict[str, Any]:
+    """Train one rank, from a checkpoint or anew.
+
+    Args:
+        world: The workers.
+        options: Of the trainer.
+        steps: Last step.
+        norm: With BatchNorm.
+        total: Steps of the run, for recipes.
+        cut: Samples of each worker.
+        save: Where to save, and after which step.
+        load: Where to go on from.
+        spoil: Step in which rank 0's inputs are not finite.
+    """
+    with Trainer(make_net(norm), config=config(**options), world=world, total_steps=total) as trainer:
+        trainer.total_steps = None  # a constant rate
+        if load is not None:
+            trainer.load(load)
+        results = []
+        for step in range(trainer.steps_done, steps):
+            x, y = share(world, step, cut)
+            if step == spoil and world.rank == 0:
+                x = x * torch.nan
+            results.append(trainer.step((x, y)))
+            if save is not None and step + 1 == save[1]:
+                trainer.save(Path(save[0]))
+        engine: Any = trainer.engine
+        return {
+            "weights": weights(trainer.model),
+            "buffers": [buffer.clone() for buffer in trainer.model.buffers()],
+            "losses": [result.loss for result in results],
+            "staleness": [result.staleness for result in results],
+            "skipped": [result.skipped for result in results],
+            "sent": [result.outcome.bytes_sent for result in results],
+            "delayed": getattr(engine, "delayed", None),
+            "optimizer": type(trainer.optimizer).__name__,
+            "codec": str(engine.sync.options.policy),
+        }
+
+
+def delayed_oracle(steps: int, parts: int = 1, momentum: float = 0.9, decay: float = 0.01) -> list[Tensor]:
+    """One process: each update uses the gradient that was computed before the update before it.
+
+    Args:
+        steps: Batches.
+        parts: Updates per batch, with as many parts of its samples of each of two workers.
+        momentum: Of each update.
+        decay: Of each update.
+    """
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum, weight_decay=decay)
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    exempt = [one for one in net.parameters() if one.ndim <= 1]
+    groups[0]["params"] = [one for one in net.parameters() if one.ndim > 1]
+    optimizer.add_param_group({"params": exempt, "weight_decay": 0.0})
+    waiting: list[Tensor] | None = None
+    for step in range(steps):
+        x, y = batch(step)
+        workers = [
+            list(zip(a.tensor_split(parts), b.tensor_split(parts), strict=True))
+            for a, b in zip(x.tensor_split(2), y.tensor_split(2), strict=True)
+        ]
+        for part in range(parts):
+            inputs = torch.cat([worker[part][0] for worker in workers])
+            targets = torch.cat([worker[part][1] for worker in workers])
+            fresh = [one * (len(targets) / len(y)) for one in gradients(net, inputs, targets)]
+            if waiting is not None:
+                for parameter, gradient in zip(net.parameters(), waiting, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+            waiting = fresh
+    return weights(net)
+
+
+def close(left: Sequence[Tensor], right: Sequence[Tensor], **limits: float) -> None:
+    for one, other in zip(left, right, strict=True):
+        torch.testing.assert_close(one, other, **{"rtol": 1e-5, "atol": 1e-6, **limits})
+
+
+def same(left: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+Ranked = Callable[..., Any]
