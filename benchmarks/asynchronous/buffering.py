@@ -26,7 +26,7 @@ from benchmarks.sync.methods import TINY, Setting
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.sync.delayed_reducer import DelayedReducer
-from hybridpar.train.delayed import DoubleBufferEngine, observed_step
+from hybridpar.train.delayed import observed_step
 from hybridpar.train.gain import ObservedStep, gain_over
 from hybridpar.train.trainer import Trainer
 
@@ -67,8 +67,9 @@ class _Method:
         for _ in range(REPEATS):
             self.step()
         engine = self._trainer.engine
-        if isinstance(engine, DoubleBufferEngine) and isinstance(engine.sync.reducer, DelayedReducer):
-            engine.sync.reducer.land()
+        reducer = engine.pipeline.stages[0].reducer
+        if isinstance(reducer, DelayedReducer):
+            reducer.land()
 
     def close(self) -> None:
         self._trainer.close()

@@ -22,7 +22,7 @@ from benchmarks.rig.rows import Row, row
 from benchmarks.rig.table import append_rows, check_csv, print_rows
 from hybridpar.comm.world import World
 from hybridpar.plan import Plan
-from hybridpar.sync.gradient_sync import SyncOptions
+from hybridpar.sync.options import SyncOptions
 
 SETTINGS = (Setting("resnet18", 112, 32, 8), Setting("mobilenet_v2", 112, 32, 8))
 QUICK = (Setting(TINY, 16, 16, 4),)

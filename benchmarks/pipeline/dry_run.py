@@ -32,7 +32,7 @@ from hybridpar.plan import Plan
 from hybridpar.schedule.actions import COMPUTE, Kind
 from hybridpar.schedule.costs import Link
 from hybridpar.schedule.program import Program
-from hybridpar.sync.gradient_sync import SyncOptions
+from hybridpar.sync.options import SyncOptions
 
 _COMMITTED = torch.tensor([0.0, 1.0, 0.0, 0.0, 1.0, 1.0], dtype=torch.float64)
 

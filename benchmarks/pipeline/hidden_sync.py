@@ -28,7 +28,7 @@ from hybridpar.comm.clocks import gather_spans
 from hybridpar.comm.world import World
 from hybridpar.schedule.actions import COMPUTE, Kind
 from hybridpar.schedule.spans import Span, StepSpans
-from hybridpar.sync.gradient_sync import SyncOptions
+from hybridpar.sync.options import SyncOptions
 
 #: Where the search for the rate of the second promise begins.
 RATE = "1gbit"

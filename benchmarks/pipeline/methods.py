@@ -23,7 +23,7 @@ from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
 from hybridpar.pipeline.step import LateOutcome
 from hybridpar.plan import Plan
-from hybridpar.sync.gradient_sync import SyncOptions
+from hybridpar.sync.options import SyncOptions
 
 
 class Ours:

@@ -288,7 +288,7 @@ class _Own(Method):
         self.note = f"{lanes} lanes, {world.transport}"
         if name == "auto":
             engine: Any = self._trainer.engine
-            self.note += f", chose {engine.sync.options.policy}"
+            self.note += f", chose {engine.pipeline.options.sync.policy}"
 
     def step(self, images: Tensor, labels: Tensor) -> float:
         """See `Method`."""

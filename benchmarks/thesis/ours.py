@@ -23,7 +23,6 @@ from hybridpar.errors import HybridparError, TrainingError
 from hybridpar.models import seed_everything
 from hybridpar.plan import Plan
 from hybridpar.planner.planned_run import PlannedRun
-from hybridpar.train.stage_engine import StageEngine
 from hybridpar.train.trainer import StepResult, Trainer
 
 STAGES = (1, 2, 4)
@@ -123,7 +122,7 @@ class Ours:
     def plan(self) -> Plan | None:
         """The stages; None where the model is whole."""
         engine = self.trainer.engine
-        return engine.plan.plan if isinstance(engine, StageEngine) else None
+        return engine.plan.plan if engine.plan is not None else None
 
     def epoch(self, number: int, most_steps: int | None = None) -> None:
         """Train for one epoch, to the end of its last step.
@@ -155,7 +154,7 @@ class Ours:
 
     def wait(self) -> None:
         """Wait for every step that was issued."""
-        if isinstance(self.trainer.engine, StageEngine):
+        if self.trainer.engine.plan is not None:
             self.trainer.engine.pipeline.wait()
         settle(self._task.device)
 

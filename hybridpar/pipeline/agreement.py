@@ -1,48 +1,114 @@
-"""Why: whether a step counts and how much it is clipped depends on all workers, and each must conclude the same.
+"""How workers agree on a step: what was lost and used where, and whether the step counts.
 
-In a pipeline no worker sees the whole model: the loss is known where the last stage is, the norm of the gradient in
-parts. Both travel in one small message to all workers; what concerns one stage alone, BatchNorm's sums and which
-parameters were used, is added over its replicas. All of it happens on one lane, so that it has one order everywhere.
+All messages of a worker are summed on one lane, so they have one order everywhere. What concerns one stage is summed
+over its replicas: BatchNorm sums after its last forward pass, and who used which parameter after its last backward
+pass. The loss is known where the last stage is, the squared norm of the gradient in parts, so both are summed over all
+workers. Where the model is not cut, its replicas are all workers, and its own two messages say it all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
+from hybridpar.comm.collective import SumGroup
 from hybridpar.comm.world import World
+from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.local_stage import LocalStage
 from hybridpar.pipeline.step import StepState
 from hybridpar.schedule.actions import Kind
 from hybridpar.sync.constants import Constants
-from hybridpar.sync.control import all_reduce_bytes, decide, start_copy
+from hybridpar.sync.control import SAVE, all_reduce_bytes, backward_report, decide, start_copy
 
 #: Loss, samples, stop, save, squared norm of the gradient.
 _NUMBERS = 5
 
 
 class Agreement:
-    """All workers learn what all workers computed.
+    """Sums the control messages of a worker's stages.
 
     Args:
         stages: This worker's stages by number.
         world: All workers.
         replicas: Those that hold the same stages.
         lanes: The lanes of this worker.
+        whole: The model is not cut, so its one stage is all there is.
 
     Attributes:
-        lane: Where the messages are added.
+        lane: Where the messages are summed.
     """
 
-    def __init__(self, stages: Mapping[int, LocalStage], world: World, replicas: World, lanes: Lanes) -> None:
-        self.lane = lanes.open("control", priority=-1)
+    def __init__(
+        self, stages: Mapping[int, LocalStage], world: World, replicas: World, lanes: Lanes, *, whole: bool = False
+    ) -> None:
+        # One worker alone has nobody to wait for.
+        self.lane = lanes.caller if whole and world.size == 1 else lanes.open("control", priority=-1)
         self._stages = stages
         self._world = world
         self._replicas = replicas
+        self._lanes = lanes
+        self._whole = whole
         self._device = lanes.device
         self._constants = Constants(lanes.device)
+
+    def count_samples(self, samples: int, *, refusing: bool = False) -> Callable[[], int]:
+        """Start to sum the samples of a step over the replicas.
+
+        Args:
+            samples: Of this worker.
+            refusing: This worker cannot do the step.
+
+        Returns:
+            Waits for the sum and returns it; raises UsageError where another worker refuses the step.
+        """
+        group = self._replicas.control_sum
+        if group is None:
+            return lambda: samples
+        counts = torch.tensor([float(samples), float(refusing)], dtype=torch.float64, device=self._device)
+        self.lane.wait(self._lanes.caller.record())
+        self.lane.submit(lambda: self._sum(counts, group, "exchanging sample counts", self._replicas), uses=(counts,))
+        known = self.lane.record()
+
+        def read() -> int:
+            self._lanes.caller.wait(known)
+            total, refused = map(float, counts.tolist())
+            if refused:
+                raise refused_by_others(round(refused))
+            return round(total)
+
+        return read
+
+    def share_forward(self, step: StepState, index: int) -> None:
+        """Issue the message of a stage after its last forward pass; sets `step.reported` and, on its lane, `reports`.
+
+        Args:
+            step: The step.
+            index: The stage, whose last forward pass has been issued.
+        """
+        stage, flight, group = self._stages[index], step.flights[index], self._replicas.control_sum
+        if group is None and not self._whole:
+            return
+
+        def report() -> None:
+            step.reports[index] = stage.report_forward(step.request)
+
+        def add() -> None:
+            assert group is not None
+            message = step.reports[index]
+            self.lane.keep(message)
+            self._sum(message, group, f"exchanging statistics of stage {index}", self._replicas, step)
+            if flight is not None:
+                flight.report = message
+
+        stage.lane.submit(report)
+        if group is not None:
+            self.lane.wait(stage.lane.record())
+            self.lane.submit(add)
+            if flight is not None:
+                flight.reported = self.lane.record()
 
     def reach(self, step: StepState) -> None:
         """Issue the agreement on a step, whose backward passes and sums of gradients have been issued.
@@ -50,15 +116,36 @@ class Agreement:
         Args:
             step: Gets `shared`, `decided` and, when the lane comes to it, its values.
         """
-        for index, event in step.reported.items():
+        for index, event in step.backward_done.items():
             self.lane.wait(event)
-            self._share(step, index)
+            if not self._whole and self._replicas.control_sum is not None:
+                self.lane.submit(lambda index=index: self._share_users(step, index))  # type: ignore[misc]
+                step.shared[index] = self.lane.record()
         for action, event in step.events.items():
             if action.kind is Kind.SYNC:
                 self.lane.wait(event)
-        self.lane.submit(lambda: self._agree(step))
+        self.lane.submit(lambda: self._agree_on_whole(step) if self._whole else self._agree(step))
         step.decided = self.lane.record()
-        step.bytes_sent += all_reduce_bytes(8 * _NUMBERS, self._world.size)
+
+    def _share_users(self, step: StepState, index: int) -> None:
+        group = self._replicas.control_sum
+        assert group is not None
+        users = step.users[index] = self._constants.of(*step.used[index]).clone()
+        self._sum(users, group, f"exchanging who used the parameters of stage {index}", self._replicas, step)
+
+    def _agree_on_whole(self, step: StepState) -> None:
+        stage, flight, group = self._stages[0], step.flights[0], self._world.control_sum
+        squares, keep = step.squares[0], self.lane.keep
+        if stage.reducer is not None and flight is not None:
+            keep(flight.squares)
+            squares = stage.reducer.squares(flight)
+        message = backward_report(squares, step.used[0], self._constants)
+        report = step.reports[0]
+        keep(report, message)
+        if group is not None:
+            self._sum(message, group, "agreeing on the step", self._world, step)
+            step.users[0] = message[1:]
+        self._decide(step, report[: SAVE + 1], message[0])
 
     def _agree(self, step: StepState) -> None:
         request, keep = step.request, self.lane.keep
@@ -69,8 +156,7 @@ class Agreement:
         keep(flags)
         message[2:4] = flags
         for index in self._stages:
-            flight, (squares, _) = step.flights[index], step.reports[index]
-            loss = step.losses[index]
+            flight, squares, loss = step.flights[index], step.squares[index], step.losses[index]
             keep(squares, *(() if loss is None else (loss,)))
             message[4] += squares.to(message.device, non_blocking=True)
             if flight is not None:
@@ -80,26 +166,28 @@ class Agreement:
                 message[0] += loss.to(message.device, non_blocking=True)
                 message[1] += sum(batch.samples for batch in request.micro_batches)
         if self._world.control_sum is not None:
-            with self._world.named_errors("agreeing on the step"):
-                self._world.control_sum.all_reduce(message)
+            self._sum(message, self._world.control_sum, "agreeing on the step", self._world, step)
+        self._decide(step, message[:4], message[4])
+
+    def _decide(self, step: StepState, report: Tensor, squares: Tensor) -> None:
         guard = any(stage.guarded for stage in self._stages.values())
         measured = any(stage.measured for stage in self._stages.values())
-        step.values = decide(message[:4], message[4], guard=guard, measured=measured)
-        if request.flags is None:
+        step.values = decide(report, squares, guard=guard, measured=measured)
+        if step.request.flags is None:
             step.host_values = start_copy(step.values)
 
-    def _share(self, step: StepState, index: int) -> None:
-        """Sum a stage's message over its replicas."""
-        group = self._replicas.control_sum
-        if group is None:
-            return
+    def _sum(self, message: Tensor, group: SumGroup, doing: str, workers: World, step: StepState | None = None) -> None:
+        """On the lane: sum a message over some workers, in place."""
+        with self._world.named_errors(doing):
+            group.all_reduce(message)
+        if step is not None:
+            step.message_bytes.append(all_reduce_bytes(8 * message.numel(), workers.size))
 
-        def add() -> None:
-            message = step.reports[index][1]
-            if message is not None:
-                self.lane.keep(message)
-                with self._world.named_errors(f"exchanging statistics of stage {index}"):
-                    group.all_reduce(message)
 
-        self.lane.submit(add)
-        step.shared[index] = self.lane.record()
+def refused_by_others(count: int) -> UsageError:
+    """The error of a worker that could do the step, where others cannot."""
+    return UsageError(
+        f"{count} of the other workers got a batch that cannot be divided into the micro-batches asked for",
+        "All workers do a step, or none.",
+        "Give every worker at least one sample for each micro-batch (micro_batches), or none of them a batch.",
+    )

@@ -1,14 +1,16 @@
-"""Why: both ends of a transfer must know shape, dtype and memory format of every tensor before it is sent.
+"""What crosses the borders of stages: shape, dtype and memory format of every tensor, for each size of micro-batch.
 
-The facts are found by running all stages once on the first micro-batch of every size, on every worker, so nothing has
-to be sent for them, and autocast, memory formats and operations that are not about batches are all taken as they are.
-The run leaves no trace: buffers and generators are put back.
+Both ends of a transfer must know them before it is sent. They are found by running all stages once on the first
+micro-batch of every size, on every worker, so nothing has to be sent for them, and autocast, memory formats and
+operations that are not about batches are all taken as they are. The run leaves no trace: buffers and generators are put
+back.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from hybridpar.comm.transport import MessagePart
 from hybridpar.errors import ScheduleError, UsageError
 from hybridpar.pipeline.random_keys import numbers_of_its_own
-from hybridpar.pipeline.stage_module import StageModule, consumers_of, device_of, module_of
+from hybridpar.pipeline.stage_module import StageModule, WholeModel, consumers_of, device_of, module_of
 from hybridpar.schedule.actions import Edge
 from hybridpar.sync.batchnorm import without_replicas
 from hybridpar.sync.rollback import BufferRollback
@@ -47,6 +49,9 @@ class BorderFacts:
         return math.prod(part.shape) * part.dtype.itemsize
 
 
+_NOTHING = BorderFacts(saved_bytes=[0])
+
+
 class BorderTable:
     """Knows what crosses the borders of stages, for every size of micro-batch.
 
@@ -57,6 +62,7 @@ class BorderTable:
         recomputed: Those of them that keep only what enters them.
         loss: What the last stage's result goes through.
         compiled: What is called has been compiled.
+        context: Context in which stages and loss run, such as autocast.
     """
 
     def __init__(
@@ -67,8 +73,10 @@ class BorderTable:
         recomputed: Sequence[int] = (),
         loss: Callable[[Any, Any], Tensor] | None = None,
         compiled: bool = False,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._stages = stages
+        self._context = context
         self._compiled = compiled
         self._forwards = forwards
         self._loss = loss
@@ -78,6 +86,7 @@ class BorderTable:
         self.first: BorderFacts | None = None
         self._known: dict[tuple[Any, ...], BorderFacts] = {}
         self._trainable: tuple[bool, ...] = ()
+        self._is_whole = isinstance(stages[0], WholeModel)  # has no borders
         self._consumers = [consumers_of(stages, index) for index in range(len(stages))]
 
     def names(self, source: int, target: int) -> list[str]:
@@ -95,7 +104,7 @@ class BorderTable:
 
     def knows(self, inputs: Mapping[str, Tensor]) -> bool:
         """Whether `at` can answer for a micro-batch without running the stages."""
-        return _key_of(inputs) in self._known
+        return self._is_whole or _key_of(inputs) in self._known
 
     def at(self, inputs: Mapping[str, Tensor], target: Any = None) -> BorderFacts:
         """The facts for a micro-batch.
@@ -108,6 +117,8 @@ class BorderTable:
             UsageError: A stage refuses the inputs.
             ScheduleError: A border needs a gradient that it did not need when the model was cut.
         """
+        if self._is_whole:
+            return _NOTHING
         key = _key_of(inputs)
         if key not in self._known:
             self._known[key] = self._run(inputs, target)
@@ -130,7 +141,7 @@ class BorderTable:
         used: set[str] = set()
         values: dict[str, Tensor] = dict(inputs)
         device = next(iter(inputs.values())).device
-        with numbers_of_its_own(device, self._compiled):
+        with numbers_of_its_own(device, self._compiled), self._context():
             for stage, forward in zip(self._stages, self._forwards, strict=True):
                 module = module_of(stage)
                 rollback = BufferRollback(module)

@@ -1,4 +1,4 @@
-"""Why: one object holds a model that is trained as a pipeline, from its stages to the state it is saved with.
+"""Trains a model as stages on lanes and workers, times replicas; a model that is not cut is one stage.
 
 Every worker holds the whole model, but trains its own stages only; `collect` makes the model whole again on all
 workers. What is optimised, saved and evaluated is always the model, under its own names, whatever the layout.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from hybridpar.comm.grid import Grid
 from hybridpar.comm.node_worlds import NodeWorlds
 from hybridpar.comm.replicate import broadcast_state, replicate
 from hybridpar.comm.world import World
-from hybridpar.errors import ScheduleError
+from hybridpar.errors import ScheduleError, SyncError
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
 from hybridpar.pipeline.executor import Executor
@@ -27,7 +28,15 @@ from hybridpar.pipeline.local_stage import LocalStage, OptimizerStep
 from hybridpar.pipeline.options import PipelineOptions as PipelineOptions
 from hybridpar.pipeline.random_keys import RandomKeys, key_random_operations
 from hybridpar.pipeline.split_cost import keep_whole
-from hybridpar.pipeline.stage_module import StageModule, check_stages, consumers_of, device_of, module_of, parts_of
+from hybridpar.pipeline.stage_module import (
+    StageModule,
+    WholeModel,
+    check_stages,
+    consumers_of,
+    device_of,
+    module_of,
+    parts_of,
+)
 from hybridpar.pipeline.stage_run import Mailbox, StageRun
 from hybridpar.pipeline.step import LateOutcome, MicroBatch, StepRequest, StepState
 from hybridpar.schedule.actions import Edge, Layout
@@ -48,7 +57,8 @@ class PipelineEngine:
 
     Args:
         model: The whole model, on the device. Its state is overwritten with rank 0's.
-        stages: All its stages, in order, over its own parameters.
+        stages: All its stages, in order, over its own parameters; `WholeModel` alone for a model that is not cut, whose
+            passes the calling thread runs.
         world: All workers.
         lanes: Lanes of this worker.
         loss: Mean loss of outputs and targets.
@@ -56,6 +66,9 @@ class PipelineEngine:
             without anything to train.
         options: See `PipelineOptions`.
         micro_batches: Micro-batches per step and replica.
+        context: Context in which model and loss run, such as autocast.
+        time_backward: Measures the milliseconds of a micro-batch's backward pass, where stage times are not known, for
+            codec `auto`; called on rank 0.
 
     Raises:
         ScheduleError: Stages, workers and options do not fit each other.
@@ -72,8 +85,13 @@ class PipelineEngine:
         optimizer: Callable[[nn.Module], OptimizerStep | None],
         options: PipelineOptions,
         micro_batches: int,
+        *,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        time_backward: Callable[[], float] | None = None,
     ) -> None:
         check_stages(stages)
+        self.is_whole = isinstance(stages[0], WholeModel)
+        self._context = context
         self.model = model
         self.options = options
         self.micro_batches = micro_batches
@@ -113,54 +131,76 @@ class PipelineEngine:
         # How many cores a host has is its own affair.
         shared = replace(options, threads=1)
         replicate(model, world, agree=(shared, micro_batches, [_names(stage) for stage in stages]))
-        self.grid = (
-            Grid(world, self.positions, sorted(pairs), lanes=self._sum_groups(layout)) if world.size > 1 else None
-        )
+        # A whole model's replicas are all workers, who have groups to sum on already.
+        is_grid = world.size > 1 and not self.is_whole
+        self.grid = Grid(world, self.positions, sorted(pairs), lanes=self._sum_groups(layout)) if is_grid else None
         self.position = self.grid.position if self.grid is not None else 0
-        self.replica = self.grid.replica if self.grid is not None else 0
-        self.replicas = self.grid.replicas if self.grid is not None else 1
+        self.replica_world = self.grid.replica_world if self.grid is not None else world
+        self.replica, self.replicas = self.replica_world.rank, self.replica_world.size
         self.stages: dict[int, LocalStage] = {}
         self._nodes: NodeWorlds | None = None
         try:
-            self._open(layout, loss, optimizer)
+            self._open(layout, loss, optimizer, time_backward)
         except BaseException:
             self._release()
             raise
 
-    def _open(self, layout: Layout, loss: Loss, optimizer: Callable[[nn.Module], OptimizerStep | None]) -> None:
-        options, lanes = self.options, self._lanes
+    def _open(
+        self,
+        layout: Layout,
+        loss: Loss,
+        optimizer: Callable[[nn.Module], OptimizerStep | None],
+        time_backward: Callable[[], float] | None,
+    ) -> None:
+        options, lanes, replicas = self.options, self._lanes, self.replica_world
         mine = [index for index in range(layout.stages) if layout.home(index) == self.position]
-        alone = World(device=self.world.device, timeout=self.world.timeout)
-        replicas = self.grid.replica_world if self.grid is not None else alone
+        synced = options.sync.sync_batch_norm and replicas.size > 1
+        # A grid has as many groups as lanes and BatchNorm need; the world of a whole model has what it was made with.
+        sum_lanes = len(replicas.lane_sums) - int(synced) if self.is_whole else options.sync_lanes
+        if synced and sum_lanes < 1:
+            raise SyncError(
+                "no group is left for BatchNorm over replicas",
+                "It adds on a group of its own, beside those of the gradients.",
+                "Make the world with one more: World.join(lanes=2).",
+            )
         if is_auto(options.sync.codec):
             self.choice = choose_policy(
                 parts_of(self._all_stages, layout, options.forward_ms, options.backward_ms, options.recompute),
                 replicas,
                 fidelity=options.sync.fidelity,
                 bucket_bytes=options.sync.bucket_bytes,
-                sync_lanes=options.sync_lanes,
+                sync_lanes=max(1, sum_lanes),
                 job=self.world,
+                time_backward=time_backward,
             )
             options = self.options = replace(options, sync=replace(options.sync, codec=self.choice.policy))
-        if self.grid is not None and options.sync.uses_nodes:
-            self._nodes = NodeWorlds.open(self.world, self.grid.columns, options.sync_lanes)
+        # A part of a job cannot be divided further.
+        if options.sync.uses_nodes and self.world.size == self.world.job_size > 1:
+            columns = self.grid.columns if self.grid is not None else [range(self.world.size)]
+            self._nodes = NodeWorlds.open(self.world, columns, sum_lanes)
         self._move_stages(layout)
         forwards = [self._forward(stage, stage.index in mine) for stage in self._all_stages]
-        self.borders = BorderTable(self._all_stages, forwards, mine, options.recompute, loss, options.compile)
+        self.forwards = forwards
+        self.borders = BorderTable(
+            self._all_stages, forwards, mine, options.recompute, loss, options.compile, self._context
+        )
         compute: dict[int, Lane] = {
-            lane: lanes.open(
+            lane: lanes.caller
+            if self.is_whole
+            else lanes.open(
                 f"compute {lane}",
                 threads=options.threads,
                 device=options.devices[lane] if options.devices else None,
             )
             for lane in sorted({layout.lane_of[index] for index in mine})
         }
-        synced = options.sync.sync_batch_norm and replicas.size > 1
         # Lanes run beside each other, so each adds its BatchNorm moments on a group of its own.
-        norms = dict(zip(compute, replicas.lane_sums[options.sync_lanes :], strict=False)) if synced else {}
+        norms = dict(zip(compute, replicas.lane_sums[sum_lanes:], strict=False)) if synced else {}
         sync_lanes: SyncLanes = open_sync_lanes(replicas, lanes, len(norms)) if replicas.size > 1 else []
         mailbox = Mailbox()
-        keys = RandomKeys(options.seed, lanes.device, self.replica * self.micro_batches, options.compile)
+        # A whole model draws from torch's generators, as in any loop.
+        first = self.replica * self.micro_batches
+        keys = None if self.is_whole else RandomKeys(options.seed, lanes.device, first, options.compile)
         for index in mine:
             stage = self._all_stages[index]
             run = StageRun(
@@ -171,6 +211,7 @@ class PipelineEngine:
                 loss=loss if index == layout.stages - 1 else None,
                 recompute=index in options.recompute,
                 keys=keys,
+                context=self._context,
             )
             local = LocalStage(
                 run,
@@ -201,6 +242,7 @@ class PipelineEngine:
             self.grid.senders if self.grid is not None else {},
             self.grid.receivers if self.grid is not None else {},
             sync_lanes=max(1, len(sync_lanes)),
+            whole=self.is_whole,
             on_device=on_device,
             record=options.record and not options.devices,
         )
@@ -210,7 +252,7 @@ class PipelineEngine:
     def step(
         self,
         micro_batches: Sequence[tuple[Any, Any]],
-        global_samples: int,
+        global_samples: int | Callable[[], int],
         *,
         rate_factor: float = 1.0,
         stop: bool = False,
@@ -221,7 +263,7 @@ class PipelineEngine:
         Args:
             micro_batches: Inputs and targets of every micro-batch, on the device. Every worker of a replica is given
                 the same ones: the first stage uses the inputs, the last the targets.
-            global_samples: Samples of all replicas.
+            global_samples: Samples of all replicas; of a model that is not cut also what `count_samples` returned.
             rate_factor: What the optimizers' peak learning rates are multiplied with.
             stop: Ask all workers to stop after this step.
             save: Ask all workers for a checkpoint after this step.
@@ -231,6 +273,22 @@ class PipelineEngine:
             ScheduleError: The schedule cannot do with so many micro-batches.
         """
         return self._executor.step(StepRequest(self._batches(micro_batches), global_samples, rate_factor, stop, save))
+
+    def count_samples(self, samples: int, *, refusing: bool = False) -> Callable[[], int]:
+        """Start to sum the samples of a step over the replicas, where only each knows its own.
+
+        Args:
+            samples: Of this replica.
+            refusing: This replica cannot do the step.
+
+        Returns:
+            Waits for the sum and returns it.
+
+        Raises:
+            UsageError: By what is returned: another replica refuses the step.
+            SyncError: A worker died or did not answer in time.
+        """
+        return self._executor.count_samples(samples, refusing=refusing)
 
     def issue(self, micro_batches: Sequence[tuple[Any, Any]], global_samples: int, flags: Tensor) -> StepState:
         """Issue the work of a step that is to be captured, or is a rehearsal of that. `adopt` counts it.
@@ -272,9 +330,10 @@ class PipelineEngine:
         return sum(facts.saved_bytes[index] * stage.run.peak_in_flight for index, stage in self.stages.items())
 
     def layer_bytes(self) -> list[LayerBytes]:
-        """What each parameter travels as, of all stages; empty where gradients are added as they are. A collective."""
+        """What each parameter is sent as, of all stages; empty where gradients are added as they are. A collective."""
         self.wait()  # the step under way uses the same process group
-        mine = ChainMap(*(stage.gradients.bytes_by_parameter() for stage in self.stages.values()))
+        reducers = [stage.reducer for stage in self.stages.values() if stage.reducer is not None]
+        mine = ChainMap(*(reducer.bytes_by_parameter() for reducer in reducers))
         parts: list[Any] = self.world.gather(dict(mine))
         return layer_bytes(self.model, ChainMap(*parts))
 
@@ -303,7 +362,8 @@ class PipelineEngine:
         return self.world.gather_on_main(mine, [self.grid.rank_of(position, 0) for position in range(self.positions)])
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run on the same layout needs to add in the same order: the orders of buckets."""
+        """What a resumed run on the same layout needs to add in the same order: the orders of buckets. A collective."""
+        self.wait()
         orders = {
             str(index): stage.reducer.state_dict() for index, stage in self.stages.items() if stage.reducer is not None
         }
@@ -335,9 +395,20 @@ class PipelineEngine:
         finally:
             self._release()
 
+    def attach(self) -> None:
+        """Install hooks and take over BatchNorm layers again, after `detach`; codecs and orders begin anew."""
+        for stage in self.stages.values():
+            stage.attach()
+
+    def detach(self) -> None:
+        """Leave the model to others until `attach`: no hooks, and BatchNorm layers of their own class."""
+        self.wait()
+        for stage in self.stages.values():
+            stage.detach()
+
     def _release(self) -> None:
         for stage in self.stages.values():
-            stage.close()
+            stage.detach()
         if self._nodes is not None:
             self._nodes.close()
         if self.grid is not None:
@@ -402,6 +473,8 @@ class PipelineEngine:
 
     def _forward(self, stage: StageModule, mine: bool) -> Callable[..., Any]:
         module: Any = module_of(stage)
+        if self.is_whole:
+            return torch.compile(module) if self.options.compile else module
         module.train()
         if count := key_random_operations(module.graph, module):
             module.recompile()

@@ -1,13 +1,17 @@
-"""Why: a program is run by issuing it, in order, to lanes; everything else has been decided before.
+"""Runs a program: issues a step's actions, in order, to lanes.
 
 One host thread goes through this worker's actions. Computation goes to the lane of its stage, transfers to one lane
 per peer and direction, sums of gradients to sync lanes, and each waits for the events of what it needs and nothing
 else. No wait names an event that was not issued before, so nothing can deadlock, and the host never waits within a
 step: it issues the next one while this one runs, one step ahead at most.
+
+The lane of a model that is not cut is the host thread itself. There, a pass runs while it is issued, and hooks of the
+backward pass issue the sums of gradients.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -26,7 +30,8 @@ from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, StepRequest, StepState
 from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
 from hybridpar.schedule.program import Program
-from hybridpar.sync.control import start_copy
+from hybridpar.sync.control import HEAD, start_copy
+from hybridpar.sync.reducer import Flight
 
 
 class Executor:
@@ -45,7 +50,8 @@ class Executor:
         senders: Where messages to other positions go.
         receivers: Where those from other positions come from.
         sync_lanes: Number of lanes that gradients are summed on.
-        on_device: Leave the decision on the device; the optimizers can obey it there.
+        whole: The model is not cut: the stage's lane is the caller's.
+        on_device: Leave the decision on the device, where the optimizers read it.
         record: Note when every action ran also where that takes events.
     """
 
@@ -63,6 +69,7 @@ class Executor:
         receivers: Mapping[int, ReceiveEnd],
         *,
         sync_lanes: int = 1,
+        whole: bool = False,
         on_device: bool = False,
         record: bool = False,
     ) -> None:
@@ -78,7 +85,9 @@ class Executor:
         self._receivers = {
             peer: (end, lanes.open(f"receive from {peer}", priority=-1)) for peer, end in receivers.items()
         }
-        self._agreement = Agreement(stages, world, replicas, lanes)
+        self._agreement = Agreement(stages, world, replicas, lanes, whole=whole)
+        self._whole = whole
+        self._inline = whole and lanes.device.type == "cpu"
         self._sync_lanes = sync_lanes
         self._on_device = on_device
         self._record = record or None  # None leaves it to the kind of device
@@ -121,18 +130,28 @@ class Executor:
         for _, lane in self._receivers.values():
             for event in self._ends:
                 lane.wait(event)
+        actions = program.workers[self._position]
         last = {program.needs[Action(index, Kind.STEP)][0]: index for index in self.stages}
-        for action in program.workers[self._position]:
+        last_forward = {action.stage: action for action in actions if action.kind is Kind.FORWARD}
+        for action in actions:
             if action.kind is Kind.STEP:
+                began = time.perf_counter()
                 if step.decided is None:
                     self._agreement.reach(step)
-                self._apply(step, action.stage)
-            else:
-                self._issue(step, program, action, last)
+                self._apply(step, action.stage, began)
+                continue
+            self._issue(step, program, action, last)
+            if last_forward.get(action.stage) is action:
+                self._agreement.share_forward(step, action.stage)
         self._ends = list(step.ends)
         # A send whose bytes have left may still be at work when the step that it belongs to is decided.
         step.ends.extend(lane.record() for _, lane in self._senders.values())
         return step
+
+    def count_samples(self, samples: int, *, refusing: bool = False) -> Callable[[], int]:
+        """Start to sum the samples of the next step over the replicas; see `Agreement.count_samples`."""
+        self._rebuild_buckets()  # replicas agree on the order on the same group, from this thread
+        return self._agreement.count_samples(samples, refusing=refusing)
 
     def adopt(self, step: StepState) -> LateOutcome:
         """Count a step whose work the caller's stream does as a whole, and start to copy its values to the host.
@@ -154,7 +173,10 @@ class Executor:
     def _outcome(self, step: StepState) -> LateOutcome:
         self.steps = step.number
         outcome = LateOutcome(step, self._world)
-        self._running.append(outcome)
+        if self._inline:
+            outcome.wait()  # it is over, and need not keep its batch alive
+        else:
+            self._running.append(outcome)
         return outcome
 
     def start_at(self, steps: int) -> None:
@@ -197,20 +219,14 @@ class Executor:
             stage, flight = self.stages[action.stage], step.flights[action.stage]
             assert stage.reducer is not None
             assert flight is not None
-            queue = ("sync", self._position, index % self._sync_lanes)
-            place = f"adding gradients of stage {action.stage} over its replicas"
-
-            def timed(work: Callable[[], None]) -> Callable[[], None]:
-                return step.spans.timed(queue, action, self._named(place, work))
-
-            step.events[action] = stage.reducer.issue(index, flight, timed)
+            step.events[action] = stage.reducer.issue(index, flight)
             return
         lane, work = self._work(step, action)
         mine = program.queue_of(action)
         for need in program.needs[action]:
             if program.layout.home(need.stage) == self._position and program.queue_of(need) != mine:
                 lane.wait(step.events[need])
-        if action.kind in COMPUTE:
+        if action.kind in COMPUTE and not self._whole:
             work = self._with_memory_named(step, action, work)
         if action in last:
             self._issue_last(step, mine, action, work)
@@ -250,28 +266,41 @@ class Executor:
         return whole
 
     def _issue_last(self, step: StepState, queue: Queue, action: Action, work: Callable[[], None]) -> None:
-        """The last backward pass of a stage: its gradients leave on the way, and its reports after it."""
-        stage, flight = self.stages[action.stage], step.flights[action.stage]
-        lane, spans = stage.lane, step.spans
-
-        def ready(bucket: int) -> None:  # kept by the flight, so it must not hold the step, which holds the flight
-            spans.ready(Action(action.stage, Kind.SYNC, bucket))
+        """The last backward pass of a stage: its gradients are sent while it runs, and its reports after it."""
+        index = action.stage
+        stage, flight = self.stages[index], step.flights[index]
+        lane, reducer = stage.lane, stage.reducer
+        if flight is not None:
+            self._note_sums(step.spans, index, flight)
 
         def whole() -> None:
-            if stage.reducer is not None and flight is not None:
-                stage.reducer.begin_last(flight, ready, step.request.rate_factor)
+            if reducer is not None and flight is not None:
+                reducer.begin_last(flight, step.request.rate_factor)
             work()
-            stage.flush()
+            step.used[index] = stage.flush()
 
         def report() -> None:
-            step.reports[action.stage] = stage.finish_backward()
+            step.squares[index] = stage.local_squares()
             # Taken here: where nobody waits for the decision, the next step may begin before that is made.
-            step.losses[action.stage] = stage.run.loss_sum
+            step.losses[index] = stage.run.loss_sum
 
-        marks = stage.reducer.marks(flight) if stage.reducer is not None and flight is not None else []
+        marks = reducer.marks(flight) if reducer is not None and flight is not None else []
         lane.submit(step.spans.timed(queue, action, whole), marks=marks)
         lane.submit(report)
-        step.reported[action.stage] = lane.record()
+        step.backward_done[index] = lane.record()
+
+    def _note_sums(self, spans: SpanRecorder, stage: int, flight: Flight) -> None:
+        """Have the sums of a stage's gradients timed, and their failures named. Must not hold the step, which holds the
+        flight.
+        """
+        place = f"adding gradients of stage {stage} over its replicas"
+
+        def wrap(bucket: int, work: Callable[[], None]) -> Callable[[], None]:
+            queue = ("sync", self._position, bucket % self._sync_lanes)
+            return spans.timed(queue, Action(stage, Kind.SYNC, bucket), self._named(place, work))
+
+        flight.wrap = wrap
+        flight.on_ready = lambda bucket: spans.ready(Action(stage, Kind.SYNC, bucket))
 
     def _work(self, step: StepState, action: Action) -> tuple[Lane, Callable[[], None]]:
         index, peer = action.index, action.peer
@@ -283,7 +312,10 @@ class Executor:
         run, keep = stage.run, stage.lane.keep
         if action.kind is Kind.FORWARD:
             batch = step.request.micro_batches[index]
-            share = batch.samples / step.request.global_samples
+
+            def share() -> float:
+                return step.request.share(batch.samples)
+
             return stage.lane, lambda: run.forward(index, dict(batch.inputs), batch.target, share, keep)
         if action.kind is Kind.BACKWARD:
             return stage.lane, lambda: run.backward(index, keep)
@@ -332,8 +364,14 @@ class Executor:
 
     # ---------------------------------------------------------------- applying
 
-    def _apply(self, step: StepState, index: int) -> None:
-        """Step the optimizer of a stage, or roll it back: after its sums, and after the decision where that counts."""
+    def _apply(self, step: StepState, index: int, began: float) -> None:
+        """Step the optimizer of a stage, or roll it back: after its sums, and after the decision where that counts.
+
+        Args:
+            step: The step.
+            index: The stage.
+            began: When the host had nothing else left to issue, on the clock of `time.perf_counter`.
+        """
         stage, factor = self.stages[index], step.request.rate_factor
         for action, event in step.events.items():
             if action.kind is Kind.SYNC and action.stage == index:
@@ -343,18 +381,22 @@ class Executor:
         if stage.measured:
             assert step.decided is not None
             stage.lane.wait(step.decided)
+        if self._whole:
+            assert step.decided is not None
+            stage.lane.wait(step.decided)  # it also says who used what
+            step.waited_ms = (time.perf_counter() - began) * 1e3 if self._world.size > 1 else 0.0
 
         def apply() -> None:
-            message = step.reports[index][1]
+            flight, users = step.flights[index], step.users.get(index)
+            sums = step.reports[index][HEAD:] if users is not None and stage.batch_norm is not None else None
             values = step.values if stage.measured else None
             if values is not None:
                 stage.lane.keep(values)
                 values = values.to(stage.lane.device, non_blocking=True)
-            kept = [tensor for tensor in (message, values) if tensor is not None]
-            flight = step.flights[index]
+            kept = [tensor for tensor in (sums, users, values) if tensor is not None]
             stage.lane.keep(*kept, *(flight.flats if flight is not None else ()))
             costs = flight.costs if flight is not None else None
-            bad = stage.apply(values, message, factor, costs, on_device=self._on_device)
+            bad = stage.apply(values, sums, users, factor, costs, on_device=self._on_device)
             if bad is not None:
                 step.bad.append(bad)
 

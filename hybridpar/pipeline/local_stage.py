@@ -1,16 +1,18 @@
-"""Why: a stage's gradients, BatchNorm statistics, buffers and optimizer step or roll back together, on its own lane.
+"""A stage on its worker: its passes, gradients, BatchNorm statistics, buffers and optimizer step.
 
-A `LocalStage` is one stage of this worker with everything that belongs to it. The executor calls it in two places: on
-the host, where the sync is issued, and on the stage's lane, where everything happens.
+The executor calls a `LocalStage` in two places: on the host, where the sums of gradients are issued, and on the stage's
+lane, where everything else happens. For a model that is not cut, that lane is the host thread itself.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybridpar.comm.collective import SumGroup
 from hybridpar.comm.node_worlds import NodeWorlds
@@ -18,15 +20,17 @@ from hybridpar.comm.world import World
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.pipeline.stage_module import module_of
 from hybridpar.pipeline.stage_run import StageRun
+from hybridpar.pipeline.step import StepRequest
 from hybridpar.sync.batchnorm import BatchNormPool
-from hybridpar.sync.compression import Decision
+from hybridpar.sync.compression import Compression, Decision
 from hybridpar.sync.constants import Constants
+from hybridpar.sync.control import COMMIT, SQUARES, forward_report
+from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.figures import SyncCosts
-from hybridpar.sync.gradient_sync import SyncOptions, clip_factor, first_bad_parameter
 from hybridpar.sync.local_gradients import LocalGradients
-from hybridpar.sync.reducer import Flight, SyncLanes
+from hybridpar.sync.options import SyncOptions
+from hybridpar.sync.reducer import Flight, GradientReducer, SyncLanes
 from hybridpar.sync.rollback import BufferRollback
-from hybridpar.sync.stage_reducer import StageReducer
 
 OptimizerStep = Callable[[float | None, Tensor | None], None]
 
@@ -41,15 +45,16 @@ class LocalStage:
         replicas: The workers that hold the same stage.
         sync_lanes: Lanes that all stages of the worker share; unused where there is one replica.
         options: How gradients are synchronised.
-        micro_batches: Micro-batches per step.
+        micro_batches: Micro-batches per step; with one, and one replica, BatchNorm needs no pooling.
         step_optimizer: Takes the rate factor (None where the rates have been set) and, where the decision is on the
             device, the commit flag; None where nothing is trained here.
         norm_group: Adds over the replicas for BatchNorm layers that normalise over them; of the stage's lane.
-        nodes: Which of the replicas are on which node, where codecs are used between nodes alone.
+        nodes: Which of the replicas are on which node, where codecs are used between nodes only.
 
     Attributes:
-        batch_norm: What pools the statistics of the stage's BatchNorm layers, where that is asked for.
-        measured: Whether somebody needs the norm of the gradient, so that optimizers wait for the decision.
+        reducer: Sums the gradients over the replicas; None without replicas.
+        batch_norm: Pools the statistics of the stage's BatchNorm layers; None where they are not pooled.
+        measured: Whether the norm of the gradient is needed, so that optimizers wait for the decision.
         guarded: Whether a gradient that is not finite rolls the step back.
     """
 
@@ -68,34 +73,70 @@ class LocalStage:
     ) -> None:
         self.run = run
         self.lane = lane
-        module = self.module = module_of(run.stage)
-        self._options = options
+        self.module = module_of(run.stage)
+        self.options = options
+        self._lanes = lanes
         self._replicas = replicas
-        self._device = lane.device
+        self._sync_lanes = sync_lanes
+        self._nodes = nodes
         self._step_optimizer = step_optimizer
         self.guarded = options.guard
         self.measured = options.guard or options.clip_norm is not None
-        parameters = dict(module.named_parameters())
-        self.reducer: StageReducer | None = None
-        self.gradients: StageReducer | LocalGradients
-        if replicas.size > 1:
-            self.reducer = StageReducer(
-                *(parameters, replicas, lanes, lane, options.bucket_bytes, self.measured, sync_lanes),
-                codec=options.codec,
-                seed=options.seed,
-                nodes=nodes,
-            )
-            self.gradients = self.reducer
-        else:
-            self.gradients = LocalGradients(parameters, lane.device, self.measured)
-        pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
-        self.batch_norm = BatchNormPool(module, norm_group) if pooled else None
+        self._pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
+        self._norm_group = norm_group
+        self.reducer: GradientReducer | None = None
+        self._local = LocalGradients(dict(self.module.named_parameters()), lane.device, self.measured)
+        self.batch_norm: BatchNormPool | None = None
+        self.attach()
         spared = self.batch_norm.layers if self.batch_norm is not None else ()
-        self._rollback = BufferRollback(module, spared) if options.guard else None
+        self._rollback = BufferRollback(self.module, spared) if options.guard else None
         self._used: list[bool] = []
         self._constants = Constants(lane.device)
 
     # ---------------------------------------------------------------- the host
+
+    def attach(self) -> None:
+        """Install hooks and take over BatchNorm layers, at first and again after `detach`."""
+        if self._replicas.size > 1:
+            self.reducer = self._make_reducer()
+        self.batch_norm = BatchNormPool(self.module, self._norm_group) if self._pooled else None
+
+    def detach(self) -> None:
+        """Remove hooks and give BatchNorm layers their class back. Safe to call twice."""
+        if self.reducer is not None:
+            self.reducer.close()
+        if self.batch_norm is not None:
+            self.batch_norm.release()
+
+    def set_delayed(self, delayed: bool) -> None:
+        """From the next step on apply gradients one step late, or as they come; between steps, on all replicas alike.
+
+        Gradients that were sent are dropped where they are no longer applied late.
+        """
+        if self.reducer is None or self.options.delayed == delayed:
+            return
+        state = self.reducer.state_dict()
+        self.reducer.close()
+        self.options = replace(self.options, delayed=delayed)
+        self.reducer = self._make_reducer()
+        self.reducer.load_state_dict(state)
+        self.reducer.follow_trainable()
+
+    def _make_reducer(self) -> GradientReducer:
+        options = self.options
+        kind = DelayedReducer if options.delayed else GradientReducer
+        return kind(
+            *(dict(self.module.named_parameters()), self._replicas, self._lanes, self.lane),
+            *(options.bucket_bytes, self.measured, self._sync_lanes),
+            codec=options.policy,
+            seed=options.seed,
+            nodes=self._nodes,
+        )
+
+    @property
+    def compression(self) -> Compression | None:
+        """What compresses gradients here, if anything does."""
+        return self.reducer.compression if self.reducer is not None else None
 
     @property
     def buckets(self) -> int:
@@ -114,41 +155,52 @@ class LocalStage:
         if self.reducer is not None and flight is not None:
             self.reducer.start(flight)
         else:
-            self.gradients.open()
+            self._local.start()
         if self.batch_norm is not None:
             self.batch_norm.discard()
         if self._rollback is not None:
             self._rollback.keep()
 
     def after_forward(self) -> None:
-        """Take the BatchNorm statistics of a micro-batch into account."""
+        """Add the BatchNorm statistics of a micro-batch to those of the step."""
         if self.batch_norm is not None:
             self.batch_norm.fold()
 
-    def finish_backward(self) -> tuple[Tensor, Tensor | None]:
-        """After the last backward pass: what others must be told.
+    def report_forward(self, request: StepRequest) -> Tensor:
+        """After the last forward pass: the stage's message to its replicas; see `hybridpar.sync.control`."""
+        loss = self.run.loss_sum
+        return forward_report(
+            torch.zeros((), dtype=torch.float64, device=self.lane.device) if loss is None else loss,
+            sum(batch.samples for batch in request.micro_batches),
+            stop=request.stop,
+            save=request.save,
+            layout=self.reducer.layout if self.reducer is not None else 0,
+            batch_norm=self.batch_norm.sums if self.batch_norm is not None else None,
+            flags=request.flags,
+            constants=self._constants,
+        )
+
+    def flush(self) -> list[bool]:
+        """After the last backward pass: send the buckets that are not full.
 
         Returns:
-            Sum of squares of the gradients, 0-d float64 (with replicas 0: the sums come with the buckets); and the
-            message to the replicas, float64: which parameters were used here, then the BatchNorm sums. None without
-            replicas.
+            For each parameter, in the order of the buckets, whether it was used here; empty without replicas.
         """
-        if self.reducer is None:
-            return self.gradients.wait()[0].sum(), None
-        parts = [self._constants.of(*self._used)]
-        if self.batch_norm is not None:
-            parts.append(self.batch_norm.sums)
-        return torch.zeros((), dtype=torch.float64, device=self._device), torch.cat(parts)
-
-    def flush(self) -> None:
-        """Let the buckets that are not full leave, with zeros for parameters that were not used here."""
         if self.reducer is not None:
             self._used = self.reducer.flush()
+        return self._used
+
+    def local_squares(self) -> Tensor:
+        """Sum of squares of the gradients, 0-d float64; with replicas 0, as theirs are taken bucket by bucket."""
+        if self.reducer is None:
+            return self._local.squares()
+        return torch.zeros((), dtype=torch.float64, device=self.lane.device)
 
     def apply(
         self,
         values: Tensor | None,
-        message: Tensor | None,
+        sums: Tensor | None,
+        users: Tensor | None,
         factor: float | None,
         costs: SyncCosts | None = None,
         *,
@@ -159,7 +211,8 @@ class LocalStage:
         Args:
             values: Loss, samples, stop, save, commit (1 or 0) and squared norm, as all workers know them; None where
                 every step counts and nobody needs the norm.
-            message: The summed message to the replicas.
+            sums: BatchNorm sums over the replicas; None without replicas.
+            users: Number of replicas that used each parameter, in the order of the buckets; None without replicas.
             factor: Of the learning rate; None where the rates have been set.
             costs: What is known of the sync of this step.
             on_device: Do not read the decision on the host.
@@ -167,18 +220,27 @@ class LocalStage:
         Returns:
             Name of the first parameter whose gradient is not finite, where the step is rolled back because of that.
         """
-        if values is not None and self._options.clip_norm is not None:
-            shrink = clip_factor(values[5], self._options.clip_norm)
+        if self.reducer is not None:
+            self.reducer.place_gradients()
+        if values is not None and self.options.clip_norm is not None:
+            shrink = clip_factor(values[SQUARES], self.options.clip_norm)
             if shrink is not None:
-                self.gradients.scale(shrink)
-        sums = self.batch_norm.sums if self.batch_norm is not None else None
-        if self.reducer is not None and message is not None:
-            count = len(self._used)
-            unused = self.gradients.keep_used(message[:count], self._used)
-            sums = message[count:]
+                (self.reducer or self._local).scale(shrink)
+        if sums is None and self.batch_norm is not None:
+            sums = self.batch_norm.sums
+        if self.reducer is not None and users is not None:
+            unused = self.reducer.keep_used(users, self._used)
             self._commit_or_rollback(values, unused, costs, on_device)
+        bad = self._step_or_restore(values, sums, factor, on_device)
+        if self.reducer is not None:
+            self.reducer.close_step()
+        return bad
+
+    def _step_or_restore(
+        self, values: Tensor | None, sums: Tensor | None, factor: float | None, on_device: bool
+    ) -> str | None:
         if on_device and values is not None:
-            commit = values[4]
+            commit = values[COMMIT]
             if self._step_optimizer is not None:
                 self._step_optimizer(factor, commit)
             if self._rollback is not None:
@@ -186,7 +248,7 @@ class LocalStage:
             if self.batch_norm is not None and sums is not None:
                 self.batch_norm.commit(sums, where=commit)
             return None
-        if values is None or not self.guarded or bool(values[4]):
+        if values is None or not self.guarded or bool(values[COMMIT]):
             if self._step_optimizer is not None:
                 self._step_optimizer(factor, None)
             if self.batch_norm is not None and sums is not None:
@@ -200,15 +262,15 @@ class LocalStage:
         self, values: Tensor | None, unused: list[str], costs: SyncCosts | None, on_device: bool
     ) -> None:
         """Let codecs keep what the step left, or put it back."""
-        compression = self.reducer.compression if self.reducer is not None else None
+        compression = self.compression
         if compression is None:
             return
         if values is None or not self.guarded:
             compression.commit_or_rollback(True, unused, costs)
         elif on_device:
-            compression.commit_or_rollback_later(Decision(values[4]), unused, costs)
+            compression.commit_or_rollback_later(Decision(values[COMMIT]), unused, costs)
         else:
-            compression.commit_or_rollback(bool(values[4]), unused, costs)
+            compression.commit_or_rollback(bool(values[COMMIT]), unused, costs)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
@@ -224,8 +286,24 @@ class LocalStage:
         for buffer, before in zip(buffers, saved, strict=True):
             buffer.copy_(before)
 
-    def close(self) -> None:
-        """Remove hooks and give BatchNorm layers their class back."""
-        self.gradients.close()
-        if self.batch_norm is not None:
-            self.batch_norm.release()
+
+def clip_factor(squares: Tensor, limit: float) -> Tensor | None:
+    """The factor by which gradients are clipped to a norm; None where the host knows that it is 1.
+
+    Args:
+        squares: Squared norm of all gradients, 0-d float64. On a GPU it is not read.
+        limit: Largest norm.
+    """
+    # The same guard against division by zero as torch.nn.utils.clip_grad_norm_.
+    factor = (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0)
+    if factor.device.type == "cpu" and (not math.isfinite(float(squares)) or float(factor) == 1.0):
+        return None
+    return factor
+
+
+def first_bad_parameter(module: nn.Module) -> str | None:
+    """Name of the first parameter of a module, in its order, whose gradient is not finite."""
+    for name, parameter in module.named_parameters():
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            return name
+    return None

@@ -1,4 +1,4 @@
-"""Why: how a model is trained as a pipeline is plain data that all workers must agree on."""
+"""How a model is trained as a pipeline: options that must be the same on all workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from hybridpar.errors import ScheduleError
 from hybridpar.schedule.actions import Edge, Layout
 from hybridpar.schedule.schedules import ScheduleRequest
-from hybridpar.sync.gradient_sync import SyncOptions
+from hybridpar.sync.options import SyncOptions
 
 
 @dataclass(frozen=True)
@@ -86,3 +86,7 @@ class PipelineOptions:
             latency_ms=self.latency_ms,
             bytes_per_second=self.bytes_per_second,
         )
+
+
+#: A model that is not cut: one stage, which runs one micro-batch after the other.
+WHOLE = PipelineOptions((0,), (0,), schedule="accumulate")

@@ -67,7 +67,7 @@ def measure_backward(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for turn in range(2 * (passes + 1)):
             for run in runs:
-                run.forward(0, dict(inputs), target, 1.0, _keep)
+                run.forward(0, dict(inputs), target, lambda: 1.0, _keep)
             for index in range(last, -1, -1):
                 run = runs[index]
                 halves = (run.backward_input, run.backward_weight) if turn % 2 else (run.backward,)

@@ -1,8 +1,9 @@
-"""Why: what the pipeline requires of the stages of a model, and functions over a list of stages."""
+"""What the pipeline needs to know of a stage, a whole model as its only stage, and functions over a list of stages."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -43,9 +44,26 @@ class StageModule(Protocol):
         """The `Border`s it returns; empty for the last stage."""
 
 
+@dataclass(frozen=True)
+class _Input:
+    name: str = "inputs"
+    requires_grad: bool = False
+
+
+@dataclass
+class WholeModel:
+    """A model that is not cut, as the only stage of its pipeline. It is called as it is, with one input."""
+
+    module: nn.Module
+    index: int = 0
+    model_inputs: tuple[str, ...] = ("inputs",)
+    inputs: tuple[_Input, ...] = (_Input(),)
+    outputs: tuple[_Input, ...] = ()
+
+
 def module_of(stage: StageModule) -> nn.Module:
-    """The stage as the module that it also is, which a protocol cannot say."""
-    module: nn.Module = stage  # type: ignore[assignment]
+    """The module of a stage: that of a whole model, or the stage itself, which a protocol cannot say."""
+    module: nn.Module = stage.module if isinstance(stage, WholeModel) else stage  # type: ignore[assignment]
     return module
 
 

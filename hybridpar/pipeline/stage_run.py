@@ -1,4 +1,4 @@
-"""Why: what a lane does with one stage and one micro-batch, whatever the schedule.
+"""The passes of one stage for one micro-batch, whatever the schedule.
 
 A `StageRun` cuts the autograd graph at the borders of its stage: what enters becomes a leaf, what leaves is handed on
 detached, and the backward pass starts from the gradients that came back. Tensors change hands through a `Mailbox`, in
@@ -8,7 +8,7 @@ which every user of a tensor has an entry of its own, so that whoever takes one 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,7 @@ class _Flight:
     leaves: dict[str, Tensor]
     outputs: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
-    share: float = 1.0
+    share: Callable[[], float] = lambda: 1.0
     target: Any = None
     pending: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)  # what a split backward has left to do
 
@@ -65,7 +65,8 @@ class StageRun:
         forward: What to call instead of the stage, for instance its compiled form.
         loss: Mean loss of outputs and targets; for the last stage.
         recompute: Keep only what enters the stage, and run its forward pass again in the backward pass.
-        keys: What makes random operations depend on the micro-batch and not on the order of execution.
+        keys: Makes random operations depend on the micro-batch and not on the order of execution.
+        context: Context in which model and loss run, such as autocast.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class StageRun:
         loss: Callable[[Any, Any], Tensor] | None = None,
         recompute: bool = False,
         keys: RandomKeys | None = None,
+        context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.stage = stage
         self.index = stage.index
@@ -87,6 +89,7 @@ class StageRun:
         self._loss = loss
         self._recompute = recompute
         self._keys = keys
+        self._context = context
         self._after_forward: Callable[[], None] = lambda: None
         self._quiet: Callable[[], Any] = nullcontext
         self._flights: dict[int, _Flight] = {}
@@ -121,14 +124,16 @@ class StageRun:
 
     # ---------------------------------------------------------------- forward
 
-    def forward(self, index: int, inputs: dict[str, Tensor], target: Any, share: float, keep: Keep) -> None:
+    def forward(
+        self, index: int, inputs: dict[str, Tensor], target: Any, share: Callable[[], float], keep: Keep
+    ) -> None:
         """Run the forward pass of a micro-batch.
 
         Args:
             index: The micro-batch.
             inputs: The model's inputs that this stage uses, by name.
             target: What the loss compares the output with; used by the last stage.
-            share: Samples of the micro-batch over those of the global batch.
+            share: Samples of the micro-batch over those of the global batch; called when the output is there.
             keep: `Lane.keep` of the lane this runs on.
         """
         leaves: dict[str, Tensor] = {}
@@ -155,10 +160,12 @@ class StageRun:
             flight.outputs, flight.loss = {}, None
 
     def _run(self, flight: _Flight, index: int) -> None:
-        with self._keys.of(self._step, index) if self._keys is not None else nullcontext():
-            result = self._call(*flight.leaves.values())
-        if self._loss is not None:
-            flight.loss = self._loss(result, flight.target) * flight.share
+        with self._context():
+            with self._keys.of(self._step, index) if self._keys is not None else nullcontext():
+                result = self._call(*flight.leaves.values())
+            loss = self._loss(result, flight.target) if self._loss is not None else None
+        if loss is not None:
+            flight.loss = loss * flight.share()
         else:
             flight.outputs = dict(zip((border.name for border in self.stage.outputs), result, strict=True))
 

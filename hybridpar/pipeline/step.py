@@ -1,8 +1,8 @@
-"""Why: a step is asked for, runs on many lanes at once, and is looked at later; each of these has its record here."""
+"""Records of a training step: what is asked for, what is known while it runs on many lanes, and its outcome."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +40,8 @@ class StepRequest:
 
     Attributes:
         micro_batches: This replica's share.
-        global_samples: Samples of all replicas.
+        global_samples: Samples of all replicas; a function is asked when the first loss is there, and may wait for
+            other workers (only where the host runs the passes itself).
         rate_factor: What the optimizers' peak learning rates are multiplied with; None where their rates have been set.
         stop: This worker wants training to end after this step.
         save: This worker wants a checkpoint after this step.
@@ -49,11 +50,16 @@ class StepRequest:
     """
 
     micro_batches: Sequence[MicroBatch]
-    global_samples: int
+    global_samples: int | Callable[[], int]
     rate_factor: float | None = 1.0
     stop: bool = False
     save: bool = False
     flags: Tensor | None = None
+
+    def share(self, samples: int) -> float:
+        """A micro-batch's part of the global batch, with which its mean loss is weighed."""
+        known = self.global_samples
+        return samples / (known() if callable(known) else known)
 
 
 @dataclass
@@ -66,16 +72,21 @@ class StepState:
     flights: dict[int, Flight | None]
     spans: SpanRecorder
     events: dict[Action, Event] = field(default_factory=dict)
-    reports: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    reports: dict[int, Tensor] = field(default_factory=dict)  # of the forward passes, by stage, summed over replicas
+    used: dict[int, list[bool]] = field(default_factory=dict)
+    squares: dict[int, Tensor] = field(default_factory=dict)
     losses: dict[int, Tensor | None] = field(default_factory=dict)
-    reported: dict[int, Event] = field(default_factory=dict)
-    shared: dict[int, Event] = field(default_factory=dict)
+    backward_done: dict[int, Event] = field(default_factory=dict)
+    users: dict[int, Tensor] = field(default_factory=dict)  # `used`, summed over replicas
+    shared: dict[int, Event] = field(default_factory=dict)  # passed when `reports` and `users` are summed
     values: Tensor | None = None
     host_values: Tensor | None = None
     decided: Event | None = None
     ends: list[Event] = field(default_factory=list)
     bad: list[str] = field(default_factory=list)
+    waited_ms: float | None = None  # for which the host waited for the sync, where it runs the passes itself
     bytes_sent: int = 0
+    message_bytes: list[int] = field(default_factory=list)  # of control messages, by their lane
 
 
 class LateOutcome(StepOutcome):
@@ -91,6 +102,7 @@ class LateOutcome(StepOutcome):
         self._bad = step.bad
         self._values: list[float] | None = None
         self._spans: StepSpans | None = None
+        self._waited_ms = step.waited_ms
         self._bytes_sent = 0
         self._costs: list[SyncCosts] = []
 
@@ -106,7 +118,8 @@ class LateOutcome(StepOutcome):
             self._wait_for(event, "finishing a step")
         self._read_values(self._step)
         self._costs = [flight.costs for flight in self._step.flights.values() if flight is not None]
-        self._bytes_sent = self._step.bytes_sent + sum(costs.sent for costs in self._costs)
+        sent = [*self._step.message_bytes, *(costs.sent for costs in self._costs)]
+        self._bytes_sent = self._step.bytes_sent + sum(sent)
         self._step = None
 
     @property
@@ -124,15 +137,20 @@ class LateOutcome(StepOutcome):
         return self._bytes_sent
 
     @property
+    def costs(self) -> list[SyncCosts]:
+        """What is known of the sync of each of this worker's stages."""
+        self.wait()
+        return self._costs
+
+    @property
     def sync(self) -> SyncFigures:
         """What the sync of this worker's gradients took."""
-        self.wait()
-        return add_up(self._costs)
+        return add_up(self.costs)
 
     @property
     def exposed_sync_ms(self) -> float:  # type: ignore[override]
-        """Time for which this worker had nothing left to do but to wait for its gradients."""
-        return self.spans.exposed_sync_ms
+        """Time in which this worker only waited for its gradients to be summed."""
+        return self.spans.exposed_sync_ms if self._waited_ms is None else self._waited_ms
 
     @property
     def bad_parameter(self) -> str | None:

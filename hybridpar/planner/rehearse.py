@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -28,14 +28,17 @@ from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.machine.steady import MOST_NOISE, halves_apart, repeat_until_steady
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
+from hybridpar.pipeline.engine import PipelineEngine
+from hybridpar.pipeline.options import WHOLE
+from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.planner.evaluate import Evaluator
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.network import Network
 from hybridpar.planner.space import DATA_PARALLEL, Candidate, Space
-from hybridpar.planner.step_costs import figures_key, forward_backward, optimizer_like
+from hybridpar.planner.step_costs import any_loss, figures_key, optimizer_like
 from hybridpar.planner.store import MOST_TRIES, load, store, tell_noise
-from hybridpar.sync.gradient_sync import GradientSync, SyncOptions
+from hybridpar.sync.options import SyncOptions
 
 #: What is kept.
 KIND = "rehearsal"
@@ -180,16 +183,19 @@ def _steps(
     clock = Clock(example.device)
     for parameter in model.parameters():
         parameter.grad = None
-    with Lanes(example.device) as lanes, closing(GradientSync(model, world, lanes, options)) as sync:
+    whole = replace(WHOLE, sync=options)
+
+    def step_of(_: nn.Module) -> Callable[[float | None, Tensor | None], None]:
+        return lambda factor, commit: optimizer.step()  # the rates are 0
+
+    with (
+        Lanes(example.device) as lanes,
+        closing(PipelineEngine(model, [WholeModel(model)], world, lanes, any_loss, step_of, whole, 1)) as engine,
+    ):
 
         def step_ms() -> float:
             began = time.perf_counter()
-            sync.begin(len(example))
-            forward_backward(sync, model, example, clock)
-            outcome = sync.finish()
-            if outcome.committed:
-                optimizer.step()
-            sync.end(outcome)
+            engine.step([(example, example)], engine.count_samples(len(example)))
             clock.wait()
             return 1e3 * (time.perf_counter() - began)
 

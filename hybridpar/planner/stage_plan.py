@@ -27,7 +27,7 @@ from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.options import PipelineOptions
 from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, BackwardCost, may_split, measure_backward
 from hybridpar.plan import Placement, Plan, parse_plan, read_plan
-from hybridpar.sync.gradient_sync import SyncOptions
+from hybridpar.sync.options import SyncOptions
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
-"""Why: a step is more than forward and backward passes, and workers that share a host compute more slowly.
+"""Measures what a step takes besides its passes, and how much workers of one host slow each other down.
 
-The rest of a step is run as it is in a training, by `GradientSync` with one worker and the optimizer, and timed part by
-part. How much workers of one host slow each other down is measured by having them all compute at a time.
+The rest of a step is run as it is in a training, by the stage of one worker and the optimizer, and timed part by part.
+How much workers of one host slow each other down is measured by having them all compute at a time.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.profile_cache import device_name
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
+from hybridpar.pipeline.local_stage import LocalStage
+from hybridpar.pipeline.stage_module import WholeModel
+from hybridpar.pipeline.stage_run import Mailbox, StageRun
 from hybridpar.planner.store import NOISE, remembered
 from hybridpar.sync.buckets import make_buckets
-from hybridpar.sync.gradient_sync import GradientSync, SyncOptions
+from hybridpar.sync.control import decide
+from hybridpar.sync.options import SyncOptions
 
 #: Steps of each measurement; the median of them counts.
 STEPS = 5
@@ -84,23 +88,29 @@ def measure_step_costs(
     update, collect, kept, fresh = [], [], [], []
     clock = Clock(example.device)
     with untouched(model, training=True), Lanes(example.device) as lanes:
-        # With two micro-batches BatchNorm's statistics are pooled, as they are between replicas.
-        sync = GradientSync(model, World(device=example.device), lanes, SyncOptions(), micro_batches=2)
         optimizer = optimizer_like(model, copies)
+        # With two micro-batches BatchNorm's statistics are pooled, as they are between replicas.
+        stage = LocalStage(
+            *(StageRun(WholeModel(model), {}, Mailbox()), lanes.caller, lanes, World(device=example.device), []),
+            *(SyncOptions(), 2, lambda factor, commit: optimizer.step()),
+        )
         try:
             for _ in range(steps + 1):
-                sync.begin(len(example))  # frees the gradients of the step before
-                between = forward_backward(sync, model, example, clock)
+                stage.start(0, None)  # frees the gradients of the step before
+                loss = any_loss(model(example))
+                pooling = clock.mark()
+                stage.after_forward()
+                pooled = clock.mark()
+                loss.backward()  # type: ignore[no-untyped-call]
                 began = clock.mark()
-                outcome = sync.finish()
-                if outcome.committed:
-                    optimizer.step()
-                sync.end(outcome)
+                squares = stage.local_squares()
+                values = decide(torch.zeros_like(squares).expand(4), squares, guard=True, measured=True)
+                stage.apply(values, None, None, None, on_device=False)
                 ended = clock.mark()
                 clock.wait()
-                update.append(clock.between(*between) + clock.between(began, ended))
+                update.append(clock.between(pooling, pooled) + clock.between(began, ended))
         finally:
-            sync.close()
+            stage.detach()
         order = [(name, one) for name, one in reversed(list(model.named_parameters())) if one.requires_grad]
         buckets = make_buckets(order, bucket_bytes)
         for _ in range(steps + 1):
@@ -119,16 +129,10 @@ def measure_step_costs(
     return StepCosts(updating, collecting, adding - making, halves_apart(whole[1:]))
 
 
-def forward_backward(sync: GradientSync, model: nn.Module, example: Tensor, clock: Clock) -> tuple[Any, Any]:
-    """Forward and backward pass; marks of the clock around what the sync does between them."""
-    sync.micro_batch(len(example), last=True)
-    leaves = [leaf for _, leaf in tensor_leaves(model(example)) if leaf.requires_grad]
-    loss = torch.stack([leaf.float().square().mean() for leaf in leaves]).sum()
-    began = clock.mark()
-    scaled = sync.forward_done(loss)
-    ended = clock.mark()
-    scaled.backward()  # type: ignore[no-untyped-call]
-    return began, ended
+def any_loss(output: Any, target: Any = None) -> Tensor:
+    """Something to go backward from, for any kind of output that depends on a parameter."""
+    leaves = [leaf for _, leaf in tensor_leaves(output) if leaf.requires_grad]
+    return torch.stack([leaf.float().square().mean() for leaf in leaves]).sum()
 
 
 def measure_hand_over(device: torch.device, turns: int = 100) -> float:

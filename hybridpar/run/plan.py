@@ -31,7 +31,7 @@ from hybridpar.planner.worker_share import micro_batch_samples
 from hybridpar.schedule.costs import Link
 from hybridpar.schedule.simulate import Simulation, simulate
 from hybridpar.sync.compression_table import WireFormat
-from hybridpar.train.stage_engine import StageEngine
+from hybridpar.train.engine import Engine
 from hybridpar.train.trainer import Trainer
 
 
@@ -82,7 +82,7 @@ def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device:
         seed=config.seed,
         versions={"torch": torch.__version__},
     )
-    if not isinstance(engine, StageEngine):
+    if engine.plan is None:
         took = wire_format.choice.backward_ms if wire_format.choice is not None else None
         return trivial_plan(
             model,
@@ -133,7 +133,7 @@ def with_forecast(plan: Plan, forecast: Forecast) -> Plan:
     return plan.model_copy(update=update)
 
 
-def forecast_step(engine: StageEngine, config: TrainConfig, plan: Plan, steps: Sequence[StepOfAll]) -> Forecast | None:
+def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequence[StepOfAll]) -> Forecast | None:
     """Predict a step of a pipeline from its profile and its first steps. A collective.
 
     Args:
@@ -206,8 +206,9 @@ def _cores_per_lane(pipeline: PipelineEngine) -> float | None:
     return min(sum(1 / users[host, core] for core in cores) for host, cores in answers) / pipeline.options.threads
 
 
-def _places(engine: StageEngine) -> tuple[StagePlacement, ...]:
+def _places(engine: Engine) -> tuple[StagePlacement, ...]:
     """Where stages run, with lanes numbered within their worker."""
+    assert engine.plan is not None
     lane_of, worker_of = engine.plan.lane_of, engine.plan.worker_of
     device = engine.pipeline.world.device.type
     return tuple(

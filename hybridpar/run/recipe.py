@@ -19,7 +19,6 @@ from hybridpar.optim.pace import Leg, Pace
 from hybridpar.run.batch_search import BatchChoice, bounds, search_batch_size
 from hybridpar.run.snapshot import Snapshot
 from hybridpar.train.delayed import DoubleBufferEngine
-from hybridpar.train.replica_engine import ReplicaEngine
 from hybridpar.train.trainer import Trainer
 
 #: Part of an epoch's samples that a trial sees (45 minutes of 24 hours), and its fewest steps at the smallest size and
@@ -67,7 +66,7 @@ class BatchSelector:
         self, trainer: Trainer, config: TrainConfig, make_batches: Callable[[int], TrainBatches], samples: int
     ) -> None:
         engine = trainer.engine
-        assert isinstance(engine, ReplicaEngine)
+        assert engine.plan is None
         self._trainer, self._engine, self._config = trainer, engine, config
         self._make_batches, self._samples = make_batches, samples
         self.pace = Pace(config.epochs)

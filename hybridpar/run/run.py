@@ -59,7 +59,6 @@ from hybridpar.run.worker import device_name, tune_worker
 from hybridpar.schedule.spans import StepSpans
 from hybridpar.train.checkpoint import usable
 from hybridpar.train.checkpoint_files import prune_checkpoints
-from hybridpar.train.stage_engine import StageEngine
 from hybridpar.train.trainer import StepResult, Trainer
 
 
@@ -442,7 +441,7 @@ class Run:
 
     def _finish(self, stopped: bool) -> None:
         engine = self.trainer.engine
-        saved = engine.pipeline.peak_saved_bytes if isinstance(engine, StageEngine) else None
+        saved = engine.pipeline.peak_saved_bytes if engine.plan is not None else None
         noted = WorkerFigures(self.timings.share(self.watch.ahead), saved, self.memory.peak_bytes())
         answers = self.world.gather(noted)
         kernels = self.kernels.measured(self.world) if self.kernels is not None else None
@@ -483,7 +482,7 @@ class Run:
 
 def _spans(result: StepResult) -> StepSpans:
     """What this worker did in a step, where that is recorded."""
-    return result.outcome.spans if isinstance(result.outcome, LateOutcome) else StepSpans(0.0, ())
+    return result.outcome.spans if result.staged and isinstance(result.outcome, LateOutcome) else StepSpans(0.0, ())
 
 
 def _versions() -> dict[str, str]:

@@ -18,7 +18,7 @@ from hybridpar.train.periodic import copy_of
 
 
 class Trained(Protocol):
-    """What trains a model; see `hybridpar.train.replica_engine`."""
+    """What trains a model; see `hybridpar.train.engine`."""
 
     def wait(self) -> None:
         """Wait for the steps that were issued."""

@@ -21,7 +21,7 @@ from hybridpar.observe.timeline import Timeline, add_prediction
 from hybridpar.plan import Plan
 from hybridpar.run.plan import Forecast, forecast_step, with_forecast
 from hybridpar.schedule.spans import StepSpans
-from hybridpar.train.stage_engine import StageEngine
+from hybridpar.train.engine import Engine
 from hybridpar.train.trainer import Trainer
 
 #: Steps that a timeline shows, where the run has so many after the first ones.
@@ -76,7 +76,7 @@ class StageWatch:
     """
 
     def __init__(self, trainer: Trainer, config: TrainConfig, plan: Plan, total: int, plan_file: Path) -> None:
-        self._engine = trainer.engine if isinstance(trainer.engine, StageEngine) else None
+        self._engine = trainer.engine if trainer.engine.plan is not None else None
         self._world = trainer.world
         self._config = config
         #: The plan of the run, with its prediction as soon as there is one.
@@ -121,7 +121,7 @@ class StageWatch:
         if not self._shown:
             self._show(say)
 
-    def _predict(self, engine: StageEngine) -> None:
+    def _predict(self, engine: Engine) -> None:
         self._predicted = True
         first = min(self._recorded)
         # The first step of all also meets cold caches and cuts its buckets by guesswork.

@@ -1,9 +1,9 @@
-"""Why: what the workers must agree on in a step fits into a few numbers, and these travel apart from the gradients.
+"""The small messages by which workers agree on a step, and the step's outcome.
 
-Two messages a step, summed over the workers on a lane of their own. The *forward report* leaves when the last forward
-pass has ended and is hidden behind the backward pass. The *backward report* follows the last bucket. Its sum of squares
-is finite exactly where all gradients are, so one number serves the guard and clipping, and as it has been summed by
-the same collective, every worker holds the same bits of it.
+A stage sends two messages per step, summed over its replicas on a lane of their own. The *forward report* is sent after
+its last forward pass, and overlaps with the backward pass. The *backward report* is sent after its last bucket. The sum
+of squares in it is finite exactly where all gradients are, so one number serves the guard and clipping; all workers
+read the same sum, so all decide alike.
 """
 
 from __future__ import annotations
@@ -11,30 +11,25 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
-from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.sync.constants import Constants
-from hybridpar.sync.figures import SyncCosts, SyncFigures, add_up
+from hybridpar.sync.figures import SyncFigures
 
 # Layout of a forward report; BatchNorm sums follow.
-LOSS, _SAMPLES, _STOP, _SAVE, _LAYOUT, _LAYOUT_SQUARED, HEAD = range(7)
-# Layout of a step's outcome.
-_COMMIT, _SQUARES = 4, 5
+LOSS, _SAMPLES, _STOP, SAVE, _LAYOUT, _LAYOUT_SQUARED, HEAD = range(7)
+#: Place of the decision (1 or 0) and of the squared norm in the values of a step's outcome.
+COMMIT, SQUARES = 4, 5
 
 
 class StepOutcome(ABC):
-    """What the workers agreed on for one step.
-
-    Making one waits for nothing; the first property that is read waits until the step has been decided.
+    """What the workers agreed on for one step. The first property that is read waits until the step is decided.
 
     Attributes:
-        exposed_sync_ms: Time for which nothing but the sync was left to wait for.
+        exposed_sync_ms: Time in which the worker only waited for the sync of gradients.
         bytes_sent: Bytes this worker sent: payload of each collective times the collective's own factor.
     """
 
@@ -82,123 +77,12 @@ class StepOutcome(ABC):
         return None if squares < 0 else math.sqrt(squares) if math.isfinite(squares) else math.inf
 
 
-@dataclass
-class DecidedOutcome(StepOutcome):
-    """The outcome of a step whose end the host has issued.
-
-    On a GPU a copy of the values is on its way to the host, and reading waits for that copy alone, not for work that
-    was queued since.
-
-    Attributes:
-        values: float64 tensor on the device: loss, samples, stop, save, commit (1 or 0), squared gradient norm.
-        costs: What is known of the sync of gradients.
-    """
-
-    values: Tensor
-    exposed_sync_ms: float
-    bytes_sent: int
-    _copy: Tensor = field(repr=False)
-    _copied: Event | None = field(default=None, repr=False)
-    costs: SyncCosts = field(default_factory=SyncCosts, repr=False)
-    _host: list[float] | None = field(default=None, repr=False)
-
-    @classmethod
-    def of(
-        cls, values: Tensor, exposed_sync_ms: float, bytes_sent: int, lanes: Lanes, costs: SyncCosts | None = None
-    ) -> DecidedOutcome:
-        """Start the copy to the host."""
-        copy = start_copy(values)
-        copied = None if values.device.type == "cpu" else lanes.caller.record()
-        return cls(values, exposed_sync_ms, bytes_sent, copy, copied, costs or SyncCosts())
-
-    @classmethod
-    def bare(cls, values: Tensor, bytes_sent: int) -> DecidedOutcome:
-        """What nobody on the host is going to read."""
-        return cls(values, 0.0, bytes_sent, values)
-
-    @property
-    def sync(self) -> SyncFigures:
-        """See `StepOutcome`. On a GPU reading it waits for the end of the sync."""
-        return add_up([self.costs])
-
-    @property
-    def commit(self) -> Tensor:
-        """`committed` as a 0-d tensor of 1 or 0 that nobody has to wait for."""
-        return self.values[_COMMIT]
-
-    def _value(self, index: int) -> float:
-        if self._host is None:
-            if self._copied is not None:
-                self._copied.synchronize()
-            self._host = self._copy.tolist()
-        return self._host[index]
-
-
 def start_copy(values: Tensor) -> Tensor:
     """A copy on the host, which is there when the current stream is; on a CPU the values themselves."""
     if values.device.type == "cpu":
         return values
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return copy.copy_(values, non_blocking=True)
-
-
-@dataclass
-class Pending:
-    """A message on its way: when the event is done, `message` holds the sum over the workers."""
-
-    message: Tensor
-    event: Event | None
-    _lanes: Lanes
-    _world: World
-    _doing: str
-
-    def wait(self) -> Tensor:
-        """Make the caller's lane wait for the sum.
-
-        Raises:
-            SyncError: A worker died or did not answer in time.
-        """
-        if self.event is not None:
-            with self._world.named_errors(self._doing):
-                self._lanes.caller.wait(self.event)
-        return self.message
-
-
-class ControlLane:
-    """Sums small float64 messages over the workers, in order, on a lane of its own.
-
-    Args:
-        world: The workers; in a world of one a message is its own sum.
-        lanes: Where to open the lane.
-    """
-
-    def __init__(self, world: World, lanes: Lanes) -> None:
-        self._world = world
-        self._lanes = lanes
-        self._lane: Lane | None = lanes.open("control", priority=-1) if world.size > 1 else None
-
-    def send(self, message: Tensor, doing: str) -> Pending:
-        """Start summing a message in place.
-
-        Args:
-            message: float64, equal in shape on all workers.
-            doing: What the workers are doing, for the error message.
-        """
-        if self._lane is None:
-            return Pending(message, None, self._lanes, self._world, doing)
-        group = self._world.control_sum
-        assert group is not None
-
-        def reduce() -> None:
-            group.all_reduce(message)
-
-        self._lane.wait(self._lanes.caller.record())
-        self._lane.submit(reduce, uses=(message,))
-        return Pending(message, self._lane.record(), self._lanes, self._world, doing)
-
-    def bytes_of(self, elements: int) -> int:
-        """Bytes that one worker sends for a message."""
-        return all_reduce_bytes(8 * elements, self._world.size)
 
 
 def all_reduce_bytes(payload: int, workers: int) -> int:
@@ -217,7 +101,7 @@ def forward_report(
     flags: Tensor | None = None,
     constants: Constants | None = None,
 ) -> Tensor:
-    """The message that leaves after the last forward pass.
+    """The message of a stage after its last forward pass, 1-D float64: `HEAD` numbers, then BatchNorm sums.
 
     Args:
         loss: This worker's part of the mean loss, 0-d.
@@ -226,8 +110,8 @@ def forward_report(
         save: This worker wants a checkpoint.
         layout: Fingerprint of the buckets, 16 bits.
         batch_norm: Sums of the BatchNorm layers.
-        flags: `stop` and `save` as a float64 tensor where the loss is, in place of what the host says.
-        constants: Where numbers that were copied to the device before are found.
+        flags: `stop` and `save` as a float64 tensor on the device of the loss, instead of what the host says.
+        constants: Numbers that were copied to the device before.
     """
     known = constants or Constants(loss.device)
     if flags is None:
@@ -257,8 +141,14 @@ def check_layout(report: Tensor, workers: int) -> None:
 
 
 def backward_report(squares: Tensor, used: Sequence[bool], constants: Constants | None = None) -> Tensor:
-    """The message that follows the last bucket: this worker's sums of squares, then who used which parameter."""
-    return torch.cat((squares.sum().reshape(1), (constants or Constants(squares.device)).of(*used)))
+    """The message of a stage after its last bucket, 1-D float64.
+
+    Args:
+        squares: This worker's part of the squared norm of the gradient, 0-d float64.
+        used: For each parameter whether this worker used it.
+        constants: Numbers that were copied to the device before.
+    """
+    return torch.cat((squares.reshape(1), (constants or Constants(squares.device)).of(*used)))
 
 
 def decide(report: Tensor, squares: Tensor, *, guard: bool, measured: bool) -> Tensor:
@@ -272,4 +162,4 @@ def decide(report: Tensor, squares: Tensor, *, guard: bool, measured: bool) -> T
     """
     commit = torch.isfinite(squares).double() if guard else torch.ones_like(squares)
     known = squares if measured else torch.full_like(squares, -1.0)
-    return torch.cat((report[: _SAVE + 1], torch.stack((commit, known))))
+    return torch.cat((report[: SAVE + 1], torch.stack((commit, known))))

@@ -1,15 +1,16 @@
-"""Why: on a link too slow for overlap within a step, gradients can travel while the whole next step is computed.
+"""Sums gradients over replicas one step late, so that the exchange overlaps with the whole next step.
 
 Double buffering (Seide et al., Interspeech 2014, section 3.2), in the form of CNTK: the step applies the gradient that
 the step before computed, whose exchange it hides behind its own forward and backward passes. The gradient is one update
-old (staleness 1), and the first step applies none.
+old (staleness 1), and the first step applies none. For links too slow for overlap within a step.
 
-    step t      compute g(t) | wait for the sum of g(t-1) | agree, clip, optimizer | g(t) leaves
-    step t+1    compute g(t+1), while g(t) travels | ...
+    step t      compute g(t) | wait for the sum of g(t-1) | agree, clip, optimizer | send g(t)
+    step t+1    compute g(t+1), while g(t) is summed | ...
 
-Exchanges follow one another, and each is settled before the next one leaves; so what codecs keep has one order. What
-autograd made stays as it is until its exchange has been applied: a checkpoint holds it, and a resumed run sends it
-again. Where the loss of a step is not finite the step does not count, and takes the gradient with it that waited.
+Exchanges follow one another, and each is committed or rolled back before the next one is sent, so what codecs keep has
+one order. Gradients stay as autograd made them until their exchange has been applied: a checkpoint holds them, and a
+resumed run sends them again. Where the loss of a step is not finite, the step is rolled back, and with it the gradient
+of the step before.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.errors import HybridparError
+from hybridpar.lanes import Event
 from hybridpar.sync.buckets import Bucket, view_like
-from hybridpar.sync.control import LOSS, Pending
+from hybridpar.sync.control import LOSS
 from hybridpar.sync.reducer import Flight, GradientReducer
 
 _log = logging.getLogger(__name__)
@@ -32,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Late:
-    """Gradients that left at the end of a step.
+    """Gradients that were sent at the end of a step.
 
     Attributes:
         flight: Of their exchange.
@@ -50,26 +52,23 @@ class _Late:
 class DelayedReducer(GradientReducer):
     """Sums gradients over the workers one step late. See `GradientReducer` for arguments and the calls of a step.
 
-    On return of `wait` the gradients are those of the step before; before there are any, all are None.
+    `place_gradients` puts the gradients of the step before in `.grad`; before there are any, all are None. For a model
+    that is not cut: its lane is the caller's.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._observed = None  # all buckets leave together, so their order makes no difference
         self._flats: list[Tensor] = []
         self._views: list[list[Tensor]] = []
         self._late: _Late | None = None
         self._fresh: tuple[dict[str, Tensor], list[bool]] | None = None
         self._rate = 0.0
+        super().__init__(*arguments, **options)
+        self._observed = None  # all buckets leave together, so their order makes no difference
 
     @property
     def staleness(self) -> int:
         """Updates that were made since the weights that the next gradient to apply was computed on: 0 or 1."""
         return 0 if self._late is None else 1
-
-    def set_rate(self, rate: float) -> None:
-        """See `GradientReducer`. An exchange may be on its way, so codecs are told when the next one leaves."""
-        self._rate = rate
 
     # ------------------------------------------------------------------ a step
 
@@ -78,13 +77,16 @@ class DelayedReducer(GradientReducer):
         if self._flight is not None and name in self._places:
             self._places[name][1].seen = self._flight.number
 
-    def release(self, report: Pending) -> None:
-        """See `GradientReducer`."""
-        assert self._flight is not None
-        self._flight.report = report
+    def begin_last(self, flight: Flight, rate: float | None = None) -> None:
+        """The next backward pass is the last of the step. The rate counts when its gradients are sent."""
+        self._rate = self._rate if rate is None else rate
 
     def flush(self) -> list[bool]:
-        """See `GradientReducer`; used by the step before."""
+        """After the last backward pass: keep its gradients to be sent when the step ends.
+
+        Returns:
+            For each parameter, in the order of the buckets, whether it was used here in the step before.
+        """
         flight = self._flight
         assert flight is not None
         for bucket in self.buckets:
@@ -92,47 +94,51 @@ class DelayedReducer(GradientReducer):
         slots = [slot for bucket in self.buckets for slot in bucket.slots]
         gradients = {slot.name: slot.parameter.grad for slot in slots if slot.parameter.grad is not None}
         self._fresh = gradients, [slot.seen == flight.number for slot in slots]
-        return [False] * len(slots) if self._late is None else self._late.used
+        if self._late is None:
+            return [False] * len(slots)
+        flight.squares, flight.costs = self._late.flight.squares, self._late.flight.costs
+        return self._late.used
 
-    def wait(self) -> tuple[Tensor, int]:
-        """See `GradientReducer`: of the exchange that was on its way during this step."""
-        flight = self._flight
-        assert flight is not None
+    def issue(self, index: int, flight: Flight) -> Event:
+        """The event that is passed when a bucket of the step before has been summed."""
+        return self._lanes.caller.record() if self._late is None else self._late.flight.landed[index]
+
+    def squares(self, flight: Flight) -> Tensor:
+        """The squared norm of the gradients to apply; not finite where the loss of this step is not, so that its
+        BatchNorm statistics are rolled back.
+        """
         assert flight.report is not None
-        late = self._late
-        if late is not None:
-            with self._world.named_errors("reducing gradients"):
-                for event in late.flight.landed:
-                    self._lanes.caller.wait(event)
-            flight.squares, flight.costs = late.flight.squares, late.flight.costs
-            for bucket, views in zip(self.buckets, self._views, strict=True):
-                for slot, view in zip(bucket.slots, views, strict=True):
-                    slot.parameter.grad = view
-        # BatchNorm's sums are those of this step: where its loss is not finite, it must not count.
-        squares = flight.squares + 0.0 * flight.report.wait()[LOSS]
-        return squares, flight.costs.sent
+        return super().squares(flight) + 0.0 * flight.report[LOSS]
+
+    def place_gradients(self) -> None:
+        """Put the reduced gradients of the step before in `.grad`."""
+        for bucket, views in zip(self.buckets, self._views, strict=True) if self._late is not None else ():
+            for slot, view in zip(bucket.slots, views, strict=True):
+                slot.parameter.grad = view
 
     def scale(self, factor: Tensor) -> None:
-        """See `GradientReducer`."""
+        """Multiply all reduced gradients by a 0-d factor, in place."""
         for flat in self._flats if self._late is not None else ():
             flat.mul_(factor.to(flat.dtype))
 
     def close_step(self) -> None:
-        """End the step: its gradients leave."""
+        """End the step: send its gradients."""
         flight, fresh = self._flight, self._fresh
         self._flight = self._fresh = None
         if flight is not None and fresh is not None:
-            self._leave(*fresh, flight.report, self._rate)
+            self._leave(*fresh, flight, self._rate)
 
     # ----------------------------------------------------------------- sending
 
-    def _leave(self, gradients: dict[str, Tensor], used: list[bool], report: Pending | None, rate: float) -> None:
+    def _leave(self, gradients: dict[str, Tensor], used: list[bool], step: Flight | None, rate: float) -> None:
         if self.compression is not None:
             self.compression.catch_up()
             self.compression.set_rate(rate)
         device = self._world.device
         squares = torch.zeros(len(self.buckets), dtype=torch.float64, device=device)
-        flight = Flight(self._steps, squares, report=report, flats=self._flats)
+        flight = Flight(self._steps, squares, flats=self._flats)
+        if step is not None:
+            flight.report, flight.reported = step.report, step.reported
         self._late = _Late(flight, gradients, used, rate)
         with torch.no_grad():
             for bucket, views in zip(self.buckets, self._views, strict=True):
@@ -147,7 +153,7 @@ class DelayedReducer(GradientReducer):
             self._send(bucket, flight, ready)
 
     def land(self) -> None:
-        """Wait on the host until nothing is on its way; what arrived is applied in the next step all the same.
+        """Let the host wait until the sums of the last step are there; the next step applies them all the same.
 
         Raises:
             SyncError: A worker died or did not answer in time.
@@ -159,7 +165,7 @@ class DelayedReducer(GradientReducer):
     # ------------------------------------------------------------------ layout
 
     def follow_trainable(self) -> None:
-        """See `GradientReducer`. What is on its way when buckets are cut anew is forgotten."""
+        """Rebuild buckets where parameters were frozen or thawed; gradients of the last step are dropped then."""
         if self.is_cut():
             return
         if self._late is not None:
@@ -176,7 +182,7 @@ class DelayedReducer(GradientReducer):
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """See `GradientReducer`; and the gradients that are on their way, with codecs as before these left."""
+        """The order of buckets; and the gradients that were sent last, with codecs as before they were sent."""
         late = self._late
         if late is None:
             return super().state_dict()
@@ -190,11 +196,11 @@ class DelayedReducer(GradientReducer):
             "rate": late.rate,
             "places": [slot.name for bucket in self.buckets for slot in bucket.slots],
         }
-        self._leave(late.gradients, late.used, late.flight.report, late.rate)
+        self._leave(late.gradients, late.used, late.flight, late.rate)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `GradientReducer`. Gradients that were on their way leave again; a collective."""
+        """Restore what `state_dict` returned, and send the gradients that had been sent last; a collective."""
         self.land()
         if self._late is not None and self.compression is not None:
             self.compression.forget()
@@ -212,7 +218,7 @@ class DelayedReducer(GradientReducer):
         self._leave(gradients, list(late["used"]), None, float(late["rate"]))
 
     def close(self) -> None:
-        """See `GradientReducer`. What is on its way arrives first, or fails unnoticed: nobody needs it any more."""
+        """Remove all hooks, after the sums that are under way; whether these fail makes no difference any more."""
         with contextlib.suppress(HybridparError, RuntimeError):
             self.land()
         self._late = None

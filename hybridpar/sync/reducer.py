@@ -1,8 +1,12 @@
-"""Why: a gradient should be on its way while the gradients of earlier layers are still being computed.
+"""Sums gradients over replicas in buckets, while the backward pass still computes.
 
 Hooks fire as autograd accumulates each gradient. When the last gradient of a bucket arrives in the last micro-batch,
-the bucket leaves on a sync lane. Buckets leave in index order, so that every lane's group sees the same sums in the
-same order on every worker.
+the bucket is sent on a sync lane. Buckets are sent in index order, so that every lane's group sees the same sums in
+the same order on every worker.
+
+Only the host thread issues work. Where the host itself runs the backward pass (a model that is not cut), the hook sends
+the bucket. Where a lane runs it (a stage of a pipeline), the host has issued all sums beforehand, each behind an event
+that the hook marks when the bucket is gathered.
 
 Bucket order: first the reverse of the order in which modules hold parameters, then, re-made once after step 1, the
 order that rank 0 observed (Li et al. 2020, "PyTorch Distributed", section 3.2.3).
@@ -30,7 +34,7 @@ from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes.base import Work
 from hybridpar.sync.buckets import Bucket, Slot, layout_fingerprint, make_buckets
 from hybridpar.sync.compression import add_plainly, make_compression
-from hybridpar.sync.control import Pending, check_layout
+from hybridpar.sync.control import check_layout
 from hybridpar.sync.figures import SyncCosts
 
 
@@ -45,10 +49,12 @@ class Flight:
     landed: list[Event] = field(default_factory=list)
     next_bucket: int = 0
     costs: SyncCosts = field(default_factory=SyncCosts)  # by bucket, written by the sync lanes
-    report: Pending | None = None  # the forward report, in which workers compare their layouts
+    report: Tensor | None = None  # the summed forward report, in which workers compare their layouts; see `reported`
+    reported: Event | None = None  # passed when `report` is there
     flats: list[Tensor] = field(default_factory=list)  # gathered buckets, by index
     marks: list[Event] = field(default_factory=list)  # where another lane gathers them: passed when each is gathered
-    on_ready: Callable[[int], None] | None = None  # told of each, on that lane
+    on_ready: Callable[[int], None] | None = None  # called when a bucket is gathered, with its number
+    wrap: Callable[[int, Work], Work] | None = None  # makes the work that is issued from the work that sums a bucket
 
 
 SyncLanes = Sequence[tuple[Lane, SumGroup]]
@@ -67,45 +73,50 @@ def open_sync_lanes(world: World, lanes: Lanes, spared: int = 0) -> SyncLanes:
 
 
 class GradientReducer:
-    """Sums gradients over the workers, bucket by bucket, as they become ready.
+    """Sums the gradients of a stage over its replicas, bucket by bucket, as they become ready.
 
-    The calls of a step: `open`; backward passes; before the last one `release`; after it `flush` and `wait`.
+    The calls of a step. The host: `rebuild_buckets` where `is_due`, `new_flight`; when it issues the last backward
+    pass, `marks`; then `issue` for each bucket. The stage's lane: `start`; around the last backward pass `begin_last`
+    and `flush`; and when the step has been decided `keep_used`, `scale` and `close_step`.
 
     Args:
-        parameters: The model's parameters by name, in the model's order, equal on all workers.
-        world: The workers, at least two.
-        lanes: Where to open sync lanes.
+        parameters: The stage's parameters by name, in the model's order, equal on all replicas.
+        replicas: The workers that hold the same stage, at least two.
+        lanes: The lanes of this worker.
+        compute: The stage's lane; `lanes.caller` where the host runs the passes itself.
         bucket_bytes: Size at which a bucket is full.
         measure: Whether to take the sums of squares of the reduced gradients.
-        sync_lanes: Lanes that are open already, each with what adds on it; None opens one for each of the world's.
-        codec: What gradients travel as, a policy or its text; `none` adds them as they are.
-        seed: For what the codec draws at random; equal on all workers.
-        nodes: Where the codec is used between nodes alone, and gradients are added in full precision inside of them.
+        sync_lanes: Lanes to sum on, each with the group that sums.
+        codec: What gradients are sent as, a policy or its text; `none` sums them as they are.
+        seed: Of what the codec draws at random; equal on all replicas.
+        nodes: Where the codec is used between nodes only, and gradients are summed in full precision inside of them.
 
     Raises:
         UsageError: There is no such codec, or it has no such option.
-        SyncError: A codec is asked for between workers that meet in shared memory.
+        SyncError: A codec is asked for between workers that share memory.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        world: World,
+        replicas: World,
         lanes: Lanes,
+        compute: Lane,
         bucket_bytes: int,
         measure: bool,
-        sync_lanes: SyncLanes | None = None,
+        sync_lanes: SyncLanes,
         codec: str | Policy = "none",
         seed: int = 0,
         nodes: NodeWorlds | None = None,
     ) -> None:
         self._parameters = parameters
-        self._world = world
+        self._world = replicas
         self._lanes = lanes
+        self._compute = compute
         self._measure = measure
         self._bucket_bytes = bucket_bytes
-        self._sync_lanes = open_sync_lanes(world, lanes) if sync_lanes is None else sync_lanes
-        self.compression = make_compression(codec, world, [group for _, group in self._sync_lanes], seed, nodes)
+        self._sync_lanes = sync_lanes
+        self.compression = make_compression(codec, replicas, [group for _, group in sync_lanes], seed, nodes)
         self._order: list[str] = list(parameters)[::-1]
         self._observed: list[str] | None = []
         self._trainable: tuple[bool, ...] = ()
@@ -116,18 +127,9 @@ class GradientReducer:
         self.buckets: list[Bucket] = []
         #: Fingerprint of the buckets, to be compared between workers.
         self.layout = 0
+        self.follow_trainable()
 
     # ------------------------------------------------------------------ a step
-
-    def open(self) -> None:
-        """Start a step; gradients of the step before are forgotten."""
-        self.follow_trainable()
-        self.start(self.new_flight())
-
-    def set_rate(self, rate: float) -> None:
-        """Say which learning rate the step uses, in any unit."""
-        if self.compression is not None:
-            self.compression.set_rate(rate)
 
     def new_flight(self) -> Flight:
         """What will be known about the gradients of the next step."""
@@ -143,15 +145,31 @@ class GradientReducer:
             bucket.pending = len(bucket.slots)
         self._flight = flight
 
-    def release(self, report: Pending) -> None:
-        """The next backward pass is the last of the step: full buckets leave.
+    def marks(self, flight: Flight) -> list[Event]:
+        """Events that the last backward pass will pass, one per bucket; none where its hooks send the buckets."""
+        if self._compute is not self._lanes.caller:
+            flight.marks = [self._lanes.event() for _ in self.buckets]
+        return flight.marks
+
+    def begin_last(self, flight: Flight, rate: float | None = None) -> None:
+        """On the stage's lane: the next backward pass is the last of the step.
 
         Args:
-            report: The forward report on its way, in which workers compare `layout`.
+            flight: What is known about this step's gradients.
+            rate: Learning rate of the step, in any unit: a codec may scale what it keeps by its changes.
         """
-        assert self._flight is not None
-        self._flight.report = report
-        self._flight.releasing = True
+        if self.compression is not None:
+            if self._compute is not self._lanes.caller:
+                self.compression.catch_up()
+            if rate is not None:
+                self.compression.set_rate(rate)
+        flight.releasing = True
+
+    def issue(self, index: int, flight: Flight) -> Event:
+        """Issue the sum of a bucket, where the hooks have not; the event is passed when the sum is there."""
+        if self._compute is self._lanes.caller:
+            return flight.landed[index]
+        return self._send(self.buckets[index], flight, flight.marks[index])
 
     def flush(self) -> list[bool]:
         """After the last backward pass: send what is left, with zeros for parameters that were not used here.
@@ -167,27 +185,30 @@ class GradientReducer:
         self._launch_full_buckets(flight)
         return used
 
-    def wait(self) -> tuple[Tensor, int]:
-        """Make the caller's lane wait until all buckets are reduced.
+    def is_due(self) -> bool:
+        """Whether the buckets must be rebuilt before the next step."""
+        return not self.is_cut() or (bool(self.buckets) and self._steps > 0 and self._observed is not None)
 
-        Returns:
-            Sums of squares per bucket (0 where another worker takes them), and the bytes sent.
+    def rebuild_buckets(self) -> None:
+        """With all lanes idle: rebuild the buckets for the parameters that are trained now.
 
-        Raises:
-            SyncError: A worker died, did not answer in time, or cut other buckets than this one.
+        After the first step, in the order in which gradients were computed.
         """
-        flight = self._flight
-        assert flight is not None
-        with self._world.named_errors("reducing gradients"):
-            for event in flight.landed:
-                self._lanes.caller.wait(event)
-        return flight.squares, flight.costs.sent
-
-    def close_step(self) -> None:
-        """End the step; after the first one, cut the buckets by the order in which gradients really came."""
         self._flight = None
         if self._observed:
             self._adopt_observed_order(self._observed)
+        self.follow_trainable()
+
+    def squares(self, flight: Flight) -> Tensor:
+        """This worker's part of the squared norm of the reduced gradients, 0-d float64, once all sums are there."""
+        return flight.squares.sum()
+
+    def place_gradients(self) -> None:
+        """Before they are used: reduced gradients are in `.grad` already, as views of the buckets."""
+
+    def close_step(self) -> None:
+        """After the step was applied or rolled back: backward passes until the next step are not the reducer's."""
+        self._flight = None
 
     def keep_used(self, users: Tensor, used: list[bool]) -> list[str]:
         """Give parameters used on no worker `.grad` None, so that the optimizer skips them.
@@ -212,12 +233,6 @@ class GradientReducer:
         for bucket in self.buckets:
             flat = bucket.flat()
             flat.mul_(factor.to(flat.dtype))
-
-    @property
-    def costs(self) -> SyncCosts:
-        """What is known of the sync of the step under way."""
-        assert self._flight is not None
-        return self._flight.costs
 
     # ----------------------------------------------------------------- sending
 
@@ -249,10 +264,15 @@ class GradientReducer:
             flight.next_bucket += 1
 
     def _launch(self, bucket: Bucket, flight: Flight) -> None:
-        """A bucket is full, and all before it have left."""
+        """A bucket is full, and all before it have been sent."""
         self._refuse_sparse(bucket)
         flight.flats.append(bucket.collect())
-        if self.compression is not None:  # before the mark: it may leave work of its own on this lane
+        if flight.on_ready is not None:
+            flight.on_ready(bucket.index)
+        if self._compute is not self._lanes.caller:
+            self._compute.mark(flight.marks[bucket.index])
+            return
+        if self.compression is not None:  # before the event: it may leave work of its own on this lane
             self.compression.catch_up()
         with self._lanes.on_behalf():
             self._send(bucket, flight, self._lanes.caller.record())
@@ -261,19 +281,12 @@ class GradientReducer:
         if any(slot.parameter.grad is not None and slot.parameter.grad.is_sparse for slot in bucket.slots):
             raise SyncError(
                 f"a gradient among {[slot.name for slot in bucket.slots]} is sparse",
-                "Gradients travel dense.",
+                "Gradients are sent as dense tensors.",
                 "Build the layer with sparse=False.",
             )
 
-    def _send(self, bucket: Bucket, flight: Flight, ready: Event, wrap: Callable[[Work], Work] | None = None) -> Event:
-        """Issue the sum of a bucket that is gathered when an event is passed.
-
-        Args:
-            bucket: The bucket.
-            flight: What is known about this step's gradients.
-            ready: Passed when the bucket is gathered.
-            wrap: Makes the work that is issued from the work that sums.
-        """
+    def _send(self, bucket: Bucket, flight: Flight, ready: Event) -> Event:
+        """Issue the sum of a bucket that is gathered when `ready` is passed; the returned event is passed after it."""
         lane, group = self._sync_lanes[bucket.index % len(self._sync_lanes)]
         self._check_peers(lane, flight)
         mine = self._measure and bucket.index % self._world.size == self._world.rank
@@ -289,24 +302,27 @@ class GradientReducer:
                 squares.copy_(sum_of_squares(flat))
 
         lane.wait(ready)
-        lane.submit(wrap(reduce) if wrap is not None else reduce)
+        lane.submit(flight.wrap(bucket.index, reduce) if flight.wrap is not None else reduce)
         landed = lane.record()
         flight.landed.append(landed)
         return landed
 
     def _check_peers(self, lane: Lane, flight: Flight) -> None:
-        """Before a lane's first bucket, let it see that all workers cut the same buckets.
+        """Before a lane's first bucket, check that all workers cut the same buckets.
 
         A collective whose sizes differ between workers does not fail in an orderly way: gloo aborts the process.
         """
-        if lane in flight.checked:
+        if lane in flight.checked or flight.reported is None or self._world.device.type != "cpu":
             return
         flight.checked.add(lane)
-        pending, size = flight.report, self._world.size
-        if pending is not None and pending.event is not None and self._world.device.type == "cpu":
-            report = pending.message
-            lane.wait(pending.event)
-            lane.submit(lambda: check_layout(report, size), uses=(report,))
+
+        def check() -> None:
+            assert flight.report is not None
+            lane.keep(flight.report)
+            check_layout(flight.report, self._world.size)
+
+        lane.wait(flight.reported)
+        lane.submit(check)
 
     # ------------------------------------------------------------------ layout
 
@@ -351,7 +367,12 @@ class GradientReducer:
         return {} if self.compression is None else self.compression.bytes_by_parameter()
 
     def state_dict(self) -> dict[str, Any]:
-        """The agreed order, by parameter name, so that a resumed run adds in the same order; and what codecs keep."""
+        """The agreed order, by parameter name, so that a resumed run adds in the same order; and what codecs keep.
+
+        A collective, with all lanes idle: the order of the first step is agreed on before.
+        """
+        if self.is_due():
+            self.rebuild_buckets()
         state: dict[str, Any] = {"order": list(self._order), "settled": self._observed is None}
         return state if self.compression is None else {**state, "codec": self.compression.state_dict()}
 

@@ -1,21 +1,21 @@
-"""Why: gradients that are applied late have a whole step to travel in, for one update of staleness.
+"""Training whose gradients are applied late, so that their exchange overlaps with a whole step.
 
 Double buffering (Seide et al., Interspeech 2014, section 3.2), on the sync lanes that every run has:
 
 - `delay`: a step applies the gradient of the step before (`hybridpar.sync.delayed_reducer`);
-- `half`: as the paper has it: each batch is cut in two, and the gradient of one half travels while the other is
+- `half`: as the paper has it: each batch is cut in two, and the gradient of one half is summed while the other is
   computed. These are late updates, too, of half as many samples: two of them make a step, each with its part of the
   batch's learning rate, mu^(1/2) of momentum and half of the weight decay, so that a step means what it meant before;
-- `auto`: the first steps are as always; from their times all workers decide whether `delay` is predicted to gain.
+- `auto`: the first steps are plain; from their times all workers decide whether `delay` is predicted to gain.
 
-One worker alone has nothing to hide, and takes plain steps.
+One worker alone has nothing to overlap, and takes plain steps.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,13 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
-from hybridpar.sync.control import DecidedOutcome, StepOutcome
+from hybridpar.pipeline.step import LateOutcome
+from hybridpar.sync.control import StepOutcome
 from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.figures import SyncFigures, add_up
-from hybridpar.sync.gradient_sync import refused_by_others
+from hybridpar.sync.reducer import GradientReducer
+from hybridpar.train.engine import Engine, Loss, OptimizerFactory
 from hybridpar.train.gain import ObservedStep, PredictedGain, gain_over
-from hybridpar.train.replica_engine import ReplicaEngine
 
 #: Steps by which `auto` decides, after as many that are left out.
 WATCHED, LEFT_OUT = 8, 3
@@ -44,15 +45,15 @@ class JoinedOutcome(StepOutcome):
         halves: Their outcomes; each loss is its part of the mean over the batch.
     """
 
-    def __init__(self, halves: Sequence[StepOutcome]) -> None:
+    def __init__(self, halves: Sequence[LateOutcome]) -> None:
         self._halves = tuple(halves)
         self.exposed_sync_ms = sum(half.exposed_sync_ms for half in halves)
         self.bytes_sent = sum(half.bytes_sent for half in halves)
 
     @property
     def sync(self) -> SyncFigures:
-        """See `StepOutcome`."""
-        return add_up([half.costs for half in self._halves if isinstance(half, DecidedOutcome)])
+        """What the sync of this worker's gradients took, in both halves."""
+        return add_up([costs for half in self._halves for costs in half.costs])
 
     def _value(self, index: int) -> float:
         values = [half._value(index) for half in self._halves]
@@ -61,17 +62,17 @@ class JoinedOutcome(StepOutcome):
         return max(values) if index in (2, 3) else sum(values) if min(values) >= 0 else -1.0
 
 
-class DoubleBufferEngine(ReplicaEngine):
+class DoubleBufferEngine(Engine):
     """Trains a model that every worker holds whole, and applies gradients late.
 
     Args:
-        model: As of `ReplicaEngine`.
-        optimizer: As of `ReplicaEngine`; for `half` it must be SGD.
-        loss: As of `ReplicaEngine`.
-        config: As of `ReplicaEngine`; `double_buffer` says how.
-        world: As of `ReplicaEngine`.
-        lanes: As of `ReplicaEngine`.
-        example: As of `ReplicaEngine`.
+        model: The model, on its device; it is not cut.
+        optimizer: Called with the model; for `half` it must give SGD.
+        loss: Mean loss of outputs and targets.
+        config: Options; `double_buffer` says how.
+        world: The workers.
+        lanes: Lanes of this worker.
+        example: As of `Engine`.
 
     Raises:
         UsageError: Halves of a batch with another optimizer than SGD.
@@ -80,17 +81,15 @@ class DoubleBufferEngine(ReplicaEngine):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Callable[[Any, Tensor], Tensor],
+        optimizer: OptimizerFactory,
+        loss: Loss,
         config: TrainConfig,
         world: World,
         lanes: Lanes,
         example: Tensor | None = None,
     ) -> None:
         self._halves = config.double_buffer == "half" and world.size > 1
-        if self._halves:
-            _check_halves(optimizer)
-        super().__init__(model, optimizer, loss, config, world, lanes, example)
+        super().__init__(model, None, optimizer, loss, config, world, lanes, example)
         if self._halves:
             # Two steps of half a batch each are to mean what one step means.
             self._decay_factor = 0.5
@@ -110,7 +109,17 @@ class DoubleBufferEngine(ReplicaEngine):
     @property
     def delayed(self) -> bool:
         """Whether gradients are applied late."""
-        return isinstance(self.sync.reducer, DelayedReducer)
+        return isinstance(self._reducer, DelayedReducer)
+
+    @property
+    def _reducer(self) -> GradientReducer | None:
+        return self.pipeline.stages[0].reducer
+
+    def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        optimizer = super()._make_optimizer(module)
+        if self._halves:
+            _check_halves(optimizer)
+        return optimizer
 
     def step(
         self,
@@ -122,7 +131,7 @@ class DoubleBufferEngine(ReplicaEngine):
         stop: bool,
         save: bool,
     ) -> StepOutcome:
-        """See `ReplicaEngine`."""
+        """Train on this worker's share of one global batch; see `Engine.step`."""
         if self._halves:
             return self._step_in_halves(micro_batches, samples, global_samples, rate_factor, stop, save)
         self._staleness = self._age
@@ -149,33 +158,25 @@ class DoubleBufferEngine(ReplicaEngine):
                 "Hand over tensors, or twice as many micro-batches.",
             )
         if global_samples is None:
-            global_samples = self._count(samples)
+            global_samples = self.pipeline.count_samples(samples)()
         middle = (len(micro_batches) + 1) // 2
         outcomes, ages = [], []
         for half in (micro_batches[:middle], micro_batches[middle:]):
             ages.append(self._age)
             own = sum(int(targets.shape[0]) for _, targets in half)
-            outcomes.append(super().step(half, own, global_samples, rate_factor=rate_factor, stop=stop, save=save))
+            outcome = super().step(half, own, global_samples, rate_factor=rate_factor, stop=stop, save=save)
+            assert isinstance(outcome, LateOutcome)
+            outcomes.append(outcome)
         self._staleness = statistics.mean(ages)
         return JoinedOutcome(outcomes)
 
     def set_batch_scale(self, samples: float) -> None:
-        """See `ReplicaEngine`. Half a batch is a step of its own."""
+        """Say how many samples the coming steps have; half a batch is a step of its own."""
         super().set_batch_scale(0.5 * samples if self._halves else samples)
-
-    def _count(self, samples: int) -> int:
-        """Samples of all workers in a step, where nobody was told; a collective that meets those who refuse."""
-        count = torch.tensor([float(samples), 0.0], dtype=torch.float64, device=self._world.device)
-        if self._world.control_sum is not None:
-            with self._world.named_errors("exchanging sample counts"):
-                self._world.control_sum.all_reduce(count)
-        if refusing := round(float(count[1])):
-            raise refused_by_others(refusing)
-        return round(float(count[0]))
 
     @property
     def _age(self) -> float:
-        reducer = self.sync.reducer
+        reducer = self._reducer
         return float(reducer.staleness) if isinstance(reducer, DelayedReducer) else 0.0
 
     def _watch(self, host_ms: float, outcome: StepOutcome) -> None:
@@ -189,13 +190,13 @@ class DoubleBufferEngine(ReplicaEngine):
         self._set_delayed(self.prediction.pays)
 
     def _set_delayed(self, delayed: bool) -> None:
-        self.sync.set_delayed(delayed)
+        self.pipeline.stages[0].set_delayed(delayed)
         for codec in self.codecs:  # which may be new
             codec.set_batch_scale(self._momentum_power)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `ReplicaEngine`; and what `auto` decided."""
-        return {"sync": super().state_dict(), "double_buffer": {"delayed": self.delayed, "watching": self._watching}}
+        """What a resumed run needs beyond model and optimizers, and what `auto` decided."""
+        return {**super().state_dict(), "double_buffer": {"delayed": self.delayed, "watching": self._watching}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; `auto` keeps what was decided, or decides again where nothing was."""

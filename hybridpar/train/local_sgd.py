@@ -1,9 +1,10 @@
-"""Why: where meeting costs more than a step, workers train on their own and meet every H steps.
+"""Local SGD: workers train on their own and average their parameters every H steps.
 
 Local SGD (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019), and post-local SGD (Lin, Stich,
 Patel, Jaggi, "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020) where the first steps exchange all gradients.
-Between two averages nothing travels at all: what a step says of loss and gradient is this worker's own, and a wish to
-stop or to save is met at the next average. At an average the loss is that of all workers, as in any other run.
+Between two averages nothing is sent: loss and gradient norm of a step are this worker's own, and requests to stop or
+save are agreed on at the next average. At an average the loss is that of all workers, as in any other run. For links on
+which an exchange takes longer than a step.
 """
 
 from __future__ import annotations
@@ -23,9 +24,8 @@ from hybridpar.lanes import Lanes
 from hybridpar.optim.build import load_optimizer_state, optimizer_state
 from hybridpar.sync.control import StepOutcome, all_reduce_bytes
 from hybridpar.sync.figures import SyncFigures
-from hybridpar.sync.gradient_sync import GradientSync
+from hybridpar.train.engine import Engine, Loss, OptimizerFactory, sync_options
 from hybridpar.train.periodic import average_model, average_tensors, copy_of
-from hybridpar.train.replica_engine import ReplicaEngine, sync_options
 
 
 class OwnOutcome(StepOutcome):
@@ -45,7 +45,7 @@ class OwnOutcome(StepOutcome):
 
     @property
     def sync(self) -> SyncFigures:
-        """See `StepOutcome`."""
+        """Nothing was sent of what an all-reduce would have."""
         return SyncFigures(self._full)
 
     def _value(self, index: int) -> float:
@@ -72,30 +72,30 @@ class MetOutcome(StepOutcome):
 
     @property
     def sync(self) -> SyncFigures:
-        """See `StepOutcome`."""
+        """What the average sent."""
         return SyncFigures(self._full, self.bytes_sent)
 
     def _value(self, index: int) -> float:
         return self._values[index]
 
 
-class LocalSgdEngine(ReplicaEngine):
+class LocalSgdEngine(Engine):
     """Trains a model that every worker holds whole, each on its own share, and averages the parameters now and then.
 
     Args:
-        model: As of `ReplicaEngine`.
-        optimizer: As of `ReplicaEngine`.
-        loss: As of `ReplicaEngine`.
-        config: As of `ReplicaEngine`; `local_steps` says how often workers meet.
-        world: As of `ReplicaEngine`.
-        lanes: As of `ReplicaEngine`.
+        model: The model, on its device; it is not cut.
+        optimizer: Called with the model.
+        loss: Mean loss of outputs and targets.
+        config: Options; `local_steps` says how often workers average.
+        world: The workers.
+        lanes: Lanes of this worker.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Callable[[Any, Tensor], Tensor],
+        optimizer: OptimizerFactory,
+        loss: Loss,
         config: TrainConfig,
         world: World,
         lanes: Lanes,
@@ -107,11 +107,11 @@ class LocalSgdEngine(ReplicaEngine):
         self._alone = World(device=world.device, timeout=world.timeout, share_memory=world.share_memory)
         self._steps = 0
         self._flags = [False, False]
-        super().__init__(model, optimizer, loss, config, world if self._together else self._alone, lanes)
+        super().__init__(model, None, optimizer, loss, config, world if self._together else self._alone, lanes)
         if not self._together:
             replicate(model, world, agree=(sync_options(config), config.micro_batches, every))
-        #: Of the steps that workers take together; beside it there is one of this worker alone.
-        self._shared = self.sync if self._together else None
+        #: Of the steps that workers take together; there is another one of this worker alone.
+        self._shared = self.pipeline if self._together else None
         self._trained = [one for one in model.parameters() if one.is_floating_point()]
         payload = sum(one.numel() * one.element_size() for one in self._trained)
         self._full_bytes = all_reduce_bytes(payload, world.size)
@@ -131,7 +131,7 @@ class LocalSgdEngine(ReplicaEngine):
         stop: bool,
         save: bool,
     ) -> StepOutcome:
-        """See `ReplicaEngine`. Wishes to stop or to save are met where the workers meet."""
+        """Train on this worker's share of a batch; requests to stop or save are agreed on at the next average."""
         if not self.parted:
             outcome = super().step(
                 micro_batches, samples, global_samples, rate_factor=rate_factor, stop=stop, save=save
@@ -166,7 +166,7 @@ class LocalSgdEngine(ReplicaEngine):
         return MetOutcome(agreed, (time.perf_counter() - started) * 1e3, sent, self._full_bytes)
 
     def refuse(self) -> None:
-        """See `ReplicaEngine`. Who trains alone has nobody to tell; the others miss it when they meet."""
+        """Tell the others that this worker cannot do the step; workers on their own tell nobody."""
         if not self.parted:
             super().refuse()
 
@@ -184,7 +184,7 @@ class LocalSgdEngine(ReplicaEngine):
                 self.model.load_state_dict(own)
 
     def synchronize_buffers(self) -> None:
-        """See `ReplicaEngine`; `model_state` has the mean, and workers keep their own."""
+        """Make the model whole; workers on their own keep their models, and `model_state` has the mean."""
         if not self.parted:
             super().synchronize_buffers()
 
@@ -193,21 +193,21 @@ class LocalSgdEngine(ReplicaEngine):
         return average_model(self.model, self._team) if self.parted else super().model_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `ReplicaEngine`; where workers train on their own, all of this worker's."""
+        """What a resumed run needs beyond model and optimizer; of a worker on its own, all that it has."""
         state = super().state_dict()
         if not self.parted:
             return state
-        own = {"model": copy_of(self.model.state_dict()), "optimizer": optimizer_state(self.optimizer, self.model)}
+        own = {"model": copy_of(self.model.state_dict()), "optimizer": optimizer_state(self.optimizers[0], self.model)}
         return {"local": {**own, "flags": list(self._flags)}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `ReplicaEngine`. The number of the step was set before."""
+        """Restore what `state_dict` returned; `go_on_from` is called before."""
         super().load_state_dict(state)
         self._flags = [False, False]
         if self.parted and "local" in state:
             own = state["local"]
             self.model.load_state_dict(own["model"])
-            load_optimizer_state(self.optimizer, self.model, own["optimizer"])
+            load_optimizer_state(self.optimizers[0], self.model, own["optimizer"])
             self._flags = list(own["flags"])
 
     def go_on_from(self, step: int) -> None:
@@ -219,13 +219,14 @@ class LocalSgdEngine(ReplicaEngine):
         before, self._steps = self.parted, step
         if self.parted == before:
             return
-        self.sync.detach()
+        self.pipeline.detach()
         if self.parted:
             self._world = self._alone
-            self.sync = GradientSync(
-                self.model, self._alone, self._lanes, sync_options(self._config), self._config.micro_batches
-            )
+            self.pipeline = self._open_pipeline(self._alone)
         else:
             assert self._shared is not None
-            self._world, self.sync = self._team, self._shared
-            self.sync.attach()
+            self._world, self.pipeline = self._team, self._shared
+            self.pipeline.attach()
+
+    def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        return self.optimizers[0] if self.optimizers else super()._make_optimizer(module)

@@ -1,4 +1,4 @@
-"""Why: what a step did is known late, and a training in which nothing but bad steps comes must end all the same."""
+"""The result of a training step, and the end of a training whose steps are not finite any more."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class StepResult:
         lr: Learning rate of the first parameter group.
         host_ms: Time for which the step kept the host.
         staleness: Updates made since the weights that the step's gradient was computed on; None where there are none.
+        staged: The model is cut into stages: lanes ran the step, and `outcome.spans` says when.
     """
 
     step: int
@@ -31,6 +32,7 @@ class StepResult:
     lr: float
     host_ms: float
     staleness: float | None = None
+    staged: bool = False
 
     @property
     def loss(self) -> float:
@@ -50,7 +52,7 @@ class StepResult:
     @property
     def step_ms(self) -> float:
         """Time of the whole step on this worker."""
-        return self.outcome.spans.step_ms if isinstance(self.outcome, LateOutcome) else self.host_ms
+        return self.outcome.spans.step_ms if self.staged and isinstance(self.outcome, LateOutcome) else self.host_ms
 
     @property
     def compute_ms(self) -> float:

@@ -1,7 +1,7 @@
-"""Why: the Python way to what `hybridpar train` does, one step at a time, in anybody's loop.
+"""`Trainer`: what `hybridpar train` does to a model, one step at a time, in any training loop.
 
-A `Trainer` holds one worker's replica of a model and everything a step needs: lanes, gradient sync, optimizer, and
-the learning rate as a function of the step. The same program runs on one process or under torchrun.
+It holds one worker's replica of a model and everything a step needs: lanes, gradient sync, optimizer, and the learning
+rate as a function of the step. The same program runs on one process or under torchrun.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ from hybridpar.train.checkpoint import (
     usable,
 )
 from hybridpar.train.delayed import DoubleBufferEngine
+from hybridpar.train.engine import Engine
 from hybridpar.train.evaluation import Evaluation as Evaluation
 from hybridpar.train.evaluation import evaluate
 from hybridpar.train.local_sgd import LocalSgdEngine
-from hybridpar.train.replica_engine import ReplicaEngine
-from hybridpar.train.stage_engine import StageEngine
 from hybridpar.train.step_result import BadSteps
 from hybridpar.train.step_result import StepResult as StepResult
 from hybridpar.tvm_kernels import optimize
@@ -177,7 +176,7 @@ class Trainer:
         plan: Plan | None,
         example: Tensor | None,
         name: str | None,
-    ) -> ReplicaEngine | StageEngine:
+    ) -> Engine:
         def make(module: nn.Module) -> torch.optim.Optimizer:
             made = optimizer(module) if optimizer else self._make_optimizer(module)
             self._peak_rate = float(made.param_groups[0]["lr"])
@@ -187,15 +186,13 @@ class Trainer:
             positions = shape_of(self.config, self.world.size, plan).positions
             check_capturable(self.world.device, self.world, (), positions=positions, compiled=self.config.compile)
         if plan is None and not self.config.is_staged:
-            whole = make(self.model)
-            self._require_own_parameters(whole)
             timed = self._place(example) if example is not None and self.config.chooses else None
-            given = self.model, whole, self._loss, self.config, self.world, self.lanes
+            given = make, self._loss, self.config, self.world, self.lanes
             if self.config.local_steps is not None:
-                return LocalSgdEngine(*given)
+                return LocalSgdEngine(self.model, *given)
             if self.config.double_buffer in LATE:
-                return DoubleBufferEngine(*given, timed)
-            return ReplicaEngine(*given, timed)
+                return DoubleBufferEngine(self.model, *given, timed)
+            return Engine(self.model, None, *given, timed)
         if self._asked.double_buffer in LATE or self._asked.local_steps is not None:
             raise UsageError(
                 "a pipeline whose gradients are late, or whose workers train on their own",
@@ -210,7 +207,7 @@ class Trainer:
             )
         with autocast(self.config.amp, self.world.device):
             stages = make_stage_plan(self.model, self._place(example), self.config, self.world, name=name, plan=plan)
-            return StageEngine(self.model, stages, make, self._loss, self.config, self.world, self.lanes)
+        return Engine(self.model, stages, make, self._loss, self.config, self.world, self.lanes)
 
     def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         return make_optimizer(module, self._asked, self.config, total_steps=self.total_steps, replicas=self._replicas)
@@ -218,7 +215,7 @@ class Trainer:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer of this worker; in a pipeline that of its first stage."""
-        return self.engine.optimizer if isinstance(self.engine, ReplicaEngine) else self.engine.optimizers[0]
+        return self.engine.optimizers[0]
 
     # ------------------------------------------------------------------ a step
 
@@ -248,7 +245,8 @@ class Trainer:
         outcome = self.engine.step(placed, samples, global_samples, rate_factor=factor, stop=stop, save=save)
         self.steps_done += 1
         host_ms = (time.perf_counter() - started) * 1e3
-        result = StepResult(self.steps_done, outcome, self._peak_rate * factor, host_ms, self.engine.staleness)
+        staged = self.engine.plan is not None
+        result = StepResult(self.steps_done, outcome, self._peak_rate * factor, host_ms, self.engine.staleness, staged)
         self._bad_steps.watch(result)
         return result
 
@@ -280,16 +278,6 @@ class Trainer:
         if self.total_steps is None:
             return 1.0
         return rate_factor(self.steps_done, self.total_steps, self.steps_per_epoch, self.config)
-
-    def _require_own_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        own = {id(parameter) for parameter in self.model.parameters()}
-        for group in optimizer.param_groups:
-            if any(id(parameter) not in own for parameter in group["params"]):
-                raise UsageError(
-                    "the optimizer holds parameters that the model does not",
-                    "Gradients are synchronised for the parameters of the model.",
-                    "Make the optimizer from the model that the factory is given.",
-                )
 
     def wait(self) -> None:
         """Wait until the steps that were asked for are done, before the model is looked at or changed by others.

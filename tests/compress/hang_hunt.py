@@ -17,13 +17,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
+from hybridpar.sync.gradient_sync import GradientSync, SyncOptions
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.compress import CODECS, format_codec, parse_codec
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Checker, Lanes
-from hybridpar.sync.gradient_sync import GradientSync, SyncOptions
 from tests.ranks import run_ranks, stop_pool
 
 #: Process groups that are made; a hunt uses some of them.

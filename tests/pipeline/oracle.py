@@ -25,7 +25,7 @@ from hybridpar.partition.stage import Stage
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
-from hybridpar.sync.gradient_sync import SyncOptions
+from hybridpar.sync.options import SyncOptions
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[Any, Any], Tensor]

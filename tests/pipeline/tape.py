@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes import cuda as lane_cuda
 from hybridpar.pipeline import cuda_graph
-from hybridpar.train import replica_engine, stage_engine, trainer
+from hybridpar.train import engine, trainer
 
 #: Functions that look at a value on a CPU only.
 _CPU_ONLY = {"wait", "clip_factor", "sum_of_squares"}
@@ -233,7 +233,7 @@ class StreamLanes(Lanes):
 
     def __init__(self) -> None:
         super().__init__("cuda")
-        self.device = torch.device("cpu")
+        self.device = self.caller.device = torch.device("cpu")
 
     def open(self, name: str, **options: Any) -> Lane:
         self.device = torch.device("cuda", 0)
@@ -253,6 +253,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandInCuda:
     cuda = StandInCuda()
     for module in (lane_cuda, cuda_graph):
         monkeypatch.setattr(module, "cuda", cuda)
-    for user in (trainer, replica_engine, stage_engine):
+    for user in (trainer, engine):
         monkeypatch.setattr(user, "check_capturable", lambda *args, **kwargs: None)
     return cuda

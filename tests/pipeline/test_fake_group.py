@@ -26,8 +26,8 @@ from hybridpar.comm.world import World
 from hybridpar.lanes import Lanes
 from hybridpar.partition import partition_model
 from hybridpar.pipeline.engine import PipelineEngine, PipelineOptions
-from hybridpar.sync.gradient_sync import SyncOptions
-from hybridpar.sync.reducer import GradientReducer
+from hybridpar.sync.options import SyncOptions
+from hybridpar.sync.reducer import GradientReducer, open_sync_lanes
 from tests.pipeline.tape import StreamLanes, stand_in
 from tests.small_nets import SmallNet
 
@@ -223,9 +223,13 @@ def test_hooks_may_issue_from_the_thread_of_autograd() -> None:
         world = World.join(device=torch.device("cpu"), lanes=2, shared_memory=False)
         model = nn.Linear(3, 2)
         with Lanes("cpu") as lanes:
-            reducer = GradientReducer(dict(model.named_parameters()), world, lanes, 1, measure=False)
-            reducer.open()
-            reducer.release(SimpleNamespace(event=None))  # type: ignore[arg-type]
+            reducer = GradientReducer(
+                *(dict(model.named_parameters()), world, lanes, lanes.caller),
+                *(1, False, open_sync_lanes(world, lanes)),
+            )
+            flight = reducer.new_flight()
+            reducer.start(flight)
+            reducer.begin_last(flight)
             problems: list[BaseException] = []
 
             def backward() -> None:
@@ -239,7 +243,8 @@ def test_hooks_may_issue_from_the_thread_of_autograd() -> None:
             thread.join()
             assert not problems
             reducer.flush()
-            reducer.wait()
+            for bucket in range(len(reducer.buckets)):
+                lanes.caller.wait(reducer.issue(bucket, flight))
             reducer.close()
         assert sorted(shape for made in calls.of.values() for _, shape, _ in made) == [(2,), (6,)]
         world.close()

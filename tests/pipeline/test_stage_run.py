@@ -39,7 +39,7 @@ def keep(*tensors: Tensor) -> None:
 
 def forward(runs: list[StageRun], index: int, x: Tensor, y: Tensor, share: float) -> None:
     for run in runs:
-        run.forward(index, {"x": x}, y, share, keep)
+        run.forward(index, {"x": x}, y, lambda: share, keep)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

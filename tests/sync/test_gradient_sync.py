@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from hybridpar.sync.gradient_sync import GradientSync, SyncOptions
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import SyncError, TrainingError, UsageError
 from hybridpar.lanes import Checker, Lanes
-from hybridpar.sync.gradient_sync import GradientSync, SyncOptions
 from hybridpar.train.trainer import Trainer
 from tests.pipeline.oracle import Moments
 from tests.ranks import RankError, run_ranks

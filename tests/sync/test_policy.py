@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from hybridpar.sync.gradient_sync import GradientSync, SyncOptions
 from torch import Tensor, nn
 
 from hybridpar import TrainConfig, Trainer
@@ -21,7 +22,6 @@ from hybridpar.lanes import Lanes
 from hybridpar.pipeline.local_stage import LocalStage
 from hybridpar.sync.compression_table import kind_of, layer_bytes, table_csv, table_lines
 from hybridpar.sync.control import DecidedOutcome
-from hybridpar.sync.gradient_sync import GradientSync, SyncOptions
 from hybridpar.sync.policy import check_compression
 from tests.ranks import run_ranks
 from tests.runs import check_run, train_rank

@@ -96,7 +96,7 @@ def train_rank(
             "sent": [result.outcome.bytes_sent for result in results],
             "delayed": getattr(engine, "delayed", None),
             "optimizer": type(trainer.optimizer).__name__,
-            "codec": str(engine.sync.options.policy),
+            "codec": str(engine.pipeline.options.sync.policy),
         }
 
 

@@ -1,0 +1,49 @@
+"""How gradients are synchronised: options that must be the same on all workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hybridpar.compress import Policy
+
+
+@dataclass(frozen=True)
+class SyncOptions:
+    """How gradients are synchronised.
+
+    Attributes:
+        bucket_bytes: Size at which a bucket is full; a parameter of at least this size has a bucket of its own.
+        guard: Roll a step back on all workers when any gradient is not finite.
+        clip_norm: Scale the gradient down to this global norm.
+        pool_batch_norm: Pool BatchNorm's running statistics over micro-batches and workers.
+        sync_batch_norm: Also normalise by the moments over the replicas, on a group of its own.
+        codec: What gradients are sent as: a policy of `hybridpar.compress` or its text, or `auto`, which measures.
+            Anything but `none` needs process groups.
+        fidelity: What `auto` may choose from: `exact`, `close` or `lossy`.
+        seed: Of what codecs draw at random.
+        hierarchy: Where there are several nodes, and one of them has several workers, codecs are used between nodes
+            alone.
+        delayed: Apply each gradient one step late, and sum it meanwhile (`hybridpar.sync.delayed_reducer`).
+    """
+
+    bucket_bytes: int = 8 << 20
+    guard: bool = True
+    clip_norm: float | None = None
+    pool_batch_norm: bool = True
+    sync_batch_norm: bool = False
+    codec: str | Policy = "none"
+    fidelity: str = "exact"
+    seed: int = 0
+    hierarchy: bool = True
+    delayed: bool = False
+
+    @property
+    def policy(self) -> Policy:
+        """What gradients are sent as, once workers have agreed on it."""
+        assert isinstance(self.codec, Policy)
+        return self.codec
+
+    @property
+    def uses_nodes(self) -> bool:
+        """Whether it matters which workers are on one node, once workers have agreed on the policy."""
+        return self.hierarchy and not self.policy.changes_nothing

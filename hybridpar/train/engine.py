@@ -1,0 +1,393 @@
+"""A training step, from batch to optimizer.
+
+`Engine.step` is the step of every model. It hands a batch's micro-batches to the pipeline, which runs the program of
+the schedule: forward and backward passes of each stage on its lane, transfers between stages, sums of gradients over
+replicas while the backward pass still computes, then the agreement of all workers on the step, and each stage's
+optimizer step or rollback. A model that is not cut is a pipeline of one stage, whose passes the calling thread runs.
+
+    step -> PipelineEngine.step -> Executor.issue -> StageRun.forward, StageRun.backward   (passes)
+                                                  -> GradientReducer                       (sums of gradients)
+                                                  -> Agreement.reach                       (does the step count)
+                                                  -> LocalStage.apply                      (clip, step or roll back)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybridpar.comm.replicate import average_buffers
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.errors import UsageError
+from hybridpar.lanes import Lanes
+from hybridpar.models import autocast
+from hybridpar.optim.adagrad_sgd import AdaGradSGD
+from hybridpar.optim.build import Rates, fill_momentum, load_optimizer_state, optimizer_state, scaled_options
+from hybridpar.partition.profile import measure_backward_ms
+from hybridpar.pipeline.capture_rules import check_capturable
+from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
+from hybridpar.pipeline.engine import PipelineEngine
+from hybridpar.pipeline.local_stage import first_bad_parameter
+from hybridpar.pipeline.options import WHOLE
+from hybridpar.pipeline.stage_module import StageModule, WholeModel
+from hybridpar.pipeline.step import LateOutcome, StepState
+from hybridpar.planner.stage_plan import StagePlan, pipeline_options
+from hybridpar.sync.compression import Compression
+from hybridpar.sync.compression_table import WireFormat
+from hybridpar.sync.control import StepOutcome
+from hybridpar.sync.options import SyncOptions
+from hybridpar.sync.policy import check_compression
+
+OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+class Engine:
+    """Trains a model on one worker, together with the others.
+
+    Args:
+        model: The whole model, on its device.
+        plan: Its stages and where they run; None for a model that is not cut.
+        optimizer: Called with each stage that this worker trains, or with the model.
+        loss: Mean loss of outputs and targets.
+        config: Options.
+        world: The workers.
+        lanes: Lanes of this worker.
+        example: Inputs of one micro-batch, on the device, by which codec `auto` times the backward pass of a model
+            that is not cut.
+
+    Attributes:
+        optimizers: Of each stage that this worker trains.
+        pipeline: Runs the steps.
+        graph: Replays steps as CUDA graphs, where that is asked for.
+        late: A step may still be running when `step` returns.
+        on_trial: The steps under way will be undone; nothing is to be concluded from them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: StagePlan | None,
+        optimizer: OptimizerFactory,
+        loss: Loss,
+        config: TrainConfig,
+        world: World,
+        lanes: Lanes,
+        example: Tensor | None = None,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        self._loss = loss
+        self._config = config
+        self._world = world
+        self._lanes = lanes
+        self._factory = optimizer
+        self._example = example
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self._rates: list[Rates] = []
+        # What a step makes of the optimizer's momentum and weight decay; see `scaled_options`.
+        self._momentum_power, self._decay_factor = 1.0, 1.0
+        self.on_trial = False
+        self.pipeline = self._open_pipeline(world)
+        policy, names = self.pipeline.options.sync.policy, dict(model.named_parameters())
+        try:  # once all workers know that they were given the same policy
+            check_compression(policy, names, self.pipeline.replicas, self.optimizers, tell=world.is_main)
+            self.graph = self._make_graph() if config.cuda_graph else None
+        except BaseException:
+            self.pipeline.close()
+            raise
+        # Without the guard every step counts, so nobody has to wait for a GPU to say so.
+        fused = all(getattr(one, "_step_supports_amp_scaling", False) for one in self.optimizers)
+        on_gpu = world.device.type == "cuda" and (fused or not config.guard)
+        self.late = plan is not None or config.cuda_graph or on_gpu
+
+    def _open_pipeline(self, world: World) -> PipelineEngine:
+        config, plan, example = self._config, self.plan, self._example
+        stages: Sequence[StageModule]
+        if plan is not None:
+            stages, micro_batches = plan.stages, config.micro_batches
+            options = pipeline_options(plan, config, sync_options(config), self._lanes.device)
+        else:
+            stages = [WholeModel(self.model)]
+            micro_batches = config.micro_batches if world.size > 1 else config.parts_per_step
+            options = replace(WHOLE, compile=config.compile, capture=config.cuda_graph, sync=sync_options(config))
+
+        def time_backward() -> float:
+            assert example is not None
+            with self.autocast():
+                return measure_backward_ms(self.model, (example,))
+
+        return PipelineEngine(
+            *(self.model, stages, world, self._lanes, self._loss, self._step_of, options, micro_batches),
+            context=self.autocast,
+            time_backward=None if example is None or plan is not None else time_backward,
+        )
+
+    def _make_graph(self) -> StepGraph[StepState]:
+        check_capturable(
+            self._world.device,
+            self._world,
+            self.optimizers,
+            positions=self.pipeline.positions,
+            devices=self.plan.devices if self.plan is not None else (),
+            random_stages=list(self.pipeline.random_stages),
+            compiled=self._config.compile,
+        )
+        parameters = [one for stage in self.pipeline.stages.values() for one in stage.module.parameters()]
+        warm_ups = WARM_UPS if self._world.size == 1 else WARM_UPS_WITH_PEERS
+        return StepGraph(self, self._lanes, self.optimizers, parameters, warm_ups)
+
+    def _step_of(self, module: nn.Module) -> Callable[[float | None, Tensor | None], None] | None:
+        """What steps the parameters of a stage or of the model; None where it has none.
+
+        Raises:
+            UsageError: The optimizer holds parameters of others.
+        """
+        if self.plan is not None and not any(True for _ in module.parameters()):
+            return None
+        optimizer = self._make_optimizer(module)
+        rates = Rates(optimizer, self._world.device if self._config.cuda_graph else None)
+        self._rates.append(rates)
+
+        def step(factor: float | None, commit: Tensor | None) -> None:
+            if factor is not None:
+                rates.set(factor)
+            fill_momentum(optimizer)
+            with scaled_options(optimizer, self._momentum_power, self._decay_factor):
+                if commit is None:
+                    optimizer.step()
+                elif getattr(optimizer, "_step_supports_amp_scaling", False):
+                    step_if_committed(optimizer, commit)
+                elif bool(commit):  # waits for the device: this optimizer has to be told
+                    optimizer.step()
+
+        return step
+
+    def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
+        optimizer = self._factory(module)
+        own = {id(parameter) for parameter in module.parameters()}
+        if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
+            if self.plan is None:
+                raise UsageError(
+                    "the optimizer holds parameters that the model does not",
+                    "Gradients are synchronised for the parameters of the model.",
+                    "Make the optimizer from the model that the factory is given.",
+                )
+            raise UsageError(
+                "the optimizer of a stage holds parameters of other stages",
+                "Each stage is stepped on its own, as soon as its gradients are there.",
+                "Let the factory make the optimizer from the module that it is given, not from the whole model.",
+            )
+        self.optimizers.append(optimizer)
+        return optimizer
+
+    # ------------------------------------------------------------------ a step
+
+    def step(
+        self,
+        micro_batches: Sequence[tuple[Tensor, Tensor]],
+        samples: int,
+        global_samples: int | None,
+        *,
+        rate_factor: float,
+        stop: bool,
+        save: bool,
+    ) -> StepOutcome:
+        """Train on this replica's share of one global batch.
+
+        Args:
+            micro_batches: Inputs and targets of each, on the device.
+            samples: Samples of this replica.
+            global_samples: Samples of all replicas; None where each knows only its own.
+            rate_factor: What the optimizers' peak learning rates are multiplied with.
+            stop: Ask all workers to stop after this step.
+            save: Ask all workers for a checkpoint after this step.
+
+        Returns:
+            What the workers agreed on. Where `late`, the step may still be running; reading the outcome waits for it.
+
+        Raises:
+            UsageError: Another worker refuses the step.
+            SyncError: A worker died or did not answer in time.
+        """
+        if self.plan is None:
+            self.model.train()
+        if global_samples is None and self.pipeline.replicas == 1:
+            global_samples = samples
+        if self.graph is not None:
+            issued = self.graph.step(
+                micro_batches, samples, global_samples, rate_factor=rate_factor, stop=stop, save=save
+            )
+            if issued is not None:
+                return self.pipeline.adopt(issued)
+        counted: int | Callable[[], int] | None = global_samples
+        if counted is None:
+            counted = self.pipeline.count_samples(samples)
+            # Lanes cannot wait for the sum. The host can: it runs a first forward pass meanwhile, unless that needs
+            # other workers, who may have refused the step.
+            if self.plan is not None or self._config.batch_norm == "sync":
+                counted = counted()
+        return self.pipeline.step(micro_batches, counted, rate_factor=rate_factor, stop=stop, save=save)
+
+    def issue(
+        self, micro_batches: Sequence[tuple[Tensor, Tensor]], samples: int, global_samples: int, flags: Tensor
+    ) -> StepState:
+        """Issue the work of a step that is to be captured; see `hybridpar.pipeline.cuda_graph.Captured`."""
+        return self.pipeline.issue(micro_batches, global_samples, flags)
+
+    def refuse(self) -> None:
+        """Tell the other replicas that this one cannot do the step that they begin."""
+        counted = self.pipeline.count_samples(0, refusing=True)
+        with suppress(UsageError):  # this worker's own error is the one to raise
+            counted()
+
+    def set_rates(self, factor: float) -> None:
+        """Set the learning rates to `factor` times their peaks, on the device where steps are captured."""
+        for rates in self._rates:
+            rates.set(factor)
+
+    def set_batch_scale(self, samples: float) -> None:
+        """Say how many samples the coming steps have, as a multiple of those that momentum was given for."""
+        self._momentum_power = samples
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, AdaGradSGD):
+                optimizer.momentum_power = samples
+        for codec in self.codecs:
+            codec.set_batch_scale(samples)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context in which model and loss run."""
+        return autocast(self._config.amp, self._world.device)
+
+    def synchronize(self) -> None:
+        """Let the host wait until everything that was issued is done."""
+        self.pipeline.wait()
+        self._lanes.caller.synchronize()
+
+    def give_up(self) -> None:
+        """Forget what a step that was issued in vain has left."""
+        self.pipeline.give_up()
+
+    def wait(self) -> None:
+        """Wait until every step that was issued is done, as far as the host can tell."""
+        self.pipeline.wait()
+
+    @property
+    def staleness(self) -> float | None:
+        """Updates made since the weights that a step's gradient was computed on; None where that is always none."""
+        return None
+
+    def bad_parameter(self, outcome: StepOutcome) -> str | None:
+        """Name of a parameter of this worker's stages whose gradient was not finite."""
+        found = outcome.bad_parameter if isinstance(outcome, LateOutcome) else None
+        return found or (first_bad_parameter(self.model) if self.plan is None else None)
+
+    # ----------------------------------------------------------- between steps
+
+    @contextmanager
+    def evaluating(self) -> Iterator[Callable[..., Any]]:
+        """The whole model in evaluation mode, as something to call, on every worker; a collective."""
+        self.synchronize_buffers()
+        self.model.eval()
+        try:
+            if self.plan is None:
+                yield self.pipeline.forwards[0]
+            else:
+                yield self.pipeline.evaluate if self.plan.devices else self.model
+        finally:
+            self.model.train()
+
+    def synchronize_buffers(self) -> None:
+        """Make the model whole on every worker; a collective."""
+        self.pipeline.wait()
+        if self._config.batch_norm == "local":
+            for stage in self.pipeline.stages.values():
+                average_buffers(stage.module, self.pipeline.replica_world)
+        self.pipeline.collect()
+
+    @property
+    def codecs(self) -> list[Compression]:
+        """What compresses gradients here, for each of this worker's stages that has replicas."""
+        return [stage.compression for stage in self.pipeline.stages.values() if stage.compression is not None]
+
+    def wire_format(self) -> WireFormat:
+        """What gradients are sent as; a collective."""
+        return WireFormat(self.pipeline.options.sync.policy, self.pipeline.layer_bytes(), self.pipeline.choice)
+
+    # ------------------------------------------------------------------- state
+
+    def model_state(self) -> dict[str, Tensor]:
+        """The whole model as a checkpoint has it; `synchronize_buffers` makes it whole."""
+        return dict(self.model.state_dict())
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """State of all stages' optimizers by parameter name, on rank 0; a collective."""
+        self.pipeline.wait()
+        mine = [optimizer_state(optimizer, self.model) for optimizer in self.optimizers]
+        parts = self.pipeline.gather_on_main(mine)
+        states = [state for part in parts or [mine] for state in part]
+        return {
+            "kind": states[0]["kind"] if states else "none",
+            "groups": [group for state in states for group in state["groups"]],
+            "state": {name: values for state in states for name, values in state["state"].items()},
+        }
+
+    def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        """Put saved state back by name, where this worker trains it."""
+        self.pipeline.wait()
+        if self.graph is not None:
+            self.graph.forget()
+        for optimizer in self.optimizers:
+            own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            names = {name for name, parameter in self.model.named_parameters() if id(parameter) in own}
+            state = {name: values for name, values in saved["state"].items() if name in names}
+            load_optimizer_state(optimizer, self.model, {**saved, "state": state})
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run on the same layout needs beyond model and optimizers; a collective."""
+        return {"pipeline": self.pipeline.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, where it fits; what does not, or is missing, begins anew."""
+        pipeline = state.get("pipeline")
+        if pipeline is None:  # of a model that is not cut, as former versions wrote it
+            former = state.get("sync", state)
+            pipeline = {"orders": {"0": dict(former)}} if "order" in former else {}
+        self.pipeline.load_state_dict(pipeline)
+
+    def go_on_from(self, step: int) -> None:
+        """Number of the last step, on which the random operations of stages depend."""
+        self.pipeline.set_steps(step)
+
+    def close(self) -> None:
+        """Remove all hooks and leave the grid. The model stays as trained."""
+        self.pipeline.close()
+
+
+def sync_options(config: TrainConfig) -> SyncOptions:
+    """How gradients are synchronised, from the options of a run."""
+    return SyncOptions(
+        bucket_bytes=config.bucket_bytes,
+        guard=config.guard,
+        clip_norm=config.clip_norm,
+        pool_batch_norm=config.batch_norm != "local",
+        sync_batch_norm=config.batch_norm == "sync",
+        codec=config.compress,
+        fidelity=config.fidelity,
+        seed=config.seed,
+        hierarchy=config.hierarchy,
+        delayed=config.double_buffer in ("delay", "half"),
+    )
+
+
+def step_if_committed(optimizer: torch.optim.Optimizer, commit: Tensor) -> None:
+    """Step a fused optimizer where a 0-d tensor on the device says so, which the host has not read."""
+    optimizer.found_inf = (1.0 - commit).float()  # type: ignore[attr-defined]
+    optimizer.grad_scale = None  # type: ignore[attr-defined]
+    optimizer.step()
