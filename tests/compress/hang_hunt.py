@@ -13,17 +13,21 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from hybridpar.sync.gradient_sync import GradientSync, SyncOptions
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.compress import CODECS, format_codec, parse_codec
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Checker, Lanes
+from hybridpar.pipeline.engine import PipelineEngine
+from hybridpar.pipeline.options import WHOLE
+from hybridpar.pipeline.stage_module import WholeModel
+from hybridpar.sync.options import SyncOptions
 from tests.ranks import run_ranks, stop_pool
 
 #: Process groups that are made; a hunt uses some of them.
@@ -42,10 +46,11 @@ class Prey(nn.Module):
         self.deep = nn.Sequential(*(nn.Linear(40, 40) for _ in range(4)))
         self.last = nn.Linear(40, 3)
         self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.uses_rare = False
 
-    def forward(self, images: Tensor, rare: bool) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         x = self.wide(F.relu(self.norm(self.conv(images))).flatten(1))
-        x = self.deep(F.relu(self.rare(x) if rare else x))
+        x = self.deep(F.relu(self.rare(x) if self.uses_rare else x))
         return self.last(x) + self.empty.sum()  # type: ignore[no-any-return]
 
 
@@ -82,24 +87,25 @@ def chase(world: World, codec: str, seed: int, steps: int, checked: bool = False
         parameter.register_hook(lambda _: pause(own))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     draw = torch.Generator().manual_seed(seed * 10 + world.rank)
+
+    def loss(output: Tensor, labels: Tensor) -> Tensor:
+        # Now and then a step that must not count anywhere.
+        return F.cross_entropy(output, labels) * (float("inf") if own.random() < 0.03 else 1.0)
+
+    def step_of(_: nn.Module) -> Callable[[float | None, Tensor | None], None]:
+        return lambda factor, commit: optimizer.step()
+
+    whole = replace(WHOLE, sync=options)
     with Lanes("cpu", check=Checker(seed=seed + world.rank) if checked else None) as lanes:
-        sync = GradientSync(model, few, lanes, options)
+        engine = PipelineEngine(model, [WholeModel(model)], few, lanes, loss, step_of, whole, 1)
         for step in range(steps):
             images, labels = torch.randn(4, 3, 4, 4, generator=draw), torch.randint(0, 3, (4,), generator=draw)
-            sync.begin(4, rate=0.01)
-            sync.micro_batch(4, last=True)
-            loss = F.cross_entropy(model(images, own.random() < 0.3), labels)
-            # Now and then a step that must not count anywhere.
-            bad = float("inf") if own.random() < 0.03 else 1.0
-            sync.forward_done(loss * bad).backward()  # type: ignore[no-untyped-call]
-            outcome = sync.finish()
-            if outcome.committed:
-                optimizer.step()
-            sync.end(outcome)
+            model.uses_rare = own.random() < 0.3
+            engine.step([(images, labels)], engine.count_samples(4), rate_factor=0.01)
             pause(own)
             if step % 50 == 0:
                 assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-        sync.close()
+        engine.close()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 

@@ -194,7 +194,7 @@ def run_trainer(
     with Trainer(Net(), config=config, world=world) as trainer:
         if path is not None:
             trainer.load(path)
-            trainer.engine.sync.reducer.follow_trainable()  # type: ignore[union-attr]
+            trainer.engine.pipeline.stages[0].reducer.follow_trainable()  # type: ignore[union-attr]
         else:
             for step in range(2):
                 trainer.step(batch(world.rank, step))

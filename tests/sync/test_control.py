@@ -10,16 +10,18 @@ import torch
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Lanes
+from hybridpar.pipeline.agreement import Agreement
 from hybridpar.sync.control import (
+    COMMIT,
     HEAD,
-    ControlLane,
-    DecidedOutcome,
+    StepOutcome,
     all_reduce_bytes,
     backward_report,
     check_layout,
     decide,
     forward_report,
 )
+from hybridpar.sync.figures import SyncFigures
 from tests.ranks import run_ranks
 
 
@@ -29,10 +31,20 @@ def report(loss=1.0, samples=4, stop=False, save=False, layout=7, batch_norm=Non
     )
 
 
+class Known(StepOutcome):
+    """An outcome whose values are there."""
+
+    sync = SyncFigures()
+
+    def __init__(self, values):
+        self.values = values
+
+    def _value(self, index):
+        return float(self.values[index])
+
+
 def outcome(reports, squares=4.0, *, guard=True, measured=True):
-    with Lanes("cpu") as lanes:
-        values = decide(sum(reports), torch.tensor(squares, dtype=torch.float64), guard=guard, measured=measured)
-        return DecidedOutcome.of(values, 0.5, 100, lanes)
+    return Known(decide(sum(reports), torch.tensor(squares, dtype=torch.float64), guard=guard, measured=measured))
 
 
 def test_summed_reports_are_the_step_of_all_workers():
@@ -43,7 +55,6 @@ def test_summed_reports_are_the_step_of_all_workers():
     assert agreed.grad_norm == 2.0
     assert not agreed.stop
     assert not agreed.save
-    assert (agreed.exposed_sync_ms, agreed.bytes_sent) == (0.5, 100)
 
 
 @pytest.mark.parametrize("wish", ["stop", "save"])
@@ -57,7 +68,7 @@ def test_the_wish_of_one_worker_counts_for_all(wish):
 def test_a_gradient_that_is_not_finite_rolls_back_under_the_guard_only(squares):
     guarded = outcome([report()], squares)
     assert not guarded.committed
-    assert float(guarded.commit) == 0.0
+    assert float(guarded.values[COMMIT]) == 0.0
     assert guarded.grad_norm == math.inf
     assert outcome([report()], squares, guard=False).committed
 
@@ -76,7 +87,7 @@ def test_batchnorm_sums_follow_the_head():
 
 
 def test_a_backward_report_is_the_norm_and_who_used_what():
-    message = backward_report(torch.tensor([1.0, 2.0], dtype=torch.float64), [True, False, True])
+    message = backward_report(torch.tensor(3.0, dtype=torch.float64), [True, False, True])
     assert message.tolist() == [3.0, 1.0, 0.0, 1.0]
 
 
@@ -99,35 +110,35 @@ def test_bytes_of_an_all_reduce(payload, workers, sent):
     assert all_reduce_bytes(payload, workers) == sent
 
 
-def test_alone_a_message_is_its_own_sum():
-    with Lanes("cpu") as lanes:
-        control = ControlLane(World(), lanes)
-        message = torch.ones(3, dtype=torch.float64)
-        assert control.send(message, "testing").wait() is message
-        assert control.bytes_of(3) == 0
+def agree(world, lanes, whole=True):
+    return Agreement({}, world, world, lanes, whole=whole)
 
 
-def sum_in_order(world, count):
+def test_one_worker_alone_counts_its_own_samples():
     with Lanes("cpu") as lanes:
-        control = ControlLane(world, lanes)
-        messages = [torch.full((2,), 10.0**place * (world.rank + 1), dtype=torch.float64) for place in range(count)]
-        pending = [control.send(message, "testing") for message in messages]
-        assert control.bytes_of(2) == all_reduce_bytes(16, world.size)
-        return [one.wait()[0].item() for one in reversed(pending)]
+        agreement = agree(World(), lanes)
+        assert agreement.lane is lanes.caller
+        assert agreement.count_samples(3)() == 3
+
+
+def count_in_order(world, count):
+    with Lanes("cpu") as lanes:
+        agreement = agree(world, lanes)
+        pending = [agreement.count_samples(10**place * (world.rank + 1)) for place in range(count)]
+        return [one() for one in reversed(pending)]
 
 
 def test_messages_are_summed_in_the_order_they_were_sent():
-    answers = run_ranks(sum_in_order, 3, 4)
-    assert answers == [[6000.0, 600.0, 60.0, 6.0]] * 3
+    assert run_ranks(count_in_order, 3, 4) == [[6000, 600, 60, 6]] * 3
 
 
 def lose_a_peer(world):
     with Lanes("cpu") as lanes:
-        control = ControlLane(world, lanes)
+        agreement = agree(world, lanes)
         if world.rank == 1:
             return "left"
         try:
-            control.send(torch.ones(1, dtype=torch.float64), "agreeing on a test").wait()
+            agreement.count_samples(1)()
         except SyncError as error:
             return str(error)
     return "no error"
@@ -136,4 +147,4 @@ def lose_a_peer(world):
 def test_who_waited_for_what_is_in_the_error():
     first, second = run_ranks(lose_a_peer, 2, timeout=15)
     assert second == "left"
-    assert "worker 0 of 2 stopped while agreeing on a test" in first
+    assert "worker 0 of 2 stopped while exchanging sample counts" in first

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from hybridpar.sync.gradient_sync import GradientSync, SyncOptions
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import SyncError, TrainingError, UsageError
 from hybridpar.lanes import Checker, Lanes
+from hybridpar.sync.reducer import GradientReducer, open_sync_lanes
 from hybridpar.train.trainer import Trainer
 from tests.pipeline.oracle import Moments
 from tests.ranks import RankError, run_ranks
@@ -375,9 +375,14 @@ def settle_order(world: World) -> tuple[list[str], list[str]]:
     torch.manual_seed(world.rank)
     net = Net()
     with Trainer(net, config=make_config(), world=world) as trainer:
-        before = list(trainer.engine.sync.state_dict()["order"])
+        before = list(_order(trainer))
         trainer.step(make_data(8))
-        return before, trainer.engine.sync.state_dict()["order"]
+        return before, _order(trainer)
+
+
+def _order(trainer: Trainer) -> list[str]:
+    order: list[str] = trainer.engine.state_dict()["pipeline"]["orders"]["0"]["order"]
+    return order
 
 
 def test_buckets_follow_the_order_observed_in_the_first_step() -> None:
@@ -392,15 +397,18 @@ def test_buckets_follow_the_order_observed_in_the_first_step() -> None:
 def arrive_twice(world: World) -> str:
     with Lanes("cpu") as lanes:
         model = nn.Linear(2, 2)
-        sync = GradientSync(model, world, lanes, SyncOptions())
-        sync.begin(1)
-        sync.micro_batch(1, last=True)
-        loss = sync.forward_done(model(torch.ones(1, 2)).sum())
+        parameters, caller = dict(model.named_parameters()), lanes.caller
+        reducer = GradientReducer(parameters, world, lanes, caller, 1 << 20, False, open_sync_lanes(world, lanes))
+        flight = reducer.new_flight()
+        reducer.start(flight)
+        reducer.begin_last(flight)
+        loss = model(torch.ones(1, 2)).sum()
         loss.backward(retain_graph=True)
         with pytest.raises(SyncError) as caught:
             loss.backward()
-        sync.finish()
-        sync.close()
+        reducer.flush()
+        caller.wait(reducer.issue(0, flight))
+        reducer.close()
     return str(caught.value)
 
 

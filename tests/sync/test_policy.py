@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +13,20 @@ from unittest import mock
 
 import pytest
 import torch
-from hybridpar.sync.gradient_sync import GradientSync, SyncOptions
 from torch import Tensor, nn
 
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.errors import HybridparError
 from hybridpar.lanes import Lanes
+from hybridpar.pipeline import local_stage
+from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import LocalStage
+from hybridpar.pipeline.options import WHOLE
+from hybridpar.pipeline.stage_module import WholeModel
+from hybridpar.sync.compression import Decision
 from hybridpar.sync.compression_table import kind_of, layer_bytes, table_csv, table_lines
-from hybridpar.sync.control import DecidedOutcome
+from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.policy import check_compression
 from tests.ranks import run_ranks
 from tests.runs import check_run, train_rank
@@ -146,29 +151,33 @@ def late(world: World, poisoned: bool) -> tuple[list[str], dict[str, Tensor]]:
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 5))
     doing, reads = "", list[str]()
 
-    class Watched(DecidedOutcome):
-        def _value(self, index: int) -> float:
+    class Watched(Decision):
+        @property
+        def committed(self) -> bool:
             reads.append(doing)
-            return super()._value(index)
+            return super().committed
 
-    with Lanes(world.device) as lanes:
-        sync = GradientSync(model, world, lanes, SyncOptions(bucket_bytes=4096, codec="onebit"))
+    def loss(output: Tensor, targets: Tensor) -> Tensor:
+        nonlocal doing
+        doing = f"backward pass of {step}"
+        return nn.functional.cross_entropy(output, targets) * (float("inf") if poisoned and step == 1 else 1.0)
+
+    def apply(factor: float | None, commit: Tensor | None) -> None:
+        nonlocal doing
+        assert commit is not None
+        doing = f"end of {step}"
+
+    sync = SyncOptions(bucket_bytes=4096, codec="onebit")
+    options = replace(WHOLE, sync=sync, capture=True)  # the host must not read decisions
+    with Lanes(world.device) as lanes, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_stage, "Decision", Watched)
+        engine = PipelineEngine(model, [WholeModel(model)], world, lanes, loss, lambda _: apply, options, 1)
         for step in range(3):
-            inputs, targets = batch(world.rank, step)
             doing = f"beginning of {step}"
-            sync.begin(8, global_samples=16)
-            sync.micro_batch(8, last=True)
-            loss = nn.functional.cross_entropy(model(inputs), targets)
-            scaled = sync.forward_done(loss * (float("inf") if poisoned and step == 1 else 1.0))
-            doing = f"backward pass of {step}"
-            scaled.backward()
-            doing = f"end of {step}"
-            done = sync.finish()
-            outcome = Watched(done.values, done.exposed_sync_ms, done.bytes_sent, done._copy, costs=done.costs)
-            sync.end(outcome, decided_on_device=True)
+            engine.step([batch(world.rank, step)], 16)
         before = list(reads)
-        residuals = {name: one["residuals"]["worker"] for name, one in _parameters(sync).items() if one}
-        sync.close()
+        residuals = {name: one["residuals"]["worker"] for name, one in _parameters(engine).items() if one}
+        engine.close()
     return before, residuals
 
 
@@ -200,8 +209,8 @@ def test_a_stage_lets_the_host_decide_only_where_it_knows(guarded, on_device, co
     assert stage.reducer.compression.told[1].committed is bool(commit)  # type: ignore[union-attr]
 
 
-def _parameters(sync: GradientSync) -> dict[str, Any]:
-    parameters: dict[str, Any] = sync.state_dict()["codec"]["parameters"]
+def _parameters(engine: PipelineEngine) -> dict[str, Any]:
+    parameters: dict[str, Any] = engine.state_dict()["orders"]["0"]["codec"]["parameters"]
     return parameters
 
 
