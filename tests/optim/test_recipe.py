@@ -8,7 +8,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.optim.recipe import expand
 from tests.ranks import run_ranks
-from tests.train.test_stage_engine import make_trainer, state_of, steps
+from tests.train.test_engine import make_trainer, state_of, steps
 from tests.train.training import close, same, train_rank
 
 CONTRADICTIONS = [

@@ -1,4 +1,4 @@
-"""One worker of the trainer against a plain PyTorch loop; several workers are in tests/sync/test_gradient_sync.py."""
+"""One worker of the trainer against a plain PyTorch loop; several workers are in tests/sync/test_reducer.py."""
 
 from __future__ import annotations
 

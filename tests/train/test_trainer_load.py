@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridpar.comm.world import World
 from hybridpar.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.test_stage_engine import make_trainer
+from tests.train.test_engine import make_trainer
 from tests.train.training import config, make_net, share
 
 STEPS = 5
