@@ -17,13 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridpar.tvm_kernels.choice import Choices, cuda_kernel_for, kernel_for
-from hybridpar.tvm_kernels.conv_norm_choice import choose_moments
+from hybridpar.tvm_kernels.choice import Choices, choose_moments, cuda_kernel_for, kernel_for
+from hybridpar.tvm_kernels.conv_bench import FORMATS
 from hybridpar.tvm_kernels.kernel import AnyKernel, TunedKernel
 from hybridpar.tvm_kernels.moments import moments_in
 from hybridpar.tvm_kernels.shapes import Direction, Layout
-
-FORMATS = {Layout.CHANNELS_LAST: torch.channels_last, Layout.CONTIGUOUS: torch.contiguous_format}
 
 #: Plans that are kept; images of ever other sizes must not fill the memory.
 _MOST_PLANS = 4096

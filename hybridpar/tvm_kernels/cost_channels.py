@@ -60,7 +60,7 @@ def spilled(live: float, multiply_adds: float, taps: float, machine: Machine) ->
 
 def memory_cycles(shape: ConvShape, direction: Direction, machine: Machine) -> float:
     """For what comes from behind the caches of a core."""
-    size = shape.least_bytes(direction)
+    size = shape.least_bytes
     if size <= machine.level2:
         return 0.0
     return size * (_PER_BYTE if is_far(shape, direction, machine) else _PER_NEAR_BYTE)
@@ -68,7 +68,7 @@ def memory_cycles(shape: ConvShape, direction: Direction, machine: Machine) -> f
 
 def is_far(shape: ConvShape, direction: Direction, machine: Machine) -> bool:
     """Whether images come from memory: of the last cache others have their share."""
-    return shape.least_bytes(direction) > machine.level3 / 4
+    return shape.least_bytes > machine.level3 / 4
 
 
 def share_of(units: int, threads: int) -> float:
@@ -101,7 +101,7 @@ def gather_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], 
     if is_far(shape, direction, machine):
         memory *= _unfollowed(vertical, horizontal, own)
     if own.get("stream"):  # no line is fetched that is overwritten
-        size = shape.least_bytes(direction)
+        size = shape.least_bytes
         memory *= size / (size + 4 * shape.batch * shape.channels * vertical.out * horizontal.out)
     return Cost(compute + turned, shape.batch * line_cost, memory, share_of(shape.batch * strips, threads))
 

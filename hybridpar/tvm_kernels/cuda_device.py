@@ -1,4 +1,4 @@
-"""Why: which tiles are good follows from what a GPU has, which is told here for some that need not be at hand.
+"""What GPUs have, from which follows which tiles are good on them.
 
 Where there is a GPU its own figures are read; those of H100, H200 and A100 are built in, from NVIDIA's data sheets, so
 that candidates can be compiled and ranked on a machine without one.
@@ -69,6 +69,12 @@ _FINGERPRINT = re.compile(r".+ sm_\d+[a-z]?")
 def is_gpu(fingerprint: str) -> bool:
     """Whether a record's device is a GPU."""
     return _FINGERPRINT.fullmatch(fingerprint) is not None
+
+
+def gpu_of(fingerprint: str) -> Gpu:
+    """The GPU of a record's device: one of `KNOWN`, else the current one."""
+    known = next((one for one in KNOWN.values() if one.fingerprint == fingerprint), None)
+    return known or gpu_at(torch.cuda.current_device())
 
 
 @functools.cache

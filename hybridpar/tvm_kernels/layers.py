@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpar.errors import UsageError
-from hybridpar.tvm_kernels.conv_norm_records import ConvNormShape
 from hybridpar.tvm_kernels.moments import behind
-from hybridpar.tvm_kernels.norm_records import NormShape
 from hybridpar.tvm_kernels.norm_swap import find_norms, fused_norms
 from hybridpar.tvm_kernels.outline import run_outlined
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout, NormShape
 
 
 @dataclass(frozen=True)

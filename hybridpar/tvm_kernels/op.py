@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridpar.tvm_kernels.call_plan import (
-    FORMATS,
     CallPlan,
     fits,
     kernel_of,
@@ -29,6 +28,7 @@ from hybridpar.tvm_kernels.call_plan import (
     usable,
 )
 from hybridpar.tvm_kernels.choice import active_choices, any_kernel
+from hybridpar.tvm_kernels.conv_bench import FORMATS
 from hybridpar.tvm_kernels.moments import attach_moments
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 

@@ -14,11 +14,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
+from hybridpar.tvm_kernels.choice import Choices, active_choices, choose_norm, use_choices
 from hybridpar.tvm_kernels.database import Database, default_database, read_database
 from hybridpar.tvm_kernels.layers import is_depthwise, number_padding
 from hybridpar.tvm_kernels.moments import behind, set_behind
-from hybridpar.tvm_kernels.norm_choice import choose_norm
 from hybridpar.tvm_kernels.norm_swap import fuse_norms, fused_norms, unfuse_norms
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 
@@ -86,7 +85,7 @@ def optimize(model: _Model, database: str | Path | Database | None = None, repor
     if report:
         norms = len(fused_norms(model))
         told = "%d depthwise convolution(s) and %d BatchNorm layer(s) choose from %d and %d record(s)"
-        _log.warning(told, len(layers), norms, len(database.records), len(database.norms))
+        _log.warning(told, len(layers), norms, database.count("depthwise_conv2d"), database.count("batch_norm_act"))
     return model
 
 

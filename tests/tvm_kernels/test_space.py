@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.kernels.ranking import rank
 from hybridpar.tvm_kernels.candidates import candidates, neighbours
-from hybridpar.tvm_kernels.cost import estimate, rank
+from hybridpar.tvm_kernels.cost import estimate
 from hybridpar.tvm_kernels.families import FAMILIES, GATHER, ROWS, ROWS_WEIGHT, TURNED, WEIGHT, families
 from hybridpar.tvm_kernels.kernel import Variant
 from hybridpar.tvm_kernels.machine import Machine
