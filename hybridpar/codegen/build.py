@@ -1,4 +1,4 @@
-"""Why: kernels are compiled for the CPU they run on, once, and later starts need neither compiler nor TVM.
+"""Builds kernels for this CPU with TVM, once, and loads them without TVM or a compiler.
 
 Kernels are defined in source files of their own, each with a function `define(writer)` that returns functions of TIR by
 name, written out or made by a schedule of `writer.tvm`. They are compiled to one object file by a child process of

@@ -1,4 +1,4 @@
-"""Why: compiling takes TVM, seconds of start-up and now and then a crash, none of which may happen in this process.
+"""A pool of child processes that have TVM loaded and compile, so that a crash of the compiler is lost alone.
 
 A `Builder` keeps child processes that have TVM loaded and compile what they are asked for, each one thing at a time. A
 request that crashes its child, or takes too long, is lost alone: the child is replaced and the next request is served.

@@ -1,4 +1,4 @@
-"""Why: machine code is loaded and launched by the CUDA driver itself, as each layer above it would have to be built.
+"""Loads and launches machine code by the CUDA driver, in torch's context and on its streams.
 
 Code is loaded into torch's context. Launches go to torch's current stream, so kernels are in order with torch's, and
 keep to its rules of memory. A launch is three short calls, with arguments in a buffer that is kept, and nothing waits

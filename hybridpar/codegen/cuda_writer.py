@@ -1,4 +1,4 @@
-"""Why: a kernel for a GPU is written statement by statement too, and its source must compile with no header at all.
+"""`CudaWriter` writes kernels of TIR for GPUs, statement by statement, as CUDA C that needs no header.
 
 A `CudaWriter` writes kernels of TIR whose arguments are pointers in a given order, so that the generated CUDA C can be
 launched by `hybridpar.codegen.cuda_driver` without TVM. Half precision is kept as 16-bit integers in memory and turned

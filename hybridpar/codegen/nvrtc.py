@@ -1,4 +1,4 @@
-"""Why: kernels in CUDA C run beside torch's own, and need for that no toolkit, no extension and no build step.
+"""Compiles CUDA C with NVRTC or nvcc, and loads the kernels.
 
 Source text is compiled to machine code for one architecture by NVRTC, which comes with torch, or by nvcc; neither needs
 a GPU. The result is kept in the user's cache (`hybridpar.codegen.cache`) and loaded by the CUDA driver

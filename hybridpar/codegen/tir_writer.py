@@ -1,8 +1,9 @@
-"""Why: a kernel that packs bits is written value by value and lane by lane, and TVM's own words for that are long.
+"""`Writer` writes kernels of TIR for CPUs, statement by statement.
 
 A `Writer` writes functions of TIR that take addresses and numbers, so that calling one costs less than a microsecond
-and nothing is assumed of strides or alignment; whoever calls has checked both. What has no word in TIR, such as turning
-a mask into bits, is a few lines of portable LLVM IR (`HELPERS`) that LLVM inlines and lowers to what the CPU has.
+and nothing is assumed of strides or alignment; the caller has checked both. What TIR has no statement for, such as
+turning a mask into bits, is a few lines of portable LLVM IR (`HELPERS`) that LLVM inlines and lowers to what the CPU
+has.
 
 This module imports no TVM: it is handed to it by `hybridpar.codegen.build`, in the process that compiles.
 """

@@ -1,4 +1,4 @@
-"""Why: a small convolution is over in microseconds, so what a call runs on is decided once for all calls of its form.
+"""Call plans: what all calls of one form run on, decided at the first of them.
 
 The form of a call is everything but the values and addresses of its tensors: sizes, strides, dtypes, devices, threads
 and which gradients are wanted. A plan holds the kernels of all directions and the sizes of the results. Calls that run
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridpar.tvm_kernels.choice import Choices, choose_moments, cuda_kernel_for, kernel_for
+from hybridpar.tvm_kernels.choice import Choices, choose_moments, kernel_for
 from hybridpar.tvm_kernels.conv_bench import FORMATS
 from hybridpar.tvm_kernels.kernel import AnyKernel, TunedKernel
 from hybridpar.tvm_kernels.moments import moments_in
@@ -63,9 +63,7 @@ def fits(weight: Tensor, channels: int, layout: Layout | None) -> bool:
 
 def kernel_of(direction: Direction, image: Tensor, *rest: Any) -> AnyKernel | None:
     """The kernel of a call where the image is, or None for torch; the rest is as `kernel_for` takes it."""
-    if image.is_cpu:
-        return kernel_for(direction, *rest)
-    return cuda_kernel_for(image.device, image.dtype, direction, *rest)
+    return kernel_for(direction, *rest, on=None if image.is_cpu else (image.device, image.dtype))
 
 
 def out_sizes(sizes: Sequence[int], taps: Sequence[int], stride: Any, padding: Any, dilation: Any) -> tuple[int, ...]:

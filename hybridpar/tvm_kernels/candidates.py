@@ -1,4 +1,4 @@
-"""Why: of all kernels that could be compiled those are tried that fit a CPU's registers and give each thread work.
+"""Candidates for the CPU: those kernels of the space that fit its registers and give each thread work.
 
 Contiguous images are computed over columns or over channels that were turned, and either may be the faster, so there
 are candidates of both kinds.
@@ -41,7 +41,7 @@ def candidates(
         threads: That will share the work.
         machine: The CPU.
     """
-    if outside(shape, direction, layout) is not None:
+    if outside(shape, direction) is not None:
         return
     make = _over_planes if layout is Layout.CONTIGUOUS else _over_channels
     for parameters in make(shape, direction, threads, machine):

@@ -23,6 +23,7 @@ import torch
 
 from hybridpar.codegen.cache import KernelsUnavailable, wanted
 from hybridpar.errors import KernelError
+from hybridpar.tvm_kernels.conv_bench import DTYPES
 from hybridpar.tvm_kernels.cuda_device import gpu_at
 from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
@@ -248,13 +249,12 @@ def how_to_tune(key: KernelKey) -> str:
     )
 
 
-_DIRECTIONS = tuple(Direction)
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 _active: Choices | None = None
 
 
 def active_choices() -> Choices | None:
-    """What the op chooses by; None where nobody has given a database, and everything runs on torch."""
+    """What decides; None where no database is in use, and everything runs on torch."""
     return _active
 
 
@@ -280,8 +280,10 @@ def kernel_for(
     padding: Sequence[int],
     dilation: Sequence[int],
     layout: Layout,
+    *,
+    on: tuple[torch.device, torch.dtype] | None = None,
 ) -> AnyKernel | None:
-    """The kernel of a call on the CPU in float32, or None for torch.
+    """The kernel of a convolution's call, or None for torch.
 
     Args:
         direction: What is computed.
@@ -291,54 +293,20 @@ def kernel_for(
         padding: As torch has it.
         dilation: As torch has it.
         layout: Of input and output.
+        on: A GPU and the dtype of all tensors; None for float32 on the CPU.
     """
     choices = _active
-    if choices is None:
+    if choices is None or (on is not None and on[1] not in _DTYPES):
         return None
-    threads = torch.get_num_threads()
+    where = (torch.get_num_threads(),) if on is None else (on[0].index or 0, _DTYPES[on[1]])
     try:  # most calls come with tuples, which need not be made again
-        return choices.found[direction, sizes, taps, stride, padding, dilation, layout, threads]
+        return choices.found[direction, sizes, taps, stride, padding, dilation, layout, *where]
     except (KeyError, TypeError):
-        call = (direction, *map(tuple, (sizes, taps, stride, padding, dilation)), layout, threads)
+        call = (direction, *map(tuple, (sizes, taps, stride, padding, dilation)), layout, *where)
     try:
         return choices.found[call]
     except KeyError:
         return choices.find(call)
-
-
-def cuda_kernel_for(
-    device: torch.device, dtype: torch.dtype, direction: Direction, sizes: Sequence[int], *rest: Any
-) -> AnyKernel | None:
-    """The kernel of a call on a GPU, or None for torch.
-
-    Args:
-        device: The GPU.
-        dtype: Of all tensors.
-        direction: What is computed.
-        sizes: Of the input.
-        rest: As `kernel_for` takes it, from taps to layout.
-    """
-    choices, name = _active, _DTYPES.get(dtype)
-    if choices is None or name is None:
-        return None
-    *numbers, layout = rest
-    call = (direction, tuple(sizes), *map(tuple, numbers), layout, device.index or 0, name)
-    try:
-        return choices.found[call]
-    except KeyError:
-        return choices.find(call)
-
-
-def any_kernel(*rest: Any, on: tuple[torch.device, torch.dtype] | None = None) -> bool:
-    """Whether any direction has a kernel.
-
-    Args:
-        rest: As `kernel_for` takes it, without the direction.
-        on: A GPU and a dtype; None for the CPU.
-    """
-    if on is not None:
-        return any(cuda_kernel_for(*on, direction, *rest) is not None for direction in _DIRECTIONS)
-    return any(kernel_for(direction, *rest) is not None for direction in _DIRECTIONS)
 
 
 def choose_norm(rows: int, channels: int, act: str, threads: int) -> bool:

@@ -1,7 +1,7 @@
 """Predicts what a candidate for the CPU costs, since compiling and timing one takes a second.
 
 The model counts, per register tile, multiply-adds, loads and stores against the ports that do them, the latency of sums
-that wait for themselves, and the loads that a lack of registers adds. To that comes how often lines travel from L2
+that wait for themselves, and the loads that a lack of registers adds. To that it adds how often lines move from L2
 into L1, by which rows of which channels fit there, and the traffic with memory; for contiguous images what copying and
 turning them takes. It is about which candidate is better than which, not about milliseconds;
 `benchmarks.kernels.ranking` compares its order with what was measured.

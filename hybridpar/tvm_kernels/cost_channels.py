@@ -1,4 +1,4 @@
-"""Why: what a tile over channels costs is counted: multiply-adds, loads, stores, latency, and lines that travel.
+"""Cost of schedules over channels: multiply-adds, loads, stores, latency, and lines that move between caches.
 
 Numbers of a modern out-of-order core: two multiply-adds, two loads and one store a cycle, four cycles of latency.
 """
@@ -205,6 +205,6 @@ def weight_cost(shape: ConvShape, own: Mapping[str, int], threads: int, machine:
     fits = max(input_rows, strip) * lines * _LINE <= 0.75 * machine.level1
     passes = 1.0 if fits else float(groups_down * groups_across)
     halo = 1.0 + (shape.kernel[0] - 1) / max(1, strip * vertical.stride) * (0.5 if fits else 0.0)
-    travelled = shape.batch * blocks * vertical.out * lines * passes * halo * _IN_STEPS
+    moved = shape.batch * blocks * vertical.out * lines * passes * halo * _IN_STEPS
     memory = memory_cycles(shape, direction, machine)
-    return Cost(compute, travelled, memory, share_of(own["parts"] * own["groups"], threads))
+    return Cost(compute, moved, memory, share_of(own["parts"] * own["groups"], threads))

@@ -1,6 +1,6 @@
-"""Why: contiguous images are copied or turned before they are computed, and that is no small part of what they cost.
+"""Cost of schedules for contiguous images, which are copied or transposed before they are computed.
 
-Counted as in `cost_channels`: multiply-adds, loads, stores and latency of a tile, and what travels between caches.
+Counted as in `cost_channels`: multiply-adds, loads, stores and latency of a tile, and lines that move between caches.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def _rows(shape: ConvShape, direction: Direction, own: Mapping[str, int], thread
     compute = tiles_down * (whole_tiles * tile(own["tile_vectors"]) + (tile(rest) if rest else 0.0))
     planes = shape.batch * shape.channels
     total = planes * (_PLANE + strips * (compute + _fill(padded, lanes, machine)))
-    travelled = 0.0
+    moved = 0.0
     if padded.places * 4 > 0.75 * machine.level1:
-        travelled = planes * strips * padded.places * 4 / _LINE * _LINE_CYCLES * 2
-    return Cost(total, travelled, memory_cycles(shape, direction, machine), share_of(own["parts"], threads))
+        moved = planes * strips * padded.places * 4 / _LINE * _LINE_CYCLES * 2
+    return Cost(total, moved, memory_cycles(shape, direction, machine), share_of(own["parts"], threads))
 
 
 def _rows_weight(shape: ConvShape, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
@@ -101,12 +101,12 @@ def _rows_weight(shape: ConvShape, own: Mapping[str, int], threads: int, machine
     strips = shape.out_height / strip
     total = planes * (_PLANE + groups * passes + held + strips * _fill(padded, lanes, machine))
     total += own["parts"] * shape.channels * shape.kernel[0] * shape.kernel[1] * _FOLD
-    travelled = 0.0
+    moved = 0.0
     if (padded.places + strip * shape.out_width) * 4 > 0.75 * machine.level1:
         lines = (padded.places + strip * shape.out_width) * 4 / _LINE
-        travelled = planes * strips * lines * groups * _LINE_CYCLES
+        moved = planes * strips * lines * groups * _LINE_CYCLES
     memory = memory_cycles(shape, direction, machine)
-    return Cost(total, travelled, memory, share_of(own["parts"] * own["groups"], threads))
+    return Cost(total, moved, memory, share_of(own["parts"] * own["groups"], threads))
 
 
 def _turned(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
@@ -127,7 +127,7 @@ def _turned(shape: ConvShape, direction: Direction, own: Mapping[str, int], thre
     total = inner + pixels * vectors * _TURN
     # Planes are read and written some at a time, each for a few lines only, which prefetchers hardly follow.
     lines = padded * 4 / _LINE * strips * shape.batch * blocks
-    travelled = lines * _PLANES_CYCLES
+    moved = lines * _PLANES_CYCLES
     if padded * 4 > 0.75 * machine.level1:
-        travelled += 2 * lines * _LINE_CYCLES
-    return Cost(total, travelled, memory_cycles(shape, direction, machine), share_of(units, threads))
+        moved += 2 * lines * _LINE_CYCLES
+    return Cost(total, moved, memory_cycles(shape, direction, machine), share_of(units, threads))

@@ -1,7 +1,7 @@
-"""Why: a space of thousands is compiled for the few that a GPU should like best, counted from what each would do.
+"""Predicts what a candidate costs on a GPU, from the work that it would do.
 
-Counted are: bytes that travel between memory and the SMs, with the halo that neighbouring tiles read twice and the
-parts of 32-byte sectors that nobody wants; instructions; accesses of shared memory, each as many times as lanes of a
+Counted are: bytes that move between memory and the SMs, with the halo that neighbouring tiles read twice and the unused
+parts of 32-byte sectors; instructions; accesses of shared memory, each as many times as lanes of a
 warp need different words of one bank; and how many blocks an SM holds at a time, by threads, registers and shared
 memory. It is about which candidate is better than which, not about milliseconds.
 
@@ -154,7 +154,7 @@ def estimate(
 
 
 def _sectors(run: int, aligned: bool) -> float:
-    """Bytes that travel for a run of so many, on average."""
+    """Bytes that are moved for a run of so many, on average."""
     if aligned:
         return float(-(-run // _SECTOR) * _SECTOR)
     return float(run + _SECTOR - 1)

@@ -1,4 +1,4 @@
-"""Why: rules say what is not worth compiling for a GPU, and check a record's parameters before they become code.
+"""The space of kernels for a GPU: which parameters are allowed, and which of them are tried.
 
 Parameters of all directions (`schedules/cuda_tile.py`):
     vector: channels of a thread, read and written together; 1 in contiguous;
@@ -17,6 +17,7 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping
 
+from hybridpar.tvm_kernels import space
 from hybridpar.tvm_kernels.cuda_device import Gpu
 from hybridpar.tvm_kernels.schedules.cuda_tile import ITEM, WARP, Tile
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
@@ -44,12 +45,8 @@ def outside(shape: ConvShape, direction: Direction, dtype: str) -> str | None:
     """Why there are no kernels for a convolution, or None."""
     if dtype not in ITEM:
         return f"there are no kernels for {dtype}"
-    if not all(1 <= taps <= 31 for taps in shape.kernel) or max(shape.kernel) == 1:
-        return "there are kernels for 2 to 31 taps a side only"
-    if direction is Direction.INPUT_GRADIENT:
-        for stride, dilation in zip(shape.stride, shape.dilation, strict=True):
-            if stride > 2 or (stride > 1 and dilation > 1):
-                return "there are no kernels for this input gradient's stride and dilation"
+    if reason := space.outside(shape, direction):
+        return reason
     pixels = max(shape.height * shape.width, shape.out_height * shape.out_width)
     if shape.batch * shape.channels * pixels >= _MOST_ELEMENTS:
         return "the images are too large for indices of 32 bits"

@@ -1,4 +1,4 @@
-"""Why: a kernel comes from one of several schedules, and each is told here by its parameters, phases and scratch.
+"""The schedules for the CPU: parameters, phases and scratch memory of each.
 
 Which schedule a candidate belongs to follows from direction, layout and the names of its parameters, so records need
 not name one. Parameters of all of them:

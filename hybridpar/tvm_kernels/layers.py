@@ -1,8 +1,8 @@
-"""Why: what is to be tuned is what a model really computes, found by running it on tensors without data.
+"""Finds the layers of a model that can be tuned, with the shapes and layouts that reach them.
 
 A forward pass without values costs neither time nor memory, and shows every convolution and every norm with the shape
-and the layout that reach it. See `outline` for the fastest way; where a model does not run like that it is run on
-torch's fake tensors, and one that needs values for real.
+and the layout that reach it. The fastest way is `outline`; a model that does not run like that is run on torch's fake
+tensors, and one that needs values for real.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _look(
         with torch.random.fork_rng(devices=[]):
             run_outlined(model, _input(sizes, layout, dtype, "meta"))
         return
-    except Exception:  # whatever is wrong with it shows again
+    except Exception:  # any error of the model is raised again below
         forget()
     example = _input(sizes, layout, dtype, next(model.parameters()).device)
     try:
@@ -170,7 +170,7 @@ def _look(
         with fake:
             _run(model, {name: fake.from_tensor(tensor) for name, tensor in named}, fake.from_tensor(example))
         return
-    except Exception:  # the model wants values; whatever else is wrong with it shows again
+    except Exception:  # the model needs values; any other error is raised again below
         forget()
     try:
         _run(model, {name: tensor.detach().clone() for name, tensor in model.named_buffers()}, example)

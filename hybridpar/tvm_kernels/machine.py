@@ -1,4 +1,4 @@
-"""Why: which tiles can be good follows from the CPU's registers, caches and speed, so these are read and measured."""
+"""What this CPU has and does: registers, caches, multiply-adds a second, and the speed of copies."""
 
 from __future__ import annotations
 

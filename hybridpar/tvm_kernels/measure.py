@@ -190,7 +190,7 @@ class Bench(ABC):
     """One operation's data, on which a kernel is checked and timed against its rivals.
 
     Attributes:
-        threads: That a call may use; whoever times has set torch to them.
+        threads: That a call may use; torch is set to them by the caller.
         device: The GPU on which it runs; None for the CPU.
     """
 

@@ -1,7 +1,7 @@
-"""Why: kernels get addresses and numbers; here these are made of tensors, and rows are shared out to threads.
+"""Calls the compiled BatchNorm kernels on tensors, and shares out their rows to threads.
 
-Whoever calls has seen to it that tensors are dense float32 on a CPU, that activations lie in channels-last order and
-that the parameters have one value per channel. The GIL is released while kernels run.
+The caller has checked that tensors are dense float32 on a CPU, that activations lie in channels-last order and that the
+parameters have one value per channel. The GIL is released while kernels run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why: a tuned convolution must be an operation like torch's own: differentiable, traceable, compilable, safe.
+"""The operation `torch.ops.hybridpar.depthwise_conv2d` and its gradients.
 
 `torch.ops.hybridpar.depthwise_conv2d` and its two gradients are operations of one kernel each or, wherever none was
 tuned, of torch's. Each of the three is linear in both of its operands, so the gradients of each are made of the other
@@ -27,7 +27,7 @@ from hybridpar.tvm_kernels.call_plan import (
     stock_gradients,
     usable,
 )
-from hybridpar.tvm_kernels.choice import active_choices, any_kernel
+from hybridpar.tvm_kernels.choice import active_choices, kernel_for
 from hybridpar.tvm_kernels.conv_bench import FORMATS
 from hybridpar.tvm_kernels.moments import attach_moments
 from hybridpar.tvm_kernels.shapes import Direction, Layout
@@ -90,26 +90,27 @@ def depthwise_conv2d(
 
 
 def _is_plain() -> bool:
-    """Whether nobody watches a call: no tracer or cast that would have to see the operation itself.
+    """Whether no tracer, dispatch mode or autocast is active that would have to see the operation itself.
 
-    Modes are counted for this thread: torch's `is_in_torch_dispatch_mode` is one flag of the process, which modes of
-    two threads leave standing for ever.
+    Modes are counted for this thread: torch's `is_in_torch_dispatch_mode` is one flag of the process, which stays set
+    for ever when modes of two threads overlap.
     """
     watched = torch._C._len_torch_dispatch_stack() or torch._C._is_any_autocast_enabled()
     return not (watched or torch._C._get_tracing_state())
 
 
-def _is_stock(x: Tensor, weight: Tensor, *numbers: tuple[int, int]) -> bool:
+def _is_stock(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> bool:
     """Whether torch computes this and its gradients; under autocast it is another dtype."""
-    if weight.shape[1] != 1 or weight.shape[0] != x.shape[-3]:
+    alone = weight.shape[1] == 1 and weight.shape[0] == x.shape[-3]
+    if not alone or not (x.is_cpu or x.is_cuda) or (layout := layout_of(x)) is None:
         return True
-    layout = layout_of(x)
-    if x.is_cuda:
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-        return layout is None or not any_kernel(x.shape, weight.shape[2:], *numbers, layout, on=(x.device, dtype))
-    if x.dtype is not torch.float32 or not x.is_cpu or torch.is_autocast_enabled("cpu"):
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if x.is_cpu and dtype is not torch.float32:
         return True
-    return layout is None or not any_kernel(x.shape, weight.shape[2:], *numbers, layout)
+    on = (x.device, dtype) if x.is_cuda else None
+    call = x.shape, weight.shape[2:], stride, padding, dilation, layout
+    return all(kernel_for(one, *call, on=on) is None for one in Direction)
 
 
 def _pair(value: int | Numbers) -> tuple[int, int]:
@@ -123,48 +124,48 @@ def _pair(value: int | Numbers) -> tuple[int, int]:
 # ---------------------------------------------------------------------------------------------------- what is computed
 
 
+def _run(
+    direction: Direction,
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    sizes: Numbers,
+    out: Numbers,
+    taps: Numbers,
+    *numbers: Any,
+) -> Tensor | None:
+    """What a kernel computes of operands that it can read; None where there is no such kernel."""
+    first, second, third = operands
+    layout = layout_of(first)
+    assert layout is not None
+    kernel = kernel_of(direction, first, sizes, taps, *numbers, layout)
+    if kernel is None or not kernel.takes(first, second):
+        return None
+    form = torch.contiguous_format if direction is _WEIGHT else FORMATS[layout]
+    result = torch.empty(out, dtype=first.dtype, device=first.device, memory_format=form)
+    kernel(first, second, third, result)
+    return result
+
+
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    layout = layout_of(x)
+    layout, numbers, taps, found = layout_of(x), (stride, padding, dilation), weight.shape[2:], None
     if usable(layout, x, weight, *(() if bias is None else (bias,))) and fits(weight, x.shape[1], layout):
-        assert layout is not None
-        kernel = kernel_of(_FORWARD, x, x.shape, weight.shape[2:], stride, padding, dilation, layout)
-        if kernel is not None and kernel.takes(x, weight):
-            sizes = out_sizes(x.shape, weight.shape[2:], stride, padding, dilation)
-            out = torch.empty(sizes, dtype=x.dtype, device=x.device, memory_format=FORMATS[layout])
-            kernel(x, weight, bias, out)
-            return out
-    return stock_forward(x, weight, bias, stride, padding, dilation)
+        found = _run(_FORWARD, (x, weight, bias), x.shape, out_sizes(x.shape, taps, *numbers), taps, *numbers)
+    return stock_forward(x, weight, bias, *numbers) if found is None else found
 
 
 def _input_gradient(gradient: Tensor, weight: Tensor, size: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    layout = layout_of(gradient)
+    layout, numbers, found = layout_of(gradient), (stride, padding, dilation), None
     if usable(layout, gradient, weight) and fits(weight, gradient.shape[1], layout):
-        assert layout is not None
         sizes = (*gradient.shape[:2], *size)
-        kernel = kernel_of(_INPUT, gradient, sizes, weight.shape[2:], stride, padding, dilation, layout)
-        if kernel is not None and kernel.takes(gradient, weight):
-            form, kind = FORMATS[layout], gradient.dtype
-            out = torch.empty(sizes, dtype=kind, device=gradient.device, memory_format=form)
-            kernel(gradient, weight, None, out)
-            return out
-    return stock_input_gradient(gradient, weight, size, stride, padding, dilation)
+        found = _run(_INPUT, (gradient, weight, None), sizes, sizes, weight.shape[2:], *numbers)
+    return stock_input_gradient(gradient, weight, size, *numbers) if found is None else found
 
 
 def _weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    layout = layout_of(x)
-    if (
-        usable(layout, x)
-        and gradient.dtype is x.dtype
-        and gradient.device == x.device
-        and gradient.is_contiguous(memory_format=FORMATS[layout])  # type: ignore[index]
-    ):
-        assert layout is not None
-        kernel = kernel_of(_WEIGHT, x, x.shape, taps, stride, padding, dilation, layout)
-        if kernel is not None and kernel.takes(x, gradient):
-            out = torch.empty((x.shape[1], 1, *taps), dtype=x.dtype, device=x.device)
-            kernel(x, gradient, None, out)
-            return out
-    return stock_weight_gradient(x, gradient, taps, stride, padding, dilation)
+    layout, numbers, found = layout_of(x), (stride, padding, dilation), None
+    alike = gradient.dtype is x.dtype and gradient.device == x.device
+    if usable(layout, x) and alike and gradient.is_contiguous(memory_format=FORMATS[layout]):  # type: ignore[index]
+        found = _run(_WEIGHT, (x, gradient, None), x.shape, (x.shape[1], 1, *taps), taps, *numbers)
+    return stock_weight_gradient(x, gradient, taps, *numbers) if found is None else found
 
 
 def stock_forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:
@@ -232,7 +233,7 @@ class _Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: CallPlan, moments: list[Tensor] | None
     ) -> Tensor:
-        """See `depthwise_conv2d`."""
+        """Compute the output, and keep what the gradients need."""
         ctx.plan = plan
         ctx.save_for_backward(x, weight)
         return plan.compute(x, weight, bias, moments)
@@ -250,7 +251,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _is_last(gradient: Tensor) -> bool:
-    """Whether nobody sees or differentiates what a backward pass computes."""
+    """Whether the result of a backward pass is neither traced nor differentiated."""
     return (
         type(gradient) is Tensor and not torch.is_grad_enabled() and _is_plain() and not torch.compiler.is_compiling()
     )

@@ -1,4 +1,4 @@
-"""What can be tuned: an `Operation` is all that search, measurement, records and the choice of a kernel know of it.
+"""Operations that can be tuned: what search, measurement, records and the choice of a kernel need to know of each.
 
 Operations are modules in `hybridpar.tvm_kernels.operations`, which are all imported when the first one is asked for.
 One operation may be there twice, for the CPU and for CUDA: the records are of one kind then, the kernels are not.
@@ -135,7 +135,7 @@ class Operation(ABC):
 
     @abstractmethod
     def space(self, key: KernelKey, parts: Sequence[Parameters]) -> list[tuple[dict[str, int], float]]:
-        """Candidates worth a thought, each with the cost that a model predicts.
+        """Candidates, each with the cost that a model predicts.
 
         Args:
             key: What is to be computed.
@@ -187,7 +187,7 @@ class Operation(ABC):
         del builder
 
     def floor_ms(self, key: KernelKey, speed: Any) -> float | None:
-        """Milliseconds that neither arithmetic nor memory can beat; None where nobody knows."""
+        """Milliseconds that neither arithmetic nor memory can beat; None where that is not known."""
         del key, speed
         return None
 

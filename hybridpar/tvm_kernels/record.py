@@ -97,7 +97,7 @@ class Record(BaseModel):
     def operation(self) -> Operation:
         """The operation, for whichever target."""
         found = named_operation(self.op)
-        assert found is not None, "a record of an operation that nobody knows is not read"
+        assert found is not None, "records of unknown operations are not read"
         return found
 
     @property

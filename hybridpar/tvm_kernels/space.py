@@ -1,4 +1,4 @@
-"""Why: rules say what is not worth compiling, and check a record's parameters before they become code.
+"""Which parameters of a CPU's schedules are allowed; nothing else is compiled.
 
 What the parameters are is told in `hybridpar.tvm_kernels.families`; which of those that are allowed are tried, in
 `hybridpar.tvm_kernels.candidates`.
@@ -18,9 +18,8 @@ MOST_LANES = 64
 _MOST = 64
 
 
-def outside(shape: ConvShape, direction: Direction, layout: Layout) -> str | None:
+def outside(shape: ConvShape, direction: Direction) -> str | None:
     """Why there are no kernels for a convolution, or None."""
-    del layout  # both have schedules for all that follows
     if not all(1 <= taps <= 31 for taps in shape.kernel) or max(shape.kernel) == 1:
         return "there are kernels for 2 to 31 taps a side only"
     if direction is Direction.INPUT_GRADIENT:
@@ -43,7 +42,7 @@ def reject(shape: ConvShape, direction: Direction, layout: Layout, parameters: M
         layout: Of the images.
         parameters: By name.
     """
-    reason = outside(shape, direction, layout)
+    reason = outside(shape, direction)
     if reason is not None:
         return reason
     family = family_of(direction, layout, parameters)

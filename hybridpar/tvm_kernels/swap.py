@@ -1,4 +1,4 @@
-"""Why: a model gets tuned kernels without being rewritten, and can be given back as it was.
+"""Gives a model's layers tuned kernels (`optimize`), and gives the model back as it was (`restore`).
 
 A layer is swapped by giving it another class: parameters, names, hooks, state dict and every reference to it stay,
 those in a traced graph or a pipeline's stage too. So it does not matter whether a model is swapped before or after it

@@ -126,7 +126,7 @@ def drawn(count: int, seed: int, layout: Layout) -> Iterator[tuple[Variant, bool
             parameters = draw.choice([one for one in space if tuple(sorted(one)) == names])
             yield Variant(shape, direction, layout, parameters), draw.random() < 0.5
         else:
-            assert outside(shape, direction, layout)
+            assert outside(shape, direction)
 
 
 DRAWN = [*drawn(24, seed=1, layout=LAST), *drawn(12, seed=2, layout=PLANES)]
@@ -189,7 +189,7 @@ EDGES = [
 def test_edges_of_contiguous_images(text: str, direction: Direction, builder: Builder, session: Session) -> None:
     shape = ConvShape.parse(text)
     space = list(candidates(shape, direction, PLANES, 2, MACHINES[0]))
-    assert bool(space) != bool(outside(shape, direction, PLANES))
+    assert bool(space) != bool(outside(shape, direction))
     # Where both schedules can do it, columns are what an edge is one for.
     own = [one for one in space if family_of(direction, PLANES, one) is families(direction, PLANES)[0]] or space
     if own:

@@ -128,10 +128,10 @@ def test_columns_far_apart_are_gathered_over_channels_alone() -> None:
 def test_what_no_kernel_covers() -> None:
     both = ConvShape.parse("1x8x20x20 k3x3 s2x2 p1x1 d2x2")
     for layout in Layout:
-        assert outside(both, Direction.INPUT_GRADIENT, layout)
-        assert outside(both, Direction.FORWARD, layout) is None
-        assert outside(ConvShape.parse("1x8x40x40 k33x3 s1x1 p1x1 d1x1"), Direction.FORWARD, layout)
-        assert outside(ConvShape.parse("1x8x40x40 k1x1 s1x1 p0x0 d1x1"), Direction.FORWARD, layout)
+        assert outside(both, Direction.INPUT_GRADIENT)
+        assert outside(both, Direction.FORWARD) is None
+        assert outside(ConvShape.parse("1x8x40x40 k33x3 s1x1 p1x1 d1x1"), Direction.FORWARD)
+        assert outside(ConvShape.parse("1x8x40x40 k1x1 s1x1 p0x0 d1x1"), Direction.FORWARD)
         assert not list(candidates(both, Direction.INPUT_GRADIENT, layout, 1, MACHINES[0]))
 
 
