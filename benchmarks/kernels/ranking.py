@@ -31,10 +31,9 @@ from hybridpar.codegen.build import Session
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.errors import UsageError
-from hybridpar.tvm_kernels.candidates import candidates
 from hybridpar.tvm_kernels.conv_bench import ConvBench
-from hybridpar.tvm_kernels.cost import estimate
 from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.families import candidates, estimate
 from hybridpar.tvm_kernels.kernel import TunedKernel, Variant, load_image
 from hybridpar.tvm_kernels.machine import this_machine
 from hybridpar.tvm_kernels.measure import time_pairs

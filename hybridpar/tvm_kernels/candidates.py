@@ -11,15 +11,8 @@ from collections.abc import Iterator, Mapping
 
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.schedules.geometry import axis
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import (
-    MOST_LANES,
-    MOST_WRITTEN_OUT,
-    gather_written_out,
-    outside,
-    reject,
-    rows_written_out,
-)
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction
+from hybridpar.tvm_kernels.space import MOST_LANES, MOST_WRITTEN_OUT, gather_written_out, rows_written_out
 
 #: Rows that a tile over columns has at most: a value of the room is used for each.
 _TALLEST = 6
@@ -29,40 +22,9 @@ _PASSING = (1, 2, 3, 4, 7)
 _LEAST_LANES = 4
 
 
-def candidates(
-    shape: ConvShape, direction: Direction, layout: Layout, threads: int, machine: Machine
-) -> Iterator[dict[str, int]]:
-    """Parameters worth a thought: those that fit the registers of a machine and give each thread enough to do.
-
-    Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        layout: Of the images.
-        threads: That will share the work.
-        machine: The CPU.
-    """
-    if outside(shape, direction) is not None:
-        return
-    make = _over_planes if layout is Layout.CONTIGUOUS else _over_channels
-    for parameters in make(shape, direction, threads, machine):
-        if reject(shape, direction, layout, parameters) is None:
-            yield parameters
-
-
-def _over_channels(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
-    """Candidates for images in channels_last; some of them may not be allowed."""
-    make = _weight if direction is Direction.WEIGHT_GRADIENT else _gather
-    return make(shape, direction, threads, machine)
-
-
-def _over_planes(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
-    """Candidates for contiguous images, over columns and over turned channels; some of them may not be allowed."""
-    if direction is Direction.WEIGHT_GRADIENT:
-        yield from _rows_weight(shape, threads, machine)
-        yield from _weight(shape, direction, threads, machine)
-        return
-    yield from _rows(shape, direction, threads, machine)
-    for own in _gather(shape, direction, threads, machine):
+def turned(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates of `cpu_turned`: those of `cpu_gather` that a padded tile can have."""
+    for own in gather(shape, direction, threads, machine):
         if not own["columns_outer"] and not own["stream"]:
             del own["columns_outer"], own["stream"]
             yield own | {"parts": min(threads, shape.batch * -(-shape.channels // own["lanes"]))}
@@ -74,7 +36,8 @@ def _lanes(shape: ConvShape, machine: Machine) -> list[int]:
     return fitting or [1 << (shape.channels.bit_length() - 1)]
 
 
-def _gather(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+def gather(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates of `cpu_gather`; some of them may not be allowed."""
     image = (shape.height, shape.width)
     height, width = image if direction is Direction.INPUT_GRADIENT else (shape.out_height, shape.out_width)
     # Whoever reads such a result next finds it in no cache, however it was written.
@@ -98,7 +61,8 @@ def _gather(shape: ConvShape, direction: Direction, threads: int, machine: Machi
                     yield own | {"strip": strip, "stream": 1}
 
 
-def _weight(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+def weight(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates of `cpu_weight`; some of them may not be allowed."""
     del direction
     tall, wide = shape.kernel
     most = machine.registers - 2
@@ -143,7 +107,8 @@ def strips_of(height: int, whole: int, least: int) -> list[int]:
     return sorted({strip for one in found if (strip := -(-one // whole) * whole) >= least})
 
 
-def _rows(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+def rows(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates of `cpu_rows`; some of them may not be allowed."""
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     height = -(-vertical.out // vertical.whole) * vertical.whole
     phases = horizontal.whole
@@ -161,7 +126,9 @@ def _rows(shape: ConvShape, direction: Direction, threads: int, machine: Machine
                 yield own | {"strip": strip, "parts": min(threads, shape.batch * shape.channels)}
 
 
-def _rows_weight(shape: ConvShape, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+def rows_weight(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates of `cpu_rows_weight`; some of them may not be allowed."""
+    del direction
     tall, wide = shape.kernel
     most = machine.registers - 2
     wides = [wide] if wide <= most else sorted({most, -(-wide // 2)})

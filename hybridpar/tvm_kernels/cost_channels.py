@@ -1,6 +1,12 @@
-"""Cost of schedules over channels: multiply-adds, loads, stores, latency, and lines that move between caches.
+"""Predicts what a candidate for the CPU costs, since compiling and timing one takes a second; schedules over channels.
 
-Numbers of a modern out-of-order core: two multiply-adds, two loads and one store a cycle, four cycles of latency.
+The model counts, per register tile, multiply-adds, loads and stores against the ports that do them, the latency of sums
+that wait for themselves, and the loads that a lack of registers adds. To that it adds how often lines move from L2
+into L1, by which rows of which channels fit there, and the traffic with memory; for contiguous images what copying and
+turning them takes. It is about which candidate is better than which, not about milliseconds;
+`benchmarks.kernels.ranking` compares its order with what was measured.
+
+Numbers are of a modern out-of-order core: two multiply-adds, two loads and one store a cycle, four cycles of latency.
 """
 
 from __future__ import annotations
@@ -174,9 +180,8 @@ def _lines(shape: ConvShape, vertical: Axis, horizontal: Axis, own: Mapping[str,
 # --------------------------------------------------------------------------------------------------- weight gradient
 
 
-def weight_cost(shape: ConvShape, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+def weight_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
     """The weight gradient in channels_last."""
-    direction = Direction.WEIGHT_GRADIENT
     vertical, horizontal = axis(shape, Direction.FORWARD, 0), axis(shape, Direction.FORWARD, 1)
     lanes, tap_rows, tap_columns = own["lanes"], own["tap_rows"], own["tap_columns"]
     vectors = -(-lanes // machine.lanes)

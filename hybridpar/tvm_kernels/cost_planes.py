@@ -16,27 +16,16 @@ from hybridpar.tvm_kernels.cost_channels import (
     spilled,
     weight_cost,
 )
-from hybridpar.tvm_kernels.families import ROWS, ROWS_WEIGHT, family_of
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.schedules.geometry import axis, by_input
 from hybridpar.tvm_kernels.schedules.planes import PaddedTile, padded_tile, turned_tile
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
 #: Cycles to copy a vector and to copy two apart, around a tile, a row and a plane, and to turn a vector.
 _COPY, _SPLIT, _TILE, _ROW, _PLANE, _TURN = 1.2, 2.5, 3.0, 2.5, 20.0, 5.0
 #: Cycles for a line from L2 in order, and from some planes at a time, and of a vector of sums that is folded.
 _LINE_CYCLES, _PLANES_CYCLES, _FOLD = 3.0, 6.0, 8.0
 _LINE = 64
-
-
-def planes_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
-    """What a candidate for contiguous images costs; arguments as `cost.estimate` has them."""
-    family = family_of(direction, Layout.CONTIGUOUS, own)
-    if family is ROWS:
-        return _rows(shape, direction, own, threads, machine)
-    if family is ROWS_WEIGHT:
-        return _rows_weight(shape, own, threads, machine)
-    return _turned(shape, direction, own, threads, machine)
 
 
 def _fill(padded: PaddedTile, lanes: int, machine: Machine) -> float:
@@ -50,7 +39,8 @@ def _fill(padded: PaddedTile, lanes: int, machine: Machine) -> float:
     return padded.rows * (one + _ROW)
 
 
-def _rows(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+def rows_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+    """Forward or input gradient over columns."""
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     lanes, rows, strip = own["lanes"], own["tile_rows"], own["strip"]
     whole, phases = vertical.whole, horizontal.whole
@@ -83,8 +73,10 @@ def _rows(shape: ConvShape, direction: Direction, own: Mapping[str, int], thread
     return Cost(total, moved, memory_cycles(shape, direction, machine), share_of(own["parts"], threads))
 
 
-def _rows_weight(shape: ConvShape, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
-    direction = Direction.WEIGHT_GRADIENT
+def rows_weight_cost(
+    shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine
+) -> Cost:
+    """The weight gradient over columns."""
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     lanes, rows, strip = own["lanes"], own["tile_rows"], own["strip"]
     padded = padded_tile(vertical, horizontal, strip)
@@ -109,7 +101,8 @@ def _rows_weight(shape: ConvShape, own: Mapping[str, int], threads: int, machine
     return Cost(total, moved, memory, share_of(own["parts"] * own["groups"], threads))
 
 
-def _turned(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+def turned_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+    """All directions over channels that are transposed first."""
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     lanes = own["lanes"]
     strip = min(own["strip"], vertical.out)
@@ -118,7 +111,7 @@ def _turned(shape: ConvShape, direction: Direction, own: Mapping[str, int], thre
     _, padded = turned_tile(vertical, horizontal, strip, lanes)
     units = own["parts"]
     if direction is Direction.WEIGHT_GRADIENT:
-        inner = weight_cost(shape, own, 1, machine).compute
+        inner = weight_cost(shape, direction, own, 1, machine).compute
         units *= own["groups"]
     else:
         inner = gather_cost(shape, direction, {**own, "columns_outer": 0}, 1, machine).compute

@@ -17,11 +17,11 @@ from hybridpar.codegen.build import Session
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.sync.batchnorm import BatchNormPool
 from hybridpar.tvm_kernels import call_plan, norm_kernels, optimize, restore
-from hybridpar.tvm_kernels.candidates import candidates
 from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
 from hybridpar.tvm_kernels.conv_bench import reference
 from hybridpar.tvm_kernels.database import Database, parse_records
 from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.families import candidates
 from hybridpar.tvm_kernels.kernel import MomentsVariant, TunedKernel, load_image
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.measure import torch_threads

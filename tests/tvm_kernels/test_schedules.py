@@ -12,9 +12,8 @@ import torch
 
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.compile_pool import Builder
-from hybridpar.tvm_kernels.candidates import candidates
 from hybridpar.tvm_kernels.conv_bench import ConvBench, reference
-from hybridpar.tvm_kernels.families import GATHER, families, family_of
+from hybridpar.tvm_kernels.families import GATHER, candidates, families, family_of
 from hybridpar.tvm_kernels.kernel import Variant, load_image
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout

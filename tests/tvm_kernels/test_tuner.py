@@ -16,11 +16,11 @@ import torch
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built, Request
 from hybridpar.tvm_kernels import measure, tuner
-from hybridpar.tvm_kernels.candidates import candidates
 from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.conv_bench import ConvBench, reference
 from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.families import candidates, reject
 from hybridpar.tvm_kernels.kernel import TunedKernel, Variant, load_image, make_kernels
 from hybridpar.tvm_kernels.machine import Machine, Speed, measure_speed
 from hybridpar.tvm_kernels.measure import Timing, summarize_pairs
@@ -28,7 +28,6 @@ from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.operations import depthwise
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import reject
 from hybridpar.tvm_kernels.tuner import Tuned, TuningStopped, tune
 from tests.tvm_kernels.standin import record_of
 

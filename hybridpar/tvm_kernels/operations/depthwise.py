@@ -8,15 +8,13 @@ from typing import Any, ClassVar
 
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.compile_pool import Builder, Request
-from hybridpar.tvm_kernels.candidates import candidates
 from hybridpar.tvm_kernels.conv_bench import ConvBench
-from hybridpar.tvm_kernels.cost import estimate
+from hybridpar.tvm_kernels.families import candidates, estimate, reject
 from hybridpar.tvm_kernels.kernel import Variant, load_image
 from hybridpar.tvm_kernels.machine import Speed, measure_speed, this_machine
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, Parameters, register_operation
 from hybridpar.tvm_kernels.record import KernelRecord
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction
-from hybridpar.tvm_kernels.space import reject
 
 #: What one thread of a common CPU does, in multiply-adds and bytes a second: only proportions count here.
 _MULTIPLY_ADDS, _BYTES = 40e9, 12e9

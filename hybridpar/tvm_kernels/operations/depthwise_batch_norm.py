@@ -23,6 +23,7 @@ from hybridpar.codegen.build import Session
 from hybridpar.codegen.compile_pool import Request
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.conv_bench import ConvBench
+from hybridpar.tvm_kernels.families import reject
 from hybridpar.tvm_kernels.kernel import MomentsVariant, TunedKernel, load_image
 from hybridpar.tvm_kernels.measure import Bench, Call
 from hybridpar.tvm_kernels.moments import moments_in
@@ -31,7 +32,6 @@ from hybridpar.tvm_kernels.operations.batch_norm import COLD, EPS, TURNS, BatchN
 from hybridpar.tvm_kernels.operations.depthwise import Depthwise
 from hybridpar.tvm_kernels.record import Record, is_right, shape_text
 from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import reject
 
 #: The operation's name, and what stands where a convolution has its direction.
 CONV_NORM_OP: Literal["depthwise_batch_norm_act"] = "depthwise_batch_norm_act"
