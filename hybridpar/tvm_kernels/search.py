@@ -145,6 +145,7 @@ def search_all(
     on_progress: Callable[[Progress], None] | None = None,
     tuner: Callable[..., list[Tuned]] = tune,
     weigher: Callable[[Mapping[KernelKey, int], float], Mapping[KernelKey, float]] | None = None,
+    measured: bool = True,
 ) -> SearchReport:
     """Tune keys of one operation, and append what is found to a database.
 
@@ -159,6 +160,7 @@ def search_all(
         on_progress: Called at the start of a search and with each candidate.
         tuner: Searches for one, as `tuner.tune`.
         weigher: Says how much is at stake for each, in so many seconds; None for `weigh`.
+        measured: Whether what it finds was measured; otherwise any record that is not of other versions is enough.
 
     Returns:
         What became of those that were not left out.
@@ -170,7 +172,8 @@ def search_all(
     counts = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys, 1)
     database = read_database(path) if path.exists() else Database(str(path))
     parts = {key: own for key in counts if (own := _parts_of(database, key)) is not None}
-    todo = [key for key, own in parts.items() if again or _is_old(database.best(key), own)]
+    there = set() if measured else {record.key for record in database.records if record.current}
+    todo = [key for key, own in parts.items() if again or (key not in there and _is_old(database.best(key), own))]
     report = SearchReport(skipped=len(parts) - len(todo))
     if not todo:
         return report
@@ -224,7 +227,7 @@ def search_all(
                 report.stopped, found = True, getattr(stopped, "results", [])
             finals = [one for one in found if one.final]
             steady = [one for one in finals if one.noise <= MOST_NOISE]
-            append_records(path, records_of(operation, key, steady[:KEPT]))
+            append_records(path, _records_of(operation, key, steady[:KEPT]))
             report.tuned += bool(steady)
             report.unsteady += bool(finals) and not steady
             if not found and not report.stopped:
@@ -241,20 +244,13 @@ def search_all(
     return report
 
 
-def records_of(operation: Operation, key: KernelKey, found: Sequence[Tuned], **fields: Any) -> list[Record]:
-    """The records of what a search found.
-
-    Args:
-        operation: What the key is of.
-        key: What was searched for.
-        found: Candidates.
-        fields: Further fields of each record.
-    """
+def _records_of(operation: Operation, key: KernelKey, found: Sequence[Tuned]) -> list[Record]:
+    """The records of what a search found."""
     now = time.time()
     shape = {name: getattr(key.shape, name, None) for name in ("rows", "channels")}
     told = {**dataclasses.asdict(key), **shape, "versions": dict(operation.versions), "tuned_at": now}
     told |= {"shape": getattr(key.shape, "convolution", key.shape).text, "activation": getattr(key.shape, "act", None)}
-    return [operation.record.model_validate({**told, **dataclasses.asdict(one), **fields}) for one in found]
+    return [operation.record.model_validate({**told, **dataclasses.asdict(one)}) for one in found]
 
 
 def _parts_of(database: Database, key: KernelKey) -> list[Record] | None:
