@@ -116,6 +116,10 @@ def cached_all(
 def keep(path: Path, content: bytes) -> None:
     """Put a file into the cache, whole or not at all.
 
+    Args:
+        path: What `cache_path` returned.
+        content: What to keep.
+
     Raises:
         OSError: It cannot be written.
     """

@@ -85,11 +85,18 @@ class Builder:
         self._closed = False
 
     def submit(self, request: Request) -> Future[Built]:
-        """Ask for something to be built; the future raises KernelsUnavailable where it could not be."""
+        """Ask for something to be built; the future raises KernelsUnavailable where it could not be.
+
+        Args:
+            request: What is to be built.
+        """
         return self._pool.submit(self._build, request)
 
     def build(self, request: Request) -> Built:
         """Have something built, and wait.
+
+        Args:
+            request: What is to be built.
 
         Raises:
             KernelsUnavailable: It does not compile, the compiler crashed, or it took too long.

@@ -53,14 +53,32 @@ def stock_batch_norm_act(*given: *Given) -> Tensor:
 def fusable(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None, training: bool
 ) -> bool:
-    """Whether the kernels can do it, and can be had; arguments as those of the operation."""
+    """Whether the kernels can do it, and can be had; arguments as those of the operation.
+
+    Args:
+        x: (N, C, H, W).
+        weight: (C), or None.
+        bias: (C), or None.
+        mean: Running mean, (C), or None.
+        variance: Running variance, (C), or None.
+        training: Whether to normalise by the batch.
+    """
     return kernels_fit(x, weight, bias, mean, variance, training) and bool(norm_kernels.table())
 
 
 def kernels_fit(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None, training: bool
 ) -> bool:
-    """Whether kernels could do it; none are loaded to find out."""
+    """Whether kernels could do it; none are loaded to find out.
+
+    Args:
+        x: (N, C, H, W).
+        weight: (C), or None.
+        bias: (C), or None.
+        mean: Running mean, (C), or None.
+        variance: Running variance, (C), or None.
+        training: Whether to normalise by the batch.
+    """
     if x.dtype is not torch.float32 or x.ndim != 4 or not x.is_cpu:
         return False
     channels = x.shape[1]

@@ -23,7 +23,14 @@ _LEAST_LANES = 4
 
 
 def turned(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
-    """Candidates of `cpu_turned`: those of `cpu_gather` that a padded tile can have."""
+    """Candidates of `cpu_turned`: those of `cpu_gather` that a padded tile can have.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        threads: That share the work.
+        machine: The CPU.
+    """
     for own in gather(shape, direction, threads, machine):
         if not own["columns_outer"] and not own["stream"]:
             del own["columns_outer"], own["stream"]
@@ -37,7 +44,14 @@ def _lanes(shape: ConvShape, machine: Machine) -> list[int]:
 
 
 def gather(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
-    """Candidates of `cpu_gather`; some of them may not be allowed."""
+    """Candidates of `cpu_gather`; some of them may not be allowed.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        threads: That share the work.
+        machine: The CPU.
+    """
     image = (shape.height, shape.width)
     height, width = image if direction is Direction.INPUT_GRADIENT else (shape.out_height, shape.out_width)
     # Whoever reads such a result next finds it in no cache, however it was written.
@@ -62,7 +76,14 @@ def gather(shape: ConvShape, direction: Direction, threads: int, machine: Machin
 
 
 def weight(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
-    """Candidates of `cpu_weight`; some of them may not be allowed."""
+    """Candidates of `cpu_weight`; some of them may not be allowed.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        threads: That share the work.
+        machine: The CPU.
+    """
     del direction
     tall, wide = shape.kernel
     most = machine.registers - 2
@@ -102,13 +123,26 @@ def _row_lanes(columns: int, machine: Machine) -> list[int]:
 
 
 def strips_of(height: int, whole: int, least: int) -> list[int]:
-    """Heights of strips that divide an image about evenly, in whole steps."""
+    """Heights of strips that divide an image about evenly, in whole steps.
+
+    Args:
+        height: Rows of the image.
+        whole: What strips are multiples of.
+        least: Rows of the lowest strip.
+    """
     found = {height, *(-(-height // pieces) for pieces in (2, 3, 4, 7, 8, 14))}
     return sorted({strip for one in found if (strip := -(-one // whole) * whole) >= least})
 
 
 def rows(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
-    """Candidates of `cpu_rows`; some of them may not be allowed."""
+    """Candidates of `cpu_rows`; some of them may not be allowed.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        threads: That share the work.
+        machine: The CPU.
+    """
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     height = -(-vertical.out // vertical.whole) * vertical.whole
     phases = horizontal.whole
@@ -127,7 +161,14 @@ def rows(shape: ConvShape, direction: Direction, threads: int, machine: Machine)
 
 
 def rows_weight(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
-    """Candidates of `cpu_rows_weight`; some of them may not be allowed."""
+    """Candidates of `cpu_rows_weight`; some of them may not be allowed.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        threads: That share the work.
+        machine: The CPU.
+    """
     del direction
     tall, wide = shape.kernel
     most = machine.registers - 2
@@ -158,6 +199,10 @@ def neighbours(one: Mapping[str, int], among: list[dict[str, int]]) -> list[dict
     """Candidates that differ in one parameter, by one step of the values that occur; or in strip together with rows.
 
     Only those of its own family: others have other parameters.
+
+    Args:
+        one: A candidate.
+        among: The space.
     """
     found = []
     among = [other for other in among if other.keys() == one.keys()]

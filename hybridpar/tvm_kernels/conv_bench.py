@@ -72,17 +72,29 @@ class ConvBench(Bench):
         return x, gradient, self._weight.to(device)
 
     def run(self, kernel: Any) -> Tensor:
-        """What a kernel computes, with all that a caller has to do."""
+        """What a kernel computes, with all that a caller has to do.
+
+        Args:
+            kernel: Called with two operands, None and the result.
+        """
         out = torch.empty_like(self._like)
         kernel(self._first, self._second, None, out)
         return out
 
     def errors(self, kernel: Any) -> tuple[float, float]:
-        """Largest difference from float64 of a kernel's result and of torch's."""
+        """Largest difference from float64 of a kernel's result and of torch's.
+
+        Args:
+            kernel: Called with two operands, None and the result.
+        """
         return self.error(kernel), self.stock_error
 
     def error(self, kernel: Any) -> float:
-        """Largest difference of a kernel's result from float64, relative to the largest value; infinite for NaN."""
+        """Largest difference of a kernel's result from float64, relative to the largest value; infinite for NaN.
+
+        Args:
+            kernel: Called with two operands, None and the result.
+        """
         return self._error_of(self.run(kernel))
 
     @functools.cached_property
@@ -144,7 +156,15 @@ def _without_cudnn(call: Call) -> object:
 def stock_call(
     shape: ConvShape, direction: Direction, x: Tensor, gradient: Tensor, weight: Tensor
 ) -> Callable[[], object]:
-    """Torch's call of one direction, on tensors in the layout that it is to run in."""
+    """Torch's call of one direction, on tensors in the layout that it is to run in.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        x: The image, (N, C, H, W).
+        gradient: Of the output, (N, C, OH, OW).
+        weight: (C, 1, KH, KW).
+    """
     wanted = [direction is one for one in (Direction.INPUT_GRADIENT, Direction.WEIGHT_GRADIENT)]
     if not any(wanted):
         return lambda: F.conv2d(x, weight, None, shape.stride, shape.padding, shape.dilation, shape.channels)

@@ -40,7 +40,15 @@ def _fill(padded: PaddedTile, lanes: int, machine: Machine) -> float:
 
 
 def rows_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
-    """Forward or input gradient over columns."""
+    """Forward or input gradient over columns.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        own: Parameters of the candidate.
+        threads: That share the work.
+        machine: The CPU.
+    """
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     lanes, rows, strip = own["lanes"], own["tile_rows"], own["strip"]
     whole, phases = vertical.whole, horizontal.whole
@@ -70,13 +78,21 @@ def rows_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], th
     moved = 0.0
     if padded.places * 4 > 0.75 * machine.level1:
         moved = planes * strips * padded.places * 4 / _LINE * _LINE_CYCLES * 2
-    return Cost(total, moved, memory_cycles(shape, direction, machine), share_of(own["parts"], threads))
+    return Cost(total, moved, memory_cycles(shape, machine), share_of(own["parts"], threads))
 
 
 def rows_weight_cost(
     shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine
 ) -> Cost:
-    """The weight gradient over columns."""
+    """The weight gradient over columns.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        own: Parameters of the candidate.
+        threads: That share the work.
+        machine: The CPU.
+    """
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     lanes, rows, strip = own["lanes"], own["tile_rows"], own["strip"]
     padded = padded_tile(vertical, horizontal, strip)
@@ -97,12 +113,20 @@ def rows_weight_cost(
     if (padded.places + strip * shape.out_width) * 4 > 0.75 * machine.level1:
         lines = (padded.places + strip * shape.out_width) * 4 / _LINE
         moved = planes * strips * lines * groups * _LINE_CYCLES
-    memory = memory_cycles(shape, direction, machine)
+    memory = memory_cycles(shape, machine)
     return Cost(total, moved, memory, share_of(own["parts"] * own["groups"], threads))
 
 
 def turned_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
-    """All directions over channels that are transposed first."""
+    """All directions over channels that are transposed first.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        own: Parameters of the candidate.
+        threads: That share the work.
+        machine: The CPU.
+    """
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     lanes = own["lanes"]
     strip = min(own["strip"], vertical.out)
@@ -123,4 +147,4 @@ def turned_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], 
     moved = lines * _PLANES_CYCLES
     if padded * 4 > 0.75 * machine.level1:
         moved += 2 * lines * _LINE_CYCLES
-    return Cost(total, moved, memory_cycles(shape, direction, machine), share_of(units, threads))
+    return Cost(total, moved, memory_cycles(shape, machine), share_of(units, threads))

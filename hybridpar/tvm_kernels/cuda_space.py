@@ -42,7 +42,13 @@ _MOST_ELEMENTS = 1 << 31
 
 
 def outside(shape: ConvShape, direction: Direction, dtype: str) -> str | None:
-    """Why there are no kernels for a convolution, or None."""
+    """Why there are no kernels for a convolution, or None.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        dtype: Of all tensors.
+    """
     if dtype not in ITEM:
         return f"there are no kernels for {dtype}"
     if reason := space.outside(shape, direction):
@@ -54,7 +60,11 @@ def outside(shape: ConvShape, direction: Direction, dtype: str) -> str | None:
 
 
 def registers(tile: Tile) -> int:
-    """Registers that a thread is estimated to need."""
+    """Registers that a thread is estimated to need.
+
+    Args:
+        tile: Of the candidate.
+    """
     down, across, vector = tile.vertical, tile.horizontal, tile.vector
     row = across.used
     if tile.weight:
@@ -65,7 +75,11 @@ def registers(tile: Tile) -> int:
 
 
 def written_out(tile: Tile) -> int:
-    """Multiply-adds without a loop."""
+    """Multiply-adds without a loop.
+
+    Args:
+        tile: Of the candidate.
+    """
     rows = tile.vertical.register * tile.parameters["tap_rows"] if tile.weight else tile.vertical.uses
     return rows * tile.horizontal.uses * tile.vector
 

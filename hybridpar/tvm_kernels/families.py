@@ -70,13 +70,24 @@ class Family:
 
 
 def family_of(direction: Direction, layout: Layout, names: Iterable[str]) -> Family | None:
-    """The schedule that has these parameters, or None."""
+    """The schedule that has these parameters, or None.
+
+    Args:
+        direction: Which of its three directions.
+        layout: Of the images.
+        names: Names of parameters.
+    """
     given = set(names)
     return next((one for one in FAMILIES[layout, _is_sum(direction)] if set(one.names) == given), None)
 
 
 def families(direction: Direction, layout: Layout) -> tuple[Family, ...]:
-    """The schedules for a direction and layout."""
+    """The schedules for a direction and layout.
+
+    Args:
+        direction: Which of its three directions.
+        layout: Of the images.
+    """
     return FAMILIES[layout, _is_sum(direction)]
 
 

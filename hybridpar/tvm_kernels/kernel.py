@@ -72,7 +72,11 @@ class Variant:
         return {**told, "parameters": dict(sorted(self.parameters.items()))}
 
     def request(self, text: str = "") -> Request:
-        """What builds it; see `Request` for the text."""
+        """What builds it; see `Request` for the text.
+
+        Args:
+            text: As `Request.text`.
+        """
         return Request((self.source,), self.arguments, text)
 
     @property
@@ -158,6 +162,12 @@ class TunedKernel:
 
     def run(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> Tensor | None:
         """As a call.
+
+        Args:
+            first: As of a call, and the next ones.
+            second: Likewise.
+            third: Likewise.
+            out: Likewise.
 
         Returns:
             The scratch memory, with what the kernel left there; None where there is none.

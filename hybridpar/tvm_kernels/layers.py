@@ -60,6 +60,9 @@ def is_depthwise(module: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Whether a module is a convolution with one filter per channel that the op can take the place of.
 
     Subclasses have a forward of their own, and so have parametrised and lazy layers: none of these is touched.
+
+    Args:
+        module: Of a model.
     """
     return (
         (type(module) is nn.Conv2d or getattr(type(module), "fx_leaf", False) is True)
@@ -77,7 +80,11 @@ def _is_even_handed(module: nn.Conv2d) -> bool:
 
 
 def number_padding(module: nn.Conv2d) -> tuple[int, int]:
-    """The padding of a layer in numbers."""
+    """The padding of a layer in numbers.
+
+    Args:
+        module: Of a model.
+    """
     padding: Any = module.padding
     if padding == "valid":
         return 0, 0

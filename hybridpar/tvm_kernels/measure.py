@@ -199,7 +199,11 @@ class Bench(ABC):
 
     @abstractmethod
     def run(self, kernel: Any) -> Any:
-        """What a kernel computes, with all that a caller has to do."""
+        """What a kernel computes, with all that a caller has to do.
+
+        Args:
+            kernel: Of this operation.
+        """
 
     @abstractmethod
     def errors(self, kernel: Any) -> tuple[float, float]:

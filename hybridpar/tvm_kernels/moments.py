@@ -63,7 +63,11 @@ def moments_in(scratch: Tensor | None, channels: int) -> Tensor:
 
 
 def take_moments(tensor: Tensor) -> Tensor | None:
-    """The moments of a tensor, once; None where there are none, or where they may be those of other values."""
+    """The moments of a tensor, once; None where there are none, or where they may be those of other values.
+
+    Args:
+        tensor: That a convolution may have computed.
+    """
     found: _Moments | None = tensor.__dict__.pop(_NAME, None)
     if found is None or found.of() is not tensor:
         return None
@@ -100,13 +104,22 @@ class Behind:
 
 
 def behind(layer: nn.Module) -> Behind | None:
-    """The norm behind a convolution, if `optimize` found one."""
+    """The norm behind a convolution, if `optimize` found one.
+
+    Args:
+        layer: The convolution.
+    """
     found: Behind | None = layer.__dict__.get(_BEHIND)
     return found
 
 
 def set_behind(layer: nn.Module, norm: nn.Module | None) -> None:
-    """Note on a convolution which norm alone reads its result, or None; state dicts do not show it."""
+    """Note on a convolution which norm alone reads its result, or None; state dicts do not show it.
+
+    Args:
+        layer: The convolution.
+        norm: The norm; None forgets it.
+    """
     if norm is None:
         layer.__dict__.pop(_BEHIND, None)
     else:

@@ -106,12 +106,20 @@ def unfuse_norms(model: nn.Module) -> None:
 
 
 def fused_norms(model: nn.Module) -> dict[str, str]:
-    """The activations that a model's swapped layers do, "none" where it is the norm alone, by the layer's name."""
+    """The activations that a model's swapped layers do, "none" where it is the norm alone, by the layer's name.
+
+    Args:
+        model: Any model.
+    """
     return {name: module._fused.act for name, module in model.named_modules() if isinstance(module, _FusedForward)}
 
 
 def find_norms(model: nn.Module) -> list[NormPair]:
-    """The BatchNorm2d layers of a model that can be fused, each with the activation that can be fused with it."""
+    """The BatchNorm2d layers of a model that can be fused, each with the activation that can be fused with it.
+
+    Args:
+        model: Any model.
+    """
     if not any(_is_norm(module) for module in model.modules()):
         return []
     found = _on_graph(model)

@@ -169,7 +169,16 @@ def _weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, paddin
 
 
 def stock_forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """The output by torch alone."""
+    """The output by torch alone.
+
+    Args:
+        x: (N, C, H, W).
+        weight: (C, 1, KH, KW).
+        bias: (C), or None.
+        stride: Two numbers, as the next ones.
+        padding: As torch has it.
+        dilation: As torch has it.
+    """
     _check(x, weight.shape[:2])
     return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[1])
 
@@ -177,7 +186,16 @@ def stock_forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, p
 def stock_input_gradient(
     gradient: Tensor, weight: Tensor, size: Any, stride: Any, padding: Any, dilation: Any
 ) -> Tensor:
-    """The input's gradient by torch alone; sizes are H and W of the input."""
+    """The input's gradient by torch alone; sizes are H and W of the input.
+
+    Args:
+        gradient: Of the output, (N, C, OH, OW).
+        weight: (C, 1, KH, KW).
+        size: H and W of the input.
+        stride: Two numbers, as the next ones.
+        padding: As torch has it.
+        dilation: As torch has it.
+    """
     _check(gradient, weight.shape[:2])
     # Of the input only the form counts, and the gradient has the same layout.
     last = layout_of(gradient) is Layout.CHANNELS_LAST
@@ -187,7 +205,16 @@ def stock_input_gradient(
 
 
 def stock_weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """The weights' gradient by torch alone; taps are KH and KW."""
+    """The weights' gradient by torch alone; taps are KH and KW.
+
+    Args:
+        x: (N, C, H, W).
+        gradient: Of the output, (N, C, OH, OW).
+        taps: KH and KW.
+        stride: Two numbers, as the next ones.
+        padding: As torch has it.
+        dilation: As torch has it.
+    """
     _check(x, (gradient.shape[1], 1))
     weight = torch.empty((gradient.shape[1], 1, *taps), dtype=x.dtype, device=x.device)
     return _stock_backward(gradient, x, weight, stride, padding, dilation, (False, True)).contiguous()

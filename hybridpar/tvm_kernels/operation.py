@@ -120,18 +120,31 @@ class Operation(ABC):
         return tuple(sorted({**_installed(), **self.own_versions}.items()))
 
     def parts(self, key: KernelKey) -> tuple[KernelKey, ...]:
-        """What must run on kernels of its own for this one to be of use; measured against what that takes."""
+        """What must run on kernels of its own for this one to be of use; measured against what that takes.
+
+        Args:
+            key: What is to be computed.
+        """
         del key
         return ()
 
     def without_kernels(self, key: KernelKey) -> str:
-        """Why there are no kernels for a key, whatever the records say; empty where there are some."""
+        """Why there are no kernels for a key, whatever the records say; empty where there are some.
+
+        Args:
+            key: What is to be computed.
+        """
         del key
         return ""
 
     @abstractmethod
     def reject(self, key: KernelKey, parameters: Parameters) -> str | None:
-        """Why parameters make no kernel, or None; nothing else is compiled."""
+        """Why parameters make no kernel, or None; nothing else is compiled.
+
+        Args:
+            key: What is to be computed.
+            parameters: Of a candidate.
+        """
 
     @abstractmethod
     def space(self, key: KernelKey, parts: Sequence[Parameters]) -> list[tuple[dict[str, int], float]]:
@@ -143,12 +156,21 @@ class Operation(ABC):
         """
 
     def request(self, key: KernelKey, parameters: Parameters) -> Request | None:
-        """What compiles a candidate; None where nothing is to be compiled."""
+        """What compiles a candidate; None where nothing is to be compiled.
+
+        Args:
+            key: What is to be computed.
+            parameters: Of a candidate.
+        """
         del key, parameters
         return None
 
     def path(self, key: KernelKey, parameters: Parameters) -> Path:
         """The cache file of what the request gives.
+
+        Args:
+            key: What is to be computed.
+            parameters: Of a candidate.
 
         Raises:
             KernelsUnavailable: Nothing can be built on this machine.
@@ -183,17 +205,30 @@ class Operation(ABC):
         """
 
     def measure_speed(self, builder: Builder) -> Any:
-        """What the device can do, for `floor_ms`; measured once for a tune."""
+        """What the device can do, for `floor_ms`; measured once for a tune.
+
+        Args:
+            builder: Builds what is timed.
+        """
         del builder
 
     def floor_ms(self, key: KernelKey, speed: Any) -> float | None:
-        """Milliseconds that neither arithmetic nor memory can beat; None where that is not known."""
+        """Milliseconds that neither arithmetic nor memory can beat; None where that is not known.
+
+        Args:
+            key: What is to be computed.
+            speed: As `measure_speed` gives it.
+        """
         del key, speed
         return None
 
     @abstractmethod
     def weight(self, key: KernelKey) -> float:
-        """About how long it takes, in any unit: what takes longest is tuned first."""
+        """About how long it takes, in any unit: what takes longest is tuned first.
+
+        Args:
+            key: What is to be computed.
+        """
 
 
 _OPERATIONS: dict[tuple[str, str], Operation] = {}
@@ -202,6 +237,9 @@ _Kind = TypeVar("_Kind", bound=type[Operation])
 
 def register_operation(kind: _Kind) -> _Kind:
     """Decorator that enters an operation.
+
+    Args:
+        kind: The class.
 
     Raises:
         ValueError: There is one of that name for that target (a programming error, so not a `UsageError`).
@@ -219,17 +257,28 @@ def operations() -> Mapping[tuple[str, str], Operation]:
 
 
 def named_operation(name: str) -> Operation | None:
-    """The operation of that name, for whichever target; None where there is none."""
+    """The operation of that name, for whichever target; None where there is none.
+
+    Args:
+        name: As records call it.
+    """
     return next((one for (own, _), one in operations().items() if own == name), None)
 
 
 def find_operation(key: KernelKey) -> Operation | None:
-    """The operation that a key is of, on the key's kind of device; None where there is none."""
+    """The operation that a key is of, on the key's kind of device; None where there is none.
+
+    Args:
+        key: What is to be computed.
+    """
     return operations().get((key.op, "cuda" if is_gpu(key.device) else "cpu"))
 
 
 def operation_of(key: KernelKey) -> Operation:
     """The operation that a key is of, on the key's kind of device.
+
+    Args:
+        key: What is to be computed.
 
     Raises:
         KernelsUnavailable: There is none.
@@ -251,7 +300,11 @@ def versions_of(name: str) -> dict[str, str]:
 
 
 def whole_numbers(parameters: Mapping[str, object]) -> dict[str, int]:
-    """Those parameters of a record that are whole numbers, as all of a kernel's are."""
+    """Those parameters of a record that are whole numbers, as all of a kernel's are.
+
+    Args:
+        parameters: Of a candidate.
+    """
     return {name: value for name, value in parameters.items() if type(value) is int}
 
 

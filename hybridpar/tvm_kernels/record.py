@@ -136,6 +136,10 @@ class Record(BaseModel):
 def shape_text(kind: Any, text: str) -> str:
     """A shape's text as that class of shapes writes it.
 
+    Args:
+        kind: Class of shapes.
+        text: What to read.
+
     Raises:
         ValueError: It is no such shape.
     """

@@ -83,7 +83,11 @@ class SearchReport:
     unsteady: int = 0
 
     def plus(self, other: SearchReport) -> SearchReport:
-        """Of both together."""
+        """Of both together.
+
+        Args:
+            other: Of other keys.
+        """
         return SearchReport(
             *(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
         )
@@ -320,7 +324,11 @@ def weigh(
 
 
 def torch_ms(key: KernelKey) -> float:
-    """What one call of torch takes, in the layout of the key; the shorter of two after a first one."""
+    """What one call of torch takes, in the layout of the key; the shorter of two after a first one.
+
+    Args:
+        key: What is computed, and where.
+    """
     with torch_threads(key.threads):
         call = operation_of(key).bench(key, 0, ()).instead
         taken = []

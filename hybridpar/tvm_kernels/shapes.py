@@ -104,6 +104,9 @@ class ConvShape:
     def parse(cls, text: str) -> ConvShape:
         """Read what `text` gives.
 
+        Args:
+            text: What to read.
+
         Raises:
             ShapeError: It is written otherwise, or cannot be.
         """
@@ -119,7 +122,11 @@ class ConvShape:
         return cls(batch, channels, height, width, kernel, stride, padding, dilation)
 
     def unlike(self, other: ConvShape) -> str | None:
-        """How this differs from another convolution that is the same but for its batch; None for any other."""
+        """How this differs from another convolution that is the same but for its batch; None for any other.
+
+        Args:
+            other: A shape of the same class.
+        """
         if replace(self, batch=other.batch) != other:
             return None
         return "" if self == other else f"batch {self.batch}"
@@ -167,6 +174,9 @@ class NormShape:
     def parse(cls, text: str) -> NormShape:
         """Read what `text` gives.
 
+        Args:
+            text: What to read.
+
         Raises:
             ShapeError: It is written otherwise, or cannot be.
         """
@@ -180,7 +190,11 @@ class NormShape:
         return cls(int(match[1]), int(match[2]), match[3])
 
     def unlike(self, other: NormShape) -> str | None:
-        """How this differs from another norm that is the same but for its rows; None for any other."""
+        """How this differs from another norm that is the same but for its rows; None for any other.
+
+        Args:
+            other: A shape of the same class.
+        """
         if (self.channels, self.act) != (other.channels, other.act):
             return None
         return "" if self == other else f"{self.rows} rows"
@@ -207,6 +221,9 @@ class ConvNormShape:
     def parse(cls, text: str) -> ConvNormShape:
         """Read what `text` gives.
 
+        Args:
+            text: What to read.
+
         Raises:
             ShapeError: It is written otherwise, or cannot be.
         """
@@ -220,5 +237,9 @@ class ConvNormShape:
         return NormShape(one.batch * one.out_height * one.out_width, one.channels, self.act)
 
     def unlike(self, other: ConvNormShape) -> str | None:
-        """As `ConvShape.unlike`."""
+        """As `ConvShape.unlike`.
+
+        Args:
+            other: A shape of the same class.
+        """
         return None if self.act != other.act else self.convolution.unlike(other.convolution)

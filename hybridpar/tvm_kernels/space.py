@@ -18,7 +18,12 @@ _MOST = 64
 
 
 def outside(shape: ConvShape, direction: Direction) -> str | None:
-    """Why there are no kernels for a convolution, or None."""
+    """Why there are no kernels for a convolution, or None.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+    """
     if not all(1 <= taps <= 31 for taps in shape.kernel) or max(shape.kernel) == 1:
         return "there are kernels for 2 to 31 taps a side only"
     if direction is Direction.INPUT_GRADIENT:
@@ -33,7 +38,13 @@ _LINE = 16
 
 
 def reject_rows(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
-    """Why a kernel of `cpu_rows` cannot have these parameters, or None."""
+    """Why a kernel of `cpu_rows` cannot have these parameters, or None.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        parameters: By name.
+    """
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     whole = vertical.whole
     height = -(-vertical.out // whole) * whole
@@ -56,12 +67,23 @@ def reject_rows(shape: ConvShape, direction: Direction, parameters: Mapping[str,
 
 
 def rows_written_out(shape: ConvShape, parameters: Mapping[str, int]) -> int:
-    """Multiply-adds of one tile over columns, in vectors of all lanes; at most, where a gradient skips taps."""
+    """Multiply-adds of one tile over columns, in vectors of all lanes; at most, where a gradient skips taps.
+
+    Args:
+        shape: The convolution.
+        parameters: By name.
+    """
     return parameters["tile_rows"] * parameters["tile_vectors"] * shape.kernel[0] * shape.kernel[1]
 
 
 def reject_rows_weight(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
-    """Why a kernel of `cpu_rows_weight` cannot have these parameters, or None."""
+    """Why a kernel of `cpu_rows_weight` cannot have these parameters, or None.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        parameters: By name.
+    """
     del direction
     bounds = {
         "tap_rows": shape.kernel[0],
@@ -88,7 +110,13 @@ def _out_of_bounds(parameters: Mapping[str, int], bounds: Mapping[str, int]) -> 
 
 
 def reject_turned(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
-    """Why a kernel of `cpu_turned` cannot have these parameters, or None."""
+    """Why a kernel of `cpu_turned` cannot have these parameters, or None.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        parameters: By name.
+    """
     parts = shape.batch * -(-shape.channels // parameters["lanes"])
     if not 1 <= parameters["parts"] <= parts:
         return f"parts={parameters['parts']} is not between 1 and {parts}"
@@ -98,7 +126,13 @@ def reject_turned(shape: ConvShape, direction: Direction, parameters: Mapping[st
 
 
 def reject_gather(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
-    """Why a kernel of `cpu_gather` cannot have these parameters, or None."""
+    """Why a kernel of `cpu_gather` cannot have these parameters, or None.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        parameters: By name.
+    """
     rows, columns, strip = parameters["tile_rows"], parameters["tile_columns"], parameters["strip"]
     if not (1 <= rows <= _MOST and 1 <= columns <= _MOST and 1 <= strip <= (1 << 20)):
         return "a tile or strip is empty or too large"
@@ -119,7 +153,13 @@ def reject_gather(shape: ConvShape, direction: Direction, parameters: Mapping[st
 
 
 def reject_weight(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
-    """Why a kernel of `cpu_weight` cannot have these parameters, or None."""
+    """Why a kernel of `cpu_weight` cannot have these parameters, or None.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        parameters: By name.
+    """
     del direction
     strips = -(-shape.out_height // max(parameters["strip"], 1))
     most = {
@@ -138,7 +178,13 @@ def reject_weight(shape: ConvShape, direction: Direction, parameters: Mapping[st
 
 
 def gather_written_out(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> int:
-    """Multiply-adds of one tile without loops, in vectors of all lanes."""
+    """Multiply-adds of one tile without loops, in vectors of all lanes.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        parameters: By name.
+    """
     skipped = shape.stride[0] * shape.stride[1] if direction is Direction.INPUT_GRADIENT else 1
     rows = parameters["tile_rows"] * shape.kernel[0] if parameters["unroll"] else 1
     return rows * parameters["tile_columns"] * shape.kernel[1] // skipped

@@ -41,7 +41,11 @@ class DepthwiseConv2d(nn.Conv2d):
         return "" if choices is None else choices.digest
 
     def forward(self, input: Tensor) -> Tensor:
-        """As `nn.Conv2d`."""
+        """As `nn.Conv2d`.
+
+        Args:
+            input: (N, C, H, W).
+        """
         padding = number_padding(self)
         if not torch.compiler.is_compiling() and type(input) is Tensor and (norm := behind(self)) is not None:
             numbers = self.stride, padding, self.dilation
@@ -91,6 +95,9 @@ def optimize(model: _Model, database: str | Path | Database | None = None, repor
 
 def restore(model: _Model) -> _Model:
     """Undo `optimize`: all layers are what they were.
+
+    Args:
+        model: What `optimize` was given, or any model.
 
     Returns:
         The model itself.

@@ -95,12 +95,20 @@ def _directions() -> list[str]:
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """Rows as plain values."""
+    """Rows as plain values.
+
+    Args:
+        rows: Of any operations.
+    """
     return [asdict(row) for row in rows]
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """The rows as a table for the terminal."""
+    """The rows as a table for the terminal.
+
+    Args:
+        rows: Of any operations.
+    """
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -146,6 +154,10 @@ def summary_lines(rows: Sequence[Row]) -> list[str]:
 
 def draw_rows(rows: Sequence[Row], path: Path) -> None:
     """Draw a bar for each row: how many times as fast as torch.
+
+    Args:
+        rows: Of any operations.
+        path: File to write, .svg, .png or .pdf.
 
     Raises:
         UsageError: matplotlib is missing, or the file cannot be written.
