@@ -7,7 +7,6 @@ uses one GPU of many and loading takes memory of it.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import tempfile
 import threading
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.codegen.build import kernel_paths
-from hybridpar.codegen.cache import KernelsUnavailable, cache_path, cached
+from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Request
 from hybridpar.codegen.cuda_driver import CudaFunction, CudaModule, driver
 from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, compiler
@@ -134,27 +133,6 @@ def compile_source(text: str, architecture: str) -> Compiled:
         code, log = run(text.encode(), architecture, Path(aside))
     registers, spills = ([int(one) for one in found.findall(log)] for found in (_PTXAS, _SPILLS))
     return Compiled(code, max(registers, default=None), max(spills, default=None))
-
-
-def cubin_of(text: str, architecture: str) -> bytes:
-    """Machine code of a source, from the cache if it is there.
-
-    Args:
-        text: CUDA C.
-        architecture: As in `sm_90`.
-
-    Raises:
-        KernelsUnavailable: There is no compiler, or it reports an error, or the cache cannot be used.
-    """
-    version, run = compiler(CONTRACTED)
-    made_from = {
-        "source": hashlib.sha256(text.encode()).hexdigest(),
-        "options": CONTRACTED,
-        "compiler": version,
-        "architecture": architecture,
-    }
-    path = cache_path("depthwise", made_from, ".cubin")
-    return cached(path, lambda directory: run(text.encode(), architecture, directory)[0])
 
 
 class CudaKernel:

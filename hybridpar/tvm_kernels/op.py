@@ -125,47 +125,54 @@ def _pair(value: int | Numbers) -> tuple[int, int]:
 
 
 def _run(
-    direction: Direction,
-    operands: tuple[Tensor, Tensor, Tensor | None],
-    sizes: Numbers,
-    out: Numbers,
-    taps: Numbers,
-    *numbers: Any,
+    direction: Direction, first: Tensor, second: Tensor, third: Tensor | None, layout: Layout, *call: Any
 ) -> Tensor | None:
-    """What a kernel computes of operands that it can read; None where there is no such kernel."""
-    first, second, third = operands
-    layout = layout_of(first)
-    assert layout is not None
-    kernel = kernel_of(direction, first, sizes, taps, *numbers, layout)
+    """What a kernel computes of operands that it can read; None where there is no such kernel.
+
+    The call is the sizes of the input, taps, stride, padding and dilation.
+    """
+    kernel = kernel_of(direction, first, *call, layout)
     if kernel is None or not kernel.takes(first, second):
         return None
-    form = torch.contiguous_format if direction is _WEIGHT else FORMATS[layout]
-    result = torch.empty(out, dtype=first.dtype, device=first.device, memory_format=form)
+    sizes, taps = call[0], call[1]
+    if direction is _FORWARD:
+        sizes = out_sizes(*call)
+    elif direction is _WEIGHT:
+        sizes, layout = (sizes[1], 1, *taps), Layout.CONTIGUOUS
+    result = torch.empty(sizes, dtype=first.dtype, device=first.device, memory_format=FORMATS[layout])
     kernel(first, second, third, result)
     return result
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    layout, numbers, taps, found = layout_of(x), (stride, padding, dilation), weight.shape[2:], None
+    layout = layout_of(x)
     if usable(layout, x, weight, *(() if bias is None else (bias,))) and fits(weight, x.shape[1], layout):
-        found = _run(_FORWARD, (x, weight, bias), x.shape, out_sizes(x.shape, taps, *numbers), taps, *numbers)
-    return stock_forward(x, weight, bias, *numbers) if found is None else found
+        assert layout is not None
+        found = _run(_FORWARD, x, weight, bias, layout, x.shape, weight.shape[2:], stride, padding, dilation)
+        if found is not None:
+            return found
+    return stock_forward(x, weight, bias, stride, padding, dilation)
 
 
 def _input_gradient(gradient: Tensor, weight: Tensor, size: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    layout, numbers, found = layout_of(gradient), (stride, padding, dilation), None
+    layout = layout_of(gradient)
     if usable(layout, gradient, weight) and fits(weight, gradient.shape[1], layout):
-        sizes = (*gradient.shape[:2], *size)
-        found = _run(_INPUT, (gradient, weight, None), sizes, sizes, weight.shape[2:], *numbers)
-    return stock_input_gradient(gradient, weight, size, *numbers) if found is None else found
+        assert layout is not None
+        call = (*gradient.shape[:2], *size), weight.shape[2:], stride, padding, dilation
+        found = _run(_INPUT, gradient, weight, None, layout, *call)
+        if found is not None:
+            return found
+    return stock_input_gradient(gradient, weight, size, stride, padding, dilation)
 
 
 def _weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    layout, numbers, found = layout_of(x), (stride, padding, dilation), None
+    layout = layout_of(x)
     alike = gradient.dtype is x.dtype and gradient.device == x.device
-    if usable(layout, x) and alike and gradient.is_contiguous(memory_format=FORMATS[layout]):  # type: ignore[index]
-        found = _run(_WEIGHT, (x, gradient, None), x.shape, (x.shape[1], 1, *taps), taps, *numbers)
-    return stock_weight_gradient(x, gradient, taps, *numbers) if found is None else found
+    if layout is not None and usable(layout, x) and alike and gradient.is_contiguous(memory_format=FORMATS[layout]):
+        found = _run(_WEIGHT, x, gradient, None, layout, x.shape, taps, stride, padding, dilation)
+        if found is not None:
+            return found
+    return stock_weight_gradient(x, gradient, taps, stride, padding, dilation)
 
 
 def stock_forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:

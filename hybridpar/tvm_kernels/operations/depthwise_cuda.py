@@ -12,12 +12,12 @@ from hybridpar.codegen.build import Session
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Request
 from hybridpar.codegen.cuda_driver import driver
-from hybridpar.codegen.nvrtc import DRIVER
+from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, cubin
 from hybridpar.tvm_kernels import cuda_kernel
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.cuda_cost import estimate
 from hybridpar.tvm_kernels.cuda_device import gpu_of
-from hybridpar.tvm_kernels.cuda_kernel import Compiled, CudaKernel, CudaVariant, cubin_of
+from hybridpar.tvm_kernels.cuda_kernel import Compiled, CudaKernel, CudaVariant
 from hybridpar.tvm_kernels.cuda_space import candidates, reject
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, Pace, Parameters, register_operation
 from hybridpar.tvm_kernels.operations.depthwise import CONV_LIMITS, Depthwise
@@ -64,8 +64,9 @@ class DepthwiseCuda(Operation):
         variant, architecture = _variant(key, parameters), key.device.rpartition(" ")[2]
         if session is not None:
             return cuda_kernel.load_cubin(variant, compile_unspilled(image, architecture).code, _current())
-        source = image.decode()
-        kernel = CudaKernel(variant, lambda index: driver(DRIVER).load(cubin_of(source, architecture), index))
+        kernel = CudaKernel(
+            variant, lambda at: driver(DRIVER).load(cubin("depthwise", image, architecture, CONTRACTED), at)
+        )
         kernel.prepare(_current())
         return kernel
 
