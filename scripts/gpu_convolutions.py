@@ -28,19 +28,20 @@ if __name__ == "__main__":
 
 from benchmarks.rig.rows import commit  # noqa: E402
 from hybridpar.codegen.cache import KernelsUnavailable  # noqa: E402
+from hybridpar.codegen.compile_pool import Builder  # noqa: E402
+from hybridpar.tvm_kernels.compile_ahead import compile_all, compiled_candidates  # noqa: E402
+from hybridpar.tvm_kernels.conv_bench import ConvBench  # noqa: E402
 from hybridpar.tvm_kernels.cuda_device import KNOWN, Gpu, gpu_at  # noqa: E402
-from hybridpar.tvm_kernels.cuda_kernel import (  # noqa: E402
-    CudaKernel,
-    CudaVariant,
-    compile_source,
-    load_cubin,
-    sources_of,
+from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, load_cubin  # noqa: E402
+from hybridpar.tvm_kernels.database import read_database  # noqa: E402
+from hybridpar.tvm_kernels.measure import time_pairs  # noqa: E402
+from hybridpar.tvm_kernels.operation import (  # noqa: E402
+    KernelKey,
+    operation_of,
+    whole_numbers,
 )
-from hybridpar.tvm_kernels.cuda_measure import CudaBench  # noqa: E402
-from hybridpar.tvm_kernels.cuda_space import reject  # noqa: E402
-from hybridpar.tvm_kernels.cuda_tuner import KEPT, compile_all, ranked  # noqa: E402
-from hybridpar.tvm_kernels.database import KernelKey, read_database  # noqa: E402
-from hybridpar.tvm_kernels.record import most_error  # noqa: E402
+from hybridpar.tvm_kernels.record import KernelRecord, most_error  # noqa: E402
+from hybridpar.tvm_kernels.search import KEPT  # noqa: E402
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout  # noqa: E402
 from scripts.gpu_pipeline import Outcome, Result, SkippedCheck, run_each  # noqa: E402
 
@@ -105,7 +106,6 @@ def prebuild(folder: Path, gpu: Gpu, checked: int = 1, timed: int = KEPT) -> Non
             keys,
             folder / "kernels.jsonl",
             float("inf"),
-            gpu=gpu,
             trials=count,
             on_progress=lambda one: print(f"{one.done}/{one.total} {one.key.direction} {one.key.shape.text}"),
         )
@@ -123,7 +123,8 @@ class Kernels:
 
     def __init__(self, gpu: Gpu, index: int, folder: Path | None) -> None:
         self.gpu, self.index, self.folder = gpu, index, folder
-        self._records = read_database(folder / "kernels.jsonl").records if folder is not None else []
+        records = read_database(folder / "kernels.jsonl").records if folder is not None else []
+        self._records = [one for one in records if isinstance(one, KernelRecord)]
 
     def of(self, key: KernelKey, count: int) -> list[CudaKernel]:
         """The first candidates of a case.
@@ -146,20 +147,15 @@ class Kernels:
                 *(key.direction, key.shape, key.layout, key.dtype),
             )
             fits = record.device.endswith(f" {self.gpu.architecture}")
-            numbers = {name: value for name, value in record.parameters.items() if type(value) is int}
-            if same and fits and record.cubin and not reject(own.shape, own.direction, own.layout, own.dtype, numbers):
-                variant = CudaVariant(own.shape, own.direction, own.layout, own.dtype, numbers)
+            numbers = whole_numbers(record.parameters)
+            if same and fits and record.cubin and not operation_of(own).reject(own, numbers):
+                variant = CudaVariant(own.shape, Direction(own.direction), own.layout, own.dtype, numbers)
                 yield variant, (self.folder / record.cubin).read_bytes()
 
     def _built(self, key: KernelKey) -> Iterator[tuple[CudaVariant, bytes]]:
-        for one in ranked(key.shape, key.direction, key.layout, key.dtype, self.gpu):
-            variant = CudaVariant(key.shape, key.direction, key.layout, key.dtype, one.parameters)
-            (source,) = sources_of([variant])
-            if isinstance(source, KernelsUnavailable):
-                raise source
-            made = compile_source(source, self.gpu.architecture)
-            if not made.spilled:
-                yield variant, made.code
+        with Builder(1) as builder:
+            for parameters, _, code in compiled_candidates(key, builder, KEPT):
+                yield CudaVariant(key.shape, Direction(key.direction), key.layout, key.dtype, parameters), code
 
 
 def _name(key: KernelKey) -> str:
@@ -169,7 +165,7 @@ def _name(key: KernelKey) -> str:
 def compare(kernels: Kernels, key: KernelKey, device: torch.device) -> Outcome:
     """The error of the first candidate, and that a second call gives the same bits."""
     (kernel,) = kernels.of(key, 1)
-    bench = CudaBench(key.shape, key.direction, key.layout, key.dtype, device)
+    bench = ConvBench(key.shape, key.direction, key.layout, 1, 0, key.dtype, device)
     error, limit = bench.error(kernel), most_error(key.direction, key.dtype)
     return error, limit, error <= limit and torch.equal(bench.run(kernel), bench.run(kernel))
 
@@ -196,7 +192,7 @@ class Timed:
 
 def time_case(kernels: Kernels, key: KernelKey, device: torch.device) -> Timed | None:
     """Time the first candidates against torch's ways, each in pairs with the fastest; None where none is right."""
-    bench = CudaBench(key.shape, key.direction, key.layout, key.dtype, device)
+    bench = ConvBench(key.shape, key.direction, key.layout, 1, 0, key.dtype, device)
     best: tuple[float, float, CudaKernel] | None = None
     for kernel in kernels.of(key, KEPT):
         error = bench.error(kernel)
@@ -209,7 +205,9 @@ def time_case(kernels: Kernels, key: KernelKey, device: torch.device) -> Timed |
     if best is None:
         return None
     _, error, kernel = best
-    pairs = {name: bench.compare_calls(lambda: bench.run(kernel), way, SECONDS) for name, way in bench.ways.items()}
+    pairs = {
+        name: time_pairs(lambda: bench.run(kernel), way, SECONDS, 5, device=device) for name, way in bench.ways.items()
+    }
     ms = min(one.ms for one in pairs.values())
     return Timed(key, ms, {name: one.stock_ms for name, one in pairs.items()}, error, dict(kernel.variant.parameters))
 
@@ -233,7 +231,7 @@ def write_rows(found: Timed, gpu: Gpu, path: Path) -> None:
     """Add a row for the kernel and one for each of torch's ways, under a header where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new, key = not path.exists(), found.key
-    size = key.shape.least_bytes(key.direction) // (1 if key.dtype == "float32" else 2)
+    size = key.shape.least_bytes // (1 if key.dtype == "float32" else 2)
     head = (datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), commit(), gpu.name, torch.__version__)
     of = (key.shape.text, str(key.direction), str(key.layout), key.dtype)
     floor = f"{gpu.floor_ms(key.shape.multiply_adds, size):.5f}"

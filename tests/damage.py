@@ -53,8 +53,7 @@ from hybridpar.run import directory as rundir
 from hybridpar.schedule.actions import read_schedule
 from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, save_checkpoint
 from hybridpar.tvm_kernels.database import Database, read_database
-from hybridpar.tvm_kernels.norm_records import NormShape
-from hybridpar.tvm_kernels.shapes import Direction, Layout
+from hybridpar.tvm_kernels.shapes import Direction, Layout, NormShape
 from hybridpar.tvm_kernels.table import rows_of, table_of
 from tests.machine.test_cluster_file import TEXT as CLUSTER
 from tests.observe.timelines import a_timeline

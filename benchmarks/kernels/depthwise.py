@@ -36,11 +36,12 @@ from benchmarks.kernels.common import RESULTS, same_allocator, setting
 from benchmarks.rig.paired import Paired, paired
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.tvm_kernels.choice import Choices, use_choices
-from hybridpar.tvm_kernels.database import KernelKey, read_database
+from hybridpar.tvm_kernels.conv_bench import reference, stock_call
+from hybridpar.tvm_kernels.database import read_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.machine import Speed, measure_speed
-from hybridpar.tvm_kernels.measure import reference, stock_call
 from hybridpar.tvm_kernels.op import depthwise_conv2d
+from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
@@ -197,7 +198,7 @@ def measure(name: str, key: KernelKey, choices: Choices, speed: Speed, options: 
     result = timed({"own": own, **stock}, options.rounds)
     better = min(stock, key=result.median_ms)
     ratio = result.ratio(better, "own")
-    floor = speed.floor_ms(key.shape.multiply_adds, key.shape.least_bytes(key.direction), key.threads)
+    floor = speed.floor_ms(key.shape.multiply_adds, key.shape.least_bytes, key.threads)
     return Row(
         shapes="random" if options.random else "listed",
         name=name,

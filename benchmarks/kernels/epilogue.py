@@ -30,14 +30,17 @@ from benchmarks.rig.stats import bootstrap_ratio
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
-from hybridpar.tvm_kernels.conv_norm_measure import measure_conv_norm
-from hybridpar.tvm_kernels.conv_norm_records import ConvNormKey, ConvNormRecord, ConvNormShape, conv_norm_versions
-from hybridpar.tvm_kernels.database import Database, KernelRecord, default_database
-from hybridpar.tvm_kernels.device import cpu_fingerprint, installed_versions
+from hybridpar.tvm_kernels.database import Database, default_database
+from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.kernel import make_kernels
 from hybridpar.tvm_kernels.moments import attach_moments, take_moments
-from hybridpar.tvm_kernels.norm_records import NormRecord, norm_versions
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.operation import versions_of
+from hybridpar.tvm_kernels.operations.batch_norm import NORM_OP, NormRecord
+from hybridpar.tvm_kernels.operations.depthwise_batch_norm import CONV_NORM_OP, ConvNormRecord, conv_norm_key
+from hybridpar.tvm_kernels.record import KernelRecord, Record
+from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.swap import optimize
+from hybridpar.tvm_kernels.tuner import tune
 
 SHAPES = (
     "32x96x112x112 k3x3 s2x2 p1x1 d1x1",
@@ -100,9 +103,9 @@ class Pair:
         self.norm = nn.BatchNorm2d(one.channels)
         records = _records(shape, alone, summing)
         before = active_choices()
-        optimize(nn.Sequential(self.conv, self.norm, nn.ReLU6()), Database(records=records[0], norms=records[1]))
+        optimize(nn.Sequential(self.conv, self.norm, nn.ReLU6()), Database(records=records[:2]))
         self._apart = active_choices()
-        self._together = Choices(Database(records=records[0], norms=records[1], conv_norms=records[2]))
+        self._together = Choices(Database(records=records))
         use_choices(before)
         self._moments: Tensor | None = None
 
@@ -144,26 +147,27 @@ class Pair:
         return z
 
 
-def _records(
-    shape: ConvNormShape, alone: Mapping[str, int], summing: Mapping[str, int]
-) -> tuple[list[KernelRecord], list[NormRecord], list[ConvNormRecord]]:
+def _records(shape: ConvNormShape, alone: Mapping[str, int], summing: Mapping[str, int]) -> list[Record]:
     """What says that a pair runs on these tiles."""
     norm, where = shape.norm, {"device": cpu_fingerprint(), "threads": torch.get_num_threads()}
     convolution = {"direction": Direction.FORWARD, "shape": shape.convolution.text, "layout": Layout.CHANNELS_LAST}
     of_norm = {"rows": norm.rows, "channels": norm.channels, "activation": norm.act}
     both = {"shape": shape.convolution.text, "activation": shape.act, "ms": 1.0, "apart_ms": 2.0, "error": 0.0}
-    return (
-        [KernelRecord(**convolution, **where, **_WINS, parameters=dict(alone), versions=dict(installed_versions()))],  # type: ignore[arg-type]
-        [NormRecord(**of_norm, **where, **_WINS, versions=dict(norm_versions()))],  # type: ignore[arg-type]
-        [ConvNormRecord(**both, **where, parameters=dict(summing), versions=dict(conv_norm_versions()))],  # type: ignore[arg-type]
-    )
+    told = [
+        (KernelRecord, {**convolution, **_WINS, "parameters": dict(alone)}, "depthwise_conv2d"),
+        (NormRecord, {**of_norm, **_WINS}, NORM_OP),
+        (ConvNormRecord, {**both, "parameters": dict(summing)}, CONV_NORM_OP),
+    ]
+    return [kind.model_validate({**fields, **where, "versions": versions_of(op)}) for kind, fields, op in told]
 
 
 def measure(text: str, builder: Builder, options: Options) -> dict[str, object]:
     """The row of a layer. Times are those that the thread ran."""
     shape = ConvNormShape(ConvShape.parse(text), "relu6")
     tile = tile_of(shape.convolution)
-    found = measure_conv_norm(ConvNormKey(shape, 1, cpu_fingerprint()), tile, builder, _CHOOSING)
+    kernels = make_kernels(_records(shape, tile, tile)[:2])
+    parts = list(zip((tile, {}), kernels, strict=True))
+    found, *_ = tune(conv_norm_key(shape, 1, cpu_fingerprint()), _CHOOSING, parts=parts, builder=builder)
     pair = Pair(shape, tile, found.parameters)
     methods: dict[str, Callable[[], Tensor]] = {"plain": pair.plain, "summed": pair.summed, "free": pair.free}
     ms: dict[str, list[float]] = {name: [] for name in methods}

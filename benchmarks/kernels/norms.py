@@ -29,11 +29,12 @@ from benchmarks.kernels.common import RESULTS, print_aligned, same_allocator, se
 from benchmarks.rig.paired import Paired, paired
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import norm_kernels
+from hybridpar.tvm_kernels.batch_norm_act import fused_batch_norm_act
 from hybridpar.tvm_kernels.layers import tunable_layers
 from hybridpar.tvm_kernels.machine import measure_copies
-from hybridpar.tvm_kernels.norm_measure import NormBench, norm_errors, norm_floor_ms
-from hybridpar.tvm_kernels.norm_records import NormShape
+from hybridpar.tvm_kernels.operations.batch_norm import NormBench, norm_floor_ms
 from hybridpar.tvm_kernels.record import LEAST_GAIN
+from hybridpar.tvm_kernels.shapes import NormShape
 
 MODELS = ("mobilenet_v2", "efficientnet_b0")
 #: Of a network whose layers are added up: times torch's speed, and part of the floor's. Promised for MobileNetV2.
@@ -80,8 +81,9 @@ def measure(shape: NormShape, rounds: int, copies: Sequence[tuple[int, float]]) 
     """Torch and the kernels in the same rounds."""
     bench = NormBench(shape)
     repeats = max(1, min(MOST_CALLS, AT_ONCE // (shape.rows * shape.channels)))
-    times = paired({"stock": bench.stock, "fused": bench.fused}, rounds, repeats=repeats)
-    return Found(times, norm_floor_ms(shape, copies, torch.get_num_threads()), norm_errors(shape)[0])
+    both = {"stock": bench.instead, "fused": lambda: bench.run(fused_batch_norm_act)}
+    times = paired(both, rounds, repeats=repeats)
+    return Found(times, norm_floor_ms(shape, copies, torch.get_num_threads()), bench.errors(fused_batch_norm_act)[0])
 
 
 def rows_of(model: str, batch: int, layers: Mapping[NormShape, int], found: Mapping[NormShape, Found]) -> list[Row]:

@@ -31,9 +31,10 @@ from torch.nn import functional
 from benchmarks.kernels.common import RESULTS, same_allocator, setting, write_rows
 from benchmarks.rig.paired import paired
 from hybridpar.tvm_kernels.choice import Choices, use_choices
-from hybridpar.tvm_kernels.database import Database, KernelKey, read_database
+from hybridpar.tvm_kernels.database import Database, read_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.op import depthwise_conv2d
+from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
@@ -61,11 +62,8 @@ torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
 begin = time.perf_counter()
 from hybridpar.tvm_kernels import norm_kernels, optimize
 from hybridpar.tvm_kernels.choice import active_choices
-from hybridpar.tvm_kernels.database import KernelKey
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.layers import tunable_layers
-from hybridpar.tvm_kernels.norm_choice import decide_norm
-from hybridpar.tvm_kernels.norm_records import NormKey
 optimize(model, records)
 opened = time.perf_counter()
 layers, norms = tunable_layers(model, (batch, 3, size, size))
@@ -73,7 +71,7 @@ traced = time.perf_counter()
 choices, device = active_choices(), cpu_fingerprint()
 keys = [KernelKey(d, l.shape, l.layout, threads, device) for l in layers for d in l.needs]
 runs = [one.kernel is not None for one in choices.prepare(keys)]
-runs += [decide_norm(choices.database, NormKey(norm.shape, threads, device)).fused for norm in norms]
+runs += [one.kernel is not None for one in choices.prepare(norm_key(norm.shape, threads, device) for norm in norms)]
 end = time.perf_counter()
 print(json.dumps([opened - begin, traced - opened, end - traced, sum(runs), len(runs)]))
 """

@@ -22,6 +22,7 @@ import statistics
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -30,12 +31,12 @@ from hybridpar.codegen.build import Session
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.errors import UsageError
-from hybridpar.tvm_kernels.candidates import candidates
-from hybridpar.tvm_kernels.cost import Ranking, estimate, rank
+from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image
+from hybridpar.tvm_kernels.families import candidates, estimate
+from hybridpar.tvm_kernels.kernel import TunedKernel, Variant, load_image
 from hybridpar.tvm_kernels.machine import this_machine
-from hybridpar.tvm_kernels.measure import Bench, time_pairs
+from hybridpar.tvm_kernels.measure import time_pairs
 from hybridpar.tvm_kernels.record import most_error
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT
@@ -61,6 +62,44 @@ SUMMARY_COLUMNS = (*SETTING, "candidates", "correlation", *(f"regret_{k}" for k 
 
 Parameters = Mapping[str, int]
 Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How well predictions order candidates.
+
+    Attributes:
+        candidates: How many were compared.
+        correlation: Spearman's, 1 where the order is right; None for fewer than three.
+        regret: By k: how much slower the best of the k best predicted is than the best of all.
+    """
+
+    candidates: int
+    correlation: float | None
+    regret: dict[int, float]
+
+
+def rank(predicted: Sequence[float], measured: Sequence[float], top: Sequence[int] = (1, 4, 16)) -> Ranking:
+    """Compare predictions with times; only their order matters.
+
+    Args:
+        predicted: Of each candidate.
+        measured: Of each candidate.
+        top: For which k the regret is told.
+    """
+    order = sorted(range(len(predicted)), key=lambda index: predicted[index])
+    best = min(measured, default=0.0)
+    regret = {k: min(measured[index] for index in order[:k]) / best - 1 for k in top if order}
+    correlation = None
+    if len(set(predicted)) > 1 and len(set(measured)) > 1 and len(predicted) > 2:
+        correlation = statistics.correlation(_places(predicted), _places(measured))
+    return Ranking(len(predicted), correlation, regret)
+
+
+def _places(values: Sequence[float]) -> list[float]:
+    """Place of each value in ascending order; equal ones share the middle of theirs."""
+    order = sorted(values)
+    return [(order.index(value) + len(order) - 1 - order[::-1].index(value)) / 2 for value in values]
 
 
 def chosen(
@@ -128,7 +167,7 @@ class Settings:
         left = [one for one in picked if (*setting, _text(one[0])) not in self.done]
         if not left:
             return
-        session, bench = Session(), Bench(shape, direction, layout, self.threads)
+        session, bench = Session(), ConvBench(shape, direction, layout, self.threads)
         first = picked[0][0]
         variants = [Variant(shape, direction, layout, one) for one in (first, *(one for one, _, _ in left))]
         building = [builder.submit(variant.request()) for variant in variants]
@@ -144,7 +183,7 @@ class Settings:
             append(self.output, dict(zip(COLUMNS, values, strict=True)))
         print(shape.text, direction, layout, len(left), file=sys.stderr, flush=True)
 
-    def _relative(self, bench: Bench, kernel: Kernel, reference: Kernel) -> float:
+    def _relative(self, bench: ConvBench, kernel: TunedKernel, reference: TunedKernel) -> float:
         """How many times as long as the reference a kernel takes."""
         bench.run(kernel), bench.run(reference)
         timing = time_pairs(
@@ -152,14 +191,14 @@ class Settings:
         )
         return 1 / timing.speedup
 
-    def _kernel(self, variant: Variant, built: Future[Built], session: Session, bench: Bench) -> Kernel | None:
+    def _kernel(self, variant: Variant, built: Future[Built], session: Session, bench: ConvBench) -> TunedKernel | None:
         """The kernel, or None where it cannot be built."""
         try:
             found = built.result()
         except KernelsUnavailable as error:
             print(f"{variant.shape.text} {dict(variant.parameters)}: {error}", file=sys.stderr)
             return None
-        kernel = load_image(variant, found.names, found.image, session)
+        kernel = load_image(variant, found.names, found.image, session, self.threads)
         error_found = bench.error(kernel)
         if error_found > most_error(variant.direction):
             raise UsageError(f"{variant.shape.text} {variant.direction} {dict(variant.parameters)} is wrong")

@@ -38,15 +38,13 @@ from benchmarks.rig.stats import Ratio, bootstrap_ratio
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import Database, optimize, read_database
 from hybridpar.tvm_kernels.choice import active_choices, use_choices
-from hybridpar.tvm_kernels.conv_norm_records import ConvNormKey
-from hybridpar.tvm_kernels.conv_norm_search import LONGEST_PAIR, PAIR_SHARE, measure_conv_norms
-from hybridpar.tvm_kernels.database import KernelKey
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.layers import conv_norm_shapes, tunable_layers
-from hybridpar.tvm_kernels.norm_records import NormKey
-from hybridpar.tvm_kernels.norm_search import measure_norms
+from hybridpar.tvm_kernels.operation import KernelKey
+from hybridpar.tvm_kernels.operations.batch_norm import norm_key
+from hybridpar.tvm_kernels.operations.depthwise_batch_norm import CONV_NORM_OP, conv_norm_key
 from hybridpar.tvm_kernels.request import TuneConfig
-from hybridpar.tvm_kernels.search import LEAST_SECONDS, search_all
+from hybridpar.tvm_kernels.search import tune_all
 from hybridpar.tvm_kernels.shapes import Layout
 
 #: What a step with both is to be at least, in times torch's speed: promised before anything was measured.
@@ -132,7 +130,7 @@ class Method:
         self.ms.append(1e3 * (clock() - began))
 
 
-def tune_missing(model: nn.Module, options: Options) -> Counter[KernelKey | NormKey | ConvNormKey]:
+def tune_missing(model: nn.Module, options: Options) -> Counter[KernelKey]:
     """Tune what the database lacks for a model; returns what a step runs, and how often."""
     found, norms = tunable_layers(model, (options.batch, 3, options.size, options.size))
     device = cpu_fingerprint()
@@ -142,32 +140,25 @@ def tune_missing(model: nn.Module, options: Options) -> Counter[KernelKey | Norm
         for direction in layer.needs
     )
     pairs = Counter(
-        NormKey(norm.shape, options.threads, device) for norm in norms if norm.layout is Layout.CHANNELS_LAST
+        norm_key(norm.shape, options.threads, device) for norm in norms if norm.layout is Layout.CHANNELS_LAST
     )
-    end = time.monotonic() + TuneConfig(budget=options.budget).seconds
-    report = measure_norms(pairs, options.database, end - time.monotonic())
-    both = Counter(ConvNormKey(shape, options.threads, device) for _, shape in conv_norm_shapes(found, norms))
-    kept = min(PAIR_SHARE * (end - time.monotonic()), 2 * LONGEST_PAIR * len(both))
-    report = report.plus(search_all(layers, options.database, max(LEAST_SECONDS, end - kept - time.monotonic())))
-    if both and not report.stopped:
-        report = report.plus(measure_conv_norms(both, options.database, max(kept, end - time.monotonic())))
+    both = Counter(conv_norm_key(shape, options.threads, device) for _, shape in conv_norm_shapes(found, norms))
+    work = Counter({**layers, **pairs, **both})
+    report = tune_all(work, options.database, TuneConfig(budget=options.budget).seconds)
     if report.stopped:
         raise KeyboardInterrupt
     print(f"{report.tuned} tuned, {report.skipped} were before, {report.left} left for lack of time", flush=True)
-    return Counter({**layers, **pairs, **both})
+    return work
 
 
-def promised(database: Database, work: Mapping[KernelKey | NormKey | ConvNormKey, int]) -> tuple[float, int]:
+def promised(database: Database, work: Mapping[KernelKey, int]) -> tuple[float, int]:
     """Milliseconds that a step is to take less than with torch, by records that win; and how many operations do."""
     saved, runs = 0.0, 0
     for key, often in work.items():
-        if isinstance(key, ConvNormKey):  # two operations that were counted already
-            pair = database.best_conv_norm(key)
-            saved += often * (pair.apart_ms - pair.ms) if pair is not None and pair.wins else 0.0
-            continue
-        record = database.best_norm(key) if isinstance(key, NormKey) else database.best(key)
+        record = database.best(key)
         if record is not None and record.wins and record.ms is not None and record.stock_ms is not None:
-            saved, runs = saved + often * (record.stock_ms - record.ms), runs + often
+            saved += often * (record.stock_ms - record.ms)
+            runs += often if key.op != CONV_NORM_OP else 0  # these are two operations that were counted already
     return saved, runs
 
 
@@ -183,9 +174,10 @@ def better_layout(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], cl
 def methods_of(model: nn.Module, stock: Layout, database: Database) -> dict[str, Method]:
     """What is compared; of norms only where the model has some."""
     made = {"stock": Method(model, stock, None)}
-    parts = {"depthwise": Database(database.name, database.records)}
+    of = {op: [one for one in database.records if one.op == op] for op in ("depthwise_conv2d", "batch_norm_act")}
+    parts = {"depthwise": Database(database.name, of["depthwise_conv2d"])}
     if has_norms(model):
-        parts |= {"norms": Database(database.name, norms=database.norms), "both": database}
+        parts |= {"norms": Database(database.name, of["batch_norm_act"]), "both": database}
     return made | {name: Method(model, Layout.CHANNELS_LAST, one) for name, one in parts.items()}
 
 
@@ -249,7 +241,7 @@ def _row(
     model: str,
     name: str,
     methods: Mapping[str, Method],
-    tuned: tuple[Database, Mapping[KernelKey | NormKey | ConvNormKey, int]],
+    tuned: tuple[Database, Mapping[KernelKey, int]],
     options: Options,
 ) -> dict[str, object]:
     method, stock = methods[name], methods["stock"]
@@ -269,7 +261,7 @@ def _row(
         "size": options.size,
         "method": name,
         "operations_on_kernels": runs,
-        "operations": sum(often for key, often in tuned[1].items() if not isinstance(key, ConvNormKey)),
+        "operations": sum(often for key, often in tuned[1].items() if not isinstance(key, conv_norm_key)),
         "median_ms": f"{sorted(own)[len(own) // 2]:.2f}",
         "best_ms": f"{min(own):.2f}",
         "times_stock": f"{ratio.median:.4f}",

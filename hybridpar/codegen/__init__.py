@@ -1,1 +1,1 @@
-"""Why: builds kernels with TVM and CUDA, and keeps what was built."""
+"""Compiles kernels for CPUs (TVM) and GPUs (TVM, NVRTC), and caches what was compiled."""

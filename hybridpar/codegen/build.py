@@ -1,4 +1,4 @@
-"""Why: kernels are compiled for the CPU they run on, once, and later starts need neither compiler nor TVM.
+"""Builds kernels for this CPU with TVM, once, and loads them without TVM or a compiler.
 
 Kernels are defined in source files of their own, each with a function `define(writer)` that returns functions of TIR by
 name, written out or made by a schedule of `writer.tvm`. They are compiled to one object file by a child process of
@@ -72,7 +72,12 @@ def load_kernels(name: str, sources: Sequence[Path]) -> dict[str, Function] | No
 
 
 def kernel_path(name: str, sources: Sequence[Path]) -> Path:
-    """The cache file of some kernels on this machine."""
+    """The cache file of some kernels on this machine.
+
+    Args:
+        name: What they are called.
+        sources: The files that define them.
+    """
     return kernel_paths(name, sources, [{}])[0]
 
 
@@ -150,7 +155,11 @@ def _built(requests: Mapping[int, Request], workers: int) -> Iterator[tuple[int,
 
 
 def parted(content: bytes) -> tuple[list[str], bytes]:
-    """The functions' names and the object file, from the content of a cache file."""
+    """The functions' names and the object file, from the content of a cache file.
+
+    Args:
+        content: Of a file.
+    """
     line, _, image = content.partition(b"\n")
     return json.loads(line), image
 

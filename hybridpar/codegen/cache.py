@@ -1,4 +1,4 @@
-"""Why: machine code is built once on a machine, and what lies in a cache is trusted only as far as it was checked.
+"""The cache of compiled kernels, whose files are checked before they are used.
 
 A file's name says what it was made from, and the file begins with the hash of its content. A file that is damaged, or
 that another user could have written, is not used but built anew. It is written aside and renamed, and a lock makes
@@ -115,6 +115,10 @@ def cached_all(
 
 def keep(path: Path, content: bytes) -> None:
     """Put a file into the cache, whole or not at all.
+
+    Args:
+        path: What `cache_path` returned.
+        content: What to keep.
 
     Raises:
         OSError: It cannot be written.

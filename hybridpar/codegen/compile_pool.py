@@ -1,4 +1,4 @@
-"""Why: compiling takes TVM, seconds of start-up and now and then a crash, none of which may happen in this process.
+"""A pool of child processes that have TVM loaded and compile, so that a crash of the compiler is lost alone.
 
 A `Builder` keeps child processes that have TVM loaded and compile what they are asked for, each one thing at a time. A
 request that crashes its child, or takes too long, is lost alone: the child is replaced and the next request is served.
@@ -85,11 +85,18 @@ class Builder:
         self._closed = False
 
     def submit(self, request: Request) -> Future[Built]:
-        """Ask for something to be built; the future raises KernelsUnavailable where it could not be."""
+        """Ask for something to be built; the future raises KernelsUnavailable where it could not be.
+
+        Args:
+            request: What is to be built.
+        """
         return self._pool.submit(self._build, request)
 
     def build(self, request: Request) -> Built:
         """Have something built, and wait.
+
+        Args:
+            request: What is to be built.
 
         Raises:
             KernelsUnavailable: It does not compile, the compiler crashed, or it took too long.

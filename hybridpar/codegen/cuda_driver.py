@@ -1,4 +1,4 @@
-"""Why: machine code is loaded and launched by the CUDA driver itself, as each layer above it would have to be built.
+"""Loads and launches machine code by the CUDA driver, in torch's context and on its streams.
 
 Code is loaded into torch's context. Launches go to torch's current stream, so kernels are in order with torch's, and
 keep to its rules of memory. A launch is three short calls, with arguments in a buffer that is kept, and nothing waits
@@ -26,6 +26,9 @@ class CudaError(RuntimeError):
 @functools.cache
 def driver(path: str) -> Driver:
     """The CUDA driver in a shared library, loaded once.
+
+    Args:
+        path: Of the library.
 
     Raises:
         OSError: There is none.
@@ -56,6 +59,10 @@ class Driver:
     def check(self, call: str, status: int) -> None:
         """Raise what a status says.
 
+        Args:
+            call: Name of the driver's function.
+            status: What it returned.
+
         Raises:
             CudaError: It is not success.
         """
@@ -85,7 +92,12 @@ class Driver:
         return found
 
     def function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
-        """A kernel of a module whose context is current."""
+        """A kernel of a module whose context is current.
+
+        Args:
+            module: Of the driver.
+            name: As in the source.
+        """
         handle = ctypes.c_void_p()
         self.check(f"cuModuleGetFunction {name}", self._function(ctypes.byref(handle), module, name.encode()))
         return handle
@@ -173,5 +185,9 @@ class CudaFunction:
 
 
 def current_stream(index: int) -> int:
-    """Torch's current stream of a device, as the driver knows it."""
+    """Torch's current stream of a device, as the driver knows it.
+
+    Args:
+        index: Of the device, by torch's number.
+    """
     return int(torch.cuda.current_stream(index).cuda_stream)

@@ -1,4 +1,4 @@
-"""Why: a kernel for a GPU is written statement by statement too, and its source must compile with no header at all.
+"""`CudaWriter` writes kernels of TIR for GPUs, statement by statement, as CUDA C that needs no header.
 
 A `CudaWriter` writes kernels of TIR whose arguments are pointers in a given order, so that the generated CUDA C can be
 launched by `hybridpar.codegen.cuda_driver` without TVM. Half precision is kept as 16-bit integers in memory and turned
@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from hybridpar.codegen.tir_writer import BaseWriter
 
 #: What precedes the kernels. Rounding is to nearest even, and denormals and NaN are kept, as in torch's own casts.
 PRELUDE = """\
@@ -44,7 +46,7 @@ __device__ __forceinline__ float hp_add_lanes(float value, int other) {
 STORED = {"float32": "float32", "bfloat16": "uint16", "float16": "uint16"}
 
 
-class CudaWriter:
+class CudaWriter(BaseWriter):
     """Writes kernels.
 
     Args:
@@ -53,9 +55,8 @@ class CudaWriter:
     """
 
     def __init__(self, tvm: Any, target: Any) -> None:
-        self.tvm, self._target = tvm, target
-        #: TIR's own words, of TVM's IR builder.
-        self.t = tvm.tirx.script.builder.ir
+        super().__init__(tvm)
+        self._target = target
 
     def kernel(
         self,
@@ -106,14 +107,6 @@ class CudaWriter:
         """Wait for all threads of the block."""
         self.t.evaluate(self.t.tvm_storage_sync("shared"))
 
-    def keep(self, value: Any) -> Any:
-        """A name for a value that is used more than once."""
-        return self.t.Bind(value)
-
-    def store(self, buffer: Any, index: Any, value: Any) -> None:
-        """Set buffer[index] = value."""
-        self.t.buffer_store(buffer, value, [index])
-
     def lanes(self, unit: Any, lanes: int) -> Any:
         """Indices of the elements of a unit of so many elements; units are numbered from the start of the memory."""
         return unit if lanes == 1 else self.t.ramp(unit * lanes, 1, lanes)
@@ -138,25 +131,6 @@ class CudaWriter:
     def add_lanes(self, value: Any, other: int) -> Any:
         """A value plus that of the lane whose number differs in the bits of `other`; all lanes of a warp take part."""
         return self.t.call_extern("float32", "hp_add_lanes", value, other)
-
-    def when(self, condition: Any, then: Callable[[], None]) -> None:
-        """Write a branch; none where the condition is True."""
-        if condition is True:
-            then()
-            return
-        with self.t.If(condition), self.t.Then():
-            then()
-
-    def either(self, condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
-        """Write both branches; the first alone where the condition is True."""
-        if condition is True:
-            then()
-            return
-        with self.t.If(condition):
-            with self.t.Then():
-                then()
-            with self.t.Else():
-                otherwise()
 
     def both(self, *conditions: Any) -> Any:
         """All of some conditions, of which those that are True do not count."""

@@ -1,4 +1,4 @@
-"""Why: kernels in CUDA C run beside torch's own, and need for that no toolkit, no extension and no build step.
+"""Compiles CUDA C with NVRTC or nvcc, and loads the kernels.
 
 Source text is compiled to machine code for one architecture by NVRTC, which comes with torch, or by nvcc; neither needs
 a GPU. The result is kept in the user's cache (`hybridpar.codegen.cache`) and loaded by the CUDA driver
@@ -62,7 +62,7 @@ def load_cuda_kernels(
         return None
     try:
         major, minor = torch.cuda.get_device_capability(device)
-        code = cubin(name, source, f"sm_{major}{minor}")
+        code = cubin(name, source.read_bytes(), f"sm_{major}{minor}")
         module = driver(DRIVER).load(code, device.index)
         return {kernel: module.function(kernel, values) for kernel, values in parameters.items()}
     except (KernelsUnavailable, CudaError, OSError, RuntimeError) as error:
@@ -71,28 +71,22 @@ def load_cuda_kernels(
         return None
 
 
-def cubin(name: str, source: Path, architecture: str) -> bytes:
-    """Machine code of a source file, from the cache if it is there.
+def cubin(name: str, text: bytes, architecture: str, options: Sequence[str] = OPTIONS) -> bytes:
+    """Machine code of a source, from the cache if it is there.
 
     Args:
         name: What it is called in the cache.
-        source: CUDA C.
+        text: CUDA C.
         architecture: As in `sm_90`.
+        options: For the compiler.
 
     Raises:
-        KernelsUnavailable: There is no compiler, or it reports an error.
+        KernelsUnavailable: There is no compiler, or it reports an error, or the cache cannot be used.
     """
-    version, compile_source = compiler()
-    text = source.read_bytes()
-    made_from = {
-        "source": hashlib.sha256(text).hexdigest(),
-        "options": OPTIONS,
-        "compiler": version,
-        "architecture": architecture,
-    }
-    return cached(
-        cache_path(name, made_from, ".cubin"), lambda directory: compile_source(text, architecture, directory)[0]
-    )
+    version, run = compiler(options)
+    digest = hashlib.sha256(text).hexdigest()
+    made_from = {"source": digest, "options": options, "compiler": version, "architecture": architecture}
+    return cached(cache_path(name, made_from, ".cubin"), lambda directory: run(text, architecture, directory)[0])
 
 
 #: Compiles text for an architecture, in a directory that it may use; returns machine code, and what ptxas says of

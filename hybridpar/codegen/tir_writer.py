@@ -1,8 +1,9 @@
-"""Why: a kernel that packs bits is written value by value and lane by lane, and TVM's own words for that are long.
+"""`Writer` writes kernels of TIR for CPUs, statement by statement.
 
 A `Writer` writes functions of TIR that take addresses and numbers, so that calling one costs less than a microsecond
-and nothing is assumed of strides or alignment; whoever calls has checked both. What has no word in TIR, such as turning
-a mask into bits, is a few lines of portable LLVM IR (`HELPERS`) that LLVM inlines and lowers to what the CPU has.
+and nothing is assumed of strides or alignment; the caller has checked both. What TIR has no statement for, such as
+turning a mask into bits, is a few lines of portable LLVM IR (`HELPERS`) that LLVM inlines and lowers to what the CPU
+has.
 
 This module imports no TVM: it is handed to it by `hybridpar.codegen.build`, in the process that compiles.
 """
@@ -133,18 +134,49 @@ define linkonce_odr i32 @hp_fence() alwaysinline nounwind {{
 """
 
 
-class Writer:
-    """Writes functions.
+class BaseWriter:
+    """What kernels for CPUs and GPUs are written with alike.
 
     Args:
         tvm: The module.
     """
 
     def __init__(self, tvm: Any) -> None:
-        #: The module, for what the writer has no word for.
+        #: The module, for what the writer has no method for.
         self.tvm = tvm
-        #: TIR's own words, of TVM's IR builder.
+        #: TIR's own statements, of TVM's IR builder.
         self.t = tvm.tirx.script.builder.ir
+
+    def keep(self, value: Any) -> Any:
+        """A name for a value that is used more than once. Masks have none: TIR cannot bind them."""
+        return self.t.Bind(value)
+
+    def store(self, buffer: Any, index: Any, value: Any) -> None:
+        """Set buffer[index] = value."""
+        self.t.buffer_store(buffer, value, [index])
+
+    def when(self, condition: Any, then: Callable[[], None]) -> None:
+        """Write a branch; none where the condition is True."""
+        if condition is True:
+            then()
+            return
+        with self.t.If(condition), self.t.Then():
+            then()
+
+    def either(self, condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+        """Write both branches; the first alone where the condition is True."""
+        if condition is True:
+            then()
+            return
+        with self.t.If(condition):
+            with self.t.Then():
+                then()
+            with self.t.Else():
+                otherwise()
+
+
+class Writer(BaseWriter):
+    """Writes functions."""
 
     def function(
         self,
@@ -185,10 +217,6 @@ class Writer:
         """Some values on the stack; LLVM keeps them in registers."""
         return self.t.alloc_buffer((count,), dtype, scope="local")
 
-    def keep(self, value: Any) -> Any:
-        """A name for a value that is used more than once. Masks have none: TIR cannot bind them."""
-        return self.t.Bind(value)
-
     def lanes(self, value: Any) -> Any:
         """The same number in all lanes."""
         return self.t.broadcast(value, LANES)
@@ -200,10 +228,6 @@ class Writer:
     def at(self, start: Any) -> Any:
         """Indices of `LANES` values that lie side by side."""
         return self.t.ramp(start, 1, LANES)
-
-    def store(self, buffer: Any, index: Any, value: Any) -> None:
-        """Set buffer[index] = value."""
-        self.t.buffer_store(buffer, value, [index])
 
     def stream(self, buffer: Any, start: Any, values: Any) -> None:
         """As `store` of all lanes, past the caches, to an address that is a multiple of 64."""
@@ -227,16 +251,3 @@ class Writer:
     def nan(self) -> Any:
         """NaN, float32."""
         return self.t.reinterpret("float32", self.t.int32(0x7FC00000))
-
-    def either(self, condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
-        """Write both branches."""
-        with self.t.If(condition):
-            with self.t.Then():
-                then()
-            with self.t.Else():
-                otherwise()
-
-    def when(self, condition: Any, then: Callable[[], None]) -> None:
-        """Write one branch."""
-        with self.t.If(condition), self.t.Then():
-            then()

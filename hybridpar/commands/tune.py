@@ -1,8 +1,4 @@
-"""Why: `hybridpar tune`: whose layers are tuned, what is shown meanwhile, and what is printed at the end.
-
-Norms come first: each is measured in a second or so, and what is left of the time is for the searches of convolutions,
-but for a small part in which convolutions are measured together with the norms behind them.
-"""
+"""`hybridpar tune`: which layers are tuned, what is shown meanwhile, and what is printed at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import json
 import re
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -31,39 +26,29 @@ from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.models import build_model, seed_everything
 from hybridpar.planner.worker_share import share_of_worker
-from hybridpar.tvm_kernels.conv_norm_records import ConvNormKey
-from hybridpar.tvm_kernels.conv_norm_search import LONGEST_PAIR, PAIR_SHARE, ConvNormProgress, measure_conv_norms
+from hybridpar.tvm_kernels.compile_ahead import compile_all
 from hybridpar.tvm_kernels.cuda_device import KNOWN, Gpu, gpu_at
-from hybridpar.tvm_kernels.cuda_tuner import compile_all, tune_cuda
-from hybridpar.tvm_kernels.database import KernelKey, read_database, user_database
+from hybridpar.tvm_kernels.database import read_database, user_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.layers import conv_norm_shapes, tunable_layers
-from hybridpar.tvm_kernels.norm_records import NormKey, NormShape
-from hybridpar.tvm_kernels.norm_search import LONGEST, SHARE, NormProgress, measure_norms
+from hybridpar.tvm_kernels.operation import KernelKey
+from hybridpar.tvm_kernels.operations.batch_norm import norm_key
+from hybridpar.tvm_kernels.operations.depthwise_batch_norm import conv_norm_key
 from hybridpar.tvm_kernels.request import TuneConfig
-from hybridpar.tvm_kernels.search import LEAST_SECONDS, SearchReport, search_all
-from hybridpar.tvm_kernels.search import Progress as SearchProgress
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.stake import weigh
+from hybridpar.tvm_kernels.search import Progress, SearchReport, tune_all
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, NormShape
 from hybridpar.tvm_kernels.table import as_json, draw_rows, rows_of, summary_lines, table_of
 
 #: How the line of a norm begins in a file of shapes.
 _NORM = re.compile(r"\d+x\d+\s")
 
 
-def run_tune(
-    config: TuneConfig,
-    search: Callable[..., SearchReport] | None = None,
-    measure: Callable[..., SearchReport] = measure_norms,
-    measure_both: Callable[..., SearchReport] = measure_conv_norms,
-) -> int:
+def run_tune(config: TuneConfig, search: Callable[..., SearchReport] | None = None) -> int:
     """Tune, or show what was tuned.
 
     Args:
         config: The request.
-        search: Does the searching for convolutions; default: what suits the target and the machine.
-        measure: Does the measuring of norms.
-        measure_both: Does the measuring of convolutions together with the norms behind them.
+        search: Tunes keys of one operation; default: what suits the target and the machine.
 
     Returns:
         0; 130 where the user stopped it, and what was found is kept.
@@ -76,53 +61,24 @@ def run_tune(
         _show(config, config.show, None)
         return 0
     measured = config.target == "cpu" or _has_gpu(config)
-    if search is None:
-        search = search_all if config.target == "cpu" else _search_cuda(config)
+    search = search if search is not None or measured else compile_all
     path = config.output or user_database()
     if config.output is not None and config.output.is_file():
         read_database(path)  # refuses a file of something else, which records would be added to
     work = find_work(config)
-    convolutions = {key: often for key, often in work.items() if isinstance(key, KernelKey)}
-    norms = [key for key in work if isinstance(key, NormKey)]
-    both = {key: often for key, often in work.items() if isinstance(key, ConvNormKey)}
-    kept = min(PAIR_SHARE * config.seconds, 2 * LONGEST_PAIR * len(both))
-    end = time.monotonic() + config.seconds
+    options = {"again": config.again, "seed": config.seed, "trials": config.trials}
     with ProgressBar() as bar:
-        report = SearchReport()
-        if norms:
-            share = SHARE * config.seconds if convolutions else config.seconds
-            options = {"again": config.again, "seed": config.seed, "on_progress": partial(_show_norm, bar)}
-            report = measure(norms, path, min(share, LONGEST * len(norms)), **options)
-        if report.stopped:
-            report.left += len(convolutions)
-        elif convolutions:
-            try:
-                found = search(
-                    convolutions,
-                    path,
-                    # Norms may take longer than their share, and must not take the time of a last search.
-                    max(end - kept - time.monotonic(), min(config.seconds, LEAST_SECONDS)),
-                    again=config.again,
-                    seed=config.seed,
-                    trials=config.trials,
-                    on_progress=partial(_show_search, bar),
-                )
-            except KernelsUnavailable as error:
-                by, needed = "TVM", "apache-tvm of the version that hybridpar asks for"
-                if config.target == "cuda":
-                    by, needed = f"{by}, and with NVRTC or nvcc", f"{needed}, and NVRTC (torch for CUDA has it) or nvcc"
-                raise KernelError(
-                    f"no kernel can be built here: {error}",
-                    f"Tuning compiles kernels with {by}.",
-                    f"Install {needed}; training works without.",
-                ) from error
-            report = report.plus(found)
-        if both and report.stopped:
-            report.left += len(both)
-        elif both:
-            # Searches that came to an end early leave more.
-            options = {"again": config.again, "seed": config.seed, "on_progress": partial(_show_norm, bar)}
-            report = report.plus(measure_both(both, path, max(end - time.monotonic(), kept), **options))
+        try:
+            report = tune_all(work, path, config.seconds, search, **options, on_progress=partial(_show_search, bar))
+        except KernelsUnavailable as error:
+            by, needed = "TVM", "apache-tvm of the version that hybridpar asks for"
+            if config.target == "cuda":
+                by, needed = f"{by}, and with NVRTC or nvcc", f"{needed}, and NVRTC (torch for CUDA has it) or nvcc"
+            raise KernelError(
+                f"no kernel can be built here: {error}",
+                f"Tuning compiles kernels with {by}.",
+                f"Install {needed}; training works without.",
+            ) from error
     if path.exists() and measured:
         _show(config, path, set(work))
     said = f"{report.tuned} searches done, {report.skipped} were done before"
@@ -148,29 +104,20 @@ def _gpu(config: TuneConfig) -> Gpu:
     return gpu_at(torch.cuda.current_device()) if _has_gpu(config) else KNOWN[config.gpu or "h100"]
 
 
-def _search_cuda(config: TuneConfig) -> Callable[..., SearchReport]:
-    """Measure on the GPU, or compile for one that is not here."""
-    if not _has_gpu(config):
-        return partial(compile_all, gpu=_gpu(config))
-    # Torch is timed on the CPU alone before a search; here a convolution counts by its floor.
-    tuner = partial(tune_cuda, dtype=config.dtype, index=torch.cuda.current_device())
-    return partial(search_all, tuner=tuner, weigher=lambda counts, _: weigh(counts, 0.0))
-
-
-def find_work(config: TuneConfig) -> Counter[KernelKey | NormKey | ConvNormKey]:
+def find_work(config: TuneConfig) -> Counter[KernelKey]:
     """The convolutions, norms and pairs of both that a request asks for, and how often each one runs in a step.
 
     Raises:
         UsageError: There is none, or the model does not run on such an input.
     """
-    work: Counter[KernelKey | NormKey | ConvNormKey] = Counter()
+    work: Counter[KernelKey] = Counter()
     if config.shapes is not None:
         where = _place(config, config.threads)
         for shape in read_shapes(config.shapes):
             if not isinstance(shape, NormShape):
                 work.update(KernelKey(direction, shape, Layout(config.layout), *where) for direction in Direction)
             elif config.target == "cpu":
-                work[NormKey(shape, *where[:2])] += 1
+                work[norm_key(shape, *where[:2])] += 1
         return work
     assert config.model is not None
     sample, classes, batch, layout = config.sample, config.classes, config.batch, Layout(config.layout)
@@ -191,8 +138,8 @@ def find_work(config: TuneConfig) -> Counter[KernelKey | NormKey | ConvNormKey]:
         work.update(KernelKey(direction, layer.shape, layer.layout, *where) for direction in layer.needs)
     if config.target == "cpu":
         # There are no kernels for norms in other layouts, so there is nothing to be measured.
-        work.update(NormKey(norm.shape, *where[:2]) for norm in norms if norm.layout is Layout.CHANNELS_LAST)
-        work.update(ConvNormKey(shape, *where[:2]) for _, shape in conv_norm_shapes(convolutions, norms))
+        work.update(norm_key(norm.shape, *where[:2]) for norm in norms if norm.layout is Layout.CHANNELS_LAST)
+        work.update(conv_norm_key(shape, *where[:2]) for _, shape in conv_norm_shapes(convolutions, norms))
     if not work:
         raise UsageError(
             f"{config.model} has no depthwise convolution, and no BatchNorm in channels_last",
@@ -245,7 +192,7 @@ def read_shapes(path: Path) -> list[ConvShape | NormShape]:
     return shapes
 
 
-def _show(config: TuneConfig, path: Path, only: set[KernelKey | NormKey | ConvNormKey] | None) -> None:
+def _show(config: TuneConfig, path: Path, only: set[KernelKey] | None) -> None:
     """Print the rows of a database, or of some of its keys."""
     database = read_database(path)
     rows = rows_of(database, only)
@@ -265,14 +212,8 @@ def _show(config: TuneConfig, path: Path, only: set[KernelKey | NormKey | ConvNo
         console.print(f"picture written to {config.draw}")
 
 
-def _show_norm(bar: ProgressBar, progress: NormProgress | ConvNormProgress) -> None:
-    """Take in how far it is with norms, or with convolutions together with them."""
-    bar.announce(f"{progress.key.shape.text} {progress.key.direction}")
-    bar.advance(progress.done, progress.total)
-
-
-def _show_search(bar: ProgressBar, progress: SearchProgress) -> None:
-    """Take in how far it is with convolutions, and the best so far."""
+def _show_search(bar: ProgressBar, progress: Progress) -> None:
+    """Show how far it is, and the best so far."""
     text = f"{progress.key.shape.text} {progress.key.direction}"
     if progress.best is not None:
         best = progress.best

@@ -17,22 +17,19 @@ from hybridpar.planner.stage_plan import lane_threads, shape_of
 from hybridpar.planner.worker_share import micro_batch_samples
 from hybridpar.sync.batchnorm import without_replicas
 from hybridpar.tvm_kernels.choice import Choices, Decision, active_choices
-from hybridpar.tvm_kernels.conv_norm_choice import ConvNormDecision, convolution_of, prepare_conv_norms
-from hybridpar.tvm_kernels.conv_norm_measure import measure_conv_norm_saving
-from hybridpar.tvm_kernels.conv_norm_records import CONV_NORM_OP, ConvNormKey
 from hybridpar.tvm_kernels.cuda_device import gpu_at
-from hybridpar.tvm_kernels.database import KernelKey
 from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.kernel import TunedKernel
 from hybridpar.tvm_kernels.layers import DepthwiseLayer, NormLayer, conv_norm_shapes, tunable_layers
-from hybridpar.tvm_kernels.norm_choice import NormDecision, decide_norm
-from hybridpar.tvm_kernels.norm_measure import measure_norm_saving
-from hybridpar.tvm_kernels.norm_records import NORM_OP, NormKey
-from hybridpar.tvm_kernels.saving import measure_saving
-from hybridpar.tvm_kernels.shapes import Direction, Layout
+from hybridpar.tvm_kernels.operation import KernelKey
+from hybridpar.tvm_kernels.operations.batch_norm import norm_key
+from hybridpar.tvm_kernels.operations.depthwise_batch_norm import CONV_NORM_OP, conv_norm_key
+from hybridpar.tvm_kernels.shapes import Layout
 
 #: Reasons, and layers for each of them, that are shown at the start.
 _SHOWN = 4
+
+_OPERATIONS = "depthwise operations run on tuned kernels"
+_NORMS = "norms run fused with their activations"
 
 
 @dataclass(frozen=True)
@@ -42,42 +39,35 @@ class KernelUse:
     Attributes:
         config: Options of the run.
         choices: What decided.
-        operations: Layer, direction and decision of each operation of a training step of one micro-batch.
+        operations: Layer and decision of each direction of each convolution in a training step of one micro-batch.
         norms: Layer and decision of each norm of one micro-batch.
         pairs: Layer and decision of each convolution that alone is read by a norm.
     """
 
     config: TrainConfig
     choices: Choices
-    operations: Sequence[tuple[DepthwiseLayer, Direction, Decision]]
-    norms: Sequence[tuple[NormLayer, NormDecision]] = ()
-    pairs: Sequence[tuple[DepthwiseLayer, ConvNormDecision]] = ()
+    operations: Sequence[tuple[DepthwiseLayer, Decision]]
+    norms: Sequence[tuple[NormLayer, Decision]] = ()
+    pairs: Sequence[tuple[DepthwiseLayer, Decision]] = ()
 
     @property
     def tuned(self) -> int:
         """Operations on kernels, where a norm with its activation is one."""
-        convolutions = sum(decision.kernel is not None for _, _, decision in self.operations)
-        return convolutions + sum(decision.fused for _, decision in self.norms)
+        return sum(decision.kernel is not None for _, decision in (*self.operations, *self.norms))
 
     def notes(self) -> list[str]:
         """Lines for the start of the run."""
         if not self.operations and not self.norms:
             return ["kernels  the model has no depthwise convolution and no norm that could be tuned"]
         lines = []
-        if self.operations:
-            on_torch = [
-                (decision.why, f"{layer.name} {direction}")
-                for layer, direction, decision in self.operations
-                if decision.kernel is None
-            ]
-            tuned = len(self.operations) - len(on_torch)
-            lines.append(f"kernels  {tuned} of {len(self.operations)} depthwise operations run on tuned kernels")
-            lines += _reasons(on_torch)
-        if self.norms:
-            on_torch = [(decision.why, layer.name) for layer, decision in self.norms if not decision.fused]
-            fused = len(self.norms) - len(on_torch)
-            lines.append(f"kernels  {fused} of {len(self.norms)} norms run fused with their activations")
-            lines += _reasons(on_torch)
+        for own, said in (
+            ([(f"{layer.name} {one.key.direction}", one) for layer, one in self.operations], _OPERATIONS),
+            ([(layer.name, one) for layer, one in self.norms], _NORMS),
+        ):
+            on_torch = [(decision.why, name) for name, decision in own if decision.kernel is None]
+            if own:
+                lines.append(f"kernels  {len(own) - len(on_torch)} of {len(own)} {said}")
+                lines += _reasons(on_torch)
         leaving = sum(decision.kernel is not None for _, decision in self.pairs)
         if leaving:
             lines.append(f"kernels  {leaving} of {len(self.pairs)} convolutions sum up their results for norms")
@@ -85,53 +75,26 @@ class KernelUse:
 
     def section(self) -> Kernels:
         """The section of the plan."""
-        convolutions = [
-            KernelChoice(
-                layer=layer.name,
-                direction=direction.value,
-                kernel="tuned" if decision.kernel is not None else f"stock: {decision.why}",
-            )
-            for layer, direction, decision in self.operations
-        ]
-        norms = [
-            KernelChoice(
-                layer=layer.name,
-                direction=NORM_OP,
-                kernel="tuned" if decision.fused else f"stock: {decision.why}",
-            )
-            for layer, decision in self.norms
-        ]
-        pairs = [
-            KernelChoice(
-                layer=layer.name,
-                direction=CONV_NORM_OP,
-                kernel="tuned" if decision.kernel is not None else f"apart: {decision.why}",
-            )
-            for layer, decision in self.pairs
-        ]
-        return Kernels(database=self.choices.database.name, choices=(*convolutions, *norms, *pairs))
+        convolutions = [(layer.name, one) for layer, one in (*self.operations, *self.pairs)]
+        choices = []
+        for name, decision in (*convolutions, *((layer.name, one) for layer, one in self.norms)):
+            key = decision.key
+            without = "apart" if key.op == CONV_NORM_OP else "stock"
+            kernel = "tuned" if decision.kernel is not None else f"{without}: {decision.why}"
+            choices.append(KernelChoice(layer=name, direction=str(key.direction), kernel=kernel))
+        return Kernels(database=self.choices.database.name, choices=tuple(choices))
 
     def measured(self, world: World) -> dict[str, Any]:
         """The entry of the summary; a collective that times kernels against torch on all workers at once."""
-        often = Counter(decision.key for _, _, decision in self.operations if decision.kernel is not None)
-        norms = Counter(decision.key for _, decision in self.norms if decision.fused)
-        saved = measure_saving(self.choices, often) + measure_norm_saving(norms) + self._saved_together()
-        saved *= self.config.micro_batches
+        everything = (*self.operations, *self.norms, *self.pairs)
+        often = Counter(decision.key for _, decision in everything if decision.kernel is not None)
+        saved = self.choices.measure_saving(often) * self.config.micro_batches
         everyone = [float(one) for one in world.gather(saved)]  # type: ignore[arg-type]
         return {
             "tuned": self.tuned,
             "stock": len(self.operations) + len(self.norms) - self.tuned,
-            "saved_ms": round(fmean(everyone), 3) if often or norms else None,
+            "saved_ms": round(fmean(everyone), 3) if often else None,
         }
-
-    def _saved_together(self) -> float:
-        """Milliseconds that convolutions and the norms behind them save besides, as the ones sum up for the others."""
-        pairs = []
-        for _, decision in self.pairs:
-            alone = self.choices.decide(convolution_of(decision.key)).kernel
-            if decision.kernel is not None and isinstance(alone, TunedKernel):
-                pairs.append((decision.key.shape, decision.kernel, alone))
-        return measure_conv_norm_saving(pairs)
 
 
 def _reasons(on_torch: Sequence[tuple[str, str]]) -> list[str]:
@@ -183,38 +146,21 @@ def prepare_kernels(
     if world.device.type == "cuda":
         threads, device = 1, gpu_at(world.device.index or 0).fingerprint
     dtype = "float32" if config.amp == "none" else "bfloat16"
+    where = threads, device
     operations = [
-        (layer, direction, KernelKey(direction, layer.shape, layer.layout, threads, device, dtype))
+        (layer, KernelKey(direction, layer.shape, layer.layout, *where, dtype))
         for layer in layers
         for direction in layer.needs
     ]
-    decisions = choices.prepare(key for _, _, key in operations)
-    for decision in decisions:
-        choices.decide(decision.key)  # complains where it must
+    norm_keys = [(norm, norm_key(norm.shape, *where, norm.layout, dtype)) for norm in norms]
+    # Under autocast the operation of a convolution is seen by others, and so only it runs.
+    pairs = conv_norm_shapes(layers, norms) if world.device.type == "cpu" and dtype == "float32" else []
+    pair_keys = [(layer, conv_norm_key(shape, *where)) for layer, shape in pairs]
+    choices.prepare(key for _, key in (*operations, *norm_keys, *pair_keys))
     return KernelUse(
         config,
         choices,
-        [(layer, direction, decision) for (layer, direction, _), decision in zip(operations, decisions, strict=True)],
-        [(norm, _decide(choices, norm, threads, device, dtype)) for norm in norms],
-        _pairs(choices, layers, norms, threads, dtype) if world.device.type == "cpu" else (),
+        [(layer, choices.decide(key)) for layer, key in operations],
+        [(norm, choices.decide(key)) for norm, key in norm_keys],
+        [(layer, choices.decide(key)) for layer, key in pair_keys],
     )
-
-
-def _pairs(
-    choices: Choices, layers: Sequence[DepthwiseLayer], norms: Sequence[NormLayer], threads: int, dtype: str
-) -> list[tuple[DepthwiseLayer, ConvNormDecision]]:
-    """Convolutions that could leave their moments to norms, and whether they do."""
-    if dtype != "float32":  # under autocast the operation is seen, and so only it runs
-        return []
-    shapes = conv_norm_shapes(layers, norms)
-    keys = [ConvNormKey(shape, threads, cpu_fingerprint()) for _, shape in shapes]
-    return [(layer, one) for (layer, _), one in zip(shapes, prepare_conv_norms(choices, keys), strict=True)]
-
-
-def _decide(choices: Choices, norm: NormLayer, threads: int, device: str, dtype: str) -> NormDecision:
-    key = NormKey(norm.shape, threads, device, norm.layout, dtype)
-    if norm.layout is not Layout.CHANNELS_LAST:
-        return NormDecision(key, None, "there are kernels for channels_last alone")
-    if dtype != "float32":
-        return NormDecision(key, None, "there are kernels for float32 alone")
-    return decide_norm(choices.database, key)

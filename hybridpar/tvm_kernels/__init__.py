@@ -1,4 +1,4 @@
-"""Why: depthwise convolutions can be faster than torch's on this very device, and useful in anybody's training loop.
+"""Depthwise convolution and BatchNorm kernels that are tuned on this very device, for any training loop.
 
 A use of it::
 
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybridpar.tvm_kernels.database import Database as Database
-    from hybridpar.tvm_kernels.database import KernelRecord as KernelRecord
     from hybridpar.tvm_kernels.database import append_records as append_records
     from hybridpar.tvm_kernels.database import default_database as default_database
     from hybridpar.tvm_kernels.database import merge_databases as merge_databases
     from hybridpar.tvm_kernels.database import read_database as read_database
     from hybridpar.tvm_kernels.layers import depthwise_layers as depthwise_layers
     from hybridpar.tvm_kernels.op import depthwise_conv2d as depthwise_conv2d
+    from hybridpar.tvm_kernels.record import KernelRecord as KernelRecord
     from hybridpar.tvm_kernels.shapes import ConvShape as ConvShape
     from hybridpar.tvm_kernels.shapes import Direction as Direction
     from hybridpar.tvm_kernels.shapes import Layout as Layout
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "ConvShape": "shapes", "Database": "database", "DepthwiseConv2d": "swap", "Direction": "shapes",
-    "KernelRecord": "database", "Layout": "shapes", "append_records": "database", "default_database": "database",
+    "KernelRecord": "record", "Layout": "shapes", "append_records": "database", "default_database": "database",
     "depthwise_conv2d": "op", "depthwise_layers": "layers", "merge_databases": "database", "optimize": "swap",
     "read_database": "database", "restore": "swap",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Why: BatchNorm and the activation behind it, as one operation like torch's own, read memory half as often as two.
+"""BatchNorm and the activation behind it as one operation, which reads memory half as often as two.
 
 `torch.ops.hybridpar.batch_norm_act` is `batch_norm` followed by an activation. Where the kernels can do it (float32 on
 a CPU, channels last), it is made of two functional operations, forward and backward, that carry the statistics in a
@@ -53,14 +53,32 @@ def stock_batch_norm_act(*given: *Given) -> Tensor:
 def fusable(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None, training: bool
 ) -> bool:
-    """Whether the kernels can do it, and can be had; arguments as those of the operation."""
+    """Whether the kernels can do it, and can be had; arguments as those of the operation.
+
+    Args:
+        x: (N, C, H, W).
+        weight: (C), or None.
+        bias: (C), or None.
+        mean: Running mean, (C), or None.
+        variance: Running variance, (C), or None.
+        training: Whether to normalise by the batch.
+    """
     return kernels_fit(x, weight, bias, mean, variance, training) and bool(norm_kernels.table())
 
 
 def kernels_fit(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None, training: bool
 ) -> bool:
-    """Whether kernels could do it; none are loaded to find out."""
+    """Whether kernels could do it; none are loaded to find out.
+
+    Args:
+        x: (N, C, H, W).
+        weight: (C), or None.
+        bias: (C), or None.
+        mean: Running mean, (C), or None.
+        variance: Running variance, (C), or None.
+        training: Whether to normalise by the batch.
+    """
     if x.dtype is not torch.float32 or x.ndim != 4 or not x.is_cpu:
         return False
     channels = x.shape[1]
@@ -135,7 +153,7 @@ def fused_batch_norm_act(*given: *Given) -> Tensor:
 
 
 class _BatchNormThen(torch.autograd.Function):
-    """The kernels, called directly: small layers would else spend their time on the way through torch's dispatcher."""
+    """The kernels called directly, as torch's dispatcher would take most of the time of a small layer."""
 
     @staticmethod
     def forward(ctx: Any, *given: *tuple[*Given, Tensor | None]) -> Tensor:
@@ -257,7 +275,7 @@ def _backward_of_forward(ctx: Any, grad_y: Tensor | None, _: None) -> tuple[Tens
 def _refuse(ctx: Any, *_: Any) -> None:
     raise SecondDerivativeError(
         "batch_norm_act has no second derivative",
-        "Its gradient is computed by a kernel that autograd cannot see into.",
+        "Its gradient is computed by a kernel, which autograd cannot differentiate.",
         "Use torch's batch_norm where gradients of gradients are needed (HYBRIDPAR_KERNELS=off, or unfuse_norms).",
     )
 

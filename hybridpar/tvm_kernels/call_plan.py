@@ -1,4 +1,4 @@
-"""Why: a small convolution is over in microseconds, so what a call runs on is decided once for all calls of its form.
+"""Call plans: what all calls of one form run on, decided at the first of them.
 
 The form of a call is everything but the values and addresses of its tensors: sizes, strides, dtypes, devices, threads
 and which gradients are wanted. A plan holds the kernels of all directions and the sizes of the results. Calls that run
@@ -17,13 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hybridpar.tvm_kernels.choice import Choices, cuda_kernel_for, kernel_for
-from hybridpar.tvm_kernels.conv_norm_choice import choose_moments
+from hybridpar.tvm_kernels.choice import Choices, choose_moments, kernel_for
+from hybridpar.tvm_kernels.conv_bench import FORMATS
 from hybridpar.tvm_kernels.kernel import AnyKernel, TunedKernel
 from hybridpar.tvm_kernels.moments import moments_in
 from hybridpar.tvm_kernels.shapes import Direction, Layout
-
-FORMATS = {Layout.CHANNELS_LAST: torch.channels_last, Layout.CONTIGUOUS: torch.contiguous_format}
 
 #: Plans that are kept; images of ever other sizes must not fill the memory.
 _MOST_PLANS = 4096
@@ -36,7 +34,11 @@ Wanted = Sequence[bool]
 
 
 def layout_of(tensor: Tensor) -> Layout | None:
-    """How a dense tensor lies in memory; None where it is not dense, or could be either."""
+    """How a dense tensor lies in memory; None where it is not dense, or could be either.
+
+    Args:
+        tensor: Any tensor.
+    """
     if tensor.ndim != 4:
         return None
     last = tensor.is_contiguous(memory_format=torch.channels_last)
@@ -46,7 +48,13 @@ def layout_of(tensor: Tensor) -> Layout | None:
 
 
 def usable(layout: Layout | None, image: Tensor, *others: Tensor) -> bool:
-    """Whether kernels can read tensors that belong to an image of a layout."""
+    """Whether kernels can read tensors that belong to an image of a layout.
+
+    Args:
+        layout: Of the image; None where it is not dense.
+        image: (N, C, H, W).
+        others: Tensors that are read beside it, such as the weights.
+    """
     dtype = image.dtype
     if layout is None or not (dtype is torch.float32 if image.is_cpu else image.is_cuda):
         return False
@@ -58,20 +66,37 @@ def fits(weight: Tensor, channels: int, layout: Layout | None) -> bool:
     """Whether weights are one filter per channel, and make torch's result lie in the layout of the image.
 
     They are dense whatever their channel's stride says, which torch takes for the layout that is asked for.
+
+    Args:
+        weight: (C, 1, KH, KW).
+        channels: C.
+        layout: Of the image; None where it is not dense.
     """
     plain = weight.ndim == 4 and weight.shape[0] == channels and weight.shape[1] == 1
     return plain and (layout is Layout.CHANNELS_LAST or weight.stride(1) != 1)
 
 
 def kernel_of(direction: Direction, image: Tensor, *rest: Any) -> AnyKernel | None:
-    """The kernel of a call where the image is, or None for torch; the rest is as `kernel_for` takes it."""
-    if image.is_cpu:
-        return kernel_for(direction, *rest)
-    return cuda_kernel_for(image.device, image.dtype, direction, *rest)
+    """The kernel of a call on the device of the image, or None for torch.
+
+    Args:
+        direction: What is computed.
+        image: (N, C, H, W).
+        rest: As `kernel_for` takes it, from the sizes to the layout.
+    """
+    return kernel_for(direction, *rest, on=None if image.is_cpu else (image.device, image.dtype))
 
 
 def out_sizes(sizes: Sequence[int], taps: Sequence[int], stride: Any, padding: Any, dilation: Any) -> tuple[int, ...]:
-    """N, C, H, W of the output."""
+    """N, C, H, W of the output.
+
+    Args:
+        sizes: N, C, H, W of the input.
+        taps: Rows and columns of a filter.
+        stride: Vertical and horizontal, as the next ones.
+        padding: As torch has it.
+        dilation: As torch has it.
+    """
     rows, columns = (
         (sizes[2 + axis] + 2 * padding[axis] - dilation[axis] * (taps[axis] - 1) - 1) // stride[axis] + 1
         for axis in (0, 1)
@@ -107,7 +132,14 @@ class CallPlan:
     summing: TunedKernel | None = None
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None, moments: list[Tensor] | None = None) -> Tensor:
-        """The output; its moments, (2, C) float64, are appended to what is given where there is a kernel for both."""
+        """The output; its moments, (2, C) float64, are appended to what is given where there is a kernel for both.
+
+        Args:
+            x: (N, C, H, W).
+            weight: (C, 1, KH, KW).
+            bias: (C), or None.
+            moments: Where moments are appended; None where they are not wanted.
+        """
         kernel = self.forward
         if kernel is None or not kernel.takes(x, weight):
             return F.conv2d(x, weight, bias, *self.numbers, self.sizes[1])
@@ -121,7 +153,14 @@ class CallPlan:
     def gradients(
         self, x: Tensor, weight: Tensor, gradient: Tensor, wanted: Wanted
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Those of input and weights that are wanted; what has no kernel by one call of torch."""
+        """Those of input and weights that are wanted; what has no kernel by one call of torch.
+
+        Args:
+            x: (N, C, H, W).
+            weight: (C, 1, KH, KW).
+            gradient: Of the output.
+            wanted: Whether the gradients of input and weights are wanted.
+        """
         if gradient.stride() != self.strides:
             gradient = gradient.contiguous(memory_format=FORMATS[self.layout])
         to_x = to_weight = None
@@ -145,7 +184,15 @@ class CallPlan:
 def stock_gradients(
     x: Tensor, weight: Tensor, gradient: Tensor, numbers: Sequence[Any], wanted: Wanted
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Those of input and weights that are wanted, by one call of torch."""
+    """Those of input and weights that are wanted, by one call of torch.
+
+    Args:
+        x: (N, C, H, W).
+        weight: (C, 1, KH, KW).
+        gradient: Of the output.
+        numbers: Stride, padding and dilation.
+        wanted: Whether the gradients of input and weights are wanted.
+    """
     found = torch.ops.aten.convolution_backward(
         gradient, x, weight, None, *numbers, False, [0, 0], x.shape[1], [*wanted[:2], False]
     )

@@ -1,4 +1,4 @@
-"""Why: of all kernels that could be compiled those are tried that fit a CPU's registers and give each thread work.
+"""Candidates for the CPU: those kernels of the space that fit its registers and give each thread work.
 
 Contiguous images are computed over columns or over channels that were turned, and either may be the faster, so there
 are candidates of both kinds.
@@ -11,15 +11,8 @@ from collections.abc import Iterator, Mapping
 
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.schedules.geometry import axis
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import (
-    MOST_LANES,
-    MOST_WRITTEN_OUT,
-    gather_written_out,
-    outside,
-    reject,
-    rows_written_out,
-)
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction
+from hybridpar.tvm_kernels.space import MOST_LANES, MOST_WRITTEN_OUT, gather_written_out, rows_written_out
 
 #: Rows that a tile over columns has at most: a value of the room is used for each.
 _TALLEST = 6
@@ -29,40 +22,16 @@ _PASSING = (1, 2, 3, 4, 7)
 _LEAST_LANES = 4
 
 
-def candidates(
-    shape: ConvShape, direction: Direction, layout: Layout, threads: int, machine: Machine
-) -> Iterator[dict[str, int]]:
-    """Parameters worth a thought: those that fit the registers of a machine and give each thread enough to do.
+def turned(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates of `cpu_turned`: those of `cpu_gather` that a padded tile can have.
 
     Args:
         shape: The convolution.
         direction: Which of its three directions.
-        layout: Of the images.
-        threads: That will share the work.
+        threads: That share the work.
         machine: The CPU.
     """
-    if outside(shape, direction, layout) is not None:
-        return
-    make = _over_planes if layout is Layout.CONTIGUOUS else _over_channels
-    for parameters in make(shape, direction, threads, machine):
-        if reject(shape, direction, layout, parameters) is None:
-            yield parameters
-
-
-def _over_channels(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
-    """Candidates for images in channels_last; some of them may not be allowed."""
-    make = _weight if direction is Direction.WEIGHT_GRADIENT else _gather
-    return make(shape, direction, threads, machine)
-
-
-def _over_planes(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
-    """Candidates for contiguous images, over columns and over turned channels; some of them may not be allowed."""
-    if direction is Direction.WEIGHT_GRADIENT:
-        yield from _rows_weight(shape, threads, machine)
-        yield from _weight(shape, direction, threads, machine)
-        return
-    yield from _rows(shape, direction, threads, machine)
-    for own in _gather(shape, direction, threads, machine):
+    for own in gather(shape, direction, threads, machine):
         if not own["columns_outer"] and not own["stream"]:
             del own["columns_outer"], own["stream"]
             yield own | {"parts": min(threads, shape.batch * -(-shape.channels // own["lanes"]))}
@@ -74,7 +43,15 @@ def _lanes(shape: ConvShape, machine: Machine) -> list[int]:
     return fitting or [1 << (shape.channels.bit_length() - 1)]
 
 
-def _gather(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+def gather(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates of `cpu_gather`; some of them may not be allowed.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        threads: That share the work.
+        machine: The CPU.
+    """
     image = (shape.height, shape.width)
     height, width = image if direction is Direction.INPUT_GRADIENT else (shape.out_height, shape.out_width)
     # Whoever reads such a result next finds it in no cache, however it was written.
@@ -98,7 +75,15 @@ def _gather(shape: ConvShape, direction: Direction, threads: int, machine: Machi
                     yield own | {"strip": strip, "stream": 1}
 
 
-def _weight(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+def weight(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates of `cpu_weight`; some of them may not be allowed.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        threads: That share the work.
+        machine: The CPU.
+    """
     del direction
     tall, wide = shape.kernel
     most = machine.registers - 2
@@ -138,12 +123,26 @@ def _row_lanes(columns: int, machine: Machine) -> list[int]:
 
 
 def strips_of(height: int, whole: int, least: int) -> list[int]:
-    """Heights of strips that divide an image about evenly, in whole steps."""
+    """Heights of strips that divide an image about evenly, in whole steps.
+
+    Args:
+        height: Rows of the image.
+        whole: What strips are multiples of.
+        least: Rows of the lowest strip.
+    """
     found = {height, *(-(-height // pieces) for pieces in (2, 3, 4, 7, 8, 14))}
     return sorted({strip for one in found if (strip := -(-one // whole) * whole) >= least})
 
 
-def _rows(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+def rows(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates of `cpu_rows`; some of them may not be allowed.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        threads: That share the work.
+        machine: The CPU.
+    """
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     height = -(-vertical.out // vertical.whole) * vertical.whole
     phases = horizontal.whole
@@ -161,7 +160,16 @@ def _rows(shape: ConvShape, direction: Direction, threads: int, machine: Machine
                 yield own | {"strip": strip, "parts": min(threads, shape.batch * shape.channels)}
 
 
-def _rows_weight(shape: ConvShape, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+def rows_weight(shape: ConvShape, direction: Direction, threads: int, machine: Machine) -> Iterator[dict[str, int]]:
+    """Candidates of `cpu_rows_weight`; some of them may not be allowed.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        threads: That share the work.
+        machine: The CPU.
+    """
+    del direction
     tall, wide = shape.kernel
     most = machine.registers - 2
     wides = [wide] if wide <= most else sorted({most, -(-wide // 2)})
@@ -191,6 +199,10 @@ def neighbours(one: Mapping[str, int], among: list[dict[str, int]]) -> list[dict
     """Candidates that differ in one parameter, by one step of the values that occur; or in strip together with rows.
 
     Only those of its own family: others have other parameters.
+
+    Args:
+        one: A candidate.
+        among: The space.
     """
     found = []
     among = [other for other in among if other.keys() == one.keys()]

@@ -1,11 +1,11 @@
-"""Why: a tuned kernel is used only where a record says that it beats torch, on this device and with these threads.
+"""Chooses what an operation runs on: a tuned kernel only where a record says that it beats torch, here and now.
 
-Everything else runs on torch, and one log line per convolution says why. What was decided is kept, so a call costs one
-look into a dictionary; other records, and another `HYBRIDPAR_KERNELS`, count from the next `use_choices` on.
+Everything else runs on torch, and one log line per key says why. What was decided is kept, so a call costs one look
+into a dictionary; other records, and another `HYBRIDPAR_KERNELS`, count from the next `use_choices` on.
 
-`HYBRIDPAR_KERNELS` says more: `off` leaves everything to torch; `strict` makes it an error where a convolution in
-float32 on the CPU has no record, or its kernel cannot be had. Where a record says that torch is faster, torch is used
-in all modes. Tensors on a GPU run on kernels that were measured on such a GPU, with their dtype.
+`HYBRIDPAR_KERNELS` says more: `off` leaves everything to torch; `strict` makes it an error where a convolution or norm
+in float32 on the CPU has no record, or its kernel cannot be had. Where a record says that torch is faster, torch is
+used in all modes. Tensors on a GPU run on kernels that were measured on such a GPU, with their dtype.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,40 +23,49 @@ import torch
 
 from hybridpar.codegen.cache import KernelsUnavailable, wanted
 from hybridpar.errors import KernelError
-from hybridpar.tvm_kernels.cuda_device import gpu_at, is_gpu
-from hybridpar.tvm_kernels.database import Database, KernelKey, KernelRecord, why_unused
-from hybridpar.tvm_kernels.device import cpu_fingerprint, installed_versions
-from hybridpar.tvm_kernels.kernel import AnyKernel
-from hybridpar.tvm_kernels.norm_records import NormKey
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout, ShapeError
+from hybridpar.tvm_kernels.conv_bench import DTYPES
+from hybridpar.tvm_kernels.cuda_device import gpu_at
+from hybridpar.tvm_kernels.database import Database
+from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.kernel import AnyKernel, TunedKernel, make_kernels
+from hybridpar.tvm_kernels.measure import torch_threads
+from hybridpar.tvm_kernels.operation import KernelKey, find_operation, operation_of
+from hybridpar.tvm_kernels.operations.batch_norm import norm_key
+from hybridpar.tvm_kernels.operations.depthwise_batch_norm import conv_norm_key
+from hybridpar.tvm_kernels.record import Record, why_unused
+from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout, NormShape, ShapeError
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What a convolution runs on.
+    """What an operation runs on.
 
     Attributes:
-        key: The convolution.
+        key: The operation.
         kernel: The kernel; None for torch.
         record: What the decision rests on, if there is a record.
         why: Why it is torch; empty where it is not.
     """
 
     key: KernelKey
-    kernel: AnyKernel | None
-    record: KernelRecord | None
+    kernel: Any
+    record: Record | None
     why: str = ""
+
+    @property
+    def text(self) -> str:
+        """One line that says what runs and why."""
+        times = ""
+        if self.record is not None and None not in self.record.times:
+            times = " ({:.3f} ms against {:.3f} ms)".format(*self.record.times)
+        runs = "a tuned kernel" if self.kernel is not None else f"torch, as {self.why}"
+        return f"{self.key.text} runs on {runs}{times}"
 
 
 #: Makes the kernels of some records; where one cannot be had, it says why instead.
-KernelMaker = Callable[[Sequence[KernelRecord]], Sequence[AnyKernel | KernelsUnavailable]]
-
-
-def is_strict() -> bool:
-    """Whether HYBRIDPAR_KERNELS says that missing kernels are errors."""
-    return os.environ.get("HYBRIDPAR_KERNELS", "").strip().lower() == "strict"
+KernelMaker = Callable[[Sequence[Record]], Sequence[Any]]
 
 
 class Choices:
@@ -64,25 +73,21 @@ class Choices:
 
     Args:
         database: The records.
-        make: Makes kernels of records; default: they are compiled and kept, see `compiled.make_kernels`.
+        make: Makes kernels of records; default: they are compiled and kept, see `kernel.make_kernels`.
     """
 
-    def __init__(self, database: Database, make: KernelMaker | None = None) -> None:
+    def __init__(self, database: Database, make: KernelMaker = make_kernels) -> None:
         self.database = database
         self._make = make
         self._decided: dict[KernelKey, Decision] = {}
-        self._lock = threading.Lock()
-        #: Kernels by what a call knows of itself; only `find` writes it.
+        self._lock = threading.RLock()
+        #: Kernels by what a call knows of itself; only `find` and `choose_norm` write it.
         self.found: dict[tuple[Any, ...], AnyKernel | None] = {}
         #: What calls run on, by their form; only `call_plan.plan_of` writes it.
         self.plans: dict[tuple[Any, ...], Any] = {}
-        #: Which convolutions leave moments for the norms behind them, and how; only `conv_norm_choice` writes it.
-        self.found_pairs: dict[Any, Any] = {}
-        #: Whether norms run fused, by rows, channels, activation and threads; only `norm_choice` writes it.
-        self.found_norms: dict[tuple[int, int, str, int], bool] = {}
 
     def find(self, call: tuple[Any, ...]) -> AnyKernel | None:
-        """The kernel of a call, and remember it.
+        """The kernel of a convolution's call, and remember it.
 
         Args:
             call: Direction, sizes of the input, taps, stride, padding, dilation, layout; then on the CPU threads, on a
@@ -99,107 +104,142 @@ class Choices:
             self.found[call] = None
             return None
         own = (where[0], cpu_fingerprint()) if len(where) == 1 else (1, gpu_at(where[0]).fingerprint, where[1])
-        kernel = self.decide(KernelKey(direction, shape, layout, *own)).kernel
+        kernel: AnyKernel | None = self.decide(KernelKey(direction, shape, layout, *own)).kernel
         self.found[call] = kernel
         return kernel
 
     def decide(self, key: KernelKey) -> Decision:
-        """What a convolution runs on.
+        """What an operation runs on.
+
+        Args:
+            key: The operation.
 
         Raises:
             KernelError: There is no kernel, and HYBRIDPAR_KERNELS is `strict`.
         """
         decision = self._decided.get(key) or self.prepare([key])[0]
         missing = decision.kernel is None and (decision.record is None or decision.record.wins)
-        if missing and is_strict() and not is_gpu(key.device):
+        strict = os.environ.get("HYBRIDPAR_KERNELS", "").strip().lower() == "strict"
+        operation = find_operation(key)
+        possible = operation is not None and operation.required and not operation.without_kernels(key)
+        if missing and strict and possible:
             raise KernelError(
-                f"no kernel for {describe_key(key)}: {decision.why}",
-                "HYBRIDPAR_KERNELS is strict, so every depthwise convolution needs a record and its kernel.",
+                f"no kernel for {key.text}: {decision.why}",
+                "HYBRIDPAR_KERNELS is strict, so every operation that kernels can do needs a record and its kernel.",
                 how_to_tune(key),
             )
         return decision
 
     def prepare(self, keys: Iterable[KernelKey]) -> list[Decision]:
-        """Decide for convolutions before they run, and load their kernels together; each is told in one log line.
+        """Decide for operations before they run, and load their kernels together; each is told in one log line.
+
+        Args:
+            keys: The operations.
 
         Returns:
             What each of them runs on.
         """
         keys = list(keys)
         with self._lock:
-            winners: dict[KernelKey, KernelRecord] = {}
-            for key in dict.fromkeys(keys):
-                if key in self._decided:
-                    continue
+            fresh = [key for key in dict.fromkeys(keys) if key not in self._decided]
+            winners: dict[KernelKey, Record] = {}
+            for key in fresh:
                 record = self.database.best(key)
-                if not wanted():
-                    self._settle(Decision(key, None, None, "HYBRIDPAR_KERNELS is off"))
-                elif record is None:
-                    self._settle(Decision(key, None, None, why_no_record(self.database, key)))
-                elif not record.wins:
-                    self._settle(Decision(key, None, record, "the record says that torch is faster"))
+                why = self._why_not(key, record)
+                if record is None or why:
+                    self._enter(Decision(key, None, record if wanted() else None, why))
                 else:
                     winners[key] = record
-            for (key, record), kernel in zip(winners.items(), self._made([*winners.values()]), strict=True):
+            made = self._made([*winners.values()]) if winners else ()
+            for (key, record), kernel in zip(winners.items(), made, strict=True):
                 if isinstance(kernel, KernelsUnavailable):
-                    _log.warning("no kernel for %s, torch is used: %s", describe_key(key), kernel)
-                    self._settle(Decision(key, None, record, f"its kernel cannot be had: {kernel}"))
+                    _log.warning("no kernel for %s, torch is used: %s", key.text, kernel)
+                    self._enter(Decision(key, None, record, f"its kernel cannot be had: {kernel}"))
                 else:
-                    self._settle(Decision(key, kernel, record))
+                    self._enter(Decision(key, kernel, record))
         return [self._decided[key] for key in keys]
 
-    def _settle(self, decision: Decision) -> None:
+    def _why_not(self, key: KernelKey, record: Record | None) -> str:
+        """Why a key runs on torch, before its kernel was made; empty where it need not."""
+        if not wanted():
+            return "HYBRIDPAR_KERNELS is off"
+        operation = find_operation(key)
+        if operation is None or (why := operation.without_kernels(key)):
+            return f"there are no kernels of {key.op} for {key.device}" if operation is None else why
+        if record is None:
+            return why_no_record(self.database, key)
+        if not record.wins:
+            return f"the record says that {operation.words[2]} is as fast"
+        parts = self.prepare(operation.parts(key))
+        return next((f"{part.key.direction} runs on torch" for part in parts if part.kernel is None), "")
+
+    def _enter(self, decision: Decision) -> None:
         self._decided[decision.key] = decision
-        _log.info("%s", describe_decision(decision))
+        _log.info("%s", decision.text)
 
-    def _made(self, records: Sequence[KernelRecord]) -> Sequence[AnyKernel | KernelsUnavailable]:
-        if not records:
-            return ()
-        if self._make is not None:
-            return self._make(records)
-        from hybridpar.tvm_kernels.compiled import make_kernels
-
-        return make_kernels(records)
+    def _made(self, records: Sequence[Record]) -> Sequence[Any]:
+        return self._make(records)
 
     @cached_property
     def digest(self) -> str:
         """Eight digits that tell these records, and whether they are used at all, from others."""
-        lines = sorted(record.line() for record in self.database.everything) if wanted() else []
+        lines = sorted(record.line() for record in self.database.records) if wanted() else []
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
+
+    def measure_saving(self, keys: Mapping[KernelKey, int], pairs: int = 5) -> float:
+        """Milliseconds that kernels take less than what would run in their place, added over some operations.
+
+        Both are timed in pairs, on the same random operands and in the layout that the model uses; both allocate their
+        results. The difference of the medians counts.
+
+        Args:
+            keys: Operations, and how often each one runs; those that are left to torch save nothing.
+            pairs: Pairs of calls of each, after one that does not count.
+        """
+        saved = 0.0
+        for key, count in keys.items():
+            kernel = self.decide(key).kernel
+            if kernel is not None:
+                operation = operation_of(key)
+                parts = [self.decide(part).kernel for part in operation.parts(key)]
+                with torch_threads(key.threads):
+                    bench = operation.bench(key, 0, parts)
+                    timing = bench.compare(kernel, 0.0, pairs, bench.instead)
+                saved += count * (timing.stock_ms - timing.ms)
+        return saved
 
 
 def why_no_record(database: Database, key: KernelKey) -> str:
-    """What the nearest record of another key differs in."""
+    """What the nearest record of another key differs in.
+
+    Args:
+        database: It has no record of the key that may be used.
+        key: What is to be computed.
+    """
     near: list[tuple[int, str]] = []
     if (own := database.best(key, current=False)) is not None:
-        return why_unused(own, installed_versions())
+        return why_unused(own)
     if key in set(database):
         return "its candidates were compiled and not measured; tune on this device"
     for other in database:
         if (other.op, other.direction, other.dtype) != (key.op, key.direction, key.dtype):
             continue
-        if database.best(other, current=False) is None:
+        if database.best(other, current=False) is None or (unlike := other.shape.unlike(key.shape)) is None:
             continue
-        differing = []
-        if other.shape != key.shape:
-            alike = ConvShape(key.shape.batch, *_without_batch(other.shape))
-            if alike != key.shape:
-                continue
-            differing.append(f"batch {other.shape.batch}")
-        differing += apart(other, key)
+        differing = [unlike] if unlike else []
+        differing += [] if other.layout == key.layout else [str(other.layout)]
+        differing += [] if other.threads == key.threads else [f"{other.threads} thread(s)"]
+        differing += [] if other.device == key.device else [other.device]
         near.append((len(differing), ", ".join(differing)))
     return f"its record is for {min(near)[1]}" if near else "there is no record"
 
 
-def apart(other: KernelKey | NormKey, key: KernelKey | NormKey) -> list[str]:
-    """Where and how another record's operation ran, as far as it differs: layout, threads, device."""
-    differing = [] if other.layout == key.layout else [str(other.layout)]
-    differing += [] if other.threads == key.threads else [f"{other.threads} thread(s)"]
-    return differing + ([] if other.device == key.device else [other.device])
+def how_to_tune(key: KernelKey) -> str:
+    """How to get a record, in words for an error.
 
-
-def how_to_tune(key: KernelKey | NormKey) -> str:
-    """How to get a record, in words for an error."""
+    Args:
+        key: What is to be computed.
+    """
     layout = "" if key.layout is Layout.CHANNELS_LAST else f" --layout {key.layout}"
     return (
         f"Write the line `{key.shape.text}` to a file, run `hybridpar tune --shapes FILE --threads {key.threads}"
@@ -209,40 +249,24 @@ def how_to_tune(key: KernelKey | NormKey) -> str:
     )
 
 
-def _without_batch(shape: ConvShape) -> tuple[Any, ...]:
-    return (
-        *(shape.channels, shape.height, shape.width),
-        *(shape.kernel, shape.stride, shape.padding, shape.dilation),
-    )
-
-
-def describe_key(key: KernelKey) -> str:
-    """The convolution in words."""
-    return f"{key.direction} {key.shape.text} {key.layout}, {key.threads} thread(s)"
-
-
-def describe_decision(decision: Decision) -> str:
-    """One line that says what runs and why."""
-    record = decision.record
-    times = ""
-    if record is not None and record.ms is not None and record.stock_ms is not None:
-        times = f" ({record.ms:.3f} ms against {record.layout_ms or record.stock_ms:.3f} ms)"
-    runs = "a tuned kernel" if decision.kernel is not None else f"torch, as {decision.why}"
-    return f"{describe_key(decision.key)} runs on {runs}{times}"
-
-
-_DIRECTIONS = tuple(Direction)
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_DTYPES = {dtype: name for name, dtype in DTYPES.items()}
 _active: Choices | None = None
 
 
 def active_choices() -> Choices | None:
-    """What the op chooses by; None where nobody has given a database, and everything runs on torch."""
+    """What decides; None where no database is in use, and everything runs on torch."""
     return _active
 
 
 def use_choices(choices: Choices | None) -> Choices | None:
-    """Choose by something else from now on, in the whole process; returns what was used before."""
+    """Choose by something else from now on, in the whole process.
+
+    Args:
+        choices: What decides; None leaves everything to torch.
+
+    Returns:
+        What was used before.
+    """
     global _active
     before, _active = _active, choices
     return before
@@ -256,8 +280,10 @@ def kernel_for(
     padding: Sequence[int],
     dilation: Sequence[int],
     layout: Layout,
+    *,
+    on: tuple[torch.device, torch.dtype] | None = None,
 ) -> AnyKernel | None:
-    """The kernel of a call on the CPU in float32, or None for torch.
+    """The kernel of a convolution's call, or None for torch.
 
     Args:
         direction: What is computed.
@@ -267,51 +293,67 @@ def kernel_for(
         padding: As torch has it.
         dilation: As torch has it.
         layout: Of input and output.
+        on: A GPU and the dtype of all tensors; None for float32 on the CPU.
+    """
+    choices = _active
+    if choices is None or (on is not None and on[1] not in _DTYPES):
+        return None
+    where = (torch.get_num_threads(),) if on is None else (on[0].index or 0, _DTYPES[on[1]])
+    try:  # most calls come with tuples, which need not be made again
+        return choices.found[direction, sizes, taps, stride, padding, dilation, layout, *where]
+    except (KeyError, TypeError):
+        call = (direction, *map(tuple, (sizes, taps, stride, padding, dilation)), layout, *where)
+    try:
+        return choices.found[call]
+    except KeyError:
+        return choices.find(call)
+
+
+def choose_norm(rows: int, channels: int, act: str, threads: int) -> bool:
+    """Whether the records in use say that the kernels are faster: the `choice` that `optimize` gives to `fuse_norms`.
+
+    Args:
+        rows: Pixels of all images.
+        channels: Channels.
+        act: Activation.
+        threads: Of torch.
+
+    Raises:
+        KernelError: There is no record, or no kernel, and HYBRIDPAR_KERNELS is `strict`.
     """
     choices = _active
     if choices is None:
-        return None
-    threads = torch.get_num_threads()
-    try:  # most calls come with tuples, which need not be made again
-        return choices.found[direction, sizes, taps, stride, padding, dilation, layout, threads]
-    except (KeyError, TypeError):
-        call = (direction, *map(tuple, (sizes, taps, stride, padding, dilation)), layout, threads)
+        return False
+    call = (rows, channels, act, threads)
     try:
-        return choices.found[call]
+        return choices.found[call] is not None
     except KeyError:
-        return choices.find(call)
+        key = norm_key(NormShape(rows, channels, act), threads, cpu_fingerprint())
+        choices.found[call] = choices.decide(key).kernel
+        return choices.found[call] is not None
 
 
-def cuda_kernel_for(
-    device: torch.device, dtype: torch.dtype, direction: Direction, sizes: Sequence[int], *rest: Any
-) -> AnyKernel | None:
-    """The kernel of a call on a GPU, or None for torch.
+def choose_moments(
+    choices: Choices,
+    sizes: Sequence[int],
+    taps: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    act: str,
+) -> TunedKernel | None:
+    """The kernel that computes a convolution and leaves its moments, or None; on the CPU, float32, channels_last.
 
     Args:
-        device: The GPU.
-        dtype: Of all tensors.
-        direction: What is computed.
-        sizes: Of the input.
-        rest: As `kernel_for` takes it, from taps to layout.
+        choices: What decides.
+        sizes: Of the input: N, C, H, W.
+        taps: Rows and columns of a filter.
+        stride: Two numbers, as the next ones.
+        padding: As torch has it.
+        dilation: As torch has it.
+        act: Activation behind the norm behind it.
     """
-    choices, name = _active, _DTYPES.get(dtype)
-    if choices is None or name is None:
-        return None
-    *numbers, layout = rest
-    call = (direction, tuple(sizes), *map(tuple, numbers), layout, device.index or 0, name)
-    try:
-        return choices.found[call]
-    except KeyError:
-        return choices.find(call)
-
-
-def any_kernel(*rest: Any, on: tuple[torch.device, torch.dtype] | None = None) -> bool:
-    """Whether any direction has a kernel.
-
-    Args:
-        rest: As `kernel_for` takes it, without the direction.
-        on: A GPU and a dtype; None for the CPU.
-    """
-    if on is not None:
-        return any(cuda_kernel_for(*on, direction, *rest) is not None for direction in _DIRECTIONS)
-    return any(kernel_for(direction, *rest) is not None for direction in _DIRECTIONS)
+    pairs = ((int(one[0]), int(one[1])) for one in (taps, stride, padding, dilation))
+    shape = ConvNormShape(ConvShape(*map(int, sizes), *pairs), act)  # type: ignore[arg-type]
+    kernel: TunedKernel | None = choices.decide(conv_norm_key(shape, torch.get_num_threads(), cpu_fingerprint())).kernel
+    return kernel

@@ -1,6 +1,12 @@
-"""Why: what a tile over channels costs is counted: multiply-adds, loads, stores, latency, and lines that travel.
+"""Predicts what a candidate for the CPU costs, since compiling and timing one takes a second; schedules over channels.
 
-Numbers of a modern out-of-order core: two multiply-adds, two loads and one store a cycle, four cycles of latency.
+The model counts, per register tile, multiply-adds, loads and stores against the ports that do them, the latency of sums
+that wait for themselves, and the loads that a lack of registers adds. To that it adds how often lines move from L2
+into L1, by which rows of which channels fit there, and the traffic with memory; for contiguous images what copying and
+turning them takes. It is about which candidate is better than which, not about milliseconds;
+`benchmarks.kernels.ranking` compares its order with what was measured.
+
+Numbers are of a modern out-of-order core: two multiply-adds, two loads and one store a cycle, four cycles of latency.
 """
 
 from __future__ import annotations
@@ -46,33 +52,62 @@ class Cost:
 
 
 def cycles_of(multiply_adds: float, loads: float, stores: float, sums: float) -> float:
-    """Of straight code with so many independent sums."""
+    """Cycles of code without branches.
+
+    Args:
+        multiply_adds: Vectors that are multiplied and added.
+        loads: Vectors that are loaded.
+        stores: Vectors that are stored.
+        sums: Sums that do not depend on each other.
+    """
     return max(multiply_adds / 2, loads / 2, stores, multiply_adds * _LATENCY / max(sums, 1))
 
 
 def spilled(live: float, multiply_adds: float, taps: float, machine: Machine) -> float:
-    """Loads that come of more values than registers: first taps are read again for each use, then sums move too."""
+    """Loads and stores that a lack of registers adds: taps are read again for each use, then sums are moved too.
+
+    Args:
+        live: Values that are needed at a time.
+        multiply_adds: Vectors that are multiplied and added.
+        taps: Taps among them.
+        machine: The CPU.
+    """
     lacking = live - machine.registers
     if lacking <= 0:
         return 0.0
     return multiply_adds * min(1.0, lacking / max(taps, 1)) + max(0.0, lacking - taps) * 2
 
 
-def memory_cycles(shape: ConvShape, direction: Direction, machine: Machine) -> float:
-    """For what comes from behind the caches of a core."""
-    size = shape.least_bytes(direction)
+def memory_cycles(shape: ConvShape, machine: Machine) -> float:
+    """Cycles for what comes from behind the caches of a core.
+
+    Args:
+        shape: The convolution.
+        machine: The CPU.
+    """
+    size = shape.least_bytes
     if size <= machine.level2:
         return 0.0
-    return size * (_PER_BYTE if is_far(shape, direction, machine) else _PER_NEAR_BYTE)
+    return size * (_PER_BYTE if is_far(shape, machine) else _PER_NEAR_BYTE)
 
 
-def is_far(shape: ConvShape, direction: Direction, machine: Machine) -> bool:
-    """Whether images come from memory: of the last cache others have their share."""
-    return shape.least_bytes(direction) > machine.level3 / 4
+def is_far(shape: ConvShape, machine: Machine) -> bool:
+    """Whether images come from memory; of the last cache a quarter is taken as free.
+
+    Args:
+        shape: The convolution.
+        machine: The CPU.
+    """
+    return shape.least_bytes > machine.level3 / 4
 
 
 def share_of(units: int, threads: int) -> float:
-    """Of all work, what the busiest thread does."""
+    """The part of all work that the busiest thread does.
+
+    Args:
+        units: Equal parts of the work.
+        threads: That share the work.
+    """
     return -(-units // threads) / units
 
 
@@ -80,7 +115,15 @@ def share_of(units: int, threads: int) -> float:
 
 
 def gather_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
-    """Forward or input gradient in channels_last."""
+    """Forward or input gradient in channels_last.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        own: Parameters of the candidate.
+        threads: That share the work.
+        machine: The CPU.
+    """
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     rows, strip = own["tile_rows"], own["strip"]
     vectors = -(-own["lanes"] // machine.lanes)
@@ -97,11 +140,11 @@ def gather_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], 
     line_cost = _lines(shape, vertical, horizontal, own, machine)
     turned = shape.channels * shape.kernel[0] * shape.kernel[1] * 2.0
     strips = -(-vertical.out // strip)
-    memory = memory_cycles(shape, direction, machine)
-    if is_far(shape, direction, machine):
+    memory = memory_cycles(shape, machine)
+    if is_far(shape, machine):
         memory *= _unfollowed(vertical, horizontal, own)
     if own.get("stream"):  # no line is fetched that is overwritten
-        size = shape.least_bytes(direction)
+        size = shape.least_bytes
         memory *= size / (size + 4 * shape.batch * shape.channels * vertical.out * horizontal.out)
     return Cost(compute + turned, shape.batch * line_cost, memory, share_of(shape.batch * strips, threads))
 
@@ -174,9 +217,16 @@ def _lines(shape: ConvShape, vertical: Axis, horizontal: Axis, own: Mapping[str,
 # --------------------------------------------------------------------------------------------------- weight gradient
 
 
-def weight_cost(shape: ConvShape, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
-    """The weight gradient in channels_last."""
-    direction = Direction.WEIGHT_GRADIENT
+def weight_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+    """The weight gradient in channels_last.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        own: Parameters of the candidate.
+        threads: That share the work.
+        machine: The CPU.
+    """
     vertical, horizontal = axis(shape, Direction.FORWARD, 0), axis(shape, Direction.FORWARD, 1)
     lanes, tap_rows, tap_columns = own["lanes"], own["tap_rows"], own["tap_columns"]
     vectors = -(-lanes // machine.lanes)
@@ -205,6 +255,6 @@ def weight_cost(shape: ConvShape, own: Mapping[str, int], threads: int, machine:
     fits = max(input_rows, strip) * lines * _LINE <= 0.75 * machine.level1
     passes = 1.0 if fits else float(groups_down * groups_across)
     halo = 1.0 + (shape.kernel[0] - 1) / max(1, strip * vertical.stride) * (0.5 if fits else 0.0)
-    travelled = shape.batch * blocks * vertical.out * lines * passes * halo * _IN_STEPS
-    memory = memory_cycles(shape, direction, machine)
-    return Cost(compute, travelled, memory, share_of(own["parts"] * own["groups"], threads))
+    moved = shape.batch * blocks * vertical.out * lines * passes * halo * _IN_STEPS
+    memory = memory_cycles(shape, machine)
+    return Cost(compute, moved, memory, share_of(own["parts"] * own["groups"], threads))

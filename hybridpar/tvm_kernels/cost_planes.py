@@ -1,6 +1,6 @@
-"""Why: contiguous images are copied or turned before they are computed, and that is no small part of what they cost.
+"""Cost of schedules for contiguous images, which are copied or transposed before they are computed.
 
-Counted as in `cost_channels`: multiply-adds, loads, stores and latency of a tile, and what travels between caches.
+Counted as in `cost_channels`: multiply-adds, loads, stores and latency of a tile, and lines that move between caches.
 """
 
 from __future__ import annotations
@@ -16,27 +16,16 @@ from hybridpar.tvm_kernels.cost_channels import (
     spilled,
     weight_cost,
 )
-from hybridpar.tvm_kernels.families import ROWS, ROWS_WEIGHT, family_of
 from hybridpar.tvm_kernels.machine import Machine
 from hybridpar.tvm_kernels.schedules.geometry import axis, by_input
 from hybridpar.tvm_kernels.schedules.planes import PaddedTile, padded_tile, turned_tile
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
 #: Cycles to copy a vector and to copy two apart, around a tile, a row and a plane, and to turn a vector.
 _COPY, _SPLIT, _TILE, _ROW, _PLANE, _TURN = 1.2, 2.5, 3.0, 2.5, 20.0, 5.0
 #: Cycles for a line from L2 in order, and from some planes at a time, and of a vector of sums that is folded.
 _LINE_CYCLES, _PLANES_CYCLES, _FOLD = 3.0, 6.0, 8.0
 _LINE = 64
-
-
-def planes_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
-    """What a candidate for contiguous images costs; arguments as `cost.estimate` has them."""
-    family = family_of(direction, Layout.CONTIGUOUS, own)
-    if family is ROWS:
-        return _rows(shape, direction, own, threads, machine)
-    if family is ROWS_WEIGHT:
-        return _rows_weight(shape, own, threads, machine)
-    return _turned(shape, direction, own, threads, machine)
 
 
 def _fill(padded: PaddedTile, lanes: int, machine: Machine) -> float:
@@ -50,7 +39,16 @@ def _fill(padded: PaddedTile, lanes: int, machine: Machine) -> float:
     return padded.rows * (one + _ROW)
 
 
-def _rows(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+def rows_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+    """Forward or input gradient over columns.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        own: Parameters of the candidate.
+        threads: That share the work.
+        machine: The CPU.
+    """
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     lanes, rows, strip = own["lanes"], own["tile_rows"], own["strip"]
     whole, phases = vertical.whole, horizontal.whole
@@ -77,14 +75,24 @@ def _rows(shape: ConvShape, direction: Direction, own: Mapping[str, int], thread
     compute = tiles_down * (whole_tiles * tile(own["tile_vectors"]) + (tile(rest) if rest else 0.0))
     planes = shape.batch * shape.channels
     total = planes * (_PLANE + strips * (compute + _fill(padded, lanes, machine)))
-    travelled = 0.0
+    moved = 0.0
     if padded.places * 4 > 0.75 * machine.level1:
-        travelled = planes * strips * padded.places * 4 / _LINE * _LINE_CYCLES * 2
-    return Cost(total, travelled, memory_cycles(shape, direction, machine), share_of(own["parts"], threads))
+        moved = planes * strips * padded.places * 4 / _LINE * _LINE_CYCLES * 2
+    return Cost(total, moved, memory_cycles(shape, machine), share_of(own["parts"], threads))
 
 
-def _rows_weight(shape: ConvShape, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
-    direction = Direction.WEIGHT_GRADIENT
+def rows_weight_cost(
+    shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine
+) -> Cost:
+    """The weight gradient over columns.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        own: Parameters of the candidate.
+        threads: That share the work.
+        machine: The CPU.
+    """
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     lanes, rows, strip = own["lanes"], own["tile_rows"], own["strip"]
     padded = padded_tile(vertical, horizontal, strip)
@@ -101,15 +109,24 @@ def _rows_weight(shape: ConvShape, own: Mapping[str, int], threads: int, machine
     strips = shape.out_height / strip
     total = planes * (_PLANE + groups * passes + held + strips * _fill(padded, lanes, machine))
     total += own["parts"] * shape.channels * shape.kernel[0] * shape.kernel[1] * _FOLD
-    travelled = 0.0
+    moved = 0.0
     if (padded.places + strip * shape.out_width) * 4 > 0.75 * machine.level1:
         lines = (padded.places + strip * shape.out_width) * 4 / _LINE
-        travelled = planes * strips * lines * groups * _LINE_CYCLES
-    memory = memory_cycles(shape, direction, machine)
-    return Cost(total, travelled, memory, share_of(own["parts"] * own["groups"], threads))
+        moved = planes * strips * lines * groups * _LINE_CYCLES
+    memory = memory_cycles(shape, machine)
+    return Cost(total, moved, memory, share_of(own["parts"] * own["groups"], threads))
 
 
-def _turned(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+def turned_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], threads: int, machine: Machine) -> Cost:
+    """All directions over channels that are transposed first.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        own: Parameters of the candidate.
+        threads: That share the work.
+        machine: The CPU.
+    """
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     lanes = own["lanes"]
     strip = min(own["strip"], vertical.out)
@@ -118,7 +135,7 @@ def _turned(shape: ConvShape, direction: Direction, own: Mapping[str, int], thre
     _, padded = turned_tile(vertical, horizontal, strip, lanes)
     units = own["parts"]
     if direction is Direction.WEIGHT_GRADIENT:
-        inner = weight_cost(shape, own, 1, machine).compute
+        inner = weight_cost(shape, direction, own, 1, machine).compute
         units *= own["groups"]
     else:
         inner = gather_cost(shape, direction, {**own, "columns_outer": 0}, 1, machine).compute
@@ -127,7 +144,7 @@ def _turned(shape: ConvShape, direction: Direction, own: Mapping[str, int], thre
     total = inner + pixels * vectors * _TURN
     # Planes are read and written some at a time, each for a few lines only, which prefetchers hardly follow.
     lines = padded * 4 / _LINE * strips * shape.batch * blocks
-    travelled = lines * _PLANES_CYCLES
+    moved = lines * _PLANES_CYCLES
     if padded * 4 > 0.75 * machine.level1:
-        travelled += 2 * lines * _LINE_CYCLES
-    return Cost(total, travelled, memory_cycles(shape, direction, machine), share_of(units, threads))
+        moved += 2 * lines * _LINE_CYCLES
+    return Cost(total, moved, memory_cycles(shape, machine), share_of(units, threads))

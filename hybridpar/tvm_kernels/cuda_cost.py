@@ -1,7 +1,7 @@
-"""Why: a space of thousands is compiled for the few that a GPU should like best, counted from what each would do.
+"""Predicts what a candidate costs on a GPU, from the work that it would do.
 
-Counted are: bytes that travel between memory and the SMs, with the halo that neighbouring tiles read twice and the
-parts of 32-byte sectors that nobody wants; instructions; accesses of shared memory, each as many times as lanes of a
+Counted are: bytes that move between memory and the SMs, with the halo that neighbouring tiles read twice and the unused
+parts of 32-byte sectors; instructions; accesses of shared memory, each as many times as lanes of a
 warp need different words of one bank; and how many blocks an SM holds at a time, by threads, registers and shared
 memory. It is about which candidate is better than which, not about milliseconds.
 
@@ -77,7 +77,12 @@ def wavefronts(addresses: Iterable[int], width: int) -> int:
 
 
 def lane_addresses(tile: Tile, warp: int = 0) -> list[int]:
-    """Where each lane of a warp reads from shared memory first, in bytes from the input's tile."""
+    """Where each lane of a warp reads from shared memory first, in bytes from the input's tile.
+
+    Args:
+        tile: Of the candidate.
+        warp: Number of the warp in its block.
+    """
     own = tile.parameters
     sizes = {"c": own["threads_c"], "x": own["threads_x"], "y": own["threads_y"]}
     order = ("c", "x", "y") if tile.last else ("x", "y", "c")
@@ -92,7 +97,11 @@ def lane_addresses(tile: Tile, warp: int = 0) -> list[int]:
 
 
 def bank_conflicts(tile: Tile) -> float:
-    """Accesses of shared memory for one of a warp, relative to those that it takes at least."""
+    """Accesses of shared memory for one of a warp, relative to those that it takes at least.
+
+    Args:
+        tile: Of the candidate.
+    """
     width = tile.vector * ITEM[tile.dtype]
     return _wavefronts(tuple(lane_addresses(tile)), width) / max(1, WARP * width // (_BANKS * _WORD))
 
@@ -101,7 +110,12 @@ _wavefronts = functools.lru_cache(4096)(wavefronts)
 
 
 def resident_blocks(tile: Tile, gpu: Gpu) -> int:
-    """Blocks that an SM holds at a time; 0 where it cannot hold one."""
+    """Blocks that an SM holds at a time; 0 where it cannot hold one.
+
+    Args:
+        tile: Of the candidate.
+        gpu: That it runs on.
+    """
     per_warp = -(-registers(tile) * WARP // 256) * 256  # registers are given out by 256 to a warp
     limits = (
         gpu.blocks,
@@ -154,7 +168,7 @@ def estimate(
 
 
 def _sectors(run: int, aligned: bool) -> float:
-    """Bytes that travel for a run of so many, on average."""
+    """Bytes that are moved for a run of so many, on average."""
     if aligned:
         return float(-(-run // _SECTOR) * _SECTOR)
     return float(run + _SECTOR - 1)

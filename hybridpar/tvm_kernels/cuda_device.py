@@ -1,4 +1,4 @@
-"""Why: which tiles are good follows from what a GPU has, which is told here for some that need not be at hand.
+"""What GPUs have, from which follows which tiles are good on them.
 
 Where there is a GPU its own figures are read; those of H100, H200 and A100 are built in, from NVIDIA's data sheets, so
 that candidates can be compiled and ranked on a machine without one.
@@ -52,7 +52,12 @@ class Gpu:
         return self.multiply_adds / (128 * self.processors)
 
     def floor_ms(self, multiply_adds: int, size: int) -> float:
-        """What neither arithmetic nor memory can beat."""
+        """What neither arithmetic nor memory can beat.
+
+        Args:
+            multiply_adds: Of a call.
+            size: Bytes that it touches.
+        """
         return 1e3 * max(multiply_adds / self.multiply_adds, size / self.bandwidth)
 
 
@@ -67,13 +72,31 @@ _FINGERPRINT = re.compile(r".+ sm_\d+[a-z]?")
 
 
 def is_gpu(fingerprint: str) -> bool:
-    """Whether a record's device is a GPU."""
+    """Whether a record's device is a GPU.
+
+    Args:
+        fingerprint: Of a record's device.
+    """
     return _FINGERPRINT.fullmatch(fingerprint) is not None
+
+
+def gpu_of(fingerprint: str) -> Gpu:
+    """The GPU of a record's device: one of `KNOWN`, else the current one.
+
+    Args:
+        fingerprint: Of a record's device.
+    """
+    known = next((one for one in KNOWN.values() if one.fingerprint == fingerprint), None)
+    return known or gpu_at(torch.cuda.current_device())
 
 
 @functools.cache
 def gpu_at(index: int) -> Gpu:
-    """A GPU of this machine, by torch's number."""
+    """A GPU of this machine, by torch's number.
+
+    Args:
+        index: Of the GPU, by torch's number.
+    """
     found = torch.cuda.get_device_properties(index)
     architecture = f"sm_{found.major}{found.minor}"
     for known in KNOWN.values():

@@ -1,27 +1,31 @@
-"""Why: a kernel for a GPU is a source text that TVM wrote, machine code that NVRTC made of it, and a launch.
+"""Kernels for a GPU: a source text that TVM wrote, machine code that NVRTC made of it, and a launch.
 
 Source and machine code need no GPU; only loading does. Both are cached (`hybridpar.codegen.cache`), so a process that
-finds them starts neither TVM nor NVRTC.
+finds them starts neither TVM nor NVRTC. A kernel is loaded on a device when it is first called there, since a process
+uses one GPU of many and loading takes memory of it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hybridpar.codegen.build import contents_of, kernel_paths, parted
-from hybridpar.codegen.cache import KernelsUnavailable, cache_path, cached
+import torch
+from torch import Tensor
+
+from hybridpar.codegen.build import kernel_paths
+from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Request
 from hybridpar.codegen.cuda_driver import CudaFunction, CudaModule, driver
 from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, compiler
 from hybridpar.tvm_kernels.families import Parameters
-from hybridpar.tvm_kernels.schedules.cuda_tile import Tile
+from hybridpar.tvm_kernels.schedules.cuda_tile import ITEM, Tile
 from hybridpar.tvm_kernels.schedules.cuda_weight import MERGE_PARTS, MERGE_THREADS
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
@@ -37,6 +41,7 @@ _PTXAS = re.compile(r"Used (\d+) registers")
 _SPILLS = re.compile(r"(\d+) bytes spill stores")
 
 Launch = tuple[str, tuple[int, int, int], tuple[int, int, int]]
+_Step = tuple[CudaFunction, tuple[int, int, int], tuple[int, int, int]]
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,15 @@ class CudaVariant:
         return Request((self.source,), self.arguments, target="cuda")
 
     @property
+    def path(self) -> Path:
+        """The cache file of its source.
+
+        Raises:
+            KernelsUnavailable: Nothing can be written on this machine.
+        """
+        return kernel_paths("depthwise-cuda", (self.source, *_IMPORTED), [self.arguments])[0]
+
+    @property
     def launches(self) -> tuple[Launch, ...]:
         """Kernels in the order in which they run, each with its blocks and threads."""
         tile = self.tile
@@ -104,22 +118,6 @@ class Compiled:
     spilled: int | None
 
 
-def sources_of(variants: Sequence[CudaVariant], workers: int = 1) -> list[str | KernelsUnavailable]:
-    """CUDA C of variants, from the cache; those that are not there yet are written together.
-
-    Returns:
-        For each variant its source, or why there is none.
-    """
-    try:
-        paths = [
-            kernel_paths("depthwise-cuda", (variant.source, *_IMPORTED), [variant.arguments])[0] for variant in variants
-        ]
-        contents = contents_of(paths, [variant.request for variant in variants], workers)
-    except (KernelsUnavailable, OSError) as error:
-        return [KernelsUnavailable(str(error)) for _ in variants]
-    return [one if isinstance(one, KernelsUnavailable) else parted(one)[1].decode() for one in contents]
-
-
 def compile_source(text: str, architecture: str) -> Compiled:
     """Machine code, by the compiler and not from the cache.
 
@@ -137,67 +135,99 @@ def compile_source(text: str, architecture: str) -> Compiled:
     return Compiled(code, max(registers, default=None), max(spills, default=None))
 
 
-def cubin_of(text: str, architecture: str) -> bytes:
-    """Machine code of a source, from the cache if it is there.
-
-    Args:
-        text: CUDA C.
-        architecture: As in `sm_90`.
-
-    Raises:
-        KernelsUnavailable: There is no compiler, or it reports an error, or the cache cannot be used.
-    """
-    version, run = compiler(CONTRACTED)
-    made_from = {
-        "source": hashlib.sha256(text.encode()).hexdigest(),
-        "options": CONTRACTED,
-        "compiler": version,
-        "architecture": architecture,
-    }
-    path = cache_path("depthwise", made_from, ".cubin")
-    return cached(path, lambda directory: run(text.encode(), architecture, directory)[0])
-
-
 class CudaKernel:
-    """A variant that is loaded on a device. Calling it puts it on torch's current stream.
+    """A variant that can be called. It checks nothing: tensors must be dense, of its dtype, aligned, on one GPU.
 
     Args:
         variant: What it computes, and how.
-        module: Its machine code, loaded.
+        load: Loads its machine code on a device, by torch's number of it.
     """
 
-    def __init__(self, variant: CudaVariant, module: CudaModule) -> None:
+    def __init__(self, variant: CudaVariant, load: Callable[[int], CudaModule]) -> None:
         self.variant = variant
         self.scratch_bytes = variant.tile.scratch_bytes
-        self._module = module
-        self._steps: list[tuple[CudaFunction, tuple[int, int, int], tuple[int, int, int]]] = [
-            (module.function(name, POINTERS[name]), grid, block) for name, grid, block in variant.launches
-        ]
+        #: What all addresses are multiples of.
+        self.align = variant.tile.vector * ITEM[variant.dtype]
+        self._load = load
+        self._loaded: dict[int, list[_Step]] = {}
+        self._loading = threading.Lock()
 
-    def __call__(self, first: int, second: int, third: int, out: int, scratch: int) -> None:
-        """Launch.
+    def takes(self, *tensors: Tensor) -> bool:
+        """Whether the addresses are aligned as they must be."""
+        return all(tensor.data_ptr() % self.align == 0 for tensor in tensors)
+
+    def prepare(self, index: int) -> None:
+        """Load it on a device.
 
         Args:
-            first: Address of the input, or for the input gradient of the output's gradient.
-            second: Address of the weights, or for the weight gradient of the output's gradient.
-            third: Address of the bias in the forward direction, or 0; else 0.
-            out: Address of what is computed.
+            index: Of the device, by torch's number.
+
+        Raises:
+            KernelsUnavailable: There is no driver, or it refuses.
+        """
+        with self._loading:
+            if index not in self._loaded:
+                try:
+                    module = self._load(index)
+                    self._loaded[index] = [
+                        (module.function(name, POINTERS[name]), grid, block)
+                        for name, grid, block in self.variant.launches
+                    ]
+                except (RuntimeError, OSError) as error:
+                    raise KernelsUnavailable(str(error)) from None
+
+    def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> None:
+        """Compute, on torch's current stream.
+
+        Args:
+            first: Input, or the output's gradient where the input's is computed.
+            second: Weights, or the output's gradient where theirs is computed.
+            third: Bias, or None.
+            out: The result.
+
+        Raises:
+            CudaError: The driver refuses.
+        """
+        # Freed while it is still in use on the stream, and given out again only to what comes later on it.
+        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=out.device) if self.scratch_bytes else None
+        self.launch(
+            out.device.index or 0,
+            first.data_ptr(),
+            second.data_ptr(),
+            0 if third is None else third.data_ptr(),
+            out.data_ptr(),
+            0 if scratch is None else scratch.data_ptr(),
+        )
+
+    def launch(self, index: int, first: int, second: int, third: int, out: int, scratch: int) -> None:
+        """As a call, by addresses.
+
+        Args:
+            index: Of the device, by torch's number.
+            first: As of a call, and the next ones; `third` may be 0.
+            second: Likewise.
+            third: Likewise.
+            out: Likewise.
             scratch: Address of `scratch_bytes` bytes, which nothing else uses meanwhile on the device.
 
         Raises:
             CudaError: The driver refuses.
         """
-        function, grid, block = self._steps[0]
-        if len(self._steps) == 1:
+        steps = self._loaded.get(index)
+        if steps is None:
+            self.prepare(index)
+            steps = self._loaded[index]
+        function, grid, block = steps[0]
+        if len(steps) == 1:
             function(grid, block, first, second, third, out)
             return
         function(grid, block, first, second, third, scratch)
-        function, grid, block = self._steps[1]
+        function, grid, block = steps[1]
         function(grid, block, scratch, out)
 
 
 def load_cubin(variant: CudaVariant, code: bytes, index: int) -> CudaKernel:
-    """A variant on a device.
+    """A variant, loaded on a device.
 
     Args:
         variant: What was compiled.
@@ -205,7 +235,8 @@ def load_cubin(variant: CudaVariant, code: bytes, index: int) -> CudaKernel:
         index: Of the device, by torch's number.
 
     Raises:
-        CudaError: The driver refuses it.
-        OSError: There is no driver.
+        KernelsUnavailable: There is no driver, or it refuses the code.
     """
-    return CudaKernel(variant, driver(DRIVER).load(code, index))
+    kernel = CudaKernel(variant, lambda at: driver(DRIVER).load(code, at))
+    kernel.prepare(index)
+    return kernel

@@ -1,4 +1,4 @@
-"""Why: rules say what is not worth compiling for a GPU, and check a record's parameters before they become code.
+"""The space of kernels for a GPU: which parameters are allowed, and which of them are tried.
 
 Parameters of all directions (`schedules/cuda_tile.py`):
     vector: channels of a thread, read and written together; 1 in contiguous;
@@ -17,6 +17,7 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping
 
+from hybridpar.tvm_kernels import space
 from hybridpar.tvm_kernels.cuda_device import Gpu
 from hybridpar.tvm_kernels.schedules.cuda_tile import ITEM, WARP, Tile
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
@@ -41,15 +42,17 @@ _MOST_ELEMENTS = 1 << 31
 
 
 def outside(shape: ConvShape, direction: Direction, dtype: str) -> str | None:
-    """Why there are no kernels for a convolution, or None."""
+    """Why there are no kernels for a convolution, or None.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        dtype: Of all tensors.
+    """
     if dtype not in ITEM:
         return f"there are no kernels for {dtype}"
-    if not all(1 <= taps <= 31 for taps in shape.kernel) or max(shape.kernel) == 1:
-        return "there are kernels for 2 to 31 taps a side only"
-    if direction is Direction.INPUT_GRADIENT:
-        for stride, dilation in zip(shape.stride, shape.dilation, strict=True):
-            if stride > 2 or (stride > 1 and dilation > 1):
-                return "there are no kernels for this input gradient's stride and dilation"
+    if reason := space.outside(shape, direction):
+        return reason
     pixels = max(shape.height * shape.width, shape.out_height * shape.out_width)
     if shape.batch * shape.channels * pixels >= _MOST_ELEMENTS:
         return "the images are too large for indices of 32 bits"
@@ -57,7 +60,11 @@ def outside(shape: ConvShape, direction: Direction, dtype: str) -> str | None:
 
 
 def registers(tile: Tile) -> int:
-    """Registers that a thread is estimated to need."""
+    """Registers that a thread is estimated to need.
+
+    Args:
+        tile: Of the candidate.
+    """
     down, across, vector = tile.vertical, tile.horizontal, tile.vector
     row = across.used
     if tile.weight:
@@ -68,7 +75,11 @@ def registers(tile: Tile) -> int:
 
 
 def written_out(tile: Tile) -> int:
-    """Multiply-adds without a loop."""
+    """Multiply-adds without a loop.
+
+    Args:
+        tile: Of the candidate.
+    """
     rows = tile.vertical.register * tile.parameters["tap_rows"] if tile.weight else tile.vertical.uses
     return rows * tile.horizontal.uses * tile.vector
 

@@ -1,6 +1,6 @@
-"""Why: what comes with the package must be small, so of all that was tuned the best is kept, where it saves most.
+"""Picks the records that come with the package: the best of each convolution, those that save most first.
 
-`python scripts/package_kernels.py FILE...` writes it.
+`python scripts/package_kernels.py FILE...` writes them.
 """
 
 from __future__ import annotations
@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from hybridpar.tvm_kernels.database import Database, KernelRecord, read_database
-from hybridpar.tvm_kernels.space import reject
+from hybridpar.tvm_kernels.database import Database, read_database
+from hybridpar.tvm_kernels.operation import operation_of, whole_numbers
+from hybridpar.tvm_kernels.record import KernelRecord, Record
 
 #: Bytes that the packaged database may have.
 MOST_BYTES = 200_000
 
 
-def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[KernelRecord]:
+def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[Record]:
     """The best record of each key in some databases: the newest search's fastest, if it beat torch.
 
     Args:
@@ -30,7 +31,7 @@ def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[K
     """
     merged = Database("what is packaged")
     for path in paths:
-        merged.add(read_database(path).records)
+        merged.add(one for one in read_database(path).records if type(one) is KernelRecord)
     best = [merged.best(key, current=False) for key in merged]
     winners = [one for one in best if one is not None and one.wins and _is_kernel(one)]
     size, kept = 0, []
@@ -42,7 +43,7 @@ def distill(paths: Iterable[str | Path], most_bytes: int = MOST_BYTES) -> list[K
     return sorted(kept, key=lambda one: one.key)
 
 
-def _is_kernel(record: KernelRecord) -> bool:
-    numbers = {name: value for name, value in record.parameters.items() if type(value) is int}
-    whole = len(numbers) == len(record.parameters)
-    return whole and reject(record.key.shape, record.direction, record.layout, numbers) is None
+def _is_kernel(record: Record) -> bool:
+    parameters = getattr(record, "parameters", {})
+    numbers = whole_numbers(parameters)
+    return len(numbers) == len(parameters) and operation_of(record.key).reject(record.key, numbers) is None

@@ -1,17 +1,16 @@
-"""Why: whoever runs a kernel needs to know its phases, how far each can be shared out, and the scratch that it wants.
+"""Kernels as machine code: phases, how far each counts, the scratch that a call needs, and making them from records.
 
-A kernel runs in phases, one after the other. Each is a function over a range that may be cut anywhere and shared among
-threads, for example `prepare` over channels and then `rows` over strips of the image; the result is the same bit for
-bit however it is cut. Functions take addresses and nothing is checked in them, so the caller has checked that tensors
-are float32, dense in the kernel's layout, on the CPU and as large as the shape says. Any multiple of 4 is an address;
-of the result only a multiple of 64 where the kernel writes past the caches, as torch allocates.
+A kernel for the CPU runs in phases, one after the other. Each is a function over a range that may be cut anywhere and
+shared among threads, for example `prepare` over channels and then `rows` over strips of the image; the result is the
+same bit for bit however it is cut. Functions take addresses and nothing is checked in them, so the caller has checked
+that tensors are float32, dense in the kernel's layout, on the CPU and as large as the shape says. Any multiple of 4 is
+an address; of the result only a multiple of 64 where the kernel writes past the caches, as torch allocates.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,12 +18,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridpar.codegen.build import Function, Session, contents_of, kernel_paths, parted, session
+from hybridpar.codegen.build import Session, contents_of, kernel_paths, parted, session
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Request
 from hybridpar.errors import KernelError
 from hybridpar.machine.process import available_cores
 from hybridpar.tvm_kernels.families import GATHER_MOMENTS, Family, Parameters, family_of
+from hybridpar.tvm_kernels.operation import operation_of, whole_numbers
+from hybridpar.tvm_kernels.record import Record
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.spread import run_ranges
 
@@ -71,8 +72,21 @@ class Variant:
         return {**told, "parameters": dict(sorted(self.parameters.items()))}
 
     def request(self, text: str = "") -> Request:
-        """What builds it; see `Request` for the text."""
+        """What builds it; see `Request` for the text.
+
+        Args:
+            text: As `Request.text`.
+        """
         return Request((self.source,), self.arguments, text)
+
+    @property
+    def path(self) -> Path:
+        """The cache file of its object file.
+
+        Raises:
+            KernelsUnavailable: Nothing can be built on this machine.
+        """
+        return kernel_paths("depthwise", self.family.files, [self.arguments])[0]
 
     @property
     def phases(self) -> tuple[tuple[str, int], ...]:
@@ -100,84 +114,6 @@ class MomentsVariant(Variant):
     def family(self) -> Family:
         """The schedule."""
         return GATHER_MOMENTS
-
-
-class Kernel:
-    """A variant as machine code.
-
-    Args:
-        variant: What it computes, and how.
-        functions: By name; they release the GIL while they run.
-    """
-
-    def __init__(self, variant: Variant, functions: Mapping[str, Function]) -> None:
-        self.variant = variant
-        self.scratch_bytes = variant.scratch_bytes
-        #: Functions of (first, second, third, out, scratch, begin, end), and how far each counts, to be run in order.
-        self.phases = tuple((functions[name], count) for name, count in variant.phases)
-
-    def __call__(self, first: int, second: int, third: int, out: int, scratch: int) -> None:
-        """Run all of it in this thread.
-
-        Args:
-            first: Address of the input, or for the input gradient of the output's gradient.
-            second: Address of the weights, or for the weight gradient of the output's gradient.
-            third: Address of the bias in the forward direction, or 0; else 0.
-            out: Address of what is computed.
-            scratch: Address of `scratch_bytes` bytes.
-        """
-        for function, count in self.phases:
-            function(first, second, third, out, scratch, 0, count)
-
-
-def load_image(variant: Variant, names: Sequence[str], image: bytes, into: Session | None = None) -> Kernel:
-    """The kernel in an object file.
-
-    Args:
-        variant: What was built.
-        names: Its functions.
-        image: The object file.
-        into: A session of the caller's, whose machine code goes with the last kernel; None keeps it for ever.
-
-    Raises:
-        RuntimeError: It is no object file for this machine.
-    """
-    functions = session().load(image, names) if into is None else into.load(image, names, keep=False)
-    return Kernel(variant, functions)
-
-
-def load_variants(variants: Sequence[Variant]) -> list[Kernel | KernelsUnavailable]:
-    """Kernels from the cache of this machine; those that are not there yet are built together.
-
-    Returns:
-        For each variant its kernel, or why there is none.
-    """
-    try:
-        paths: dict[str, Path] = {}
-        for made_from in {variant.family.files for variant in variants}:
-            own = [variant for variant in variants if variant.family.files == made_from]
-            located = kernel_paths("depthwise", made_from, [one.arguments for one in own])
-            paths |= {_key(variant): path for variant, path in zip(own, located, strict=True)}
-        files = [paths[_key(variant)] for variant in variants]
-        contents = contents_of(files, [variant.request() for variant in variants], len(available_cores()))
-    except (KernelsUnavailable, OSError) as error:
-        return [KernelsUnavailable(str(error)) for _ in variants]
-    return [_loaded(variant, content) for variant, content in zip(variants, contents, strict=True)]
-
-
-def _loaded(variant: Variant, content: bytes | KernelsUnavailable) -> Kernel | KernelsUnavailable:
-    if isinstance(content, KernelsUnavailable):
-        return content
-    try:
-        names, image = parted(content)
-        return load_image(variant, names, image)
-    except (ImportError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        return KernelsUnavailable(reason[-1])
-
-
-def _key(variant: Variant) -> str:
-    return json.dumps([variant.source.name, variant.arguments], sort_keys=True)
 
 
 #: A function of a kernel takes the addresses of first, second, third, out and scratch, then begin and end of a range,
@@ -227,6 +163,12 @@ class TunedKernel:
     def run(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> Tensor | None:
         """As a call.
 
+        Args:
+            first: As of a call, and the next ones.
+            second: Likewise.
+            third: Likewise.
+            out: Likewise.
+
         Returns:
             The scratch memory, with what the kernel left there; None where there is none.
 
@@ -253,6 +195,78 @@ class TunedKernel:
             else:
                 run_ranges(partial(function, *places), count, self.threads)
         return scratch
+
+
+def load_image(
+    variant: Variant, names: Sequence[str], image: bytes, into: Session | None = None, threads: int = 1
+) -> TunedKernel:
+    """The kernel in an object file.
+
+    Args:
+        variant: What was built.
+        names: Its functions.
+        image: The object file.
+        into: A session of the caller's, whose machine code goes with the last kernel; None keeps it for ever.
+        threads: On how many threads it runs.
+
+    Raises:
+        RuntimeError: It is no object file for this machine.
+    """
+    functions = session().load(image, names) if into is None else into.load(image, names, keep=False)
+    phases = tuple((functions[name], count) for name, count in variant.phases)
+    return TunedKernel(phases, variant.scratch_bytes, _FLOAT, threads, variant.align_out)
+
+
+def make_kernels(records: Sequence[Record]) -> list[Any]:
+    """The kernels of some records, together: what is not in the cache of this machine is built.
+
+    Args:
+        records: Of any operations.
+
+    Returns:
+        For each record its kernel, or a `KernelsUnavailable` that says why there is none, for instance because its
+        parameters are no kernel's: a database may come from anywhere, and only what its operation allows is compiled.
+    """
+    made: dict[int, Any] = {}
+    paths: dict[int, Path] = {}
+    requests: dict[int, Request] = {}
+    for place, record in enumerate(records):
+        parameters = _parameters_of(record)
+        try:
+            operation = operation_of(record.key)
+            reason = operation.reject(record.key, parameters)
+            if reason is not None or len(parameters) < len(getattr(record, "parameters", ())):
+                raise KernelsUnavailable(reason or "its parameters are not whole numbers")
+            request = operation.request(record.key, parameters)
+            if request is not None:
+                paths[place], requests[place] = operation.path(record.key, parameters), request
+        except KernelsUnavailable as error:
+            made[place] = error
+    try:
+        contents = contents_of([*paths.values()], [*requests.values()], len(available_cores()))
+    except (KernelsUnavailable, OSError) as error:
+        contents = [KernelsUnavailable(str(error)) for _ in paths]
+    built = dict(zip(paths, contents, strict=True))
+    return [
+        made[place] if place in made else _loaded(record, built.get(place, b"[]\n"))
+        for place, record in enumerate(records)
+    ]
+
+
+def _loaded(record: Record, content: bytes | KernelsUnavailable) -> Any:
+    if isinstance(content, KernelsUnavailable):
+        return content
+    try:
+        names, image = parted(content)
+        kernel = operation_of(record.key).load(record.key, _parameters_of(record), names, image, None)
+    except (KernelsUnavailable, ImportError, RuntimeError, OSError, ValueError, AssertionError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        return KernelsUnavailable(reason[-1])
+    return replace(kernel, align=getattr(record, "align", _FLOAT)) if isinstance(kernel, TunedKernel) else kernel
+
+
+def _parameters_of(record: Record) -> dict[str, int]:
+    return whole_numbers(getattr(record, "parameters", {}))
 
 
 class AnyKernel(Protocol):

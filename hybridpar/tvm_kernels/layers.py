@@ -1,8 +1,8 @@
-"""Why: what is to be tuned is what a model really computes, found by running it on tensors without data.
+"""Finds the layers of a model that can be tuned, with the shapes and layouts that reach them.
 
 A forward pass without values costs neither time nor memory, and shows every convolution and every norm with the shape
-and the layout that reach it. See `outline` for the fastest way; where a model does not run like that it is run on
-torch's fake tensors, and one that needs values for real.
+and the layout that reach it. The fastest way is `outline`; a model that does not run like that is run on torch's fake
+tensors, and one that needs values for real.
 """
 
 from __future__ import annotations
@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpar.errors import UsageError
-from hybridpar.tvm_kernels.conv_norm_records import ConvNormShape
 from hybridpar.tvm_kernels.moments import behind
-from hybridpar.tvm_kernels.norm_records import NormShape
 from hybridpar.tvm_kernels.norm_swap import find_norms, fused_norms
 from hybridpar.tvm_kernels.outline import run_outlined
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout, NormShape
 
 
 @dataclass(frozen=True)
@@ -62,6 +60,9 @@ def is_depthwise(module: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Whether a module is a convolution with one filter per channel that the op can take the place of.
 
     Subclasses have a forward of their own, and so have parametrised and lazy layers: none of these is touched.
+
+    Args:
+        module: Of a model.
     """
     return (
         (type(module) is nn.Conv2d or getattr(type(module), "fx_leaf", False) is True)
@@ -79,7 +80,11 @@ def _is_even_handed(module: nn.Conv2d) -> bool:
 
 
 def number_padding(module: nn.Conv2d) -> tuple[int, int]:
-    """The padding of a layer in numbers."""
+    """The padding of a layer in numbers.
+
+    Args:
+        module: Of a model.
+    """
     padding: Any = module.padding
     if padding == "valid":
         return 0, 0
@@ -163,7 +168,7 @@ def _look(
         with torch.random.fork_rng(devices=[]):
             run_outlined(model, _input(sizes, layout, dtype, "meta"))
         return
-    except Exception:  # whatever is wrong with it shows again
+    except Exception:  # any error of the model is raised again below
         forget()
     example = _input(sizes, layout, dtype, next(model.parameters()).device)
     try:
@@ -172,7 +177,7 @@ def _look(
         with fake:
             _run(model, {name: fake.from_tensor(tensor) for name, tensor in named}, fake.from_tensor(example))
         return
-    except Exception:  # the model wants values; whatever else is wrong with it shows again
+    except Exception:  # the model needs values; any other error is raised again below
         forget()
     try:
         _run(model, {name: tensor.detach().clone() for name, tensor in model.named_buffers()}, example)

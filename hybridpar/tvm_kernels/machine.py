@@ -1,4 +1,4 @@
-"""Why: which tiles can be good follows from the CPU's registers, caches and speed, so these are read and measured."""
+"""What this CPU has and does: registers, caches, multiply-adds a second, and the speed of copies."""
 
 from __future__ import annotations
 
@@ -53,16 +53,31 @@ class Speed:
     copies: tuple[tuple[int, float], ...]
 
     def bandwidth(self, size: int) -> float:
-        """Bytes a second where so many are touched."""
+        """Bytes a second where so many are touched.
+
+        Args:
+            size: Bytes.
+        """
         return copy_speed(self.copies, size)
 
     def floor_ms(self, multiply_adds: int, size: int, threads: int = 1) -> float:
-        """What neither arithmetic on so many threads nor memory, taken as one thread's per thread, can beat."""
+        """What neither arithmetic on so many threads nor memory, taken as one thread's per thread, can beat.
+
+        Args:
+            multiply_adds: Of a call.
+            size: Bytes.
+            threads: That share the work.
+        """
         return 1e3 * max(multiply_adds / self.multiply_adds, size / self.bandwidth(size)) / threads
 
 
 def copy_speed(copies: Sequence[tuple[int, float]], size: int) -> float:
-    """Bytes a second where so many are touched, of `Speed.copies`."""
+    """Bytes a second where so many are touched, of `Speed.copies`.
+
+    Args:
+        copies: As `Speed.copies`.
+        size: Bytes.
+    """
     return next((rate for most, rate in copies if size <= most), copies[-1][1])
 
 

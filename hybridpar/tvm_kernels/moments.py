@@ -1,11 +1,11 @@
-"""Why: a convolution knows the statistics of its result, and the norm behind it must get those of nothing else.
+"""Hands the moments of a convolution's result to the BatchNorm behind it, on the tensor itself.
 
-They hang on the tensor itself, so they live no longer than it, and whoever gets another tensor finds none. The norm
-takes them off, and uses them only where the tensor is the one that they were made for and has not been written to
-since, as autograd counts it. So a hook that puts another tensor in its place, a view, a copy and a change in place all
-lead to the norm's own pass. Copies and pickles of the tensor have no moments.
+Moments are an attribute of the tensor that they were computed for; other tensors carry none. The norm removes them, and
+uses them only where the tensor is that one and has not been written to since, by autograd's count. Where a hook
+replaced the tensor, and for views, copies and changes in place, the norm computes its own. Copies and pickles of the
+tensor have no moments.
 
-Which convolution has such a norm behind it, `optimize` finds; the layer keeps a `Behind`.
+`optimize` finds which convolution has such a norm behind it; the layer keeps a `Behind`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME, _BEHIND = "_moments", "_behind"
 
 
 class _Moments:
-    """What hangs on a tensor."""
+    """Moments, and the state of the tensor that they were computed for."""
 
     __slots__ = ("at", "of", "values", "version")
 
@@ -39,20 +39,20 @@ def _nothing() -> None:
 
 
 def attach_moments(tensor: Tensor, values: Tensor) -> None:
-    """Leave the moments of a tensor for whoever gets it next.
+    """Attach the moments of a tensor to it.
 
     Args:
-        tensor: What somebody has just computed, outside of inference mode.
+        tensor: A result that was just computed, outside of inference mode.
         values: (2, C) float64, mean and biased variance of its channels.
     """
     tensor._moments = _Moments(values, tensor)  # type: ignore[attr-defined]
 
 
 def moments_in(scratch: Tensor | None, channels: int) -> Tensor:
-    """What a kernel has left at the beginning of its scratch; the rest of this is not kept.
+    """The moments at the beginning of a kernel's scratch memory, copied.
 
     Args:
-        scratch: Bytes; there are some wherever moments are.
+        scratch: Bytes of the call; never None for a kernel that leaves moments.
         channels: C.
 
     Returns:
@@ -63,7 +63,11 @@ def moments_in(scratch: Tensor | None, channels: int) -> Tensor:
 
 
 def take_moments(tensor: Tensor) -> Tensor | None:
-    """The moments of a tensor, once; None where there are none, or where they may be those of other values."""
+    """The moments of a tensor, once; None where there are none, or where they may be those of other values.
+
+    Args:
+        tensor: That a convolution may have computed.
+    """
     found: _Moments | None = tensor.__dict__.pop(_NAME, None)
     if found is None or found.of() is not tensor:
         return None
@@ -89,7 +93,7 @@ class Behind:
 
     @property
     def wants(self) -> str | None:
-        """The activation of a norm that would take moments now; None where nobody would."""
+        """The activation of the norm if it would take moments now; else None."""
         if torch.is_inference_mode_enabled():  # tensors do not count their changes there
             return None
         wanted: str | None = getattr(self.norm, "takes_moments_for", None)
@@ -100,13 +104,22 @@ class Behind:
 
 
 def behind(layer: nn.Module) -> Behind | None:
-    """What is behind a convolution, if `optimize` found a norm there."""
+    """The norm behind a convolution, if `optimize` found one.
+
+    Args:
+        layer: The convolution.
+    """
     found: Behind | None = layer.__dict__.get(_BEHIND)
     return found
 
 
 def set_behind(layer: nn.Module, norm: nn.Module | None) -> None:
-    """Let a convolution know the norm that alone reads what it computes, or None; no state dict shows it."""
+    """Note on a convolution which norm alone reads its result, or None; state dicts do not show it.
+
+    Args:
+        layer: The convolution.
+        norm: The norm; None forgets it.
+    """
     if norm is None:
         layer.__dict__.pop(_BEHIND, None)
     else:

@@ -1,7 +1,7 @@
-"""Why: kernels get addresses and numbers; here these are made of tensors, and rows are shared out to threads.
+"""Calls the compiled BatchNorm kernels on tensors, and shares out their rows to threads.
 
-Whoever calls has seen to it that tensors are dense float32 on a CPU, that activations lie in channels-last order and
-that the parameters have one value per channel. The GIL is released while kernels run.
+The caller has checked that tensors are dense float32 on a CPU, that activations lie in channels-last order and that the
+parameters have one value per channel. The GIL is released while kernels run.
 """
 
 from __future__ import annotations
@@ -83,13 +83,22 @@ class RowPlan:
 
 
 def wide_channels(channels: int) -> int:
-    """Values of a wide row: the least multiple of the channels that is whole vectors."""
+    """Values of a wide row: the least multiple of the channels that is whole vectors.
+
+    Args:
+        channels: Values of a row.
+    """
     return math.lcm(channels, LANES)
 
 
 @functools.lru_cache(maxsize=1024)
 def plan_rows(rows: int, channels: int) -> RowPlan:
-    """The plan for so many rows of so many channels."""
+    """The plan for so many rows of so many channels.
+
+    Args:
+        rows: Pixels of all images.
+        channels: Values of a row.
+    """
     repeat = wide_channels(channels) // channels
     wide = rows // repeat
     length = CHUNK * max(2, math.ceil(wide / (CHUNK * _SEGMENTS)))

@@ -1,10 +1,10 @@
-"""Why: a model should get fused norms in place, without being written anew, and give them back.
+"""Fuses the BatchNorm layers of a model with the activations behind them, in place, and undoes it.
 
 BatchNorm layers, and the activations behind them, are found on the model's graph. A layer gets another class with the
 same parameters, buffers and names, so `state_dict`, hooks and `isinstance` go on working; the activation that it now
 does itself gets a class that passes its input on. That is done only where nothing else sees what lies between the two.
-An activation that is called at several places (ResNet's `self.relu`) goes on working at the others: it leaves out what
-the layer says to have done already, which for a rectifier changes nothing even where the word gets lost.
+An activation that is called at several places (ResNet's `self.relu`) goes on working at the others: it is
+skipped for tensors that the layer marked as activated, and to apply a rectifier twice changes nothing.
 
 Copies and pickles are plain layers of the original classes.
 """
@@ -106,12 +106,20 @@ def unfuse_norms(model: nn.Module) -> None:
 
 
 def fused_norms(model: nn.Module) -> dict[str, str]:
-    """The activations that a model's swapped layers do, "none" where it is the norm alone, by the layer's name."""
+    """The activations that a model's swapped layers do, "none" where it is the norm alone, by the layer's name.
+
+    Args:
+        model: Any model.
+    """
     return {name: module._fused.act for name, module in model.named_modules() if isinstance(module, _FusedForward)}
 
 
 def find_norms(model: nn.Module) -> list[NormPair]:
-    """The BatchNorm2d layers of a model that can be fused, each with the activation that can be fused with it."""
+    """The BatchNorm2d layers of a model that can be fused, each with the activation that can be fused with it.
+
+    Args:
+        model: Any model.
+    """
     if not any(_is_norm(module) for module in model.modules()):
         return []
     found = _on_graph(model)
@@ -148,7 +156,7 @@ def _on_graph(model: nn.Module) -> list[NormPair] | None:
 
 @contextmanager
 def _without_hooks(model: nn.Module) -> Iterator[None]:
-    """Inside, nobody's hooks are called: they expect tensors."""
+    """Context in which no hooks are called: they expect tensors."""
     kept = [(vars(module), key, vars(module)[key]) for module in model.modules() for key in _HOOKS]
     for own, key, hooks in kept:
         own[key] = type(hooks)()
@@ -236,8 +244,8 @@ def _paths(name: str) -> set[str]:
 class _Fused:
     act: str
     choice: Choice | None
-    #: Whether the activation goes on looking at what it is given.
-    tells: bool
+    #: Whether results are marked as activated, for an activation that is also called elsewhere.
+    marks: bool
 
 
 class _Swapped:
@@ -247,7 +255,7 @@ class _Swapped:
 
     @classmethod
     def reduce_state(cls, state: dict[str, Any]) -> tuple[Any, ...]:
-        """What copies and pickles are made of: the original class, and a state without what was added."""
+        """The original class, and a state without what was added, for copies and pickles."""
         original = _original(cls)
         return (original.__new__, (original,), {key: value for key, value in state.items() if key != cls._key})
 
@@ -292,14 +300,14 @@ class _FusedForward(_Swapped):
         fused: _Fused = self._fused
         six = (input, self.weight, self.bias, mean, variance, training)
         compute = fused_batch_norm_act if _runs_fused(fused, six) else stock_batch_norm_act
-        return self._told(compute(*six, momentum, self.eps, fused.act))  # type: ignore[no-any-return]
+        return self._marked(compute(*six, momentum, self.eps, fused.act))  # type: ignore[no-any-return]
 
     def activate(self: Any, output: Tensor) -> Tensor:
         fused: _Fused = self._fused
-        return self._told(STOCK[fused.act](output))  # type: ignore[no-any-return]
+        return self._marked(STOCK[fused.act](output))  # type: ignore[no-any-return]
 
-    def _told(self, output: Tensor) -> Tensor:
-        if self._fused.tells and not torch.compiler.is_compiling():
+    def _marked(self, output: Tensor) -> Tensor:
+        if self._fused.marks and not torch.compiler.is_compiling():
             output._activated = (self._fused.act, output._version)  # type: ignore[attr-defined]
         return output
 
@@ -313,11 +321,11 @@ def _runs_fused(fused: _Fused, six: tuple[Tensor, Any, Any, Any, Any, bool]) -> 
         channels = input.shape[1]
         if not fused.choice(input.numel() // channels, channels, fused.act, torch.get_num_threads()):
             return False
-    return bool(norm_kernels.table())  # last, as nobody should wait for kernels that nobody wants
+    return bool(norm_kernels.table())  # last, as loading them takes time
 
 
 class _PassedForward(_Swapped):
-    """An activation that its norm has done. Where the norm was taken out of the model, it is one again."""
+    """An activation that its norm computes. Where the norm was taken out of the model, it activates again."""
 
     _key = "_norm"
     _norm: weakref.ref[nn.Module]
@@ -330,7 +338,7 @@ class _PassedForward(_Swapped):
 
 
 class _SharedForward(_Swapped):
-    """A rectifier that leaves out what was done already, unless the tensor has been changed since."""
+    """A rectifier that skips tensors that are marked as activated and have not been changed since."""
 
     _key = "_act"
     _act: str

@@ -1,4 +1,4 @@
-"""Why: a tuned convolution must be an operation like torch's own: differentiable, traceable, compilable, safe.
+"""The operation `torch.ops.hybridpar.depthwise_conv2d` and its gradients.
 
 `torch.ops.hybridpar.depthwise_conv2d` and its two gradients are operations of one kernel each or, wherever none was
 tuned, of torch's. Each of the three is linear in both of its operands, so the gradients of each are made of the other
@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridpar.tvm_kernels.call_plan import (
-    FORMATS,
     CallPlan,
     fits,
     kernel_of,
@@ -28,7 +27,8 @@ from hybridpar.tvm_kernels.call_plan import (
     stock_gradients,
     usable,
 )
-from hybridpar.tvm_kernels.choice import active_choices, any_kernel
+from hybridpar.tvm_kernels.choice import active_choices, kernel_for
+from hybridpar.tvm_kernels.conv_bench import FORMATS
 from hybridpar.tvm_kernels.moments import attach_moments
 from hybridpar.tvm_kernels.shapes import Direction, Layout
 
@@ -90,26 +90,27 @@ def depthwise_conv2d(
 
 
 def _is_plain() -> bool:
-    """Whether nobody watches a call: no tracer or cast that would have to see the operation itself.
+    """Whether no tracer, dispatch mode or autocast is active that would have to see the operation itself.
 
-    Modes are counted for this thread: torch's `is_in_torch_dispatch_mode` is one flag of the process, which modes of
-    two threads leave standing for ever.
+    Modes are counted for this thread: torch's `is_in_torch_dispatch_mode` is one flag of the process, which stays set
+    for ever when modes of two threads overlap.
     """
     watched = torch._C._len_torch_dispatch_stack() or torch._C._is_any_autocast_enabled()
     return not (watched or torch._C._get_tracing_state())
 
 
-def _is_stock(x: Tensor, weight: Tensor, *numbers: tuple[int, int]) -> bool:
+def _is_stock(x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> bool:
     """Whether torch computes this and its gradients; under autocast it is another dtype."""
-    if weight.shape[1] != 1 or weight.shape[0] != x.shape[-3]:
+    alone = weight.shape[1] == 1 and weight.shape[0] == x.shape[-3]
+    if not alone or not (x.is_cpu or x.is_cuda) or (layout := layout_of(x)) is None:
         return True
-    layout = layout_of(x)
-    if x.is_cuda:
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
-        return layout is None or not any_kernel(x.shape, weight.shape[2:], *numbers, layout, on=(x.device, dtype))
-    if x.dtype is not torch.float32 or not x.is_cpu or torch.is_autocast_enabled("cpu"):
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if x.is_cpu and dtype is not torch.float32:
         return True
-    return layout is None or not any_kernel(x.shape, weight.shape[2:], *numbers, layout)
+    on = (x.device, dtype) if x.is_cuda else None
+    call = x.shape, weight.shape[2:], stride, padding, dilation, layout
+    return all(kernel_for(one, *call, on=on) is None for one in Direction)
 
 
 def _pair(value: int | Numbers) -> tuple[int, int]:
@@ -123,16 +124,33 @@ def _pair(value: int | Numbers) -> tuple[int, int]:
 # ---------------------------------------------------------------------------------------------------- what is computed
 
 
+def _run(
+    direction: Direction, first: Tensor, second: Tensor, third: Tensor | None, layout: Layout, *call: Any
+) -> Tensor | None:
+    """What a kernel computes of operands that it can read; None where there is no such kernel.
+
+    The call is the sizes of the input, taps, stride, padding and dilation.
+    """
+    kernel = kernel_of(direction, first, *call, layout)
+    if kernel is None or not kernel.takes(first, second):
+        return None
+    sizes, taps = call[0], call[1]
+    if direction is _FORWARD:
+        sizes = out_sizes(*call)
+    elif direction is _WEIGHT:
+        sizes, layout = (sizes[1], 1, *taps), Layout.CONTIGUOUS
+    result = torch.empty(sizes, dtype=first.dtype, device=first.device, memory_format=FORMATS[layout])
+    kernel(first, second, third, result)
+    return result
+
+
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:
     layout = layout_of(x)
     if usable(layout, x, weight, *(() if bias is None else (bias,))) and fits(weight, x.shape[1], layout):
         assert layout is not None
-        kernel = kernel_of(_FORWARD, x, x.shape, weight.shape[2:], stride, padding, dilation, layout)
-        if kernel is not None and kernel.takes(x, weight):
-            sizes = out_sizes(x.shape, weight.shape[2:], stride, padding, dilation)
-            out = torch.empty(sizes, dtype=x.dtype, device=x.device, memory_format=FORMATS[layout])
-            kernel(x, weight, bias, out)
-            return out
+        found = _run(_FORWARD, x, weight, bias, layout, x.shape, weight.shape[2:], stride, padding, dilation)
+        if found is not None:
+            return found
     return stock_forward(x, weight, bias, stride, padding, dilation)
 
 
@@ -140,35 +158,34 @@ def _input_gradient(gradient: Tensor, weight: Tensor, size: Any, stride: Any, pa
     layout = layout_of(gradient)
     if usable(layout, gradient, weight) and fits(weight, gradient.shape[1], layout):
         assert layout is not None
-        sizes = (*gradient.shape[:2], *size)
-        kernel = kernel_of(_INPUT, gradient, sizes, weight.shape[2:], stride, padding, dilation, layout)
-        if kernel is not None and kernel.takes(gradient, weight):
-            form, kind = FORMATS[layout], gradient.dtype
-            out = torch.empty(sizes, dtype=kind, device=gradient.device, memory_format=form)
-            kernel(gradient, weight, None, out)
-            return out
+        call = (*gradient.shape[:2], *size), weight.shape[2:], stride, padding, dilation
+        found = _run(_INPUT, gradient, weight, None, layout, *call)
+        if found is not None:
+            return found
     return stock_input_gradient(gradient, weight, size, stride, padding, dilation)
 
 
 def _weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
     layout = layout_of(x)
-    if (
-        usable(layout, x)
-        and gradient.dtype is x.dtype
-        and gradient.device == x.device
-        and gradient.is_contiguous(memory_format=FORMATS[layout])  # type: ignore[index]
-    ):
-        assert layout is not None
-        kernel = kernel_of(_WEIGHT, x, x.shape, taps, stride, padding, dilation, layout)
-        if kernel is not None and kernel.takes(x, gradient):
-            out = torch.empty((x.shape[1], 1, *taps), dtype=x.dtype, device=x.device)
-            kernel(x, gradient, None, out)
-            return out
+    alike = gradient.dtype is x.dtype and gradient.device == x.device
+    if layout is not None and usable(layout, x) and alike and gradient.is_contiguous(memory_format=FORMATS[layout]):
+        found = _run(_WEIGHT, x, gradient, None, layout, x.shape, taps, stride, padding, dilation)
+        if found is not None:
+            return found
     return stock_weight_gradient(x, gradient, taps, stride, padding, dilation)
 
 
 def stock_forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """The output by torch alone."""
+    """The output by torch alone.
+
+    Args:
+        x: (N, C, H, W).
+        weight: (C, 1, KH, KW).
+        bias: (C), or None.
+        stride: Two numbers, as the next ones.
+        padding: As torch has it.
+        dilation: As torch has it.
+    """
     _check(x, weight.shape[:2])
     return F.conv2d(x, weight, bias, stride, padding, dilation, x.shape[1])
 
@@ -176,7 +193,16 @@ def stock_forward(x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, p
 def stock_input_gradient(
     gradient: Tensor, weight: Tensor, size: Any, stride: Any, padding: Any, dilation: Any
 ) -> Tensor:
-    """The input's gradient by torch alone; sizes are H and W of the input."""
+    """The input's gradient by torch alone; sizes are H and W of the input.
+
+    Args:
+        gradient: Of the output, (N, C, OH, OW).
+        weight: (C, 1, KH, KW).
+        size: H and W of the input.
+        stride: Two numbers, as the next ones.
+        padding: As torch has it.
+        dilation: As torch has it.
+    """
     _check(gradient, weight.shape[:2])
     # Of the input only the form counts, and the gradient has the same layout.
     last = layout_of(gradient) is Layout.CHANNELS_LAST
@@ -186,7 +212,16 @@ def stock_input_gradient(
 
 
 def stock_weight_gradient(x: Tensor, gradient: Tensor, taps: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
-    """The weights' gradient by torch alone; taps are KH and KW."""
+    """The weights' gradient by torch alone; taps are KH and KW.
+
+    Args:
+        x: (N, C, H, W).
+        gradient: Of the output, (N, C, OH, OW).
+        taps: KH and KW.
+        stride: Two numbers, as the next ones.
+        padding: As torch has it.
+        dilation: As torch has it.
+    """
     _check(x, (gradient.shape[1], 1))
     weight = torch.empty((gradient.shape[1], 1, *taps), dtype=x.dtype, device=x.device)
     return _stock_backward(gradient, x, weight, stride, padding, dilation, (False, True)).contiguous()
@@ -232,7 +267,7 @@ class _Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: CallPlan, moments: list[Tensor] | None
     ) -> Tensor:
-        """See `depthwise_conv2d`."""
+        """Compute the output, and keep what the gradients need."""
         ctx.plan = plan
         ctx.save_for_backward(x, weight)
         return plan.compute(x, weight, bias, moments)
@@ -250,7 +285,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _is_last(gradient: Tensor) -> bool:
-    """Whether nobody sees or differentiates what a backward pass computes."""
+    """Whether the result of a backward pass is neither traced nor differentiated."""
     return (
         type(gradient) is Tensor and not torch.is_grad_enabled() and _is_plain() and not torch.compiler.is_compiling()
     )

@@ -1,9 +1,8 @@
-"""Why: on as many threads as there are cores, only one pool of threads can compute, and torch's is there already.
+"""Runs work on the OpenMP threads that torch computes with.
 
-OpenMP's threads spin for a while when they have nothing to do, so that torch's next operation finds them awake. Any
-other thread has to share a core with them. So ranges are handed to the very threads that torch computes with, by the
-function that compiled OpenMP code calls. They are the calling thread's own, as in torch: a backward pass on another
-thread has others.
+OpenMP's threads spin for a while when they have nothing to do, so any other thread has to share a core with them. So
+ranges are handed to the very threads that torch computes with, by the function that compiled OpenMP code calls. They
+are the calling thread's own, as in torch: a backward pass on another thread has others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why: what shapes reach a model's layers must be known at each start of a run, and running it for that takes seconds.
+"""Runs a model's forward pass on the meta device in milliseconds, to see which shapes reach its layers.
 
 On the meta device tensors have no values, and most operations cost microseconds there. Two do not: convolutions and
 BatchNorm are decomposed in Python, and take most of the time; and convolutions do not know there what layout they give
@@ -57,7 +57,7 @@ def _convolved(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor | None:
-    """As `conv2d`; None for what it refuses, which it does before a layout counts."""
+    """As `conv2d`; None for arguments that it refuses."""
     if not (x.is_meta and x.ndim == weight.ndim == 4):
         return None
     if x.shape[1] != weight.shape[1] * groups or weight.shape[0] % groups or x.dtype is not weight.dtype:
@@ -77,7 +77,7 @@ def _convolved(
 
 
 def _unknown(*_: Any, **__: Any) -> Tensor | None:
-    """Other convolutions, which would lose the layout.
+    """Refuse other convolutions, whose layout is not known here.
 
     Raises:
         NotImplementedError: Always.

@@ -1,4 +1,4 @@
-"""Why: what records of all operations have in common, and the one rule by which a record may be used.
+"""Records of measured kernels, and the one rule by which a record may be used.
 
 A kernel runs only where its record says that its result is right, that a second measurement confirmed its time, and
 that it was faster. Right means: no further from float64 than a limit, or than some times what PyTorch itself is.
@@ -7,27 +7,20 @@ that it was faster. Right means: no further from float64 than a limit, or than s
 from __future__ import annotations
 
 import json
-from abc import abstractmethod
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from hybridpar.errors import HybridparError
 from hybridpar.machine.steady import MOST_NOISE
+from hybridpar.tvm_kernels.operation import KernelKey, Operation, named_operation, operations
+from hybridpar.tvm_kernels.shapes import Direction, Layout, ShapeError
+
+RECORD_VERSION: Literal[1] = 1
 
 #: How many times as fast as its rival a kernel must have been to be used: less is within what a measurement errs by.
 LEAST_GAIN = 1.02
 
-#: Largest difference from float64, relative to the largest value: sums over taps, and over whole images. For a
-#: convolution with the norm behind it, of a mean in standard deviations and of a variance in variances.
-_SUMS = {
-    "forward": 1e-5,
-    "input_gradient": 1e-5,
-    "weight_gradient": 1e-4,
-    "batch_norm_act": 1e-5,
-    "depthwise_batch_norm_act": 1e-4,
-}
-#: That of the last rounding.
+#: Error of the last rounding.
 _ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 #: Where PyTorch is further off itself, as with a variance of two values, a kernel may be off by so many times that.
 _TIMES_STOCK = 4.0
@@ -35,59 +28,38 @@ _TIMES_STOCK = 4.0
 _MOST_ERROR = 1e-2
 
 
-class WrongKernelError(HybridparError):
-    """A kernel computed something else than it should."""
-
-
 def most_error(direction: str, dtype: str = "float32", stock_error: float | None = None) -> float:
     """Largest difference from float64, relative to the largest value, that a kernel may have.
 
     Args:
-        direction: Of a convolution, or the name of another operation.
+        direction: What is computed, as `Operation.limits` has it.
         dtype: Of all tensors.
         stock_error: PyTorch's difference on the same data; None where it is not known.
     """
-    own = _SUMS[direction] + _ROUNDING[dtype]
-    return min(_MOST_ERROR, max(own, _TIMES_STOCK * (stock_error or 0.0)))
+    limit = next(one.limits[direction] for one in operations().values() if direction in one.limits)
+    return min(_MOST_ERROR, max(limit + _ROUNDING[dtype], _TIMES_STOCK * (stock_error or 0.0)))
 
 
 def is_right(error: float | None, direction: str, dtype: str = "float32", stock_error: float | None = None) -> bool:
-    """Whether a kernel with this error may be used; not one whose error is NaN, or was never measured.
+    """Whether a kernel may be used, by its error; not where that is NaN, or was never measured.
 
     Args:
-        error: See `most_error`, as the rest.
-        direction: Likewise.
-        dtype: Likewise.
-        stock_error: Likewise.
+        error: Largest difference from float64, relative to the largest value.
+        direction: What is computed, as `Operation.limits` has it.
+        dtype: Of all tensors.
+        stock_error: PyTorch's difference on the same data; None where it is not known.
     """
     return error is not None and error <= most_error(direction, dtype, stock_error)
 
 
-def require_right(what: str, error: float, direction: str, stock_error: float) -> None:
-    """Refuse a kernel in float32 that `is_right` does not let through.
-
-    Args:
-        what: The operation in words.
-        error: See `most_error`, as the rest.
-        direction: Likewise.
-        stock_error: Likewise.
-
-    Raises:
-        WrongKernelError: Its error is too large.
-    """
-    if not is_right(error, direction, "float32", stock_error):
-        raise WrongKernelError(
-            f"a kernel of {what} is wrong by {error:.1e}",
-            f"At most {most_error(direction, 'float32', stock_error):.1e} is let through; PyTorch is off by "
-            f"{stock_error:.1e}.",
-            "Please report it; training works without this kernel.",
-        )
-
-
 class Record(BaseModel):
-    """A measurement of some kernel against its rival, and where it was taken."""
+    """A measurement of a kernel against its rival, and where it was taken. Times are milliseconds of one call.
 
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    The rival's is the median of interleaved pairs, the kernel's is that over the median of the pairs' ratios. With one
+    thread they are time of the CPU, without what other processes took; with more they are time of the clock.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)
 
     device: str
     threads: int = Field(ge=1)
@@ -100,26 +72,48 @@ class Record(BaseModel):
         None, ge=0, description="how far measurements of the ratio of both times lay apart, relative; the worse is told"
     )
     tuned_at: float = Field(0.0, ge=0, description="seconds since the epoch; records of one search share it")
+    version: Literal[1] = RECORD_VERSION
+    op: str
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    layout: Layout
+    ms: float | None = Field(gt=0, description="of the kernel; None where it was compiled and not measured")
+    stock_ms: float | None = Field(gt=0, description="of its rival")
+    layout_ms: float | None = Field(
+        None, gt=0, description="torch in the layout of the record, where that is not its better one"
+    )
+    floor_ms: float | None = Field(None, gt=0, description="what neither arithmetic nor memory can beat here")
+
+    def what(self) -> tuple[str, Any]:
+        """Direction and shape of what was computed."""
+        raise NotImplementedError
 
     @property
-    @abstractmethod
-    def key(self) -> Any:
+    def key(self) -> KernelKey:
         """What it is a record of."""
+        direction, shape = self.what()
+        return KernelKey(direction, shape, self.layout, self.threads, self.device, self.dtype, self.op)
 
     @property
-    @abstractmethod
+    def operation(self) -> Operation:
+        """The operation, for whichever target."""
+        found = named_operation(self.op)
+        assert found is not None, "records of unknown operations are not read"
+        return found
+
+    @property
     def current(self) -> bool:
         """Whether it was measured with the versions that are installed."""
+        return tuple(sorted(self.versions.items())) == self.operation.versions
 
     @property
-    @abstractmethod
     def times(self) -> tuple[float | None, float | None]:
-        """Milliseconds of the kernel and of its rival; None where it was not measured."""
+        """Milliseconds of the kernel, and of what would run in its place; None where it was not measured."""
+        return self.ms, self.stock_ms if self.layout_ms is None else self.layout_ms
 
     @property
     def doubt(self) -> str:
         """Why nothing may run on it, whatever its times; empty where it may."""
-        where = self.key.direction, self.key.dtype
+        where = self.what()[0], self.dtype
         if not is_right(self.error, *where, self.stock_error):
             found = "unknown" if self.error is None else f"{self.error:.1e}"
             return f"its error is {found}, and at most {most_error(*where, self.stock_error):.1e} is let through"
@@ -135,4 +129,65 @@ class Record(BaseModel):
 
     def line(self) -> str:
         """The record as a line of a database."""
-        return json.dumps(self.model_dump(mode="json", exclude_none=True))
+        told = self.model_dump(mode="json", exclude_none=True, by_alias=True)
+        return json.dumps(told if self.ms is not None else {**told, "ms": None, "stock_ms": None})
+
+
+def shape_text(kind: Any, text: str) -> str:
+    """A shape's text as that class of shapes writes it.
+
+    Args:
+        kind: Class of shapes.
+        text: What to read.
+
+    Raises:
+        ValueError: It is no such shape.
+    """
+    try:
+        return str(kind.parse(text).text)
+    except ShapeError as error:
+        raise ValueError(error.what) from error
+
+
+class KernelRecord(Record):
+    """A record of an operation whose shape is one text, as all but those of norms are."""
+
+    op: str = "depthwise_conv2d"
+    direction: str
+    shape: str = Field(description="as the `text` of the operation's shapes has it")
+    parameters: dict[str, int | float | str | bool | None] = Field(description="of the schedule")
+    align: int = Field(4, ge=1, description="what the addresses of all tensors must be multiples of")
+    predicted_ms: float | None = Field(
+        None, gt=0, description="what the cost model says of a candidate for a GPU that was compiled and not measured"
+    )
+    cubin: str | None = Field(None, description="its machine code, relative to the database's directory")
+
+    @field_validator("direction")
+    @classmethod
+    def _is_a_direction(cls, text: str, info: ValidationInfo) -> str:
+        operation = named_operation(info.data.get("op", ""))
+        if operation is None or text not in operation.limits:
+            raise ValueError(f"{text!r} is no direction of {info.data.get('op')}")
+        return Direction(text) if text in tuple(Direction) else text
+
+    @field_validator("shape")
+    @classmethod
+    def _is_a_shape(cls, text: str, info: ValidationInfo) -> str:
+        operation = named_operation(info.data.get("op", ""))
+        return text if operation is None else shape_text(operation.shape, text)
+
+    def what(self) -> tuple[str, Any]:
+        """Direction and shape of what was computed."""
+        return self.direction, self.operation.shape.parse(self.shape)
+
+
+def why_unused(record: Record) -> str:
+    """Why a record of the right key is not used.
+
+    Args:
+        record: One that `Database.best` leaves out.
+    """
+    if record.current:
+        return f"{record.doubt}; tune again"
+    wanted = ", ".join(f"{name} {version}" for name, version in record.operation.versions)
+    return f"its record is not of {wanted}; tune again"

@@ -1,4 +1,4 @@
-"""Why: what can be asked of `hybridpar tune` is known, and checked, without the seconds that torch takes."""
+"""Options of `hybridpar tune`, checked without the seconds that importing torch takes."""
 
 from __future__ import annotations
 

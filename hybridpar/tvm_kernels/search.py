@@ -1,47 +1,45 @@
-"""Why: a model needs dozens of searches; they share the time, and what one found is on disk before the next begins.
+"""Tunes many keys in one budget, and appends what each search found to a database before the next one begins.
 
-A search is one direction of one convolution. Those that the database has a record of are skipped, so a run that was
-stopped goes on where it was. They go by what torch takes for them in a step, the longest first, and each gets as large
-a part of the time that is left; a small budget so goes where most is to be had. A search begins from the best that is
-known of the same convolution: in the database, and in the one that comes with the package, from other devices too.
+Keys that the database has a record of are skipped, so a run that was stopped goes on where it was. They go by what
+torch takes for them in a step, the longest first, and each gets as large a part of the time that is left; a small
+budget so goes where most is to be had. What torch takes is timed in a first quick pass; what there is no time for is
+predicted, by its floor and by how far above their floors those of the same direction were. A search begins from the
+best that is known of the same shape: in the database, and in the one that comes with the package, from other devices
+too.
+
+Operations with one kernel, or few, are measured rather than searched: each key takes a second or so.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.errors import UsageError
 from hybridpar.machine.process import available_cores
 from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.tvm_kernels.cuda_device import is_gpu
-from hybridpar.tvm_kernels.database import (
-    Database,
-    KernelKey,
-    KernelRecord,
-    append_records,
-    packaged_records,
-    read_database,
-)
-from hybridpar.tvm_kernels.device import installed_versions
-from hybridpar.tvm_kernels.machine import measure_speed
-from hybridpar.tvm_kernels.stake import weigh
-from hybridpar.tvm_kernels.standings import Tuned, TuningStopped
-from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT, tune
+from hybridpar.tvm_kernels.database import Database, append_records, packaged_records, read_database
+from hybridpar.tvm_kernels.kernel import make_kernels
+from hybridpar.tvm_kernels.measure import torch_threads
+from hybridpar.tvm_kernels.operation import KernelKey, Operation, Parameters, operation_of, whole_numbers
+from hybridpar.tvm_kernels.record import Record
+from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT, Tuned, tune
 
 _log = logging.getLogger(__name__)
 
 #: Candidates of a search that are kept: the fastest, and others to begin the next search with.
 KEPT = 3
-
-#: Seconds in which a search can try one candidate; less is not begun.
-LEAST_SECONDS = 2.0
 
 #: Part of the time that may be spent on finding out how long torch takes.
 _WEIGHING = 0.1
@@ -52,8 +50,8 @@ class Progress:
     """How far tuning has come.
 
     Attributes:
-        done: Searches that are finished, those skipped included.
-        total: All searches.
+        done: Keys that are finished, those skipped included.
+        total: All keys.
         key: What is being searched for.
         best: The best candidate of this search so far.
     """
@@ -69,12 +67,12 @@ class SearchReport:
     """What became of a tune.
 
     Attributes:
-        skipped: Searches that the database had a record of.
-        tuned: Searches that left a record.
-        empty: Searches that no kernel came out of.
-        left: Searches for which no time was left.
+        skipped: Keys that the database had a record of.
+        tuned: Keys that got a record.
+        empty: Keys that no kernel was found for.
+        left: Keys for which no time was left.
         stopped: Whether the user stopped it.
-        unsteady: Searches and measurements whose repetitions did not agree, so that nothing was recorded.
+        unsteady: Keys whose repeated measurements did not agree, so that nothing was recorded.
     """
 
     skipped: int = 0
@@ -85,15 +83,59 @@ class SearchReport:
     unsteady: int = 0
 
     def plus(self, other: SearchReport) -> SearchReport:
-        """Of both together."""
+        """Of both together.
+
+        Args:
+            other: Of other keys.
+        """
         return SearchReport(
-            self.skipped + other.skipped,
-            self.tuned + other.tuned,
-            self.empty + other.empty,
-            self.left + other.left,
-            self.stopped or other.stopped,
-            self.unsteady + other.unsteady,
+            *(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
         )
+
+
+def tune_all(
+    keys: Mapping[KernelKey, int],
+    path: Path,
+    seconds: float,
+    search: Callable[..., SearchReport] | None = None,
+    **options: Any,
+) -> SearchReport:
+    """Tune keys of several operations: those that are measured first, those made of others last.
+
+    Args:
+        keys: What is to be tuned, and how often each one runs in a step.
+        path: The database.
+        seconds: Time for all of it.
+        search: Tunes the keys of one operation; None for `search_all`.
+        options: Handed to it.
+
+    Returns:
+        What became of all of them.
+
+    Raises:
+        UsageError: The database cannot be read or written, or the time is too short for a single search.
+        KernelsUnavailable: Nothing can be built on this machine.
+    """
+    end, report = time.monotonic() + seconds, SearchReport()
+    ordered = sorted(keys, key=lambda key: operation_of(key).order)
+    groups = [(one, list(own)) for one, own in groupby(ordered, key=operation_of)]
+
+    def reserved(operation: Operation, own: Sequence[KernelKey]) -> float:
+        """Seconds that are kept for what is measured; building takes as long again."""
+        return 0.0 if operation.longest is None else min(operation.share * seconds, 2 * operation.longest * len(own))
+
+    for place, (operation, own) in enumerate(groups):
+        if report.stopped:
+            report.left += len(own)
+            continue
+        rest = groups[place + 1 :]
+        left = end - time.monotonic() - sum(reserved(*one) for one in rest)
+        if rest and operation.longest is not None:
+            left = min(left, operation.share * seconds)
+        # What came before may take longer than its share, and must not take the time of a last search.
+        left = max(left, reserved(operation, own), min(seconds, operation.least_seconds))
+        report = report.plus((search or search_all)({key: keys[key] for key in own}, path, left, **options))
+    return report
 
 
 def search_all(
@@ -106,94 +148,138 @@ def search_all(
     trials: int | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     tuner: Callable[..., list[Tuned]] = tune,
-    weigher: Callable[[Mapping[KernelKey, int], float], Mapping[KernelKey, float]] = weigh,
-    **options: Any,
+    weigher: Callable[[Mapping[KernelKey, int], float], Mapping[KernelKey, float]] | None = None,
+    measured: bool = True,
 ) -> SearchReport:
-    """Search for the kernels of some convolutions, and append what is found to a database.
+    """Tune keys of one operation, and append what is found to a database.
 
     Args:
-        keys: The convolutions; where they are a mapping, with how often each one runs in a step.
+        keys: What is to be tuned; where they are a mapping, with how often each one runs in a step. Those whose parts
+            are not all faster than torch by the database's records are left out.
         path: The database.
         seconds: Time for all of it.
         again: Search also where there is a record.
         seed: Of data and search.
         trials: At most so many candidates for each.
         on_progress: Called at the start of a search and with each candidate.
-        tuner: Searches for one.
-        weigher: Says in milliseconds what torch takes for some convolutions, in so many seconds.
-        options: Handed to the tuner as they are.
+        tuner: Searches for one, as `tuner.tune`.
+        weigher: Says how much is at stake for each, in so many seconds; None for `weigh`.
+        measured: Whether what it finds was measured; otherwise any record that is not of other versions is enough.
+
+    Returns:
+        What became of those that were not left out.
 
     Raises:
         UsageError: The database cannot be read or written, or the time is too short for a single search.
         KernelsUnavailable: Nothing can be built on this machine.
     """
     counts = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys, 1)
-    keys = list(counts)
     database = read_database(path) if path.exists() else Database(str(path))
-    todo = [key for key in keys if again or database.best(key) is None]
-    report = SearchReport(skipped=len(keys) - len(todo))
-    if todo and seconds < LEAST_SECONDS:
-        raise UsageError(
-            f"a budget of {seconds:g} s is too short to try one candidate",
-            f"A search takes {LEAST_SECONDS:g} s at least, and {len(todo)} are to be done.",
-            f"Use --budget {max(1, round(10 * len(todo) / 60))}m, for instance.",
-        )
+    parts = {key: own for key in counts if (own := _parts_of(database, key)) is not None}
+    there = set() if measured else {record.key for record in database.records if record.current}
+    todo = [key for key, own in parts.items() if again or (key not in there and _is_old(database.best(key), own))]
+    report = SearchReport(skipped=len(parts) - len(todo))
     if not todo:
         return report
+    operation = operation_of(todo[0])
+    if seconds < operation.least_seconds:
+        raise UsageError(
+            f"a budget of {seconds:g} s is too short to try one candidate",
+            f"A search takes {operation.least_seconds:g} s at least, and {len(todo)} are to be done.",
+            f"Use --budget {max(1, round(10 * len(todo) / 60))}m, for instance.",
+        )
     end = time.monotonic() + seconds
-    stakes = weigher({key: counts[key] for key in todo}, _WEIGHING * seconds) if len(todo) > 1 else {todo[0]: 1.0}
+    weighed = weigher or functools.partial(weigh, measure=torch_ms if operation.longest is None else None)
+    stakes = weighed({key: counts[key] for key in todo}, _WEIGHING * seconds) if len(todo) > 1 else {todo[0]: 1.0}
     todo = sorted(todo, key=lambda key: -stakes[key])
-    packaged = [one for one in packaged_records() if isinstance(one, KernelRecord)]
-    known = Database("what is known", [*database.records, *packaged])
+    known = Database("what is known", [*database.records, *packaged_records()])
     with Builder(len(available_cores()), BUILD_TIMEOUT) as builder:
-        shared = {"builder": builder, "speed": functools.cache(lambda: measure_speed(builder)), **options}
+        speed = functools.cache(lambda: operation.measure_speed(builder))
         for place, key in enumerate(todo):
             left = end - time.monotonic()
             # The first one is always begun: weighing them, too, has taken time.
-            if place and left < LEAST_SECONDS:
+            if left < operation.least_seconds and (place or not operation.least_seconds):
                 report.left = len(todo) - place
                 break
             share = left * stakes[key] / (sum(stakes[other] for other in todo[place:]) or 1.0)
+            if operation.longest is not None:
+                share = min(operation.longest, left / (len(todo) - place))
 
             def tell(best: Tuned | None, at: int = report.skipped + place, of: KernelKey = key) -> None:
                 if on_progress is not None:
-                    on_progress(Progress(at, len(keys), of, best))
+                    on_progress(Progress(at, len(parts), of, best))
 
             tell(None)
             try:
                 found = tuner(
-                    key.shape,
-                    key.direction,
-                    key.layout,
-                    key.threads,
-                    max(share, LEAST_SECONDS),
+                    key,
+                    max(share, operation.least_seconds),
                     seed,
                     lambda _, best, tell=tell: tell(best),
                     known=_known(known, key),
+                    parts=_made(parts[key]),
                     trials=trials,
-                    **shared,
+                    builder=builder,
+                    speed=speed,
                 )
-            except TuningStopped as stopped:
-                report.stopped, found = True, stopped.results
+            except KernelsUnavailable as error:
+                if operation.longest is None:
+                    raise
+                _log.warning("no kernel for %s: %s", key.text, error)
+                found = []
+            except KeyboardInterrupt as stopped:
+                report.stopped, found = True, getattr(stopped, "results", [])
             finals = [one for one in found if one.final]
             steady = [one for one in finals if one.noise <= MOST_NOISE]
-            _keep(path, key, steady)
+            append_records(path, _records_of(operation, key, steady[:KEPT]))
             report.tuned += bool(steady)
             report.unsteady += bool(finals) and not steady
-            report.empty += not found and not report.stopped
+            if not found and not report.stopped:
+                report.empty += 1
+                _log.warning("there is no kernel for %s", key.text)
             if finals and not steady:
-                tell_unsteady(f"{key.direction} {key.shape.text}", min(one.noise for one in finals))
+                _log.warning(
+                    "%s %s: measurements lay %.0f %% apart, so none is recorded: tune again when nothing else runs",
+                    *(key.direction, key.shape.text, 100 * min(one.noise for one in finals)),
+                )
             if report.stopped:
                 report.left = len(todo) - place - bool(finals)
                 break
     return report
 
 
-def tell_unsteady(what: str, noise: float) -> None:
-    """Say in a log line that a measurement is not recorded, as its repetitions lay so far apart."""
-    _log.warning(
-        "%s: measurements lay %.0f %% apart, so none is recorded: tune again when nothing else runs", what, 100 * noise
-    )
+def _records_of(operation: Operation, key: KernelKey, found: Sequence[Tuned]) -> list[Record]:
+    """The records of what a search found."""
+    now = time.time()
+    shape = {name: getattr(key.shape, name, None) for name in ("rows", "channels")}
+    told = {**dataclasses.asdict(key), **shape, "versions": dict(operation.versions), "tuned_at": now}
+    told |= {"shape": getattr(key.shape, "convolution", key.shape).text, "activation": getattr(key.shape, "act", None)}
+    return [operation.record.model_validate({**told, **dataclasses.asdict(one)}) for one in found]
+
+
+def _parts_of(database: Database, key: KernelKey) -> list[Record] | None:
+    """The records of what an operation is made of; None where one of them is not faster than torch."""
+    found = [database.best(part) for part in operation_of(key).parts(key)]
+    won = [one for one in found if one is not None and one.wins]
+    return won if len(won) == len(found) else None
+
+
+def _is_old(record: Record | None, parts: Sequence[Record]) -> bool:
+    """Whether there is no record, or one of its parts was measured since."""
+    return record is None or any(part.tuned_at > record.tuned_at for part in parts)
+
+
+def _made(parts: Sequence[Record]) -> list[tuple[Parameters, Any]]:
+    """Parameters and kernels of parts.
+
+    Raises:
+        KernelsUnavailable: One cannot be had.
+    """
+    kernels = make_kernels(parts)
+    for kernel in kernels:
+        if isinstance(kernel, KernelsUnavailable):
+            raise kernel
+    return [(whole_numbers(getattr(one, "parameters", {})), own) for one, own in zip(parts, kernels, strict=True)]
 
 
 def _known(database: Database, key: KernelKey) -> list[dict[str, int]]:
@@ -201,46 +287,53 @@ def _known(database: Database, key: KernelKey) -> list[dict[str, int]]:
     alike = [
         (other != key, other.device != key.device, best.ms / best.stock_ms, best)
         for other in database
-        if (other.direction, other.layout) == (key.direction, key.layout)
+        if (other.op, other.direction, other.layout) == (key.op, key.direction, key.layout)
         and is_gpu(other.device) == is_gpu(key.device)
-        and _same_but_batch(other, key)
+        and other.shape.unlike(key.shape) is not None
         if (best := database.best(other, current=False)) is not None and best.ms and best.stock_ms
     ]
     ordered = [best for *_, best in sorted(alike, key=lambda one: one[:3])]
-    return [{name: value for name, value in one.parameters.items() if isinstance(value, int)} for one in ordered]
+    return [whole_numbers(getattr(one, "parameters", {})) for one in ordered]
 
 
-def _same_but_batch(one: KernelKey, other: KernelKey) -> bool:
-    first, second = one.shape, other.shape
-    return (first.channels, first.height, first.width, first.kernel, first.stride, first.padding, first.dilation) == (
-        *(second.channels, second.height, second.width),
-        *(second.kernel, second.stride, second.padding, second.dilation),
-    )
+def weigh(
+    counts: Mapping[KernelKey, int], seconds: float, measure: Callable[[KernelKey], float] | None = None
+) -> dict[KernelKey, float]:
+    """How long keys take in a step, the largest first; milliseconds where torch was timed.
+
+    Args:
+        counts: Keys of one operation, and how often each runs in a step.
+        seconds: For timing; what is left then is predicted.
+        measure: Milliseconds of one call of torch; None to predict all of them. On a GPU nothing is timed.
+    """
+    end = time.monotonic() + seconds
+    floors = {key: operation_of(key).weight(key) for key in counts}
+    measured: dict[KernelKey, float] = {}
+    for key in sorted(counts, key=lambda one: -floors[one] * counts[one]):
+        if measure is None or is_gpu(key.device) or time.monotonic() >= end:
+            break
+        measured[key] = measure(key)
+    ratios = {key: ms / floors[key] for key, ms in measured.items()}
+
+    def predicted(key: KernelKey) -> float:
+        alike = [ratio for other, ratio in ratios.items() if other.direction == key.direction]
+        return floors[key] * statistics.median(alike or ratios.values() or [1.0])
+
+    stakes = {key: count * (measured[key] if key in measured else predicted(key)) for key, count in counts.items()}
+    return dict(sorted(stakes.items(), key=lambda one: -one[1]))
 
 
-def _keep(path: Path, key: KernelKey, found: Sequence[Tuned]) -> None:
-    now, versions = time.time(), dict(installed_versions())
-    append_records(
-        path,
-        [
-            KernelRecord(
-                direction=key.direction,
-                shape=key.shape.text,
-                dtype=key.dtype,
-                layout=key.layout,
-                device=key.device,
-                threads=key.threads,
-                versions=versions,
-                parameters=dict(one.parameters),
-                ms=one.ms,
-                stock_ms=one.stock_ms,
-                layout_ms=one.layout_ms,
-                floor_ms=one.floor_ms,
-                error=one.error,
-                stock_error=one.stock_error,
-                noise=one.noise,
-                tuned_at=now,
-            )
-            for one in found[:KEPT]
-        ],
-    )
+def torch_ms(key: KernelKey) -> float:
+    """What one call of torch takes, in the layout of the key; the shorter of two after a first one.
+
+    Args:
+        key: What is computed, and where.
+    """
+    with torch_threads(key.threads):
+        call = operation_of(key).bench(key, 0, ()).instead
+        taken = []
+        for _ in range(3):
+            began = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - began)
+        return 1e3 * min(taken[1:])

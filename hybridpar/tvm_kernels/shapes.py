@@ -1,15 +1,20 @@
-"""Why: tuner, database, op and schedules must mean the same convolution, so its numbers and its cost are told once."""
+"""Shapes of the operations that can be tuned: depthwise convolutions, BatchNorm with an activation, and both together.
+
+Each shape has a text, as records, tables and files of shapes write it.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from hybridpar.errors import UsageError, shortened
+from hybridpar.tvm_kernels.schedules.norm_rows import ACTIVATIONS
 
 _TEXT = re.compile("{n}x{n}x{n}x{n} k{n}x{n} s{n}x{n} p{n}x{n} d{n}x{n}".replace("{n}", r"(\d{1,6})"))
+_NORM_TEXT = re.compile(r"(\d{1,12})x(\d{1,6}) (\w+)")
 _FLOAT = 4
 
 
@@ -83,13 +88,8 @@ class ConvShape:
         return self.batch * self.channels * self._useful(0, self.height) * self._useful(1, self.width)
 
     @property
-    def bytes(self) -> int:
-        """The least traffic of the forward direction."""
-        return self.least_bytes(Direction.FORWARD)
-
-    def least_bytes(self, direction: Direction) -> int:
-        """Bytes that must be read and written if everything is touched once: the two images and the weights."""
-        del direction  # each reads two of input, output and weights and writes the third
+    def least_bytes(self) -> int:
+        """Bytes of the two images and the weights: each direction reads two of the three and writes the third."""
         pixels = self.height * self.width + self.out_height * self.out_width
         return _FLOAT * self.channels * (self.batch * pixels + self.kernel[0] * self.kernel[1])
 
@@ -103,6 +103,9 @@ class ConvShape:
     @classmethod
     def parse(cls, text: str) -> ConvShape:
         """Read what `text` gives.
+
+        Args:
+            text: What to read.
 
         Raises:
             ShapeError: It is written otherwise, or cannot be.
@@ -118,6 +121,16 @@ class ConvShape:
         kernel, stride, padding, dilation = zip(pairs[::2], pairs[1::2], strict=True)
         return cls(batch, channels, height, width, kernel, stride, padding, dilation)
 
+    def unlike(self, other: ConvShape) -> str | None:
+        """How this differs from another convolution that is the same but for its batch; None for any other.
+
+        Args:
+            other: A shape of the same class.
+        """
+        if replace(self, batch=other.batch) != other:
+            return None
+        return "" if self == other else f"batch {self.batch}"
+
     def _out(self, axis: int, size: int) -> int:
         reach = self.dilation[axis] * (self.kernel[axis] - 1) + 1
         return (size + 2 * self.padding[axis] - reach) // self.stride[axis] + 1
@@ -131,3 +144,102 @@ class ConvShape:
                 yield from (first + tap * self.dilation[axis] for tap in range(self.kernel[axis]))
 
         return sum(0 <= place < size for place in pairs())
+
+
+@dataclass(frozen=True, order=True)
+class NormShape:
+    """A BatchNorm and the activation behind it.
+
+    Attributes:
+        rows: Pixels of all images, N * H * W.
+        channels: C.
+        act: The activation.
+    """
+
+    rows: int
+    channels: int
+    act: str
+
+    @property
+    def text(self) -> str:
+        """As "100352x96 relu6"."""
+        return f"{self.rows}x{self.channels} {self.act}"
+
+    @property
+    def bytes(self) -> int:
+        """Of the input in float32."""
+        return _FLOAT * self.rows * self.channels
+
+    @classmethod
+    def parse(cls, text: str) -> NormShape:
+        """Read what `text` gives.
+
+        Args:
+            text: What to read.
+
+        Raises:
+            ShapeError: It is written otherwise, or cannot be.
+        """
+        match = _NORM_TEXT.fullmatch(text.strip())
+        if match is None or match[3] not in ACTIVATIONS or not int(match[1]) * int(match[2]):
+            raise ShapeError(
+                f"{shortened(repr(text))} is no shape of a norm",
+                f"It is rows x channels and one of {', '.join(ACTIVATIONS)}.",
+                'Write it as "100352x96 relu6".',
+            )
+        return cls(int(match[1]), int(match[2]), match[3])
+
+    def unlike(self, other: NormShape) -> str | None:
+        """How this differs from another norm that is the same but for its rows; None for any other.
+
+        Args:
+            other: A shape of the same class.
+        """
+        if (self.channels, self.act) != (other.channels, other.act):
+            return None
+        return "" if self == other else f"{self.rows} rows"
+
+
+@dataclass(frozen=True, order=True)
+class ConvNormShape:
+    """A convolution, and the activation behind the BatchNorm behind it.
+
+    Attributes:
+        convolution: The convolution.
+        act: The activation.
+    """
+
+    convolution: ConvShape
+    act: str
+
+    @property
+    def text(self) -> str:
+        """As "32x96x112x112 k3x3 s2x2 p1x1 d1x1 relu6"."""
+        return f"{self.convolution.text} {self.act}"
+
+    @classmethod
+    def parse(cls, text: str) -> ConvNormShape:
+        """Read what `text` gives.
+
+        Args:
+            text: What to read.
+
+        Raises:
+            ShapeError: It is written otherwise, or cannot be.
+        """
+        convolution, _, act = text.strip().rpartition(" ")
+        return cls(ConvShape.parse(convolution), NormShape.parse(f"2x1 {act}").act)
+
+    @property
+    def norm(self) -> NormShape:
+        """The norm's part of it."""
+        one = self.convolution
+        return NormShape(one.batch * one.out_height * one.out_width, one.channels, self.act)
+
+    def unlike(self, other: ConvNormShape) -> str | None:
+        """As `ConvShape.unlike`.
+
+        Args:
+            other: A shape of the same class.
+        """
+        return None if self.act != other.act else self.convolution.unlike(other.convolution)

@@ -1,6 +1,6 @@
-"""Why: rules say what is not worth compiling, and check a record's parameters before they become code.
+"""Which parameters the schedules for the CPU allow; nothing else is compiled.
 
-What the parameters are is told in `hybridpar.tvm_kernels.families`; which of those that are allowed are tried, in
+What the parameters mean is in `hybridpar.tvm_kernels.families`, and which of those that are allowed are tried in
 `hybridpar.tvm_kernels.candidates`.
 """
 
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hybridpar.tvm_kernels.families import ROWS, ROWS_WEIGHT, TURNED, Family, families, family_of
 from hybridpar.tvm_kernels.schedules.geometry import axis
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction
 
 #: Multiply-adds of vectors that may be written out for a tile; compiling takes about a millisecond for each.
 MOST_WRITTEN_OUT = 600
@@ -18,9 +17,13 @@ MOST_LANES = 64
 _MOST = 64
 
 
-def outside(shape: ConvShape, direction: Direction, layout: Layout) -> str | None:
-    """Why there are no kernels for a convolution, or None."""
-    del layout  # both have schedules for all that follows
+def outside(shape: ConvShape, direction: Direction) -> str | None:
+    """Why there are no kernels for a convolution, or None.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+    """
     if not all(1 <= taps <= 31 for taps in shape.kernel) or max(shape.kernel) == 1:
         return "there are kernels for 2 to 31 taps a side only"
     if direction is Direction.INPUT_GRADIENT:
@@ -34,48 +37,14 @@ def outside(shape: ConvShape, direction: Direction, layout: Layout) -> str | Non
 _LINE = 16
 
 
-def reject(shape: ConvShape, direction: Direction, layout: Layout, parameters: Mapping[str, int]) -> str | None:
-    """Why parameters make no kernel, or None; nothing else may be compiled.
+def reject_rows(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
+    """Why a kernel of `cpu_rows` cannot have these parameters, or None.
 
     Args:
         shape: The convolution.
         direction: Which of its three directions.
-        layout: Of the images.
         parameters: By name.
     """
-    reason = outside(shape, direction, layout)
-    if reason is not None:
-        return reason
-    family = family_of(direction, layout, parameters)
-    if family is None or not all(type(value) is int for value in parameters.values()):
-        known = " or ".join(", ".join(one.names) for one in families(direction, layout))
-        return f"the parameters are {known}, all whole numbers"
-    lanes, most = parameters["lanes"], _most_lanes(shape, direction, family)
-    if lanes not in (1, 2, 4, 8, 16, 32, MOST_LANES) or lanes > most:
-        return f"lanes={lanes} is no power of two, or more than {most}"
-    if family in (ROWS, ROWS_WEIGHT):
-        return (_reject_rows if family is ROWS else _reject_rows_weight)(shape, direction, parameters)
-    if direction is Direction.WEIGHT_GRADIENT:
-        return _reject_weight(shape, parameters)
-    if family is TURNED:
-        parts = shape.batch * -(-shape.channels // lanes)
-        if not 1 <= parameters["parts"] <= parts:
-            return f"parts={parameters['parts']} is not between 1 and {parts}"
-        if direction is Direction.INPUT_GRADIENT and parameters["strip"] % shape.stride[0]:
-            return "a strip is no multiple of the stride"
-        parameters = {**parameters, "columns_outer": 0, "stream": 0}
-    return _reject_gather(shape, direction, parameters)
-
-
-def _most_lanes(shape: ConvShape, direction: Direction, family: Family) -> int:
-    """Values that can lie side by side: channels, or outputs of a row that gather alike."""
-    if family is ROWS:
-        along = axis(shape, direction, 1)
-        return along.out // along.whole
-    return shape.out_width if family is ROWS_WEIGHT else shape.channels
-
-
-def _reject_rows(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     whole = vertical.whole
     height = -(-vertical.out // whole) * whole
@@ -98,11 +67,24 @@ def _reject_rows(shape: ConvShape, direction: Direction, parameters: Mapping[str
 
 
 def rows_written_out(shape: ConvShape, parameters: Mapping[str, int]) -> int:
-    """Multiply-adds of one tile over columns, in vectors of all lanes; at most, where a gradient skips taps."""
+    """Multiply-adds of one tile over columns, in vectors of all lanes; at most, where a gradient skips taps.
+
+    Args:
+        shape: The convolution.
+        parameters: By name.
+    """
     return parameters["tile_rows"] * parameters["tile_vectors"] * shape.kernel[0] * shape.kernel[1]
 
 
-def _reject_rows_weight(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
+def reject_rows_weight(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
+    """Why a kernel of `cpu_rows_weight` cannot have these parameters, or None.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        parameters: By name.
+    """
+    del direction
     bounds = {
         "tap_rows": shape.kernel[0],
         "tap_columns": shape.kernel[1],
@@ -127,7 +109,30 @@ def _out_of_bounds(parameters: Mapping[str, int], bounds: Mapping[str, int]) -> 
     return None
 
 
-def _reject_gather(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
+def reject_turned(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
+    """Why a kernel of `cpu_turned` cannot have these parameters, or None.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        parameters: By name.
+    """
+    parts = shape.batch * -(-shape.channels // parameters["lanes"])
+    if not 1 <= parameters["parts"] <= parts:
+        return f"parts={parameters['parts']} is not between 1 and {parts}"
+    if direction is Direction.INPUT_GRADIENT and parameters["strip"] % shape.stride[0]:
+        return "a strip is no multiple of the stride"
+    return reject_gather(shape, direction, {**parameters, "columns_outer": 0, "stream": 0})
+
+
+def reject_gather(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
+    """Why a kernel of `cpu_gather` cannot have these parameters, or None.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        parameters: By name.
+    """
     rows, columns, strip = parameters["tile_rows"], parameters["tile_columns"], parameters["strip"]
     if not (1 <= rows <= _MOST and 1 <= columns <= _MOST and 1 <= strip <= (1 << 20)):
         return "a tile or strip is empty or too large"
@@ -147,7 +152,15 @@ def _reject_gather(shape: ConvShape, direction: Direction, parameters: Mapping[s
     return None
 
 
-def _reject_weight(shape: ConvShape, parameters: Mapping[str, int]) -> str | None:
+def reject_weight(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> str | None:
+    """Why a kernel of `cpu_weight` cannot have these parameters, or None.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        parameters: By name.
+    """
+    del direction
     strips = -(-shape.out_height // max(parameters["strip"], 1))
     most = {
         "tap_rows": shape.kernel[0],
@@ -165,7 +178,13 @@ def _reject_weight(shape: ConvShape, parameters: Mapping[str, int]) -> str | Non
 
 
 def gather_written_out(shape: ConvShape, direction: Direction, parameters: Mapping[str, int]) -> int:
-    """Multiply-adds of one tile without loops, in vectors of all lanes."""
+    """Multiply-adds of one tile without loops, in vectors of all lanes.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        parameters: By name.
+    """
     skipped = shape.stride[0] * shape.stride[1] if direction is Direction.INPUT_GRADIENT else 1
     rows = parameters["tile_rows"] * shape.kernel[0] if parameters["unroll"] else 1
     return rows * parameters["tile_columns"] * shape.kernel[1] // skipped

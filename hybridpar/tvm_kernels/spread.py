@@ -1,8 +1,8 @@
-"""Why: kernels compute ranges of rows on one thread each, and who calls them spreads the rows over threads.
+"""Spreads the range of a kernel over threads.
 
-TVM's own pool of threads is never used: it pins and spins, and so do torch's threads, and together they are slower than
-one thread. Torch's threads compute the ranges, see `openmp`. Where these cannot be had, helpers do that sleep while
-there is nothing to do. Kernels release the GIL while they run.
+TVM's own pool of threads is never used: it pins and spins, as torch's threads do, and both together are slower than one
+thread. The ranges run on torch's threads (`openmp`), or else on helper threads that sleep while there is no work.
+Kernels release the GIL while they run.
 
 A helper takes one task after another and never waits for another task, so any number of threads may call at the same
 time, also from backward passes and lanes. A forked process starts helpers of its own.

@@ -1,4 +1,4 @@
-"""Why: a model gets tuned kernels without being rewritten, and can be given back as it was.
+"""Gives a model's layers tuned kernels (`optimize`), and gives the model back as it was (`restore`).
 
 A layer is swapped by giving it another class: parameters, names, hooks, state dict and every reference to it stay,
 those in a traced graph or a pipeline's stage too. So it does not matter whether a model is swapped before or after it
@@ -14,11 +14,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, fx, nn
 
-from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
+from hybridpar.tvm_kernels.choice import Choices, active_choices, choose_norm, use_choices
 from hybridpar.tvm_kernels.database import Database, default_database, read_database
 from hybridpar.tvm_kernels.layers import is_depthwise, number_padding
 from hybridpar.tvm_kernels.moments import behind, set_behind
-from hybridpar.tvm_kernels.norm_choice import choose_norm
 from hybridpar.tvm_kernels.norm_swap import fuse_norms, fused_norms, unfuse_norms
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 
@@ -42,7 +41,11 @@ class DepthwiseConv2d(nn.Conv2d):
         return "" if choices is None else choices.digest
 
     def forward(self, input: Tensor) -> Tensor:
-        """As `nn.Conv2d`."""
+        """As `nn.Conv2d`.
+
+        Args:
+            input: (N, C, H, W).
+        """
         padding = number_padding(self)
         if not torch.compiler.is_compiling() and type(input) is Tensor and (norm := behind(self)) is not None:
             numbers = self.stride, padding, self.dilation
@@ -86,12 +89,15 @@ def optimize(model: _Model, database: str | Path | Database | None = None, repor
     if report:
         norms = len(fused_norms(model))
         told = "%d depthwise convolution(s) and %d BatchNorm layer(s) choose from %d and %d record(s)"
-        _log.warning(told, len(layers), norms, len(database.records), len(database.norms))
+        _log.warning(told, len(layers), norms, database.count("depthwise_conv2d"), database.count("batch_norm_act"))
     return model
 
 
 def restore(model: _Model) -> _Model:
     """Undo `optimize`: all layers are what they were.
+
+    Args:
+        model: What `optimize` was given, or any model.
 
     Returns:
         The model itself.

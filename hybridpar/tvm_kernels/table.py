@@ -1,7 +1,4 @@
-"""Why: what tuning found is judged by one row for each kernel: torch, the kernel, what is possible, how exact it is.
-
-Norms stand among convolutions, as one more direction, and convolutions together with the norms behind them as another.
-"""
+"""Tables and pictures of what tuning found: one row for each kernel, with torch's time, its own, and its error."""
 
 from __future__ import annotations
 
@@ -9,20 +6,14 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybridpar.errors import UsageError
-from hybridpar.tvm_kernels.conv_norm_records import CONV_NORM_OP, ConvNormKey
-from hybridpar.tvm_kernels.database import AnyRecord, Database, KernelKey
-from hybridpar.tvm_kernels.norm_records import NORM_OP, NormKey
-from hybridpar.tvm_kernels.shapes import Direction
+from hybridpar.tvm_kernels.database import Database
+from hybridpar.tvm_kernels.operation import KernelKey, named_operation, operations
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-
-#: In the order of tables and pictures.
-_DIRECTIONS = (*(direction.value for direction in Direction), NORM_OP, CONV_NORM_OP)
 
 
 @dataclass(frozen=True)
@@ -59,63 +50,65 @@ class Row:
     runs: str
 
 
-def rows_of(database: Database, only: Collection[KernelKey | NormKey | ConvNormKey] | None = None) -> list[Row]:
-    """A row for each key that was measured, in the order of shapes and directions; then norms, then both together.
+def rows_of(database: Database, only: Collection[KernelKey] | None = None) -> list[Row]:
+    """A row for each key that was measured, in the order of shapes and directions; operation by operation.
 
     Args:
         database: The records.
         only: Leave out what is not among these.
     """
-    order = list(Direction)
-    keys = [key for key in database if only is None or key in only]
+    directions = _directions()
+
+    def order(key: KernelKey) -> tuple[Any, ...]:
+        place = directions.index(key.direction)
+        own = next(iter(named_operation(key.op).limits))  # type: ignore[union-attr]
+        return directions.index(own), key.device, key.threads, key.shape, key.layout, place
+
     rows = []
-    for key in sorted(
-        keys, key=lambda one: (one.device, one.threads, one.shape, one.layout, order.index(one.direction))
-    ):
+    for key in sorted((key for key in database if only is None or key in only), key=order):
         best = database.best(key) or database.best(key, current=False)
         if best is not None and best.ms is not None and best.stock_ms is not None:
-            rows.append(_row(key, best, best.ms, best.stock_ms))
-    for norm in sorted(key for key in database.norm_keys if only is None or key in only):
-        record = database.best_norm(norm) or database.best_norm(norm, current=False)
-        if record is not None:
-            rows.append(_row(norm, record, record.ms, record.stock_ms))
-    for pair in sorted(key for key in database.conv_norm_keys if only is None or key in only):
-        both = database.best_conv_norm(pair) or database.best_conv_norm(pair, current=False)
-        if both is not None:
-            rows.append(_row(pair, both, both.ms, both.apart_ms, ("together", "apart")))
+            tuned, stock, _ = best.operation.words
+            rows.append(
+                Row(
+                    key.shape.text,
+                    str(key.direction),
+                    key.layout.value,
+                    key.threads,
+                    key.device,
+                    best.current,
+                    best.stock_ms,
+                    best.ms,
+                    best.floor_ms,
+                    round(best.stock_ms / best.ms, 3),
+                    best.error,
+                    tuned if best.wins else stock,
+                )
+            )
     return rows
 
 
-def _row(
-    key: KernelKey | NormKey | ConvNormKey,
-    best: AnyRecord,
-    ms: float,
-    stock_ms: float,
-    names: tuple[str, str] = ("tuned", "stock"),
-) -> Row:
-    return Row(
-        key.shape.text,
-        str(key.direction),
-        key.layout.value,
-        key.threads,
-        key.device,
-        best.current,
-        stock_ms,
-        ms,
-        getattr(best, "floor_ms", None),
-        round(stock_ms / ms, 3),
-        best.error,
-        names[0] if best.wins else names[1],
-    )
+def _directions() -> list[str]:
+    """What can be computed, in the order of tables and pictures."""
+    ordered = sorted({name: one for (name, _), one in operations().items()}.values(), key=lambda one: -len(one.limits))
+    return [str(direction) for one in ordered for direction in one.limits]
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """Rows as plain values."""
+    """Rows as plain values.
+
+    Args:
+        rows: Of any operations.
+    """
     return [asdict(row) for row in rows]
 
 
 def table_of(rows: Sequence[Row]) -> Table:
-    """The rows as a table for the terminal."""
+    """The rows as a table for the terminal.
+
+    Args:
+        rows: Of any operations.
+    """
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -140,21 +133,31 @@ def table_of(rows: Sequence[Row]) -> Table:
 
 
 def summary_lines(rows: Sequence[Row]) -> list[str]:
-    """Geometric means per direction, as chosen: where torch is used the ratio is 1."""
+    """Geometric means per direction, as chosen: where the kernel is not used the ratio is 1.
+
+    Args:
+        rows: Of any operations.
+    """
     lines = []
-    for direction in _DIRECTIONS:
-        name, other = ("together", "both apart") if direction == CONV_NORM_OP else ("tuned", "torch")
-        ratios = [row.ratio if row.runs == name else 1.0 for row in rows if row.direction == direction]
-        if ratios:
-            mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-            tuned = sum(row.runs == name for row in rows if row.direction == direction)
-            said = f"{tuned} of {len(ratios)} {name}, {mean:.2f}x {other} as chosen (geometric mean)"
-            lines.append(f"{direction}: {said}")
-    return lines
+    for operation in {name: one for (name, _), one in operations().items()}.values():
+        name, _, other = operation.words
+        for direction in operation.limits:
+            own = [row for row in rows if row.direction == direction]
+            ratios = [row.ratio if row.runs == name else 1.0 for row in own]
+            if ratios:
+                mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
+                tuned = sum(row.runs == name for row in own)
+                said = f"{tuned} of {len(ratios)} {name}, {mean:.2f}x {other} as chosen (geometric mean)"
+                lines.append((_directions().index(direction), f"{direction}: {said}"))
+    return [line for _, line in sorted(lines)]
 
 
 def draw_rows(rows: Sequence[Row], path: Path) -> None:
     """Draw a bar for each row: how many times as fast as torch.
+
+    Args:
+        rows: Of any operations.
+        path: File to write, .svg, .png or .pdf.
 
     Raises:
         UsageError: matplotlib is missing, or the file cannot be written.
@@ -166,16 +169,16 @@ def draw_rows(rows: Sequence[Row], path: Path) -> None:
     shapes = list(dict.fromkeys((row.shape, row.layout, row.threads) for row in rows))
     figure = Figure(figsize=(9, 1.5 + 0.45 * len(shapes)), layout="constrained")
     axes = figure.subplots()
-    for index, direction in enumerate(_DIRECTIONS):
+    for operation, index, direction in [
+        (one, index, str(direction))
+        for one in {name: one for (name, _), one in operations().items()}.values()
+        for index, direction in enumerate(one.limits)
+    ]:
         own = {(row.shape, row.layout, row.threads): row.ratio for row in rows if row.direction == direction}
         if not own:
             continue
-        # The bar of a norm, and of both together, is the only one of its shape.
-        places = [
-            place + (0.0 if direction in (NORM_OP, CONV_NORM_OP) else 0.27 * (index - 1))
-            for place, shape in enumerate(shapes)
-            if shape in own
-        ]
+        middle = (len(operation.limits) - 1) / 2
+        places = [place + 0.27 * (index - middle) for place, shape in enumerate(shapes) if shape in own]
         axes.barh(places, [own[shape] for shape in shapes if shape in own], height=0.25, label=direction)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(shapes)), [shape for shape, _, _ in shapes], fontsize=7)

@@ -1,9 +1,9 @@
-"""Why: the best tile depends on shape, batch, threads and CPU, so it is searched for, in the time that a user gives.
+"""Searches for the fastest kernel of one operation on one shape, in the time that is given.
 
-The space is ranked by the cost model. Its best candidates and some drawn at random are compiled in child processes,
-checked against float64 and timed; then the neighbours of the fastest, again by the model's order, until the time is
-up; at last the finalists are timed once more and longer, since the fastest of many noisy times is too good to be true.
-A candidate that fails to compile, crashes the compiler or computes something else is lost, alone.
+The space is ranked by the operation's cost model. Its best candidates and some drawn at random are compiled in child
+processes, checked against float64 and timed; then the neighbours of the fastest, again by the model's order, until the
+time is up; at last the finalists are timed once more and longer, since the fastest of many noisy times is too good to
+be true. A candidate that fails to compile, crashes the compiler or computes something else is lost, alone.
 """
 
 from __future__ import annotations
@@ -13,178 +13,223 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.machine.process import available_cores
-from hybridpar.tvm_kernels.candidates import candidates, neighbours
-from hybridpar.tvm_kernels.cost import Ranking, estimate, rank
-from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image
-from hybridpar.tvm_kernels.machine import Speed, measure_speed, this_machine
-from hybridpar.tvm_kernels.measure import Bench, Timing, steady_timing, torch_threads
+from hybridpar.tvm_kernels.candidates import neighbours
+from hybridpar.tvm_kernels.measure import Timing, steady_timing, torch_threads
+from hybridpar.tvm_kernels.operation import KernelKey, Parameters, operation_of
 from hybridpar.tvm_kernels.record import is_right
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.standings import Standings, Tuned, TuningStopped, key_of
 
 _log = logging.getLogger(__name__)
 
 #: Seconds for one build; straight code of the space's bound takes two or three.
 BUILD_TIMEOUT = 30.0
-#: Of the first candidates, those that the model likes best and those drawn at random.
-_LIKED, _DRAWN = 10, 3
-#: Part of the time that is kept for timing the finalists again, how many they are, and the longest for one of them.
-_FINAL, _FINALISTS, _LONGEST = 0.2, 3, 1.5
-#: Seconds to time a candidate for.
-_GLANCE = 0.12
+#: Candidates that may be lost before any was measured; then nothing can be built or loaded here.
+_MOST_LOST = 8
+
+_Key = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A candidate that was measured.
+
+    Attributes:
+        parameters: Of the schedule.
+        ms: Of one call: that of its rival over the median of the ratios of pairs.
+        stock_ms: Of its rival, torch in its better layout for instance, in the same pairs; the median.
+        floor_ms: What neither arithmetic nor memory can beat; None where that is not known.
+        error: Largest difference from float64, relative to the largest value.
+        speedup: Median of the ratios, pair by pair.
+        predicted: What the model said.
+        final: Whether it was timed as a finalist.
+        drawn: Whether it was drawn at random, and not chosen.
+        layout_ms: Of torch's call in the layout of the kernel, where it is not its better one; of finalists only.
+        stock_error: Torch's largest difference from float64, on the same data.
+        noise: Of the ratio, see `measure.Timing`; of finalists that of repeated comparisons, see `steady_timing`.
+    """
+
+    parameters: Parameters
+    ms: float
+    stock_ms: float
+    floor_ms: float | None
+    error: float
+    speedup: float = 0.0
+    predicted: float = 0.0
+    final: bool = False
+    drawn: bool = False
+    layout_ms: float | None = None
+    stock_error: float | None = None
+    noise: float = 0.0
+
+
+class TuningStopped(KeyboardInterrupt):
+    """The user stopped the search.
+
+    Args:
+        results: What was measured until then, best first.
+    """
+
+    def __init__(self, results: list[Tuned]) -> None:
+        super().__init__("stopped")
+        self.results = results
 
 
 def tune(
-    shape: ConvShape,
-    direction: Direction,
-    layout: Layout,
-    threads: int = 1,
-    budget_s: float = 30.0,
+    key: KernelKey,
+    seconds: float = 30.0,
     seed: int = 0,
     on_progress: Callable[[Tuned, Tuned], None] | None = None,
     *,
-    known: Sequence[Mapping[str, int]] = (),
+    known: Sequence[Parameters] = (),
+    parts: Sequence[tuple[Parameters, Any]] = (),
     builder: Builder | None = None,
-    speed: Speed | Callable[[], Speed] | None = None,
+    speed: Any = None,
     trials: int | None = None,
 ) -> list[Tuned]:
-    """Search for the fastest kernel of one direction of one convolution.
+    """Search for the fastest kernel of one key.
 
     Args:
-        shape: The convolution.
-        direction: Which of its three directions.
-        layout: Of the images.
-        threads: That a call may use.
-        budget_s: Seconds for all of it; at least one candidate is tried.
+        key: What is to be computed, and where.
+        seconds: For all of it; at least one candidate is tried.
         seed: Of the data and of the random part of the search.
         on_progress: Called with each candidate that was measured and the best so far.
         known: Parameters measured earlier, best first: the first ones are measured anew, and their neighbours.
+        parts: Parameters and kernels that the operation's `parts` run on.
         builder: Builds candidates; None for one of this call's own.
-        speed: What the CPU can do, for `floor_ms`, or what says so; None measures it.
+        speed: What the device can do, for `floor_ms`, or what says so; None measures it.
         trials: At most so many candidates; None for as many as there is time for.
 
     Returns:
-        All that were measured, best first: finalists before others. Empty where no kernel covers the convolution, or
-        none could be built.
+        All that were measured, best first: finalists before others. Empty where no kernel covers the key, or none could
+        be built.
 
     Raises:
         TuningStopped: On KeyboardInterrupt, with what there is.
         KernelsUnavailable: Nothing at all can be built on this machine.
     """
-    with torch_threads(threads), _own(builder) as build:
-        search = _Search(shape, direction, layout, threads, seed, build, on_progress)
+    with torch_threads(key.threads), _own(builder) as build:
+        search = _Search(key, seed, build, parts, on_progress)
         if not search.space:
             return []
-        search.speed = speed() if callable(speed) else speed or measure_speed(build)
+        if callable(speed):
+            speed = speed()
+        search.speed = search.operation.measure_speed(build) if speed is None else speed
         try:
-            search.run(time.monotonic() + budget_s, budget_s, known, trials)
+            search.run(time.monotonic() + seconds, seconds, known, trials)
         except KeyboardInterrupt:
             raise TuningStopped(search.sorted()) from None
         return search.sorted()
 
 
-def ranking(results: Sequence[Tuned], drawn_only: bool = False) -> Ranking:
-    """How well the model ordered what was measured.
-
-    Args:
-        results: Of one search.
-        drawn_only: Compare only candidates drawn at random: the others are the model's own choice, and alike.
-    """
-    chosen = [one for one in results if one.drawn or not drawn_only]
-    return rank([one.predicted for one in chosen], [one.ms for one in chosen])
-
-
 @contextmanager
 def _own(builder: Builder | None) -> Iterator[Builder]:
-    if builder is not None:
-        yield builder
-        return
-    with Builder(len(available_cores()), BUILD_TIMEOUT) as own:
+    with nullcontext(builder) if builder is not None else Builder(len(available_cores()), BUILD_TIMEOUT) as own:
         yield own
 
 
-class _Search(Standings[Kernel]):
-    """One search."""
+def _key_of(parameters: Parameters) -> _Key:
+    """What tells candidates apart."""
+    return tuple(sorted(parameters.items()))
 
-    speed: Speed
+
+class _Search:
+    """One search: what was asked for, what was measured, what is best."""
+
+    speed: Any
 
     def __init__(
         self,
-        shape: ConvShape,
-        direction: Direction,
-        layout: Layout,
-        threads: int,
+        key: KernelKey,
         seed: int,
         builder: Builder,
-        on_progress: Callable[[Tuned, Tuned], None] | None,
+        parts: Sequence[tuple[Parameters, Any]] = (),
+        on_progress: Callable[[Tuned, Tuned], None] | None = None,
     ) -> None:
-        self.shape, self.direction, self.layout, self.threads = shape, direction, layout, threads
-        self.builder = builder
-        machine = this_machine()
-        space = list(candidates(shape, direction, layout, threads, machine))
-        costs = [estimate(shape, direction, one, threads, machine, layout).cycles for one in space]
-        order = sorted(range(len(space)), key=lambda index: costs[index])
-        self.space = [space[index] for index in order]
-        super().__init__({key_of(space[index]): costs[index] for index in order}, on_progress)
-        self.random = random.Random(seed)
-        self.seed = seed
-        self.session = Session()
+        self.key, self.operation = key, operation_of(key)
+        self.seed, self.builder, self.on_progress = seed, builder, on_progress
+        self.part_kernels = [kernel for _, kernel in parts]
+        ranked = sorted(self.operation.space(key, [own for own, _ in parts]), key=lambda one: one[1])
+        self.space = [one for one, _ in ranked]
+        self.predicted = {_key_of(one): cost for one, cost in ranked}
+        self.random, self.session = random.Random(seed), Session() if ranked else None
+        self.results: dict[_Key, Tuned] = {}
+        self.kernels: dict[_Key, Any] = {}
+        self.asked: set[_Key] = set()
+        self.drawn: set[_Key] = set()
+        self.lost = 0
 
-    def run(self, end: float, budget: float, known: Sequence[Mapping[str, int]], trials: int | None) -> None:
+    def sorted(self) -> list[Tuned]:
+        """What was measured, finalists first, and of those the fastest."""
+        return sorted(self.results.values(), key=lambda one: (not one.final, one.ms))
+
+    def fastest(self, count: int) -> list[_Key]:
+        """The candidates with the shortest times, the best first."""
+        return sorted(self.results, key=lambda one: self.results[one].ms)[:count]
+
+    def run(self, end: float, budget: float, known: Sequence[Parameters], trials: int | None) -> None:
         """Measure until the time is up."""
-        self.bench = Bench(self.shape, self.direction, self.layout, self.threads, self.seed)
-        stop = end - _FINAL * budget
+        pace, cores = self.operation.pace, len(available_cores())
+        self.bench = self.operation.bench(self.key, self.seed, self.part_kernels)
+        self.stop = end - pace.reserved * budget
         allowed = len(self.space) if trials is None else trials
-        building: dict[Future[Built], dict[str, int]] = {}
-        cores = len(available_cores())
-        take = self._take_next if self.threads < cores else self._take_all
+        building: dict[_Key, Future[Built] | None] = {}
+        # Compilers have the cores that kernels of many threads are to be timed on.
+        take = self._take_next if self.key.threads < cores else self._take_all
         try:
             for one in self._proposals(known):
                 # A few ahead of what is measured, so that compilers have work and the order can still be changed.
                 if len(self.asked) >= allowed:
                     break
-                self.asked.add(key_of(one))
-                building[self.builder.submit(self._variant(one).request())] = one
+                self.asked.add(_key_of(one))
+                request = self.operation.request(self.key, one)
+                building[_key_of(one)] = None if request is None else self.builder.submit(request)
                 if len(building) >= cores + 1:
                     take(building)
-                if self.results and time.monotonic() > stop:
+                if self._is_over():
                     break
-            while building and (not self.results or time.monotonic() < stop):
+            while building and not self._is_over():
                 take(building)
         finally:
-            for future in building:
+            futures = [one for one in building.values() if one is not None]
+            for future in futures:
                 future.cancel()
-        if self.threads >= cores:
-            wait(building)
-        self._finals(end)
+        if self.key.threads >= cores:
+            wait(futures)
+        self._finals(end, budget)
 
-    def _proposals(self, known: Sequence[Mapping[str, int]]) -> Iterator[dict[str, int]]:
+    def _is_over(self) -> bool:
+        """Whether the time for candidates is up; where they are few, all are measured."""
+        few = self.operation.pace.reserved == 1.0
+        return bool(self.results) and time.monotonic() > self.stop and not few
+
+    def _proposals(self, known: Sequence[Parameters]) -> Iterator[Mapping[str, int]]:
         """What to try, in order; what is best so far decides what comes next."""
-        fresh = {key_of(one): one for one in self.space}
+        pace = self.operation.pace
+        fresh = {_key_of(one): one for one in self.space}
 
-        def take(one: Mapping[str, int]) -> Iterator[dict[str, int]]:
-            if key_of(one) in fresh and key_of(one) not in self.asked:
-                yield fresh[key_of(one)]
+        def take(one: Parameters) -> Iterator[dict[str, int]]:
+            if _key_of(one) in fresh and _key_of(one) not in self.asked:
+                yield fresh[_key_of(one)]
 
         # What was found for vectors of another width is not in the space, and no place to begin.
-        for one in [one for one in known if key_of(one) in fresh][:_FINALISTS]:
+        for one in [one for one in known if _key_of(one) in fresh][: pace.finalists]:
             yield from take(one)
-        drawn = self.random.sample(self.space, min(_DRAWN, len(self.space)))
-        self.drawn = {key_of(one) for one in drawn}
+        drawn = self.random.sample(self.space, min(pace.drawn, len(self.space)))
+        self.drawn = {_key_of(one) for one in drawn}
         for one in (*self._liked(), *drawn):
             yield from take(one)
         while len(self.asked) < len(self.space):
-            best = [self.results[one].parameters for one in self.fastest(_FINALISTS)]
+            best = [self.results[one].parameters for one in self.fastest(pace.finalists)]
             near = [other for one in best for other in neighbours(one, self.space)]
-            near.sort(key=lambda one: self.predicted[key_of(one)])
+            near.sort(key=lambda one: self.predicted[_key_of(one)])
             before = len(self.asked)
             for one in near[:4]:  # then look again at what is best
                 yield from take(one)
@@ -193,7 +238,7 @@ class _Search(Standings[Kernel]):
                     break
                 yield from take(one)
             if len(self.asked) == before:
-                left = [one for one in self.space if key_of(one) not in self.asked]
+                left = [one for one in self.space if _key_of(one) not in self.asked]
                 yield from (left[0], *([self.random.choice(left[1:])] if len(left) > 1 else []))
 
     def _liked(self) -> list[dict[str, int]]:
@@ -201,62 +246,77 @@ class _Search(Standings[Kernel]):
         apart: dict[frozenset[str], list[dict[str, int]]] = {}
         for one in self.space:
             apart.setdefault(frozenset(one), []).append(one)
-        own = [one for place in range(_LIKED) for members in apart.values() for one in members[place : place + 1]]
-        return own[:_LIKED]
+        count = self.operation.pace.liked
+        own = [one for place in range(count) for members in apart.values() for one in members[place : place + 1]]
+        return own[:count]
 
-    def _variant(self, parameters: Mapping[str, int]) -> Variant:
-        return Variant(self.shape, self.direction, self.layout, parameters)
-
-    def _take_all(self, building: dict[Future[Built], dict[str, int]]) -> None:
-        """Wait for all builds, and then measure them: the compilers have the cores that kernels are to be timed on."""
-        wait(building)
+    def _take_all(self, building: dict[_Key, Future[Built] | None]) -> None:
+        """Wait for all builds, and then measure them."""
+        wait([one for one in building.values() if one is not None])
         while building:
             self._take_next(building)
 
-    def _take_next(self, building: dict[Future[Built], dict[str, int]]) -> None:
-        """Wait for the oldest build, and measure it."""
-        future = next(iter(building))
-        parameters = building.pop(future)
+    def _take_next(self, building: dict[_Key, Future[Built] | None]) -> None:
+        """Wait for the oldest build, and load, check and measure it."""
+        key = next(iter(building))
+        future, parameters = building.pop(key), dict(key)
+        what = f"{self.key.direction} {self.key.shape.text} {parameters or ''}".strip()
         try:
-            built = future.result()
-            kernel = load_image(self._variant(parameters), built.names, built.image, self.session)
-        except (KernelsUnavailable, RuntimeError) as error:
-            self.lose(f"{self.direction} {self.shape.text} {parameters}", error)
+            built = Built((), b"") if future is None else future.result()
+            kernel = self.operation.load(self.key, parameters, built.names, built.image, self.session)
+        except (KernelsUnavailable, RuntimeError, OSError) as error:
+            self.lost += 1
+            _log.info("%s: %s", what, error)
+            if self.lost >= _MOST_LOST and not self.results:
+                raise KernelsUnavailable(str(error)) from None
             return
-        error_found, stock_error = self.bench.error(kernel), self.bench.stock_error
-        if not is_right(error_found, self.direction, "float32", stock_error):
-            _log.warning("%s %s %s is wrong by %.1e", self.direction, self.shape.text, parameters, error_found)
+        error_found, stock_error = self.bench.errors(kernel)
+        if not is_right(error_found, self.key.direction, self.key.dtype, stock_error):
+            _log.warning("a kernel of %s is wrong by %.1e", what, error_found)
             return
-        key = key_of(parameters)
         self.kernels[key] = kernel
-        timing = self.bench.compare(kernel, _GLANCE)
-        self.note(key, self.measured(parameters, timing, self._floor_ms, error_found, stock_error))
-        for other in self.fastest(len(self.results))[_FINALISTS + 2 :]:
+        glance = self.operation.pace.glance
+        timing = self.bench.compare(kernel, glance, 3 if glance else 1)
+        floor_ms = self.operation.floor_ms(self.key, self.speed)
+        found = Tuned(parameters, timing.ms, timing.stock_ms, floor_ms, error_found, timing.speedup)
+        drawn, cost = key in self.drawn, self.predicted[key]
+        self._note(key, replace(found, predicted=cost, drawn=drawn, stock_error=stock_error, noise=timing.noise))
+        for other in self.fastest(len(self.results))[self.operation.pace.finalists + 2 :]:
             self.kernels.pop(other, None)  # unloads it
 
-    @property
-    def _floor_ms(self) -> float:
-        return self.speed.floor_ms(self.shape.multiply_adds, self.shape.least_bytes(self.direction), self.threads)
+    def _note(self, key: _Key, result: Tuned) -> None:
+        """Take in a result, and tell how it stands."""
+        self.results[key] = result
+        if self.on_progress is not None:
+            self.on_progress(result, self.sorted()[0])
 
-    def _finals(self, end: float) -> None:
-        """Time the fastest once more, as long as there is time, in turn, until two comparisons agree.
-
-        Some are fast on the tensors of the search alone, by where these lie in memory; what counts is the worse of two.
-        """
-        benches = self.bench, Bench(self.shape, self.direction, self.layout, self.threads, self.seed + 1)
-        best = [key for key in self.fastest(len(self.results)) if key in self.kernels]
-        for place, key in enumerate(best[:_FINALISTS]):
-            left = max(0.0, end - time.monotonic()) / (min(len(best), _FINALISTS) - place)
-            rivals = 1 if self.bench.stock_layout is self.layout else 2
-            share = min(left / rivals, _LONGEST)
-            compare = partial(_worse_of, [partial(one.compare, self.kernels[key], share / 4, 5) for one in benches])
-            again = self.finish(key, steady_timing(compare))
+    def _finals(self, end: float, budget: float) -> None:
+        """Time the fastest once more, as long as there is time, in turn, until two comparisons agree."""
+        pace = self.operation.pace
+        best = [key for key in self.fastest(len(self.results)) if key in self.kernels][: pace.finalists]
+        if not best:
+            return
+        further = [self.operation.bench(self.key, self.seed + one, self.part_kernels) for one in range(1, pace.benches)]
+        benches = [self.bench, *further]
+        rivals = 1 if self.bench.stock == self.bench.instead else 2
+        for place, key in enumerate(best):
+            least = budget if pace.reserved == 1.0 else 0.0
+            left = max(least, end - time.monotonic()) / (len(best) - place)
+            share = min(left / rivals, pace.longest)
+            each = share / 2 / len(benches)
+            timing = steady_timing(
+                partial(_worst, [partial(one.compare, self.kernels[key], each, pace.pairs) for one in benches])
+            )
+            ms = timing.stock_ms / timing.speedup
+            again = replace(self.results[key], final=True, ms=ms, stock_ms=timing.stock_ms)
+            again = replace(again, speedup=timing.speedup, noise=timing.noise)
             if rivals > 1:
-                same = steady_timing(partial(self.bench.compare, self.kernels[key], share / 2, 5, self.layout))
+                compare = partial(self.bench.compare, self.kernels[key], share / 2, pace.pairs, self.bench.instead)
+                same = steady_timing(compare)
                 # The ratio is of pairs, the times of the two comparisons are not.
-                again = replace(again, layout_ms=again.ms * same.speedup, noise=max(again.noise, same.noise))
-            self.note(key, again)
+                again = replace(again, layout_ms=ms * same.speedup, noise=max(again.noise, same.noise))
+            self._note(key, again)
 
 
-def _worse_of(comparisons: Sequence[Callable[[], Timing]]) -> Timing:
+def _worst(comparisons: Sequence[Callable[[], Timing]]) -> Timing:
     return min((compare() for compare in comparisons), key=lambda one: one.speedup)

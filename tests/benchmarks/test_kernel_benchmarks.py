@@ -16,9 +16,8 @@ from benchmarks.rig.paired import Paired
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels import Database
 from hybridpar.tvm_kernels.choice import use_choices
-from hybridpar.tvm_kernels.conv_norm_records import ConvNormShape
-from hybridpar.tvm_kernels.norm_records import NormKey, NormShape
-from hybridpar.tvm_kernels.shapes import Direction, Layout
+from hybridpar.tvm_kernels.operations.batch_norm import norm_key
+from hybridpar.tvm_kernels.shapes import ConvNormShape, Direction, Layout, NormShape
 from tests.small_nets import separable
 from tests.tvm_kernels.standin import NormStandIn, conv_norm_record, norm_record, record_of
 
@@ -64,7 +63,7 @@ def test_fused_norms_are_counted_as_norms(monkeypatch: pytest.MonkeyPatch) -> No
     try:
         net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
         net.to(memory_format=torch.channels_last)
-        method = training.Method(net, Layout.CHANNELS_LAST, Database("", norms=[norm_record(SHAPE)]))
+        method = training.Method(net, Layout.CHANNELS_LAST, Database("", [norm_record(SHAPE)]))
         assert measure_parts(lambda: step_of(method.model), 1)["norm+activation"] > 0
         assert made.calls["backward"] == {SHAPE: 1}
     finally:
@@ -73,9 +72,9 @@ def test_fused_norms_are_counted_as_norms(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_records_promise() -> None:
     record = record_of("4x8x8x8 k3x3 s1x1 p1x1 d1x1", Direction.FORWARD, Layout.CHANNELS_LAST, ms=1.0, stock_ms=3.0)
-    database = Database("", [record], norms=[norm_record(SHAPE, ms=1.0, stock_ms=1.5)])
-    norm = NormKey(SHAPE, 1, database.norms[0].device)
-    other = NormKey(NormShape(9, 9, "relu"), 1, database.norms[0].device)
+    database = Database("", [record, norm_record(SHAPE, ms=1.0, stock_ms=1.5)])
+    norm = norm_key(SHAPE, 1, record.device)
+    other = norm_key(NormShape(9, 9, "relu"), 1, record.device)
     assert training.promised(database, {record.key: 2, norm: 4, other: 1}) == (pytest.approx(6.0), 6)
     both = conv_norm_record(ConvNormShape(record.key.shape, "relu"), ms=1.0, apart_ms=1.25)
     database.add([both])

@@ -151,27 +151,27 @@ def is_machine_code(code: bytes) -> bool:
 def test_what_was_compiled_is_kept(
     architecture: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = cubin("mixed", source, architecture)
+    code = cubin("mixed", source.read_bytes(), architecture)
     assert is_machine_code(code)
     (path,) = (tmp_path / "kernels").glob("mixed-*.cubin")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     version, _ = compiler()
-    monkeypatch.setattr(kernel_cuda, "compiler", lambda: (version, None))
-    assert cubin("mixed", source, architecture) == code, "nothing was compiled, there is nothing to do so"
+    monkeypatch.setattr(kernel_cuda, "compiler", lambda *_: (version, None))
+    assert cubin("mixed", source.read_bytes(), architecture) == code, "nothing was compiled, there is nothing to do so"
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(TypeError):
-        cubin("mixed", source, architecture)
+        cubin("mixed", source.read_bytes(), architecture)
 
 
 def test_the_name_says_what_it_was_made_from(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_cuda, "compiler", lambda: ("one", lambda *_: (b"code", "")))
+    monkeypatch.setattr(kernel_cuda, "compiler", lambda *_: ("one", lambda *_: (b"code", "")))
     other = tmp_path / "other.cu"
     other.write_text(SOURCE + "\n")
-    cubin("mixed", source, "sm_80")
-    cubin("mixed", source, "sm_90")
-    cubin("mixed", other, "sm_90")
-    monkeypatch.setattr(kernel_cuda, "compiler", lambda: ("two", lambda *_: (b"code", "")))
-    cubin("mixed", other, "sm_90")
+    cubin("mixed", source.read_bytes(), "sm_80")
+    cubin("mixed", source.read_bytes(), "sm_90")
+    cubin("mixed", other.read_bytes(), "sm_90")
+    monkeypatch.setattr(kernel_cuda, "compiler", lambda *_: ("two", lambda *_: (b"code", "")))
+    cubin("mixed", other.read_bytes(), "sm_90")
     assert len(list((tmp_path / "kernels").glob("mixed-*.cubin"))) == 4
 
 
@@ -180,11 +180,11 @@ def test_by_nvcc_where_there_is_no_nvrtc(source: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(kernel_cuda, "_nvrtc", lambda: None)
     version, _ = compiler()
     assert version.startswith("nvcc cuda_")
-    assert is_machine_code(cubin("mixed", source, "sm_90"))
+    assert is_machine_code(cubin("mixed", source.read_bytes(), "sm_90"))
     bad = tmp_path / "bad.cu"
     bad.write_text("__global__ void wrong() { nothing(); }")
     with pytest.raises(KernelsUnavailable, match=r"nvcc for sm_90: .*nothing"):
-        cubin("bad", bad, "sm_90")
+        cubin("bad", bad.read_bytes(), "sm_90")
 
 
 # -------------------------------------------------------------------------------------------------------------- loading
@@ -205,7 +205,7 @@ def fails(source: Path, caplog: pytest.LogCaptureFixture) -> str:
 def test_all_of_it(source: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(
-        kernel_cuda, "compiler", lambda: ("none", lambda _, arch, __: (asked.append(arch) or IMAGE, ""))
+        kernel_cuda, "compiler", lambda *_: ("none", lambda _, arch, __: (asked.append(arch) or IMAGE, ""))
     )
     monkeypatch.setattr(kernel_cuda, "DRIVER", str(library))
     monkeypatch.setattr(cuda_driver, "current_stream", lambda index: 0)
@@ -246,7 +246,7 @@ def test_without_a_driver(source: Path, monkeypatch: pytest.MonkeyPatch, caplog:
 def test_a_kernel_that_is_missing(
     source: Path, library: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(kernel_cuda, "compiler", lambda: ("none", lambda *_: (IMAGE, "")))
+    monkeypatch.setattr(kernel_cuda, "compiler", lambda *_: ("none", lambda *_: (IMAGE, "")))
     monkeypatch.setattr(kernel_cuda, "DRIVER", str(library))
     assert load_cuda_kernels("mixed", source, {"absent": "P"}, torch.device("cuda", 0)) is None
     assert "absent: named symbol not found" in caplog.text

@@ -23,11 +23,10 @@ from hybridpar.partition.profile_cache import profile_key
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
 from hybridpar.run.kernels import prepare_kernels
-from hybridpar.tvm_kernels import choice, conv_norm_search, norm_search, optimize, search
+from hybridpar.tvm_kernels import choice, optimize, search
 from hybridpar.tvm_kernels.database import Database, append_records
-from hybridpar.tvm_kernels.norm_records import NormShape
 from hybridpar.tvm_kernels.request import TuneConfig
-from hybridpar.tvm_kernels.shapes import Direction, Layout
+from hybridpar.tvm_kernels.shapes import Direction, Layout, NormShape
 from tests.small_nets import separable
 from tests.tvm_kernels.standin import all_records, norm_record
 from tests.tvm_kernels.test_conv_norm_measure import MeasureBoth
@@ -42,14 +41,14 @@ def call(tmp_path, capsys, monkeypatch):
     """Run the command in this process, in an empty directory, with a tuner that finds candidates at once."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    tuner = Tuner()
-    monkeypatch.setattr(search.search_all, "__kwdefaults__", {**search.search_all.__kwdefaults__, "tuner": tuner})
-    norms = Measure()
-    defaults = {**norm_search.measure_norms.__kwdefaults__, "measure": norms}
-    monkeypatch.setattr(norm_search.measure_norms, "__kwdefaults__", defaults)
-    pairs = MeasureBoth()
-    defaults = {**conv_norm_search.measure_conv_norms.__kwdefaults__, "measure": pairs}
-    monkeypatch.setattr(conv_norm_search.measure_conv_norms, "__kwdefaults__", defaults)
+    tuner, norms, pairs = Tuner(), Measure(), MeasureBoth()
+    of = {"depthwise_conv2d": tuner, "batch_norm_act": norms, "depthwise_batch_norm_act": pairs}
+    defaults = {
+        **search.search_all.__kwdefaults__,
+        "tuner": lambda key, *given, **told: of[key.op](key, *given, **told),
+    }
+    monkeypatch.setattr(search.search_all, "__kwdefaults__", defaults)
+    monkeypatch.setattr(search, "make_kernels", lambda records: ["a kernel"] * len(records))
 
     def run(*arguments: str) -> tuple[int, str, str]:
         try:
@@ -112,7 +111,7 @@ def test_shapes_of_norms_may_stand_among_others(call, tmp_path):
     assert code == 0
     assert call.norms.asked == [NormShape(25088, 96, "relu6")]
     assert table.count(SHAPE) == 3
-    assert max(call.norms.seconds) <= norm_search.LONGEST
+    assert max(call.norms.seconds) <= 1.5
 
 
 def test_who_stops_at_norms_begins_no_search(call, tmp_path):
@@ -149,7 +148,7 @@ def test_what_training_asks_for_is_what_is_tuned(options, monkeypatch):
     assert use is not None
     norms = {decision.key for layer, decision in use.norms if layer.layout is Layout.CHANNELS_LAST}
     pairs = {decision.key for _, decision in use.pairs}
-    assert {decision.key for _, _, decision in use.operations} | norms | pairs == set(work)
+    assert {decision.key for _, decision in use.operations} | norms | pairs == set(work)
     assert len(work) == (6 if "contiguous" in options else 8)
     expected = Layout.CONTIGUOUS if "contiguous" in options else Layout.CHANNELS_LAST
     assert {key.layout for key in work} == {expected}
@@ -263,6 +262,6 @@ def test_times_of_a_profile_are_told_apart_by_kernels(monkeypatch):
     monkeypatch.setattr(choice, "_active", None)
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
     for records, norms in (([], []), (all_records(SHAPE), []), ([], [norm_record(NormShape(128, 8, "relu"))])):
-        model = optimize(separable(), Database("", records, norms=norms))
+        model = optimize(separable(), Database("", [*records, *norms]))
         keys.append(profile_key(find_units(trace_model(model, (x,)), (x,)), (x,), 1, 2))
     assert len({json.dumps(key, sort_keys=True) for key in keys}) == 3

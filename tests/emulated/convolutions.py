@@ -49,4 +49,8 @@ def emulated_kernels(variants: Sequence[CudaVariant], sources: Sequence[str], fo
     file = folder / "kernels.cu"
     file.write_text("\n".join(parts))
     module = cuda_driver.Driver(str(emulated_driver(file, names, folder, "-O0"))).load(IMAGE, 0)
-    return [CudaKernel(variant, _Numbered(module, number)) for number, variant in zip(numbers, variants, strict=True)]  # type: ignore[arg-type]
+    numbered = [_Numbered(module, number) for number in numbers]
+    return [
+        CudaKernel(variant, lambda _, own=own: own)  # type: ignore[misc, arg-type]
+        for variant, own in zip(variants, numbered, strict=True)
+    ]

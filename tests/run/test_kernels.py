@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +19,11 @@ from hybridpar.observe import read_metrics
 from hybridpar.observe.report import _rows
 from hybridpar.plan import read_plan
 from hybridpar.planner.stage_plan import lane_threads, shape_of
-from hybridpar.run import kernels as run_kernels
 from hybridpar.run.kernels import prepare_kernels
-from hybridpar.tvm_kernels import choice, conv_norm_choice, optimize
-from hybridpar.tvm_kernels.conv_norm_records import ConvNormShape
+from hybridpar.tvm_kernels import choice, optimize
 from hybridpar.tvm_kernels.database import Database, append_records
 from hybridpar.tvm_kernels.kernel import TunedKernel
-from hybridpar.tvm_kernels.norm_records import NormShape
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout, NormShape
 from tests.ranks import run_ranks
 from tests.runs import check_run, small_arguments, train
 from tests.small_nets import separable
@@ -42,7 +42,13 @@ def standing_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """Kernels that numpy computes, until the test ends."""
     made = StandIn()
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "on")
-    monkeypatch.setattr(choice.Choices, "_made", lambda self, records: made(records))
+    inner = choice.Choices._made
+
+    def make(self: choice.Choices, records: Sequence[Any]) -> list[Any]:
+        """Norms have a stand-in of their own."""
+        return [(made if one.op == "depthwise_conv2d" else partial(inner, self))([one])[0] for one in records]
+
+    monkeypatch.setattr(choice.Choices, "_made", make)
     monkeypatch.setattr(choice, "_active", None)
     return made
 
@@ -130,17 +136,16 @@ def test_a_run_says_which_convolutions_sum_up_for_norms(known, kernels, norms, m
     records.add([own, norm_record(both.norm, threads=threads)])
     if known:
         records.add([conv_norm_record(both, threads=threads)])
-    monkeypatch.setattr(conv_norm_choice, "moments_kernels", lambda found: [TunedKernel((), 0, 4, 1) for _ in found])
-    for place, name in enumerate(("measure_saving", "measure_norm_saving")):
-        monkeypatch.setattr(run_kernels, name, lambda *_, one=place + 1.0: one)
-    monkeypatch.setattr(run_kernels, "measure_conv_norm_saving", lambda pairs: 5.0 * len(pairs))
+    monkeypatch.setattr(choice.Choices, "_made", lambda _, found: [TunedKernel((), 0, 4, 1) for _ in found])
+    saved = {"depthwise_conv2d": 1.0, "batch_norm_act": 2.0, "depthwise_batch_norm_act": 5.0}
+    monkeypatch.setattr(choice.Choices, "measure_saving", lambda _, keys: sum(saved[key.op] for key in keys))
     layers = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU()
     use = prepare_kernels(optimize(nn.Sequential(*layers), records), config, World(), (3, 8, 8))
     assert use is not None
     said = "1 of 1 convolutions sum up their results for norms" in "\n".join(use.notes())
     assert said is known
     (made,) = [one for one in use.section().choices if one.direction == "depthwise_batch_norm_act"]
-    assert (made.layer, made.kernel) == ("1", "tuned" if known else "apart: there is no record of both together")
+    assert (made.layer, made.kernel) == ("1", "tuned" if known else "apart: there is no record")
     assert use.measured(World())["saved_ms"] == (8.0 if known else 3.0)
 
 

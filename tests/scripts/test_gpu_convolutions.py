@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 
 from hybridpar.codegen import cuda_driver
-from hybridpar.tvm_kernels import cuda_measure, cuda_tuner
+from hybridpar.tvm_kernels import cuda_kernel, measure
 from hybridpar.tvm_kernels.cuda_device import KNOWN
 from hybridpar.tvm_kernels.cuda_kernel import Compiled, CudaVariant
-from hybridpar.tvm_kernels.database import KernelKey
+from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from scripts import gpu_convolutions
 from tests.emulated.convolutions import emulated_kernels
@@ -32,8 +31,8 @@ KEYS = [
 def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> gpu_convolutions.Kernels:
     """What was compiled elsewhere: sources in place of machine code, which run on the CPU."""
     monkeypatch.setattr(cuda_driver, "current_stream", lambda index: 0)
-    monkeypatch.setattr(cuda_measure, "_milliseconds", lambda call, times, device: call() is None or 2.0)
-    monkeypatch.setattr(cuda_tuner, "compile_source", lambda text, _: Compiled(text.encode(), 40, 0))
+    monkeypatch.setattr(measure, "milliseconds", lambda call, times, device: call() is None or 2.0)
+    monkeypatch.setattr(cuda_kernel, "compile_source", lambda text, _: Compiled(text.encode(), 40, 0))
     monkeypatch.setattr(gpu_convolutions, "cases", lambda gpu, shapes, dtypes: KEYS)
     loaded: dict[bytes, Any] = {}
 
@@ -82,7 +81,5 @@ def test_what_was_compiled_elsewhere_is_checked_and_timed(
 class _Wrong:
     """A kernel that writes zeros."""
 
-    scratch_bytes = 0
-
-    def __call__(self, first: int, second: int, third: int, out: int, scratch: int) -> None:
-        torch.frombuffer((ctypes.c_float * 36).from_address(out), dtype=torch.float32).zero_()
+    def __call__(self, first: torch.Tensor, second: torch.Tensor, third: None, out: torch.Tensor) -> None:
+        out.zero_()

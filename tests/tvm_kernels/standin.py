@@ -22,13 +22,15 @@ from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import STOCK
 from hybridpar.tvm_kernels.choice import Choices, use_choices
-from hybridpar.tvm_kernels.conv_norm_records import ConvNormRecord, ConvNormShape, conv_norm_versions
-from hybridpar.tvm_kernels.database import Database, KernelRecord
-from hybridpar.tvm_kernels.device import cpu_fingerprint, installed_versions
+from hybridpar.tvm_kernels.database import Database
+from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.kernel import Phase, TunedKernel
-from hybridpar.tvm_kernels.norm_records import NormRecord, NormShape, norm_versions
+from hybridpar.tvm_kernels.operation import versions_of
+from hybridpar.tvm_kernels.operations.batch_norm import NormRecord
+from hybridpar.tvm_kernels.operations.depthwise_batch_norm import ConvNormRecord
+from hybridpar.tvm_kernels.record import KernelRecord
 from hybridpar.tvm_kernels.schedules.norm_rows import TABLE_ROWS
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout, NormShape
 
 
 class NormStandIn:
@@ -100,7 +102,7 @@ def record_of(shape: ConvShape | str, direction: Direction, layout: Layout, **fi
         "layout": layout,
         "device": cpu_fingerprint(),
         "threads": 1,
-        "versions": dict(installed_versions()),
+        "versions": versions_of("depthwise_conv2d"),
         "parameters": {"tile": 2},
         "ms": 1.0,
         "stock_ms": 2.0,
@@ -118,7 +120,7 @@ def norm_record(shape: NormShape, **fields: Any) -> NormRecord:
         "activation": shape.act,
         "device": cpu_fingerprint(),
         "threads": 1,
-        "versions": dict(norm_versions()),
+        "versions": versions_of("batch_norm_act"),
         "ms": 1.0,
         "stock_ms": 2.0,
         "floor_ms": 0.5,
@@ -134,7 +136,7 @@ def conv_norm_record(shape: ConvNormShape, **fields: Any) -> ConvNormRecord:
         "activation": shape.act,
         "device": cpu_fingerprint(),
         "threads": 1,
-        "versions": dict(conv_norm_versions()),
+        "versions": versions_of("depthwise_batch_norm_act"),
         "parameters": {"tile": 2},
         "ms": 1.0,
         "apart_ms": 2.0,
@@ -161,7 +163,7 @@ class StandIn:
         self.ranges: list[tuple[int, int]] = []
         self.align, self.broken = align, broken
 
-    def __call__(self, records: Sequence[KernelRecord]) -> list[TunedKernel | KernelsUnavailable]:
+    def __call__(self, records: Sequence[Any]) -> list[TunedKernel | KernelsUnavailable]:
         return [KernelsUnavailable("the compiler is on strike") if self.broken else self._make(one) for one in records]
 
     def _make(self, record: KernelRecord) -> TunedKernel:

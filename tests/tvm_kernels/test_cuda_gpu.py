@@ -10,10 +10,10 @@ from torch import nn
 
 from hybridpar.tvm_kernels import choice
 from hybridpar.tvm_kernels.choice import Choices
+from hybridpar.tvm_kernels.conv_bench import DTYPES, ConvBench
 from hybridpar.tvm_kernels.cuda_device import gpu_at
-from hybridpar.tvm_kernels.cuda_measure import DTYPES, CudaBench
-from hybridpar.tvm_kernels.cuda_tuner import tune_cuda
-from hybridpar.tvm_kernels.database import Database, KernelKey, read_database
+from hybridpar.tvm_kernels.database import Database, read_database
+from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.record import most_error
 from hybridpar.tvm_kernels.search import search_all
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
@@ -32,7 +32,7 @@ def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         for layout in Layout
         for direction in Direction
     ]
-    report = search_all(keys, path, 600, tuner=tune_cuda, trials=2, dtype=request.param)
+    report = search_all(keys, path, 600, trials=2)
     assert report.tuned == len(keys)
     found = read_database(path).records
     return Database("tuned", [record.model_copy(update={"stock_ms": 10 * (record.ms or 1)}) for record in found])
@@ -77,7 +77,7 @@ def test_nothing_waits_for_the_device_and_nothing_leaks(tuned: Database) -> None
     key = next(key for key in tuned if key.direction is Direction.WEIGHT_GRADIENT)
     kernel = choices.decide(key).kernel
     assert kernel is not None
-    bench = CudaBench(SHAPE, key.direction, key.layout, key.dtype, torch.device("cuda", 0))
+    bench = ConvBench(SHAPE, key.direction, key.layout, 1, 0, key.dtype, torch.device("cuda", 0))
     out = torch.empty_like(bench._like)
     kernel(bench._first, bench._second, None, out)
     torch.cuda.synchronize()

@@ -20,13 +20,12 @@ from hybridpar.codegen.compile_pool import Builder
 from hybridpar.codegen.nvrtc import CONTRACTED, compiler
 from hybridpar.tvm_kernels import Database, call_plan, choice, op
 from hybridpar.tvm_kernels.choice import Choices
-from hybridpar.tvm_kernels.cuda_compiled import TunedCudaKernel
+from hybridpar.tvm_kernels.conv_bench import DTYPES, ConvBench
 from hybridpar.tvm_kernels.cuda_cost import bank_conflicts
 from hybridpar.tvm_kernels.cuda_device import KNOWN
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant, compile_source
-from hybridpar.tvm_kernels.cuda_measure import DTYPES, CudaBench
 from hybridpar.tvm_kernels.cuda_space import candidates, reject
-from hybridpar.tvm_kernels.cuda_tuner import ranked
+from hybridpar.tvm_kernels.operation import KernelKey, operation_of
 from hybridpar.tvm_kernels.record import most_error
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from tests.emulated.convolutions import emulated_kernels, write_sources
@@ -86,9 +85,9 @@ def _no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "current_stream", lambda index: 0)
 
 
-def bench_of(kernel: CudaKernel) -> CudaBench:
+def bench_of(kernel: CudaKernel) -> ConvBench:
     own = kernel.variant
-    return CudaBench(own.shape, own.direction, own.layout, own.dtype, CPU)
+    return ConvBench(own.shape, own.direction, own.layout, 1, 0, own.dtype, CPU)
 
 
 def name(one: CudaVariant) -> str:
@@ -114,7 +113,7 @@ def test_the_bias_is_added_where_there_is_one(kernels: list[CudaKernel]) -> None
     out = torch.empty(2, shape.channels, shape.out_height, shape.out_width).contiguous(
         memory_format=torch.channels_last
     )
-    kernel(bench._first.data_ptr(), bench._second.data_ptr(), bias.data_ptr(), out.data_ptr(), 0)
+    kernel(bench._first, bench._second, bias, out)
     assert torch.allclose(out.double(), bench.reference + bias.double()[:, None, None], atol=1e-5)
 
 
@@ -125,7 +124,7 @@ def test_nothing_is_written_beside_the_result(kernels: list[CudaKernel]) -> None
         padded = torch.full((count + 256,), 7.0, dtype=bench._like.dtype)
         scratch = torch.full((kernel.scratch_bytes // 4 + 64,), math.nan)
         places = (bench._first.data_ptr(), bench._second.data_ptr(), 0)
-        kernel(*places, padded[128:].data_ptr(), scratch.data_ptr())
+        kernel.launch(0, *places, padded[128:].data_ptr(), scratch.data_ptr())
         assert (padded[:128] == 7).all()
         assert (padded[128 + count :] == 7).all()
         assert scratch[kernel.scratch_bytes // 4 :].isnan().all()
@@ -134,13 +133,10 @@ def test_nothing_is_written_beside_the_result(kernels: list[CudaKernel]) -> None
 def test_a_wrong_kernel_is_noticed(kernels: list[CudaKernel]) -> None:
     bench = bench_of(kernels[0])
 
-    class _Other:
-        scratch_bytes = 0
+    def other(first: torch.Tensor, second: torch.Tensor, third: None, out: torch.Tensor) -> None:
+        kernels[0](second, second, third, out)
 
-        def __call__(self, *places: int) -> None:
-            kernels[0](places[1], places[1], *places[2:])
-
-    assert bench.error(_Other()) > 0.1  # type: ignore[arg-type]
+    assert bench.error(other) > 0.1
 
 
 def test_results_that_are_not_there_do_not_spoil_sums(kernels: list[CudaKernel]) -> None:
@@ -163,15 +159,13 @@ def test_the_op_runs_them_through_the_launcher(
     """Forward and weight gradient are of one shape; as tensors of the CPU stand for those of a GPU."""
     found_for: dict[Direction, None] = {}
 
-    def find(direction: Direction, image: torch.Tensor, *rest: Any) -> TunedCudaKernel | None:
+    def find(direction: Direction, image: torch.Tensor, *rest: Any) -> CudaKernel | None:
         found = [one for one in kernels if (one.variant.direction, *rest[-1:]) == (direction, one.variant.layout)]
         found = [one for one in found if (one.variant.shape.text, one.variant.dtype) == (ONE, "float32")]
         if not found:
             return None
         found_for[direction] = None
-        made = TunedCudaKernel(found[0].variant, "", "sm_90")
-        made._loaded[0] = found[0]
-        return made
+        return found[0]
 
     for module in (op, call_plan):
         monkeypatch.setattr(module, "kernel_of", find)
@@ -280,7 +274,8 @@ def test_what_would_be_measured_first_compiles_and_spills_nothing(builder: Build
         (WEIGHT, LAST, "float32", KNOWN["a100"]),
     ):
         shape = ConvShape.parse("32x96x56x56 k3x3 s2x2 p1x1 d1x1")
-        own = ranked(shape, direction, layout, dtype, gpu)[0].parameters
+        key = KernelKey(direction, shape, layout, 1, gpu.fingerprint, dtype)
+        own, _ = min(operation_of(key).space(key, ()), key=lambda one: one[1])
         chosen.append((CudaVariant(shape, direction, layout, dtype, own), gpu.architecture))
     for (one, architecture), source in zip(chosen, write_sources([one for one, _ in chosen], builder), strict=True):
         made = compile_source(source, architecture)

@@ -18,20 +18,24 @@ from hybridpar.codegen.compile_pool import Builder
 from hybridpar.codegen.nvrtc import compiler
 from hybridpar.commands.tune import run_tune
 from hybridpar.errors import KernelError, UsageError
-from hybridpar.tvm_kernels import choice, cuda_compiled, cuda_measure, cuda_tuner
-from hybridpar.tvm_kernels.choice import Choices, cuda_kernel_for, kernel_for
-from hybridpar.tvm_kernels.compiled import make_kernels
+from hybridpar.tvm_kernels import choice, cuda_kernel, measure
+from hybridpar.tvm_kernels.choice import Choices, kernel_for
+from hybridpar.tvm_kernels.compile_ahead import compile_all
+from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.cuda_cost import estimate, resident_blocks, wavefronts
 from hybridpar.tvm_kernels.cuda_device import KNOWN, gpu_at, is_gpu
 from hybridpar.tvm_kernels.cuda_kernel import Compiled, CudaKernel, CudaVariant
-from hybridpar.tvm_kernels.cuda_measure import CudaBench
 from hybridpar.tvm_kernels.cuda_space import candidates, reject
-from hybridpar.tvm_kernels.cuda_tuner import compile_all, tune_cuda
-from hybridpar.tvm_kernels.database import Database, KernelRecord, read_database
+from hybridpar.tvm_kernels.database import Database, read_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.kernel import make_kernels
+from hybridpar.tvm_kernels.operation import KernelKey
+from hybridpar.tvm_kernels.operations import depthwise_cuda
+from hybridpar.tvm_kernels.record import KernelRecord
 from hybridpar.tvm_kernels.request import TuneConfig
 from hybridpar.tvm_kernels.schedules.cuda_tile import Tile
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.tuner import tune
 from tests.emulated.convolutions import emulated_kernels
 from tests.tvm_kernels.standin import StandIn, record_of
 
@@ -46,7 +50,7 @@ REST = ((2, 8, 9, 7), (3, 3), (1, 1), (1, 1), (1, 1), LAST)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with an H100, as far as is asked."""
     monkeypatch.setattr(choice, "gpu_at", lambda index: HOPPER)
-    monkeypatch.setattr(cuda_tuner, "gpu_at", lambda index: HOPPER)
+    monkeypatch.setattr(depthwise_cuda, "_current", lambda: 0)
 
 
 def gpu_record(direction: Direction = Direction.FORWARD, **fields: Any) -> KernelRecord:
@@ -72,7 +76,7 @@ def test_without_a_gpu_candidates_are_compiled_and_marked(
     shapes, path = tmp_path / "shapes.txt", tmp_path / "k.jsonl"
     shapes.write_text(SHAPE.text)
     config = TuneConfig(shapes=shapes, target="cuda", dtype="bfloat16", gpu="h200", trials=1, output=path)
-    search = partial(compile_all, gpu=KNOWN["h200"], builder=builder)
+    search = partial(compile_all, builder=builder)
     assert run_tune(config, search) == 0
     database = read_database(path)
     assert [record.direction for record in database.records] == list(Direction)
@@ -104,12 +108,12 @@ def test_without_a_compiler_it_says_what_to_install(
     def none(*_: object) -> None:
         raise KernelsUnavailable("there is neither NVRTC nor nvcc")
 
-    monkeypatch.setattr(cuda_tuner, "compile_source", none)
+    monkeypatch.setattr(cuda_kernel, "compile_source", none)
     shapes, path = tmp_path / "shapes.txt", tmp_path / "k.jsonl"
     shapes.write_text(SHAPE.text)
     config = TuneConfig(shapes=shapes, target="cuda", gpu="a100", trials=1, output=path)
     with pytest.raises(KernelError, match="neither NVRTC nor nvcc") as found:
-        run_tune(config, partial(compile_all, gpu=KNOWN["a100"], builder=builder))
+        run_tune(config, partial(compile_all, builder=builder))
     assert "nvcc" in str(found.value.fix)
     assert not path.exists()
 
@@ -130,26 +134,25 @@ def test_a_search_compiles_checks_measures_and_drops_what_is_wrong(
     """All of it but the GPU: kernels run on the CPU, and clocks are drawn."""
     draw = random.Random(0)
     monkeypatch.setattr(cuda_driver, "current_stream", lambda index: 0)
-    monkeypatch.setattr(cuda_measure, "_milliseconds", lambda call, times, device: call() is None or draw.random())
-    monkeypatch.setattr(cuda_tuner, "compile_source", lambda text, _: Compiled(text.encode(), 40, 0))
+    monkeypatch.setattr(measure, "milliseconds", lambda call, times, device: call() is None or draw.random())
+    monkeypatch.setattr(cuda_kernel, "compile_source", lambda text, _: Compiled(text.encode(), 40, 0))
     loaded: list[CudaVariant] = []
 
-    class _Nothing:
-        scratch_bytes = 1 << 20
-
-        def __call__(self, *places: int) -> None:
-            """Leave the result as it is."""
+    def nothing(*_: torch.Tensor | None) -> None:
+        """Leave the result as it is."""
 
     def load(variant: CudaVariant, code: bytes, index: int) -> Any:
         loaded.append(variant)
         folder = tmp_path / str(len(loaded))
         folder.mkdir()
-        return _Nothing() if len(loaded) == 1 else emulated_kernels([variant], [code.decode()], folder)[0]
+        return nothing if len(loaded) == 1 else emulated_kernels([variant], [code.decode()], folder)[0]
 
-    monkeypatch.setattr(cuda_tuner, "load_cubin", load)
-    monkeypatch.setattr(CudaBench, "run", _filled(CudaBench.run))
-    bench = CudaBench(SHAPE, Direction.WEIGHT_GRADIENT, LAST, "float32", torch.device("cpu"))
-    found = tune_cuda(SHAPE, Direction.WEIGHT_GRADIENT, LAST, budget_s=600, trials=2, bench=bench, builder=builder)
+    monkeypatch.setattr(cuda_kernel, "load_cubin", load)
+    monkeypatch.setattr(ConvBench, "run", _filled(ConvBench.run))
+    bench = ConvBench(SHAPE, Direction.WEIGHT_GRADIENT, LAST, 1, 0, "float32", torch.device("cpu"))
+    monkeypatch.setattr(depthwise_cuda.DepthwiseCuda, "bench", lambda *_: bench)
+    key = KernelKey(Direction.WEIGHT_GRADIENT, SHAPE, LAST, 1, HOPPER.fingerprint)
+    found = tune(key, 600, trials=2, builder=builder)
     assert len(loaded) == 2
     (one,) = found
     assert one.parameters == loaded[1].parameters
@@ -161,7 +164,7 @@ def test_a_search_compiles_checks_measures_and_drops_what_is_wrong(
 def _filled(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """What is left as it is must not be right by chance, as freed memory may hold the result before."""
 
-    def filled(self: CudaBench, kernel: CudaKernel) -> torch.Tensor:
+    def filled(self: ConvBench, kernel: CudaKernel) -> torch.Tensor:
         if getattr(kernel, "variant", None) is None:
             return torch.zeros_like(self._like)
         return run(self, kernel)
@@ -174,10 +177,10 @@ def test_the_op_finds_what_was_measured_on_such_a_gpu_with_the_dtype(monkeypatch
     made = StandIn()
     records = [gpu_record(), gpu_record(Direction.WEIGHT_GRADIENT, device=KNOWN["h200"].fingerprint)]
     monkeypatch.setattr(choice, "_active", Choices(Database("a test's", records), made))
-    assert cuda_kernel_for(GPU, torch.bfloat16, Direction.FORWARD, *REST) is not None
-    assert cuda_kernel_for(GPU, torch.float32, Direction.FORWARD, *REST) is None
-    assert cuda_kernel_for(GPU, torch.float64, Direction.FORWARD, *REST) is None
-    assert cuda_kernel_for(GPU, torch.bfloat16, Direction.WEIGHT_GRADIENT, *REST) is None, "another GPU's"
+    assert kernel_for(Direction.FORWARD, *REST, on=(GPU, torch.bfloat16)) is not None
+    assert kernel_for(Direction.FORWARD, *REST, on=(GPU, torch.float32)) is None
+    assert kernel_for(Direction.FORWARD, *REST, on=(GPU, torch.float64)) is None
+    assert kernel_for(Direction.WEIGHT_GRADIENT, *REST, on=(GPU, torch.bfloat16)) is None, "another GPU's"
     assert kernel_for(Direction.FORWARD, *REST) is None, "the CPU has none"
 
 
@@ -185,13 +188,14 @@ def test_the_op_finds_what_was_measured_on_such_a_gpu_with_the_dtype(monkeypatch
 def test_strict_is_about_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "strict")
     monkeypatch.setattr(choice, "_active", Choices(Database("a test's", []), StandIn()))
-    assert cuda_kernel_for(GPU, torch.bfloat16, Direction.FORWARD, *REST) is None
+    assert kernel_for(Direction.FORWARD, *REST, on=(GPU, torch.bfloat16)) is None
 
 
 def test_records_become_kernels_only_within_the_space(monkeypatch: pytest.MonkeyPatch) -> None:
     right = next(candidates(SHAPE, Direction.FORWARD, LAST, "bfloat16", HOPPER))
-    monkeypatch.setattr(cuda_compiled, "sources_of", lambda variants, workers: ["source"] * len(variants))
-    monkeypatch.setattr(cuda_compiled.TunedCudaKernel, "prepare", lambda self, index: None)
+    contents = "hybridpar.tvm_kernels.kernel.contents_of"
+    monkeypatch.setattr(contents, lambda paths, requests, workers: [b"[]\nsource"] * len(paths))
+    monkeypatch.setattr(CudaKernel, "prepare", lambda self, index: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     changes = ({}, {"vector": 3}, {"threads_c": 1 << 20}, {"rows": "2; system()"}, {"columns": 10**9})
     made = make_kernels([gpu_record(parameters=right | one) for one in changes])
@@ -202,10 +206,10 @@ def test_a_kernel_needs_what_its_vectors_need() -> None:
     wide = ConvShape.parse("2x96x14x14 k3x3 s1x1 p1x1 d1x1")
     own = next(one for one in candidates(wide, Direction.FORWARD, LAST, "bfloat16", HOPPER) if one["vector"] == 4)
     variant = CudaVariant(wide, Direction.FORWARD, LAST, "bfloat16", own)
-    kernel = cuda_compiled.TunedCudaKernel(variant, "", "sm_90")
+    made = CudaKernel(variant, lambda index: pytest.fail("it was loaded"))
     padded = torch.empty(64, dtype=torch.bfloat16)
-    assert kernel.takes(padded, padded[4:])
-    assert not kernel.takes(padded, padded[2:])
+    assert made.takes(padded, padded[4:])
+    assert not made.takes(padded, padded[2:])
 
 
 # --------------------------------------------------------------------------------------------------- the cost model

@@ -14,19 +14,17 @@ import pytest
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels import database as module
 from hybridpar.tvm_kernels.choice import why_no_record
-from hybridpar.tvm_kernels.conv_norm_records import ConvNormRecord, ConvNormShape
 from hybridpar.tvm_kernels.database import (
     Database,
-    KernelRecord,
     append_records,
     default_database,
     merge_databases,
     read_database,
     user_database,
 )
-from hybridpar.tvm_kernels.norm_choice import why_no_norm_record
-from hybridpar.tvm_kernels.norm_records import NormKey, NormRecord, NormShape
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.operations.batch_norm import norm_key
+from hybridpar.tvm_kernels.record import KernelRecord
+from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout, NormShape
 from tests.tvm_kernels.standin import all_records, conv_norm_record, norm_record, record_of
 
 SHAPE = "8x96x56x56 k3x3 s1x1 p1x1 d1x1"
@@ -47,13 +45,13 @@ def test_what_was_written_is_read(tmp_path):
 def test_records_of_norms_lie_beside_those_of_convolutions(tmp_path):
     append_records(tmp_path / "k.jsonl", [ONE, NORM])
     read = read_database(tmp_path / "k.jsonl")
-    assert (read.records, read.norms, len(read)) == ([ONE], [NORM], 2)
-    assert set(read) == {ONE.key}, "who looks for convolutions sees no norm"
-    assert read.norm_keys == {NORM.key}
-    assert NORM.key == NormKey(NormShape(25088, 96, "relu6"), 1, NORM.device)
+    assert (read.records, len(read)) == ([ONE, NORM], 2)
+    assert set(read) == {ONE.key, NORM.key}
+    assert (read.count(ONE.op), read.count(NORM.op)) == (1, 1)
+    assert NORM.key == norm_key(NormShape(25088, 96, "relu6"), 1, NORM.device)
     both = Database("both", [ONE])
-    both.add(read.everything)
-    assert (both.records, both.norms) == ([ONE], [NORM])
+    both.add(read.records)
+    assert both.records == [ONE, NORM]
     append_records(tmp_path / "norms.jsonl", [NORM])
     assert len(read_database(tmp_path / "norms.jsonl")) == 1
 
@@ -260,17 +258,15 @@ def test_a_record_that_is_wrong_or_unsteady_is_not_used(tmp_path, caplog, record
     assert why in doubtful.doubt
     assert record.wins
     assert not doubtful.wins
-    kinds = {KernelRecord: Database.best, NormRecord: Database.best_norm, ConvNormRecord: Database.best_conv_norm}
-    best = kinds[type(record)]
     database = Database("", [])
     database.add([doubtful])
-    assert best(database, record.key) is None
+    assert database.best(record.key) is None
     database.add([record])
-    assert best(database, record.key) == record, "an older one that is right"
+    assert database.best(record.key) == record, "an older one that is right"
     append_records(tmp_path / "k.jsonl", [doubtful])
     # A line whose error is no number is a damaged one, and such a file is none.
     with caplog.at_level(logging.WARNING), contextlib.suppress(UsageError):
-        assert best(read_database(tmp_path / "k.jsonl"), record.key) is None
+        assert read_database(tmp_path / "k.jsonl").best(record.key) is None
         assert len(caplog.records) == 1
 
 
@@ -287,4 +283,4 @@ def test_a_run_says_why_a_record_is_not_used():
     wrong = ONE.model_copy(update={"error": 3e-2})
     assert why_no_record(Database("", [wrong]), ONE.key).startswith("its error is 3.0e-02, and at most")
     unsteady = NORM.model_copy(update={"noise": 0.5})
-    assert "50 % apart" in why_no_norm_record(Database("", norms=[unsteady]), NORM.key)
+    assert "50 % apart" in why_no_record(Database("", [unsteady]), NORM.key)

@@ -13,8 +13,8 @@ import pytest
 from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.database import Database, append_records, packaged_records, parse_records, read_database
 from hybridpar.tvm_kernels.distill import MOST_BYTES, distill
+from hybridpar.tvm_kernels.families import reject
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.space import reject
 from tests.tvm_kernels.standin import record_of
 
 ROOT = Path(__file__).parents[2]

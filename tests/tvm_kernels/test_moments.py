@@ -17,19 +17,18 @@ from hybridpar.codegen.build import Session
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.sync.batchnorm import BatchNormPool
 from hybridpar.tvm_kernels import call_plan, norm_kernels, optimize, restore
-from hybridpar.tvm_kernels.candidates import candidates
 from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
-from hybridpar.tvm_kernels.conv_norm_choice import decide_conv_norm
-from hybridpar.tvm_kernels.conv_norm_measure import moments_error
-from hybridpar.tvm_kernels.conv_norm_records import ConvNormKey, ConvNormRecord, ConvNormShape
+from hybridpar.tvm_kernels.conv_bench import reference
 from hybridpar.tvm_kernels.database import Database, parse_records
 from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.families import candidates
 from hybridpar.tvm_kernels.kernel import MomentsVariant, TunedKernel, load_image
 from hybridpar.tvm_kernels.machine import Machine
-from hybridpar.tvm_kernels.measure import reference, torch_threads
+from hybridpar.tvm_kernels.measure import torch_threads
 from hybridpar.tvm_kernels.moments import attach_moments, behind, moments_in, take_moments
+from hybridpar.tvm_kernels.operations.depthwise_batch_norm import ConvNormRecord, conv_norm_key, moments_error
 from hybridpar.tvm_kernels.schedules.cpu_gather_moments import piece_rows
-from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout
 from tests.tvm_kernels.norms import error, images, parameters, truth
 from tests.tvm_kernels.standin import conv_norm_record, norm_record, record_of
 
@@ -306,8 +305,8 @@ def test_a_record_whose_parameters_are_no_kernels_is_none(took: Took) -> None:
     records.add([conv_norm_record(ConvNormShape(SHAPE, "relu6"), parameters=TILE | {"lanes": 3})])
     step(optimize(Net(), records), data())
     assert took.given == [False]
-    key = ConvNormKey(ConvNormShape(SHAPE, "relu6"), 1, cpu_fingerprint())
-    assert "lanes=3" in decide_conv_norm(active_choices(), key).why  # type: ignore[arg-type]
+    key = conv_norm_key(ConvNormShape(SHAPE, "relu6"), 1, cpu_fingerprint())
+    assert "lanes=3" in active_choices().decide(key).why  # type: ignore[union-attr]
 
 
 def test_strict_does_not_ask_for_pairs_and_off_leaves_them(took: Took, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,8 +492,8 @@ def test_pooled_norms_take_them_unless_they_look_at_all_replicas(took: Took) -> 
 def test_records_are_lines_of_the_same_database() -> None:
     found = parse_records("\n".join(one.line() for one in RECORDS))
     assert (len(found), found.damaged, found.other_operations) == (3, 0, 0)
-    assert found.conv_norms == [RECORDS[2]]
-    assert found.best_conv_norm(RECORDS[2].key) == RECORDS[2]
+    assert found.records == list(RECORDS)
+    assert found.best(RECORDS[2].key) == RECORDS[2]
     assert Choices(found).digest != Choices(database(2)).digest
     broken = RECORDS[2].line().replace("2x20x9x10", "2x20x0x10")
     newer = RECORDS[2].line().replace('"version": 1', '"version": 2')

@@ -7,21 +7,26 @@ import logging
 import pytest
 
 from hybridpar.errors import KernelError, UsageError
-from hybridpar.tvm_kernels import norm_choice, norm_kernels
-from hybridpar.tvm_kernels.choice import Choices, use_choices
+from hybridpar.tvm_kernels import norm_kernels
+from hybridpar.tvm_kernels.choice import Choices, Decision, choose_norm, use_choices
 from hybridpar.tvm_kernels.database import Database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.norm_choice import choose_norm, decide_norm
-from hybridpar.tvm_kernels.norm_records import NormKey, NormShape
+from hybridpar.tvm_kernels.operation import KernelKey
+from hybridpar.tvm_kernels.operations.batch_norm import norm_key
+from hybridpar.tvm_kernels.shapes import NormShape
 from tests.tvm_kernels.standin import norm_record
 
 SHAPE = NormShape(16, 8, "relu")
-KEY = NormKey(SHAPE, 1, cpu_fingerprint())
+KEY = norm_key(SHAPE, 1, cpu_fingerprint())
 
 
 @pytest.fixture(autouse=True)
 def _kernels_that_nobody_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norm_kernels, "table", lambda: {"norm_forward_relu": None})
+
+
+def decide(database: Database, key: KernelKey) -> Decision:
+    return Choices(database).decide(key)
 
 
 def test_a_shape_is_a_text() -> None:
@@ -34,8 +39,8 @@ def test_a_shape_is_a_text() -> None:
 
 def test_a_record_that_wins_is_what_runs() -> None:
     record = norm_record(SHAPE)
-    decision = decide_norm(Database("", norms=[record]), KEY)
-    assert decision.fused
+    decision = decide(Database("", [record]), KEY)
+    assert decision.kernel
     assert decision.record == record
 
 
@@ -55,46 +60,46 @@ def test_a_record_that_wins_is_what_runs() -> None:
     ],
 )
 def test_anything_else_is_left_to_torch(fields: dict[str, object], why: str) -> None:
-    decision = decide_norm(Database("", norms=[norm_record(SHAPE, **fields)]), KEY)
-    assert not decision.fused
+    decision = decide(Database("", [norm_record(SHAPE, **fields)]), KEY)
+    assert not decision.kernel
     assert why in decision.why
 
 
 def test_the_newest_measurement_counts() -> None:
     old, new = norm_record(SHAPE, ms=0.1, tuned_at=1.0), norm_record(SHAPE, ms=9.0, tuned_at=2.0)
-    assert not decide_norm(Database("", norms=[new, old]), KEY).fused
+    assert not decide(Database("", [new, old]), KEY).kernel
 
 
 def test_kernels_that_are_off_or_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    database = Database("", norms=[norm_record(SHAPE)])
+    database = Database("", [norm_record(SHAPE)])
     monkeypatch.setattr(norm_kernels, "table", dict)
-    assert decide_norm(database, KEY).why == "its kernels cannot be had"
+    assert decide(database, KEY).why.startswith("its kernel cannot be had")
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "off")
-    assert decide_norm(database, KEY).why == "HYBRIDPAR_KERNELS is off"
+    assert decide(database, KEY).why == "HYBRIDPAR_KERNELS is off"
 
 
 def test_strict_wants_a_record_and_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "strict")
     with pytest.raises(KernelError, match="no kernel for batch_norm_act 16x8 relu channels_last, 1 thread"):
-        decide_norm(Database(), KEY)
-    assert not decide_norm(Database("", norms=[norm_record(SHAPE, ms=3.0)]), KEY).fused, "a record that says torch"
+        decide(Database(), KEY)
+    assert not decide(Database("", [norm_record(SHAPE, ms=3.0)]), KEY).kernel, "a record that says torch"
     monkeypatch.setattr(norm_kernels, "table", dict)
     with pytest.raises(KernelError, match="cannot be had"):
-        decide_norm(Database("", norms=[norm_record(SHAPE)]), KEY)
+        decide(Database("", [norm_record(SHAPE)]), KEY)
 
 
 def test_a_shape_is_decided_and_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     asked = []
-    inner = norm_choice.decide_norm
-    monkeypatch.setattr(norm_choice, "decide_norm", lambda *given: asked.append(given) or inner(*given))
-    before = use_choices(Choices(Database("", norms=[norm_record(SHAPE)])))
+    inner = Choices.decide
+    monkeypatch.setattr(Choices, "decide", lambda *given: asked.append(given) or inner(*given))
+    before = use_choices(Choices(Database("", [norm_record(SHAPE)])))
     try:
         with caplog.at_level(logging.INFO):
             assert [choose_norm(16, 8, "relu", 1) for _ in range(3)] == [True] * 3
             assert not choose_norm(16, 8, "relu", 2)
         assert len(asked) == 2
         assert [record.getMessage() for record in caplog.records] == [
-            "batch_norm_act 16x8 relu channels_last, 1 thread(s) runs on fused kernels (1.000 ms against 2.000 ms)",
+            "batch_norm_act 16x8 relu channels_last, 1 thread(s) runs on a tuned kernel (1.000 ms against 2.000 ms)",
             "batch_norm_act 16x8 relu channels_last, 2 thread(s) runs on torch, as its record is for 1 thread(s)",
         ]
         use_choices(Choices(Database()))

@@ -7,45 +7,45 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridpar.errors import UsageError
-from hybridpar.tvm_kernels import norm_kernels, norm_measure, norm_search
-from hybridpar.tvm_kernels.database import read_database
+from hybridpar.tvm_kernels import measure, norm_kernels
+from hybridpar.tvm_kernels.batch_norm_act import fused_batch_norm_act
+from hybridpar.tvm_kernels.choice import Choices
+from hybridpar.tvm_kernels.database import Database, read_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.measure import Timing
-from hybridpar.tvm_kernels.norm_measure import (
-    NormBench,
-    NormTime,
-    measure_norm,
-    measure_norm_saving,
-    norm_floor_ms,
-)
-from hybridpar.tvm_kernels.norm_records import NormKey, NormShape, norm_versions
-from hybridpar.tvm_kernels.norm_search import NormProgress, measure_norms
-from hybridpar.tvm_kernels.record import WrongKernelError
+from hybridpar.tvm_kernels.measure import Bench, Timing
+from hybridpar.tvm_kernels.operation import KernelKey, versions_of
+from hybridpar.tvm_kernels.operations.batch_norm import BatchNormAct, NormBench, norm_floor_ms, norm_key
+from hybridpar.tvm_kernels.search import Progress, search_all
+from hybridpar.tvm_kernels.shapes import NormShape
+from hybridpar.tvm_kernels.tuner import Tuned, tune
+from tests.tvm_kernels.standin import norm_record
 
 SHAPE = NormShape(6 * 35, 24, "silu")
-KEYS = [NormKey(NormShape(rows, 8, "relu"), 1, cpu_fingerprint()) for rows in (16, 32, 64)]
+KEYS = [norm_key(NormShape(rows, 8, "relu"), 1, cpu_fingerprint()) for rows in (64, 32, 16)]
+COPIES = ((1 << 30, 1e9),)
 
 
 @pytest.mark.usefixtures("kernels")
 def test_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[tuple[int, int, int]] = []
-    inner = norm_measure.time_pairs
+    given: list[tuple[object, ...]] = []
+    inner = measure.time_pairs
 
-    def pairs(own: object, stock: object, seconds: float, least: int, threads: int) -> Timing:
-        given.append((least, threads, torch.get_num_threads()))
-        return inner(own, stock, seconds, least, threads)  # type: ignore[arg-type]
+    def pairs(*told: object) -> Timing:
+        given.append((*told[3:5], torch.get_num_threads()))
+        return inner(*told)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(norm_measure, "time_pairs", pairs)
-    found = measure_norm(SHAPE, 2, seconds=0.0, copies=((1 << 30, 1e9),))
-    assert 2 <= len(given) <= 3, "repeated until two agree"
-    assert set(given) == {(7, 2, 2)}
+    monkeypatch.setattr(measure, "time_pairs", pairs)
+    (found,) = tune(norm_key(SHAPE, 2, cpu_fingerprint()), 0.0, speed=COPIES)
+    assert given[0] == (1, 2, 2), "a first pair, which is no measurement"
+    assert 2 <= len(given[1:]) <= 3, "repeated until two agree"
+    assert set(given[1:]) == {(7, 2, 2)}
     assert torch.get_num_threads() == 1
+    assert found.final
     assert min(found.ms, found.stock_ms) > 0
     assert 0 < found.error < 2e-6
     assert found.stock_error is not None
     assert 0 < found.stock_error < 2e-6
-    assert found.floor_ms == norm_floor_ms(SHAPE, ((1 << 30, 1e9),), 2)
+    assert found.floor_ms == norm_floor_ms(SHAPE, COPIES, 2)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -59,8 +59,8 @@ def test_both_sides_compute_a_training_step(monkeypatch: pytest.MonkeyPatch) -> 
         return found
 
     monkeypatch.setattr(torch.autograd, "grad", grad)
-    for side in (NormBench(SHAPE).fused, NormBench(SHAPE).stock):
-        side()
+    NormBench(SHAPE).run(fused_batch_norm_act)
+    NormBench(SHAPE).instead()
     assert len(made) == 2
     for one, two in zip(*made, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
@@ -68,44 +68,40 @@ def test_both_sides_compute_a_training_step(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(("part", "factor"), [(0, 1.001), (2, 0.9), (3, float("nan"))])
-def test_a_wrong_result_or_gradient_is_never_timed(monkeypatch: pytest.MonkeyPatch, part: int, factor: float) -> None:
-    inner = torch.autograd.grad, norm_measure.batch_norm_then
-    # Torch's side calls these in float64 and, last of all, in float32; the kernels' side is the second call of three.
+def test_a_wrong_result_or_gradient_is_never_timed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: int, factor: float
+) -> None:
+    inner = torch.autograd.grad
+    # Torch's side calls this in float64 and, last of all, in float32; the kernels' side is the second call of three.
     calls = iter((False, True, False))
 
     def normed(*given: object) -> torch.Tensor:
-        y = inner[1](*given)  # type: ignore[arg-type]
+        y = fused_batch_norm_act(*given)  # type: ignore[arg-type]
         return y * factor if part == 0 else y
 
     def gradients(*given: object) -> list[torch.Tensor]:
-        found, own = list(inner[0](*given)), next(calls)  # type: ignore[arg-type]
+        found, own = list(inner(*given)), next(calls)  # type: ignore[arg-type]
         return [one * factor if own and place == part else one for place, one in enumerate(found, 1)]
 
-    monkeypatch.setattr(norm_measure, "batch_norm_then", normed)
+    monkeypatch.setattr(BatchNormAct, "load", lambda *_: normed)
     monkeypatch.setattr(torch.autograd, "grad", gradients)
-    monkeypatch.setattr(norm_measure, "time_pairs", lambda *_: pytest.fail("it was timed"))
-    with pytest.raises(WrongKernelError, match="a kernel of batch_norm_act 210x24 silu is wrong by"):
-        measure_norm(SHAPE, 1, seconds=0.0)
+    monkeypatch.setattr(Bench, "compare", lambda *_: pytest.fail("it was timed"))
+    assert tune(norm_key(SHAPE, 1, cpu_fingerprint()), 0.0, speed=COPIES) == []
+    assert "a kernel of batch_norm_act 210x24 silu is wrong by" in caplog.text
 
 
 def test_what_is_wrong_or_unsteady_is_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    def measure(shape: NormShape, *_: object) -> NormTime:
-        if shape == KEYS[0].shape:
-            raise WrongKernelError("a kernel is wrong by 1")
-        return NormTime(1.0, 228.0, 0.5, 1e-7, 1e-7, noise=0.96 if shape == KEYS[1].shape else 0.03)
+    def tuner(key: KernelKey, *_: object, **__: object) -> list[Tuned]:
+        if key == KEYS[0]:
+            return []
+        noise = 0.96 if key == KEYS[1] else 0.03
+        return [Tuned({}, 1.0, 228.0, 0.5, 1e-7, final=True, stock_error=1e-7, noise=noise)]
 
-    report = measure_norms(KEYS, tmp_path / "k.jsonl", 3.0, measure=measure)
+    report = search_all(KEYS, tmp_path / "k.jsonl", 3.0, tuner=tuner)
     assert (report.tuned, report.empty, report.unsteady, report.left) == (1, 1, 1, 0)
-    (record,) = read_database(tmp_path / "k.jsonl").norms
+    (record,) = read_database(tmp_path / "k.jsonl").records
     assert (record.key, record.noise, record.stock_error) == (KEYS[2], 0.03, 1e-7)
-    assert "a kernel is wrong by 1" in caplog.text
     assert "batch_norm_act 32x8 relu: measurements lay 96 % apart, so none is recorded" in caplog.text
-
-
-def test_what_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_kernels, "table", dict)
-    with pytest.raises(UsageError, match="no kernel can norm 16 rows of 8 channels here"):
-        measure_norm(NormShape(16, 8, "relu"), 1)
 
 
 def test_the_floor_is_eight_passes_at_the_speed_of_copies() -> None:
@@ -119,9 +115,12 @@ def test_the_floor_is_eight_passes_at_the_speed_of_copies() -> None:
 
 def test_a_saving_is_the_difference_of_medians_as_often_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     timing = Timing(ms=1.0, stock_ms=1.5, speedup=1.5, pairs=5, dropped=0, best_ms=1.0)
-    monkeypatch.setattr(NormBench, "compare", lambda self, seconds, threads, least: timing)
-    assert measure_norm_saving({KEYS[0]: 3, KEYS[1]: 1}) == pytest.approx(2.0)
-    assert measure_norm_saving({}) == 0.0
+    monkeypatch.setattr(Bench, "compare", lambda self, kernel, seconds, least, rival: timing)
+    choices = Choices(
+        Database("", [norm_record(key.shape) for key in KEYS[:2]]), lambda records: ["made"] * len(records)
+    )
+    assert choices.measure_saving({KEYS[0]: 3, KEYS[1]: 1, KEYS[2]: 7}) == pytest.approx(2.0)
+    assert choices.measure_saving({}) == 0.0
 
 
 # ------------------------------------------------------------------------------------------------------------- a tune
@@ -135,42 +134,42 @@ class Measure:
         self.seconds: list[float] = []
         self.stop_at = stop_at
 
-    def __call__(self, shape: NormShape, threads: int, seconds: float, seed: int, copies: object) -> NormTime:
+    def __call__(self, key: KernelKey, seconds: float, *_: object, **__: object) -> list[Tuned]:
         if len(self.asked) == self.stop_at:
             raise KeyboardInterrupt
-        self.asked.append(shape)
+        self.asked.append(key.shape)
         self.seconds.append(seconds)
-        return NormTime(1.0, 2.0, 0.5, 1e-7)
+        return [Tuned({}, 1.0, 2.0, 0.5, 1e-7, final=True)]
 
 
-def test_everything_is_measured_once_and_kept(tmp_path: Path) -> None:
-    file, measure, told = tmp_path / "k.jsonl", Measure(), list[NormProgress]()
-    report = measure_norms([*KEYS, KEYS[0]], file, 3.0, measure=measure, on_progress=told.append)
+def test_everything_is_measured_once_the_largest_first_and_kept(tmp_path: Path) -> None:
+    file, measured, told = tmp_path / "k.jsonl", Measure(), list[Progress]()
+    report = search_all([*KEYS[::-1], KEYS[0]], file, 3.0, tuner=measured, on_progress=told.append)
     assert (report.tuned, report.skipped, report.left) == (3, 0, 0)
-    assert measure.asked == [key.shape for key in KEYS]
-    assert max(measure.seconds) <= norm_search.LONGEST
+    assert measured.asked == [key.shape for key in KEYS]
+    assert max(measured.seconds) <= 1.5
     assert [(one.done, one.total, one.key) for one in told] == [(place, 3, key) for place, key in enumerate(KEYS)]
     read = read_database(file)
-    assert set(read.norm_keys) == set(KEYS)
-    record = read.best_norm(KEYS[0])
+    assert set(read) == set(KEYS)
+    record = read.best(KEYS[0])
     assert record is not None
     assert (record.ms, record.stock_ms, record.floor_ms, record.error) == (1.0, 2.0, 0.5, 1e-7)
-    assert record.versions == dict(norm_versions())
-    assert measure_norms(KEYS, file, 3.0, measure=measure).skipped == 3
-    assert measure_norms(KEYS, file, 3.0, measure=measure, again=True).tuned == 3
+    assert record.versions == versions_of("batch_norm_act")
+    assert search_all(KEYS, file, 3.0, tuner=measured).skipped == 3
+    assert search_all(KEYS, file, 3.0, tuner=measured, again=True).tuned == 3
 
 
 def test_who_stops_keeps_what_there_is(tmp_path: Path) -> None:
     file = tmp_path / "k.jsonl"
-    report = measure_norms(KEYS, file, 3.0, measure=Measure(stop_at=2))
+    report = search_all(KEYS, file, 3.0, tuner=Measure(stop_at=2))
     assert (report.stopped, report.tuned, report.left) == (True, 2, 1)
     again = Measure()
-    assert measure_norms(KEYS, file, 3.0, measure=again).tuned == 1
+    assert search_all(KEYS, file, 3.0, tuner=again).tuned == 1
     assert again.asked == [KEYS[2].shape]
 
 
 def test_no_time_is_no_measurement(tmp_path: Path) -> None:
-    report = measure_norms(KEYS, tmp_path / "k.jsonl", 0.0, measure=Measure())
+    report = search_all(KEYS, tmp_path / "k.jsonl", 0.0, tuner=Measure())
     assert (report.tuned, report.left) == (0, 3)
     assert not list(tmp_path.iterdir())
 
@@ -179,5 +178,5 @@ def test_without_kernels_torch_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(norm_kernels, "table", dict)
-    assert measure_norms(KEYS, tmp_path / "k.jsonl", 3.0).empty == 3
-    assert "torch is used for all 3" in caplog.text
+    assert search_all(KEYS, tmp_path / "k.jsonl", 3.0).empty == 3
+    assert caplog.text.count("there is no kernel") == 3

@@ -16,11 +16,9 @@ from hybridpar.sync.batchnorm import BatchNormPool
 from hybridpar.tvm_kernels import Database, norm_kernels, optimize, restore
 from hybridpar.tvm_kernels.batch_norm_act import SecondDerivativeError
 from hybridpar.tvm_kernels.choice import use_choices
-from hybridpar.tvm_kernels.conv_norm_records import ConvNormShape
 from hybridpar.tvm_kernels.layers import NormLayer, conv_norm_shapes, tunable_layers
-from hybridpar.tvm_kernels.norm_records import NormShape
 from hybridpar.tvm_kernels.norm_swap import fused_norms
-from hybridpar.tvm_kernels.shapes import Layout
+from hybridpar.tvm_kernels.shapes import ConvNormShape, Layout, NormShape
 from tests.tvm_kernels.norms import images
 from tests.tvm_kernels.standin import NormStandIn, norm_record
 
@@ -63,7 +61,7 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def records(*shapes: NormShape, **fields: object) -> Database:
-    return Database("the test's", norms=[norm_record(shape, **fields) for shape in shapes])
+    return Database("the test's", [norm_record(shape, **fields) for shape in shapes])
 
 
 def test_a_norm_runs_fused_where_its_record_says_so_alone(norms: NormStandIn) -> None:

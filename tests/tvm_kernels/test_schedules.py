@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.compile_pool import Builder
-from hybridpar.tvm_kernels.candidates import candidates
-from hybridpar.tvm_kernels.families import GATHER, families, family_of
-from hybridpar.tvm_kernels.kernel import Kernel, Variant, load_image
+from hybridpar.tvm_kernels.conv_bench import ConvBench, reference
+from hybridpar.tvm_kernels.families import GATHER, candidates, families, family_of
+from hybridpar.tvm_kernels.kernel import Variant, load_image
 from hybridpar.tvm_kernels.machine import Machine
-from hybridpar.tvm_kernels.measure import Bench, reference
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.space import outside
 
@@ -35,9 +36,11 @@ def session() -> Session:
     return Session()
 
 
-def made(builder: Builder, session: Session, variant: Variant) -> Kernel:
+def made(builder: Builder, session: Session, variant: Variant) -> SimpleNamespace:
+    """The kernel, and what it is of."""
     built = builder.build(variant.request())
-    return load_image(variant, built.names, built.image, session)
+    kernel = load_image(variant, built.names, built.image, session)
+    return SimpleNamespace(variant=variant, kernel=kernel, phases=kernel.phases, scratch_bytes=kernel.scratch_bytes)
 
 
 class Memory:
@@ -61,7 +64,13 @@ def in_memory(image: torch.Tensor, layout: Layout) -> torch.Tensor:
     return image.permute(0, 2, 3, 1) if layout is LAST else image
 
 
-def run(kernel: Kernel, image: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None):
+def run(
+    kernel: SimpleNamespace,
+    image: torch.Tensor,
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+):
     """What a kernel computes of two of these, without reading the one that is computed; ranges are cut up."""
     results = {Direction.FORWARD: gradient, Direction.INPUT_GRADIENT: image, Direction.WEIGHT_GRADIENT: weight}
     result = results[kernel.variant.direction]
@@ -84,7 +93,7 @@ def run(kernel: Kernel, image: torch.Tensor, gradient: torch.Tensor, weight: tor
     return found.permute(0, 3, 1, 2) if layout is LAST else found
 
 
-def check(kernel: Kernel, biased: bool = False) -> None:
+def check(kernel: SimpleNamespace, biased: bool = False) -> None:
     shape, direction = kernel.variant.shape, kernel.variant.direction
     image = torch.randn(shape.batch, shape.channels, shape.height, shape.width)
     gradient = torch.randn(shape.batch, shape.channels, shape.out_height, shape.out_width)
@@ -116,7 +125,7 @@ def drawn(count: int, seed: int, layout: Layout) -> Iterator[tuple[Variant, bool
             parameters = draw.choice([one for one in space if tuple(sorted(one)) == names])
             yield Variant(shape, direction, layout, parameters), draw.random() < 0.5
         else:
-            assert outside(shape, direction, layout)
+            assert outside(shape, direction)
 
 
 DRAWN = [*drawn(24, seed=1, layout=LAST), *drawn(12, seed=2, layout=PLANES)]
@@ -179,7 +188,7 @@ EDGES = [
 def test_edges_of_contiguous_images(text: str, direction: Direction, builder: Builder, session: Session) -> None:
     shape = ConvShape.parse(text)
     space = list(candidates(shape, direction, PLANES, 2, MACHINES[0]))
-    assert bool(space) != bool(outside(shape, direction, PLANES))
+    assert bool(space) != bool(outside(shape, direction))
     # Where both schedules can do it, columns are what an edge is one for.
     own = [one for one in space if family_of(direction, PLANES, one) is families(direction, PLANES)[0]] or space
     if own:
@@ -219,7 +228,8 @@ def test_results_do_not_depend_on_threads(direction: Direction, builder: Builder
     shape = ConvShape.parse("3x19x12x11 k3x5 s1x1 p1x2 d1x1")
     for variant in one_of_each(shape, direction, 2):
         kernel = made(builder, session, variant)
-        alone, shared = (Bench(shape, direction, variant.layout, threads).run(kernel) for threads in (1, 3))
+        bench = ConvBench(shape, direction, variant.layout)
+        alone, shared = (bench.run(replace(kernel.kernel, threads=threads)) for threads in (1, 3))
         assert torch.equal(alone, shared)
 
 

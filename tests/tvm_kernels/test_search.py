@@ -10,14 +10,15 @@ import torch
 from rich.console import Console
 
 from hybridpar.errors import UsageError
-from hybridpar.tvm_kernels import stake
-from hybridpar.tvm_kernels.database import Database, KernelKey, append_records, read_database
+from hybridpar.tvm_kernels import search
+from hybridpar.tvm_kernels.database import Database, append_records, read_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
-from hybridpar.tvm_kernels.search import KEPT, LEAST_SECONDS, Progress, search_all
+from hybridpar.tvm_kernels.operation import KernelKey
+from hybridpar.tvm_kernels.operations.depthwise import Depthwise
+from hybridpar.tvm_kernels.search import KEPT, Progress, search_all, torch_ms, weigh
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
-from hybridpar.tvm_kernels.stake import stock_ms, weigh
-from hybridpar.tvm_kernels.standings import Tuned, TuningStopped
 from hybridpar.tvm_kernels.table import as_json, draw_rows, rows_of, summary_lines, table_of
+from hybridpar.tvm_kernels.tuner import Tuned, TuningStopped
 from tests.tvm_kernels.standin import record_of
 
 SHAPES = [f"{batch}x8x9x9 k3x3 s1x1 p1x1 d1x1" for batch in (2, 4)]
@@ -37,17 +38,17 @@ class Tuner:
     """Finds candidates at once, and remembers what it was asked."""
 
     def __init__(self, stop_at: int | None = None, empty: bool = False) -> None:
-        self.asked: list[tuple[ConvShape, Direction]] = []
+        self.asked: list[KernelKey] = []
         self.known: list[list[dict[str, int]]] = []
         self.budgets: list[float] = []
         self.stop_at, self.empty = stop_at, empty
 
-    def __call__(self, shape, direction, layout, threads, budget_s, seed, on_progress, *, known, trials, **shared):
+    def __call__(self, key, seconds, seed, on_progress, *, known, parts, trials, **shared):
         assert set(shared) == {"builder", "speed"}
-        assert (layout, threads, seed) == (Layout.CHANNELS_LAST, 1, 0)
-        self.asked.append((shape, direction))
+        assert (key.layout, key.threads, seed) == (Layout.CHANNELS_LAST, 1, 0)
+        self.asked.append(key)
         self.known.append(known)
-        self.budgets.append(budget_s)
+        self.budgets.append(seconds)
         found = [Tuned({"tile": size}, 1.0 + size, 3.0, 0.5, 1e-7, final=size < 4) for size in range(5)]
         for one in found:
             on_progress(one, found[0])
@@ -60,7 +61,7 @@ def test_everything_is_searched_and_the_best_are_kept(tmp_path):
     tuner, told = Tuner(), list[Progress]()
     report = search_all(KEYS, tmp_path / "k.jsonl", 600.0, tuner=tuner, weigher=weighed, on_progress=told.append)
     assert (report.tuned, report.skipped, report.left, report.stopped) == (6, 0, 0, False)
-    assert tuner.asked == [(key.shape, key.direction) for key in KEYS]
+    assert tuner.asked == KEYS
     read = read_database(tmp_path / "k.jsonl")
     assert set(read) == set(KEYS)
     assert len(read) == KEPT * len(KEYS)
@@ -78,7 +79,7 @@ def test_the_budget_goes_where_the_time_goes(tmp_path):
     report = search_all(counts, tmp_path / "k.jsonl", 600.0, tuner=tuner, weigher=weighed)
     assert report.tuned == 6
     order = sorted(KEYS, key=lambda key: -counts[key])
-    assert tuner.asked == [(key.shape, key.direction) for key in order]
+    assert tuner.asked == order
     # The stand-in takes no time, so each share is of all that was there at the beginning.
     left = [counts[key] / sum(counts[other] for other in order[place:]) for place, key in enumerate(order)]
     assert tuner.budgets == pytest.approx([600.0 * share for share in left], rel=0.05)
@@ -104,7 +105,7 @@ def test_time_is_measured_as_far_as_there_is_time_and_predicted_beyond():
 
 def test_what_was_not_measured_is_as_far_from_its_floor_as_its_like(monkeypatch):
     clock = iter([0.0, 0.0, 2.0])
-    monkeypatch.setattr(stake.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(search.time, "monotonic", lambda: next(clock))
     forward = [key for key in KEYS if key.direction is Direction.FORWARD]
     found = weigh(dict.fromkeys(forward, 1), 1.0, lambda key: 7.0)
     assert found[forward[1]] == 7.0
@@ -113,7 +114,7 @@ def test_what_was_not_measured_is_as_far_from_its_floor_as_its_like(monkeypatch)
 
 def test_torch_is_timed_with_the_threads_of_the_key():
     threads = torch.get_num_threads()
-    assert stock_ms(KEYS[0]) > 0
+    assert torch_ms(KEYS[0]) > 0
     assert torch.get_num_threads() == threads
 
 
@@ -136,7 +137,7 @@ def test_what_was_found_before_is_skipped_and_shows_where_to_begin(tmp_path):
     tuner = Tuner()
     report = search_all(KEYS, file, 600.0, tuner=tuner, weigher=weighed)
     assert (report.tuned, report.skipped) == (3, 3)
-    assert tuner.asked == [(key.shape, key.direction) for key in KEYS[3:]]
+    assert tuner.asked == KEYS[3:]
     assert all(known == [{"tile": 0}] for known in tuner.known), "the same convolution of another batch is near"
     again = Tuner()
     assert search_all(KEYS, file, 600.0, tuner=again, weigher=weighed, again=True).tuned == 6
@@ -164,7 +165,7 @@ def test_what_no_second_measurement_confirmed_is_not_recorded(tmp_path, caplog):
         first = Tuned({"tile": 1}, 1.0, 228.0, 0.5, 1e-7, final=True, noise=0.9)
         steady = Tuned({"tile": 2}, 2.0, 3.0, 0.5, 1e-7, final=True, noise=0.1, stock_error=2e-7)
         glance = Tuned({"tile": 3}, 0.1, 3.0, 0.5, 1e-7)
-        return [first, glance] if given[1] is Direction.FORWARD else [first, steady, glance]
+        return [first, glance] if given[0].direction is Direction.FORWARD else [first, steady, glance]
 
     report = search_all(KEYS[:2], tmp_path / "k.jsonl", 600.0, tuner=unsteady, weigher=weighed)
     assert (report.tuned, report.unsteady, report.empty, report.left) == (1, 1, 0, 0)
@@ -182,9 +183,9 @@ def test_no_kernel_is_no_error(tmp_path):
 
 def test_a_budget_for_one_search_is_not_spent_on_weighing(tmp_path):
     tuner = Tuner()
-    report = search_all(KEYS, tmp_path / "k.jsonl", LEAST_SECONDS, tuner=tuner, weigher=weighed)
+    report = search_all(KEYS, tmp_path / "k.jsonl", Depthwise.least_seconds, tuner=tuner, weigher=weighed)
     assert report.tuned + report.left == len(KEYS)
-    assert tuner.asked[0] == (KEYS[0].shape, KEYS[0].direction)
+    assert tuner.asked[0] == KEYS[0]
 
 
 def test_a_budget_for_nothing_is_refused(tmp_path):

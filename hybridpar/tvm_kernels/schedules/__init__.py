@@ -1,1 +1,1 @@
-"""Why: each schedule is compiled by a process of its own, from a file that says how its loops are tiled."""
+"""Sources of kernels: each file writes the functions of one schedule, in the process that compiles."""

@@ -1,4 +1,4 @@
-"""Why: forward and input gradient in channels_last gather the same way, with a tile of outputs held in registers.
+"""Forward and input gradient in channels_last: each tile of outputs is held in registers.
 
 Level 1 is a strip of output rows of one image, which threads share out; inside, either all of a strip is done for some
 channels before the next ones (its input then stays in L1), or all channels of a tile before the next tile (memory is

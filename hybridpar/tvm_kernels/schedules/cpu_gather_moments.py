@@ -1,4 +1,4 @@
-"""Why: a convolution that sums up what it writes saves the BatchNorm behind it one of its two passes for the forward.
+"""The forward in channels_last that also sums up what it writes, for the BatchNorm behind it.
 
 The forward schedule of channels_last, whose tiles also add their results, less a shift, and the squares of these to
 sums of their piece: some rows of a strip, so few that float32 does for them. The shift is one of the piece's own first

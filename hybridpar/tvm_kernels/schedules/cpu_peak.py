@@ -1,4 +1,4 @@
-"""Why: how far a kernel is from what the CPU can do is said against a measured peak, not against a data sheet."""
+"""A loop of multiply-adds without memory, by which the peak of a CPU is measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: in contiguous images a row of a channel lies side by side, so forward and input gradient are SIMD over columns.
+"""Forward and input gradient of contiguous images, with SIMD over the columns of a row.
 
 Level 1 is a strip of rows of one plane, copied into a padded tile in L1 that has the border (`planes`). Level 2 is a
 tile of rows x vectors of outputs in registers; a value of the padded tile is read once per tile and column of taps, and

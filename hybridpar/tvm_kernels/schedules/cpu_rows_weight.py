@@ -1,4 +1,4 @@
-"""Why: the weight gradient of contiguous images is a sum per tap over rows, so it is SIMD over columns.
+"""The weight gradient of contiguous images: a sum per tap over rows, with SIMD over columns.
 
 Level 1 is a strip of rows of one plane, whose input is copied into a padded tile in L1 that has the border (`planes`).
 Level 2 is a group of taps, each with a vector of sums in registers, and some rows of the gradient that pass by at a

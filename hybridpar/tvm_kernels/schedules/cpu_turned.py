@@ -1,4 +1,4 @@
-"""Why: contiguous images narrower than a vector leave lanes idle, and large kernels on them meet mostly their border.
+"""All directions for contiguous images whose channels are transposed first, with SIMD over channels.
 
 So some channels of a strip are turned in the scratch, until their pixels lie as in channels_last, and computed by the
 tiles of `cpu_gather` and `cpu_weight`: SIMD over channels, with just the taps that meet the image. Results are turned

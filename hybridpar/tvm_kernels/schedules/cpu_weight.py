@@ -1,4 +1,4 @@
-"""Why: the weight gradient in channels_last is a long sum per tap, so the sums stay in registers and images pass by.
+"""The weight gradient in channels_last: sums of some taps stay in registers while images are read.
 
 Level 1 is a strip of output rows, small enough that input and gradient of some lanes stay in L1 while each group of
 taps passes over them. Level 2 is that group: taps x lanes sums in registers, and some columns of the gradient.

@@ -1,6 +1,6 @@
-"""Why: forward and input gradient gather the same way on a GPU, each block from its tile in shared memory.
+"""Forward and input gradient on a GPU: each block gathers from its tile in shared memory.
 
-See `cuda_tile` for the tiles. A thread reads an element once for all taps and results that it meets; taps are held in
+Tiles are those of `cuda_tile`. A thread reads an element once for all taps and results that use it; taps are held in
 registers, all of them (`hold` = 1) or one row at a time. Sums are in float32 and always in the same order, so results
 are the same bit for bit from run to run.
 

@@ -1,7 +1,8 @@
-"""Why: both schedules begin with the same thing, an image's tile with its halo put into shared memory by all threads.
+"""Loads an image's tile with its halo into shared memory, by all threads of a block.
 
-Each thread brings some elements, a few at a time: all are asked for before the first is put down, as a GPU hides the
-way to memory by having much under way. What is not in the image is zero, so no later loop asks where the border is.
+Each thread loads some elements, a few at a time: all loads are issued before the first value is stored, as a GPU hides
+the latency of memory by having many loads in flight. What is not in the image is zero, so no later loop asks where the
+border is.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 from hybridpar.codegen.cuda_writer import STORED, CudaWriter
 from hybridpar.tvm_kernels.schedules.cuda_tile import Tile
 
-#: Loads that a thread has under way.
+#: Loads that a thread has in flight.
 BATCH = 8
 
 

@@ -1,6 +1,6 @@
-"""Why: the weight gradient sums whole images into a few numbers, so a GPU needs many sums side by side, then their sum.
+"""The weight gradient on a GPU: blocks sum up tiles of all images side by side, then the sums are added.
 
-See `cuda_tile` for the tiles. The tiles of all images are dealt out to `parts` blocks for each group of channels, so
+Tiles are those of `cuda_tile`. The tiles of all images are dealt out to `parts` blocks for each group of channels, so
 there are enough blocks for few channels too. A thread keeps sums of `tap_rows` x KW taps in registers over all tiles of
 its block; then lanes and threads of the same channel add theirs, and the block writes them down (`rows`). The second
 kernel adds the parts (`merge`). All of it is in float32 and always in the same order, so the result is the same bit for

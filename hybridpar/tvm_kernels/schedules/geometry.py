@@ -1,4 +1,4 @@
-"""Why: padding costs nothing where it is known, before compiling, which taps of which output element meet the image.
+"""Which taps of which output element lie inside of the image, known before anything is compiled.
 
 Forward and input gradient are one thing here: each output element gathers some input elements, each times a tap. What
 differs is where: in the forward direction at out·stride + tap·dilation − padding, in the input gradient at

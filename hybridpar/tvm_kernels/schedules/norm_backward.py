@@ -1,9 +1,9 @@
-"""Why: backward reads the tensor and the gradient once for two sums, and once to write the gradient of the tensor.
+"""Backward of BatchNorm with its activation: one pass for two sums, one to write the gradient.
 
 With z = (x - mean) scale + shift, g = f'(z) dy, n rows and 1 / sqrt(var + eps) = inverse (Ioffe and Szegedy 2015,
 "Batch Normalization", section 3): dbias = sum(g), dweight = inverse sum(g (x - mean)), and
-dx = scale (g - dbias / n - (x - mean) inverse dweight / n). What the activation took, z, is made again from x. See
-`norm_rows` for how rows are walked and summed.
+dx = scale (g - dbias / n - (x - mean) inverse dweight / n). What the activation took, z, is made again from x. Rows
+are processed and summed as `norm_rows` describes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Why: forward reads the tensor once for the moments of the batch, and once to normalise and activate.
+"""Forward of BatchNorm with its activation: one pass for the moments of the batch, one to normalise.
 
-See `norm_rows` for how rows are walked and summed.
+Rows are processed and summed as `norm_rows` describes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Why: BatchNorm and the activation behind it are bound by memory, so they should touch as little of it as they can.
+"""What forward and backward of BatchNorm share: the order of rows, sums over them, activations.
 
 A tensor is read as rows (one pixel of one image) of channels. Forward reads it twice: for the moments of the batch, and
 to normalise and activate. Backward reads it and the gradient twice: for the two sums that the gradient needs, and to
 write it; what the activation took is not kept but made again. Rows are walked in the order in which they lie in memory.
-The first pass begins at the end, which whoever wrote the tensor has just left in the caches; the second one begins
+The first pass begins at the end, which is still in the caches from when the tensor was written; the second one begins
 where the first one ended.
 
 Moments lose nothing where the mean is large. Values are taken relative to the first of up to `CHUNK` rows and summed in
@@ -14,7 +14,7 @@ the sum of two float32, so that x - mean is as good as x.
 One function does a direction for one activation, in phases: all in one call, or those over rows for ranges of
 segments, each by a thread of its own, and in between the one that joins them. Segments depend on the shape only, so
 results do not depend on the number of threads. Rows that are no multiple of a vector are read several at a time, as one
-wide row; what is then left over, less than a wide row, is the affair of the phase that joins.
+wide row; the phase that joins also computes what is left over, less than a wide row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROWS = 4
 
 #: Phases of a call, added up. REDUCE and APPLY run over segments; JOIN runs once in between. With TRACK it moves the
 #: running statistics; with FIXED it takes them in place of the batch's, and backward takes them as constants. With
-#: GIVEN scratch is what somebody else has found in place of REDUCE: 2 x C float64, mean and biased variance.
+#: GIVEN scratch holds what replaces REDUCE: 2 x C float64, mean and biased variance.
 REDUCE, JOIN, APPLY, FIXED, TRACK, GIVEN = 1, 2, 4, 8, 16, 32
 
 #: Rows of the table that forward leaves for backward, each repeated to a wide row of float32. REST is what the float32
@@ -45,8 +45,8 @@ SEGMENT, SHARED = 4, 3
 
 ACTIVATIONS = ("none", "relu", "relu6", "silu")
 
-#: Activations whose slope costs more than memory: their gradient before the activation is computed once, and waits in
-#: the memory of the result.
+#: Activations whose slope costs more than memory: their gradient before the activation is computed once, and stored in
+#: the memory of the result meanwhile.
 COSTLY = ("silu",)
 
 #: The numbers that follow a function's addresses; those of parameters and running statistics may be 0 for none. There

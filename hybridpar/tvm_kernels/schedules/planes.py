@@ -1,4 +1,4 @@
-"""Why: contiguous images have a border on every row, so strips of them are copied to where zeros stand around them.
+"""Copies strips of contiguous images into padded tiles, which have the border of zeros around them.
 
 A `PaddedTile` is such a place: some rows of one plane with their padding, small enough for L1. Where outputs are two
 columns apart, even and odd columns lie in halves of a row, so that what neighbouring outputs read is side by side

@@ -1,4 +1,4 @@
-"""Why: SIMD over channels wants the channels of a pixel side by side, where contiguous images have pixels side by side.
+"""Transposes blocks of pixels and channels in registers.
 
 Blocks of as many channels as pixels are turned in registers. The last block of pixels reaches back; where there are
 fewer pixels than that they go one by one.

@@ -1,0 +1,209 @@
+"""Data of one depthwise convolution, on the CPU or a GPU, on which kernels are checked and timed against torch.
+
+On a GPU torch may run as it is and with its own kernels in place of cuDNN's; the fastest of all ways, in both layouts,
+is what a kernel is compared with.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hybridpar.tvm_kernels.measure import Bench, Call, relative_error, time_pairs
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FORMATS = {Layout.CHANNELS_LAST: torch.channels_last, Layout.CONTIGUOUS: torch.contiguous_format}
+
+#: Images that a result of the CPU is checked on: the first, the last and one between.
+_CHECKED = 3
+#: Seconds to find out which of two ways of torch is the faster, on the CPU and on a GPU.
+_GLANCE, _DEVICE_GLANCE = 0.2, 0.02
+
+
+class ConvBench(Bench):
+    """Data of one convolution and direction.
+
+    Args:
+        shape: The convolution.
+        direction: What is computed.
+        layout: Of the images that kernels get.
+        threads: That a call may use.
+        seed: Of the data.
+        dtype: Of all tensors.
+        device: The GPU that they are on; None for the CPU.
+    """
+
+    def __init__(
+        self,
+        shape: ConvShape,
+        direction: str,
+        layout: Layout,
+        threads: int = 1,
+        seed: int = 0,
+        dtype: str = "float32",
+        device: torch.device | None = None,
+    ) -> None:
+        self.shape, self.direction, self.layout = shape, Direction(direction), layout
+        self.threads, self.device = threads, device
+        draw = torch.Generator().manual_seed(seed)
+        image = (shape.batch, shape.channels, shape.height, shape.width)
+        sizes = (image, (*image[:2], shape.out_height, shape.out_width), (shape.channels, 1, *shape.kernel))
+        # What both sides and the reference see is rounded to the dtype first.
+        self._image, self._gradient, self._weight = (
+            torch.randn(one, generator=draw).to(DTYPES[dtype]) for one in sizes
+        )
+        x, gradient, weight = self._in_layout(layout)
+        self._first, self._second, self._like = {
+            Direction.FORWARD: (x, weight, gradient),
+            Direction.INPUT_GRADIENT: (gradient, weight, x),
+            Direction.WEIGHT_GRADIENT: (x, gradient, weight),
+        }[self.direction]
+
+    def _in_layout(self, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+        """Image, gradient and weights on the device."""
+        device, form = self.device or "cpu", FORMATS[layout]
+        x, gradient = (one.to(device).contiguous(memory_format=form) for one in (self._image, self._gradient))
+        return x, gradient, self._weight.to(device)
+
+    def run(self, kernel: Any) -> Tensor:
+        """What a kernel computes, with all that a caller has to do.
+
+        Args:
+            kernel: Called with two operands, None and the result.
+        """
+        out = torch.empty_like(self._like)
+        kernel(self._first, self._second, None, out)
+        return out
+
+    def errors(self, kernel: Any) -> tuple[float, float]:
+        """Largest difference from float64 of a kernel's result and of torch's.
+
+        Args:
+            kernel: Called with two operands, None and the result.
+        """
+        return self.error(kernel), self.stock_error
+
+    def error(self, kernel: Any) -> float:
+        """Largest difference of a kernel's result from float64, relative to the largest value; infinite for NaN.
+
+        Args:
+            kernel: Called with two operands, None and the result.
+        """
+        return self._error_of(self.run(kernel))
+
+    @functools.cached_property
+    def stock_error(self) -> float:
+        """The same of torch's result."""
+        found: Any = self.instead()
+        place = {Direction.INPUT_GRADIENT: 0, Direction.WEIGHT_GRADIENT: 1}
+        return self._error_of(found[place[self.direction]] if self.direction in place else found)
+
+    def _error_of(self, out: Tensor) -> float:
+        if self.direction is not Direction.WEIGHT_GRADIENT:
+            out = out[self._checked_images]
+        return relative_error(out.cpu(), self.reference)
+
+    @property
+    def _checked_images(self) -> list[int]:
+        last = self.shape.batch - 1
+        return sorted({0, last // 2, last})[:_CHECKED] if self.device is None else list(range(last + 1))
+
+    @functools.cached_property
+    def reference(self) -> Tensor:
+        """The result in float64: all of the weight gradient; of the others on the CPU some images."""
+        own = slice(None) if self.direction is Direction.WEIGHT_GRADIENT else self._checked_images
+        return reference(self.shape, self.direction, self._image[own], self._gradient[own], self._weight)
+
+    @functools.cached_property
+    def ways(self) -> dict[str, Call]:
+        """Torch's calls in both layouts; on a GPU as it is and with its own kernels."""
+        found: dict[str, Call] = {}
+        for layout in Layout:
+            call = stock_call(self.shape, self.direction, *self._in_layout(layout))
+            found[f"torch {layout}"] = call
+            if self.device is not None:
+                found[f"native {layout}"] = functools.partial(_without_cudnn, call)
+        return found
+
+    @property
+    def instead(self) -> Call:
+        """Torch's call in the layout of the images."""
+        return self.ways[f"torch {self.layout}"]
+
+    @functools.cached_property
+    def stock(self) -> Call:
+        """The fastest of torch's calls."""
+        best, *others = self.ways.values()
+        for other in others:
+            best(), other()
+            seconds = _GLANCE if self.device is None else _DEVICE_GLANCE
+            if time_pairs(best, other, seconds, 3, self.threads, self.device).speedup < 1:
+                best = other
+        return best
+
+
+def _without_cudnn(call: Call) -> object:
+    with torch.backends.cudnn.flags(enabled=False):
+        return call()
+
+
+def stock_call(
+    shape: ConvShape, direction: Direction, x: Tensor, gradient: Tensor, weight: Tensor
+) -> Callable[[], object]:
+    """Torch's call of one direction, on tensors in the layout that it is to run in.
+
+    Args:
+        shape: The convolution.
+        direction: Which of its three directions.
+        x: The image, (N, C, H, W).
+        gradient: Of the output, (N, C, OH, OW).
+        weight: (C, 1, KH, KW).
+    """
+    wanted = [direction is one for one in (Direction.INPUT_GRADIENT, Direction.WEIGHT_GRADIENT)]
+    if not any(wanted):
+        return lambda: F.conv2d(x, weight, None, shape.stride, shape.padding, shape.dilation, shape.channels)
+    backward = torch.ops.aten.convolution_backward.default
+    sizes = (shape.stride, shape.padding, shape.dilation)
+    return lambda: backward(gradient, x, weight, None, *sizes, False, [0, 0], shape.channels, [*wanted, False])
+
+
+def reference(shape: ConvShape, direction: Direction, image: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+    """One direction of a depthwise convolution, without bias, summed tap by tap in float64.
+
+    Args:
+        shape: All sizes but those of the batch, which is the tensors'.
+        direction: What is wanted; of image, gradient and weight that which it computes is not read.
+        image: (N, C, H, W).
+        gradient: (N, C, OH, OW), of the output.
+        weight: (C, 1, KH, KW).
+    """
+    (top, left), (down, right) = shape.padding, shape.dilation
+    room = F.pad(image.double(), (left, left, top, top))
+    if direction is Direction.INPUT_GRADIENT:
+        room.zero_()
+    sums = torch.zeros(gradient.shape, dtype=torch.float64)
+    taps = torch.zeros(weight.shape, dtype=torch.float64)
+    wide = gradient.double()
+    for row in range(shape.kernel[0]):
+        for column in range(shape.kernel[1]):
+            below = row * down + (shape.out_height - 1) * shape.stride[0] + 1
+            beside = column * right + (shape.out_width - 1) * shape.stride[1] + 1
+            part = room[:, :, row * down : below : shape.stride[0], column * right : beside : shape.stride[1]]
+            factor = weight[:, 0, row, column].double().view(1, -1, 1, 1)
+            if direction is Direction.FORWARD:
+                sums.addcmul_(part, factor)
+            elif direction is Direction.INPUT_GRADIENT:
+                part.addcmul_(wide, factor)
+            else:
+                taps[:, 0, row, column] = (part * wide).sum((0, 2, 3))
+    if direction is Direction.FORWARD:
+        return sums
+    if direction is Direction.WEIGHT_GRADIENT:
+        return taps
+    return room[:, :, top : top + shape.height, left : left + shape.width]

@@ -1,0 +1,111 @@
+"""Depthwise convolutions on a GPU, in float32, bfloat16 and float16, with sums in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from hybridpar.codegen.build import Session
+from hybridpar.codegen.cache import KernelsUnavailable
+from hybridpar.codegen.compile_pool import Builder, Request
+from hybridpar.codegen.cuda_driver import driver
+from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, cubin
+from hybridpar.tvm_kernels import cuda_kernel
+from hybridpar.tvm_kernels.conv_bench import ConvBench
+from hybridpar.tvm_kernels.cuda_cost import estimate
+from hybridpar.tvm_kernels.cuda_device import gpu_of
+from hybridpar.tvm_kernels.cuda_kernel import Compiled, CudaKernel, CudaVariant
+from hybridpar.tvm_kernels.cuda_space import candidates, reject
+from hybridpar.tvm_kernels.operation import KernelKey, Operation, Pace, Parameters, register_operation
+from hybridpar.tvm_kernels.operations.depthwise import CONV_LIMITS, Depthwise
+from hybridpar.tvm_kernels.record import KernelRecord
+from hybridpar.tvm_kernels.schedules.cuda_tile import ITEM
+from hybridpar.tvm_kernels.shapes import ConvShape, Direction
+
+
+@register_operation
+class DepthwiseCuda(Operation):
+    """Kernels in CUDA C that TVM writes and NVRTC compiles."""
+
+    name = Depthwise.name
+    target = "cuda"
+    shape = ConvShape
+    limits: ClassVar[Mapping[str, float]] = CONV_LIMITS
+    record = KernelRecord
+    own_versions: ClassVar[Mapping[str, str]] = Depthwise.own_versions
+    required = False
+    pace = Pace(liked=8, glance=0.05, longest=0.5, reserved=0.15, pairs=9, benches=1)
+
+    def reject(self, key: KernelKey, parameters: Parameters) -> str | None:
+        """Why parameters make no kernel, or None."""
+        return reject(key.shape, Direction(key.direction), key.layout, key.dtype, parameters)
+
+    def space(self, key: KernelKey, parts: Sequence[Parameters]) -> list[tuple[dict[str, int], float]]:
+        """Candidates that an SM can hold, each with its seconds."""
+        what, gpu = (key.shape, Direction(key.direction), key.layout, key.dtype), gpu_of(key.device)
+        found = [(one, estimate(*what, one, gpu).seconds) for one in candidates(*what, gpu)]
+        return [(one, seconds) for one, seconds in found if seconds < float("inf")]
+
+    def request(self, key: KernelKey, parameters: Parameters) -> Request | None:
+        """What writes its source."""
+        return _variant(key, parameters).request
+
+    def path(self, key: KernelKey, parameters: Parameters) -> Path:
+        """The cache file of its source."""
+        return _variant(key, parameters).path
+
+    def load(
+        self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
+    ) -> Any:
+        """A `CudaKernel`, on the current device. What a search compiles is not cached, and must not spill registers."""
+        variant, architecture = _variant(key, parameters), key.device.rpartition(" ")[2]
+        if session is not None:
+            return cuda_kernel.load_cubin(variant, compile_unspilled(image, architecture).code, _current())
+        kernel = CudaKernel(
+            variant, lambda at: driver(DRIVER).load(cubin("depthwise", image, architecture, CONTRACTED), at)
+        )
+        kernel.prepare(_current())
+        return kernel
+
+    def bench(self, key: KernelKey, seed: int, parts: Sequence[Any]) -> ConvBench:
+        """Random images, weights and gradients on the current device."""
+        what = key.shape, key.direction, key.layout
+        return ConvBench(*what, 1, seed, key.dtype, torch.device("cuda", _current()))
+
+    def measure_speed(self, builder: Builder) -> Any:
+        """Nothing: what a GPU can do is in its data sheet."""
+
+    def floor_ms(self, key: KernelKey, speed: Any) -> float | None:
+        """What neither arithmetic nor memory can beat."""
+        return gpu_of(key.device).floor_ms(key.shape.multiply_adds, key.shape.least_bytes * ITEM[key.dtype] // 4)
+
+    def weight(self, key: KernelKey) -> float:
+        """Its floor."""
+        return self.floor_ms(key, None) or 0.0
+
+
+def compile_unspilled(source: bytes, architecture: str) -> Compiled:
+    """Machine code of a source.
+
+    Args:
+        source: CUDA C.
+        architecture: As in `sm_90`.
+
+    Raises:
+        KernelsUnavailable: There is no compiler, it reports an error, or a thread has too few registers.
+    """
+    found = cuda_kernel.compile_source(source.decode(), architecture)
+    if found.spilled:
+        raise KernelsUnavailable(f"a thread would keep {found.spilled} bytes in memory for want of registers")
+    return found
+
+
+def _variant(key: KernelKey, parameters: Parameters) -> CudaVariant:
+    return CudaVariant(key.shape, Direction(key.direction), key.layout, key.dtype, parameters)
+
+
+def _current() -> int:
+    return torch.cuda.current_device()
