@@ -73,6 +73,7 @@ def summarize(
     sent, pulled = _median(steps["bytes_sent"][steady]), _median(steps["bytes_pulled"][steady])
     step_ms = _median(steps["step_ms"][steady])
     return {
+        **dict.fromkeys(summary_schema()["required"]),  # what metrics.jsonl does not hold; the run adds it
         "model": info.model,
         "data": info.data,
         "workers": info.workers,
@@ -86,7 +87,6 @@ def summarize(
         "resumed_from": resumed_from,
         "test_accuracy": accuracies[-1] if accuracies else None,
         "best_test_accuracy": max(accuracies, default=None),
-        "best": None,  # for the run to fill in, which knows its checkpoints
         "train_seconds": round(float(np.nansum(steps["step_ms"])) / 1000, 3),
         "step_ms_median": step_ms,
         "images_per_second": _median(steps["images_per_second"][steady]),
@@ -109,21 +109,6 @@ def summarize(
         "servers": info.servers,
         "bytes_pulled_per_step": None if pulled is None else round(pulled),
         "queued": _median(steps["queued"][steady]),
-        # What metrics.jsonl does not hold; for the run to fill in.
-        "bubble": None,
-        "overlap": None,
-        "peak_saved_bytes": None,
-        "memory_bytes": None,
-        "predicted_step_ms": None,
-        "predicted_compute_ms": None,
-        "predicted_exposed_sync_ms": None,
-        "predicted_bubble": None,
-        "predicted_bytes_sent_per_step": None,
-        "predicted_peak_saved_bytes": None,
-        "predicted_memory_bytes": None,
-        "prediction_warning": None,
-        "predicted_sync_ms": None,
-        "kernels": None,
         "recipe": "none",
         "double_buffer": "off",
         "final_batch_size": info.batch_size,

@@ -5,8 +5,7 @@ Only what was measured counts: a codec that is not in the table is not planned w
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from hybridpar.compress.auto import FIDELITIES
 
@@ -41,19 +40,3 @@ def planned_codecs(fidelity: str) -> tuple[str, ...]:
 def left_out(fidelity: str) -> tuple[str, ...]:
     """The codecs that a fidelity would allow, but for a measurement that is missing."""
     return tuple(text for text in FIDELITIES[fidelity] if text not in STEPS_TO_TARGET)
-
-
-def interpolated_steps(curve: Sequence[tuple[int, float]], loss: float) -> float:
-    """Where a falling curve of losses reaches a loss, on the line between two of its points.
-
-    Args:
-        curve: Steps and losses, by steps.
-        loss: Between two losses of the curve.
-
-    Raises:
-        ValueError: The curve does not reach it.
-    """
-    for (step, before), (later, after) in itertools.pairwise(curve):
-        if after <= loss <= before:
-            return step + (later - step) * (before - loss) / (before - after)
-    raise ValueError(f"no part of the curve passes {loss}")

@@ -9,7 +9,7 @@ nobody's (`hybridpar.server.simulate`), so that any order of arrivals can be wri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -343,40 +343,18 @@ class Shard:
     # ------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a shard of the same stripe needs to go on as if nothing had happened; plain values, tensors.
+        """What a checkpoint keeps of the shard, as plain values and tensors; see `load_values` and `load_progress`.
 
-        Learners are not part of it, but for how far each has come: they join again.
+        Learners are not part of it, as they join again, nor are gradients that wait for the rest of an update.
         """
         state = self.optimizer.state
         return {
-            "stripe": self.stripe.fingerprint,
             "values": self.values.clone(),
             "optimizer": [_copied(state.get(piece, {})) for piece in self._pieces],
             "clock": self.clock,
             "taken": self.taken,
             "histogram": self.histogram.to_dict(),
-            "collected": {
-                "count": self._collected.count,
-                "rate": self._collected.rate,
-                "used": sorted(self._collected.used),
-                "total": self._total.clone() if self._collected.count else torch.empty(0),
-            },
         }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            UsageError: It is of another stripe.
-        """
-        if state["stripe"] != self.stripe.fingerprint:
-            raise UsageError("the state is of a shard with another stripe", fix="Load it by the parameters' names.")
-        self.load_values(state["values"], state["optimizer"])
-        self.load_progress(state)
-        collected = state["collected"]
-        self._collected = _Collection(int(collected["count"]), float(collected["rate"]), set(collected["used"]))
-        if self._collected.count:
-            self._total.copy_(collected["total"])
 
     def load_progress(self, state: Mapping[str, Any]) -> None:
         """Restore the counts among what `state_dict` returned, be it of this stripe or of another."""
@@ -397,11 +375,6 @@ class Shard:
         for piece, own in zip(self._pieces, optimizer, strict=False):
             if own:
                 self.optimizer.state[piece] = _copied(own)
-
-
-def unused_pieces(stripe: Stripe, missing: Collection[str]) -> frozenset[int]:
-    """Numbers of the pieces of some parameters."""
-    return frozenset(number for number, piece in enumerate(stripe.pieces) if piece.name in missing)
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
