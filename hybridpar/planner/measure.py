@@ -6,7 +6,7 @@ import itertools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -32,9 +32,8 @@ from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.partition.units import ModelUnits, find_units
 from hybridpar.plan import ModelInfo
 from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant, merged
-from hybridpar.planner.rehearse import Rehearsal
-from hybridpar.planner.step_costs import StepCosts, figures_key, measure_step_costs
-from hybridpar.planner.store import NOISE, remembered
+from hybridpar.planner.step_costs import StepCosts, measure_step_costs
+from hybridpar.planner.store import NOISE, remembered, steadied
 from hybridpar.tvm_kernels.database import default_database
 from hybridpar.tvm_kernels.layers import is_depthwise
 from hybridpar.tvm_kernels.swap import optimize, restore
@@ -48,21 +47,6 @@ MOST_SECONDS = 5.0
 
 #: In which ways to compute a model are compared, a step of each that counts and one before it.
 TURNS = 3
-
-
-@dataclass(frozen=True)
-class Together:
-    """What only the workers of a job together can measure.
-
-    Attributes:
-        crowd: How much workers of a host slow each other down, see `measure_crowd`.
-        rates: How fast codecs are while all workers use them, see `measure_rates`.
-        rehearsals: Steps of data parallelism, see `measure_rehearsal`.
-    """
-
-    crowd: Mapping[int, float]
-    rates: dict[str, dict[int, tuple[float, float]]]
-    rehearsals: tuple[Rehearsal, ...] = ()
 
 
 #: Layers that normalise over the micro-batch.
@@ -82,7 +66,6 @@ def profile_model(
     lanes: Sequence[int] = (),
     optimizer_copies: int | None = None,
     crowd: Mapping[int, float] | None = None,
-    cache: Path | None = None,
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> ModelProfile:
@@ -101,7 +84,6 @@ def profile_model(
         optimizer_copies: Measure what a step does besides its passes, with an optimizer that keeps so many tensors per
             parameter; None leaves that out.
         crowd: How much workers of a host slow each other down, see `measure_crowd`.
-        cache: Where profiles are kept; None measures always.
         progress: Told after every pass.
         announce: Told in a line what is being done.
 
@@ -117,7 +99,6 @@ def profile_model(
     co_run: dict[int, float] = {}
     rest: dict[str, StepCosts] = {}
     largest = max(examples, key=len)
-    key = figures_key(model, largest, threads)
     try:
         ways = list(itertools.product(formats, tuned))
         for form, kernel in ways:
@@ -127,7 +108,7 @@ def profile_model(
                 if kernel not in traced:
                     traced[kernel] = trace_model(model, (given,))
                 found = find_units(traced[kernel], (given,))
-                times = _times(found, given, measure, passes, threads, cache, progress)
+                times = _times(found, given, measure, passes, threads, progress)
                 sized = SizedTimes(given.shape[0], times.forward_ms, times.backward_ms)
                 variants.append(Variant(form, kernel, (sized,), times.noise))
                 units = units or found
@@ -136,19 +117,16 @@ def profile_model(
                 found_rest = partial(
                     _step_costs, model, _set_way(model, largest, form, kernel), optimizer_copies, threads
                 )
-                of = {**key, "copies": optimizer_copies, "format": form}
-                rest[form] = StepCosts(**remembered("step", of, cache, found_rest))
+                rest[form] = StepCosts(**steadied("step", found_rest))
         variants = list(merged([replace(one, update_ms=_update_ms(rest, one.memory_format)) for one in variants]))
         if measure and len(ways) > 1:
             say("comparing memory formats and kernels in turns")
-            of = {**key, "ways": [list(way) for way in ways], "turns": TURNS}
-            steps = remembered("turns", of, cache, partial(_steps_in_turns, model, largest, ways, threads))
+            steps = steadied("turns", partial(_steps_in_turns, model, largest, ways, threads))
             variants = [one.scaled_to(steps[_way_name(one.memory_format, one.kernels)]) for one in variants]
         restore(model).to(memory_format=torch.contiguous_format)
         for count in lanes if measure else ():
             say(f"measuring {count} lanes beside each other")
-            told = remembered("lanes", {**key, "lanes": count}, cache, partial(_co_run, model, largest, count))
-            co_run[count] = max(1.0, told["co_run"])
+            co_run[count] = max(1.0, steadied("lanes", partial(_co_run, model, largest, count))["co_run"])
     finally:
         restore(model).to(memory_format=torch.contiguous_format)
     assert units is not None
@@ -313,12 +291,11 @@ def _times(
     measure: bool,
     passes: int,
     threads: int | None,
-    cache: Path | None,
     progress: Progress | None,
 ) -> UnitTimes:
     if not measure:
         return estimate_units(units.graph, device_roofline(example.device, threads))
-    more = {"passes": passes, "threads": threads, "cache": cache, "progress": progress, "seconds": MOST_SECONDS}
+    more = {"passes": passes, "threads": threads, "cache": None, "progress": progress, "seconds": MOST_SECONDS}
     return measured_profile(units, (example,), **more)  # type: ignore[arg-type]
 
 

@@ -23,25 +23,24 @@ from torch import Tensor, nn
 from hybridpar.comm.collective import BackendSum
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.errors import HybridparError, PlanError, UsageError
+from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
 from hybridpar.partition.planning import require_model
 from hybridpar.plan import Plan, Sync, parse_plan, read_plan
 from hybridpar.planner.evaluate import Outcome
 from hybridpar.planner.explain import brief, caveats
-from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_of_plan
-from hybridpar.planner.link_ways import PLAIN_WAYS
-from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.measure import has_tuned_kernels
-from hybridpar.planner.measure_run import (
-    LEAST_STEPS,
+from hybridpar.planner.fixed import (
     decided_options,
     fixed_by,
-    measure_inputs,
     needs_replicas,
     needs_stages,
     not_modelled,
     optimizer_copies,
 )
+from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_of_plan
+from hybridpar.planner.link_ways import PLAIN_WAYS
+from hybridpar.planner.links import measure_cluster
+from hybridpar.planner.measure import has_tuned_kernels
+from hybridpar.planner.measure_run import LEAST_STEPS, Question, measure_inputs
 from hybridpar.planner.record import is_as_recorded, plan_of
 from hybridpar.planner.search import Answer, find_plan
 from hybridpar.planner.stage_plan import Shape, follow_stages, read_own_plan, shape_of
@@ -112,20 +111,40 @@ def plan_run(
         plan: What to follow, instead of what the options name.
         announce: Told what is being done, while that takes time.
 
+    Returns:
+        The options and the plan, the same on all workers.
+
     Raises:
         PlanError: A plan cannot be read, or was made for another model or for other machines.
         UsageError: Options contradict a plan, or one of them would have no effect.
         SyncError: A worker died or did not answer in time.
     """
-    # A loop of one's own decides what there is to exchange; of a run that goes on, and of a plan's file, so does that.
+    # A script's own loop decides what there is to exchange; so does the plan of a run that is resumed, or of a file.
     named = decided_options(config, given) if decided is None and stored is None else frozenset()
     if config.plan_file is not None:
         named &= set(given)
     decided = decided_options(config, given) if decided is None else decided
     _require_effect(config, named, world.size)
-    found = _plan(model, config, world, sample_shape, steps, name, given, stored, decided, plan, named, announce)
-    shape = shape_of(found.config, world.size, found.plan)
-    _require_effect(found.config, named, world.size, shape)
+    plain = replace(config, plan="none")
+    plan = plan or read_own_plan(config, world)
+    if plan is not None:
+        found = _follow_given(model, config, world, plan, decided, name, sample_shape)
+    elif not config.searches:
+        found = PlannedRun(plain)
+    elif stored is not None:
+        kept = world.from_main(lambda: _stored_plan(stored, world.size))
+        found = PlannedRun(plain) if kept is None else _follow_stored(plain, world, _parsed(kept), decided)
+    elif why := _not_worth(sample_shape, steps):
+        found = PlannedRun(plain, lines=_unplanned(why) if "plan" in given else ())
+    elif option := not_modelled(config):
+        found = PlannedRun(plain, lines=_unplanned(f"no prediction knows {option}"))
+    else:
+        fixed = fixed_by(config, decided, world.size, [path for path, _ in model.named_parameters()], named)
+        if fixed.kernels == "tuned" and not has_tuned_kernels(model):
+            fixed = replace(fixed, kernels=None)  # of a model without such layers stock and tuned are the same
+        question = Question.of_run(config, fixed, name, sample_shape or (), steps)
+        found = _search(model, plain, world, question, decided, announce)
+    _require_effect(found.config, named, world.size, shape_of(found.config, world.size, found.plan))
     return found
 
 
@@ -156,40 +175,6 @@ def _require_effect(config: TrainConfig, named: Collection[str], workers: int, s
             "It acts on the stages of a pipeline, and the model is trained as a whole.",
             "Leave it out, or add --stages 2.",
         )
-
-
-def _plan(
-    model: nn.Module,
-    config: TrainConfig,
-    world: World,
-    sample_shape: Sequence[int] | None,
-    steps: int | None,
-    name: str,
-    given: Collection[str],
-    stored: Path | None,
-    decided: Collection[str],
-    plan: Plan | None,
-    named: Collection[str],
-    announce: Callable[[str], None],
-) -> PlannedRun:
-    plan = plan or read_own_plan(config, world)
-    if plan is not None:
-        return _follow_given(model, config, world, plan, decided, name, sample_shape)
-    plain = replace(config, plan="none")
-    if not config.searches:
-        return PlannedRun(plain)
-    if stored is not None:
-        kept = world.from_main(lambda: _stored_plan(stored, world.size))
-        if kept is None:
-            return PlannedRun(plain)
-        return _follow_stored(plain, world, parse_plan(json.loads(kept)), decided)
-    if why := _not_worth(config, sample_shape, steps):
-        return PlannedRun(plain, lines=_unplanned(why) if "plan" in given else ())
-    if option := not_modelled(config):
-        return PlannedRun(plain, lines=_unplanned(f"no prediction knows {option}"))
-    assert sample_shape is not None
-    assert steps is not None
-    return _search(model, plain, world, sample_shape, steps, name, decided, named, announce)
 
 
 def plan_loop(
@@ -395,7 +380,7 @@ def _usable(place: Path) -> Plan | None:
     return plan if (plan.inputs is not None or plan.followed) and plan.placement is not None else None
 
 
-def _not_worth(config: TrainConfig, sample_shape: Sequence[int] | None, steps: int | None) -> str:
+def _not_worth(sample_shape: Sequence[int] | None, steps: int | None) -> str:
     if sample_shape is None:
         return "there is no example of inputs, in floating point, to measure with"
     if steps is None:
@@ -405,40 +390,40 @@ def _not_worth(config: TrainConfig, sample_shape: Sequence[int] | None, steps: i
     return ""
 
 
+def _parsed(text: str) -> Plan:
+    return parse_plan(json.loads(text))
+
+
 def _search(
     model: nn.Module,
     config: TrainConfig,
     world: World,
-    sample_shape: Sequence[int],
-    steps: int,
-    name: str,
+    question: Question,
     decided: Collection[str],
-    named: Collection[str],
     announce: Callable[[str], None],
 ) -> PlannedRun:
+    """Measure, and follow the fastest plan; where that fails the run goes on without a plan."""
     begun = time.perf_counter()
-    fixed = fixed_by(config, decided, world.size, [path for path, _ in model.named_parameters()], named)
-    if fixed.kernels == "tuned" and not has_tuned_kernels(model):
-        fixed = replace(fixed, kernels=None)  # of what has none, stock and tuned are the same
-    measured = measure_inputs(model, config, world, sample_shape, steps, fixed, name, announce)
-    if measured.why:
-        return PlannedRun(config, lines=_unplanned(measured.why))
+    try:
+        inputs = measure_inputs(model, question, world, announce=announce)
+    except SyncError:
+        raise
+    except HybridparError as error:
+        return PlannedRun(config, lines=_unplanned(error.what))
 
     def decide() -> tuple[str | None, tuple[str, ...]]:
-        inputs = measured.inputs
         assert inputs is not None
         announce("planning: predicting the ways to divide the work")
         try:
             answer = find_plan(inputs)
         except PlanError as error:
             return None, _unplanned(error.what)
-        took = time.perf_counter() - begun
-        return plan_of(answer).to_json(), _told(answer, inputs, took)
+        return plan_of(answer).to_json(), _told(answer, inputs, time.perf_counter() - begun)
 
     text, lines = world.from_main(decide)
     if text is None:
         return PlannedRun(config, lines=lines)
-    plan = parse_plan(json.loads(text))
+    plan = _parsed(text)
     return PlannedRun(follow(config, plan, decided, world.size), plan, lines)
 
 

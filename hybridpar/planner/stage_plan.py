@@ -22,7 +22,7 @@ from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.partition.cost import PlacementKind, Problem, Worker
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.planning import partition_model, stages_from_plan
-from hybridpar.partition.profile_cache import cache_directory
+from hybridpar.partition.profile_cache import profiles_directory
 from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.options import PipelineOptions
 from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, BackwardCost, may_split, measure_backward
@@ -287,7 +287,7 @@ def _made_by_main(
             optimizer_copies=1 if config.optimizer == "sgd" else 2,
         )
         made = partition_model(
-            model, example, problem, threads=lane_threads(shape, example.device), cache=cache_directory(), name=name
+            model, example, problem, threads=lane_threads(shape, example.device), cache=profiles_directory(), name=name
         )
         return made.plan.to_json()
 

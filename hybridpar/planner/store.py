@@ -87,20 +87,27 @@ def store(kind: str, key: Mapping[str, Any], data: object, directory: Path | Non
         )
 
 
-def figures(kind: str, key: Mapping[str, Any], directory: Path | None) -> dict[str, float] | None:
-    """Numbers by name that were kept; None where there are none that can be used.
+def steadied(kind: str, measure: Callable[[], Mapping[str, float]], *, tell: bool = True) -> dict[str, float]:
+    """Numbers by name, measured again where repetitions lie too far apart.
 
     Args:
-        kind: As for `path_of`.
-        key: Likewise.
-        directory: Where they are kept; None keeps nothing.
+        kind: What sort of thing it is, for a warning.
+        measure: Measures them. One that is called `noise` says how far repetitions lay apart: above `MOST_NOISE` all is
+            measured again, `MOST_TRIES` times at most, and the least noisy counts.
+        tell: Warn where they still lie too far apart.
+
+    Returns:
+        The numbers, without `noise`.
     """
-    data = None if directory is None else load(kind, key, directory)
-    try:
-        found = {str(name): float(value) for name, value in data.items()}  # type: ignore[union-attr]
-    except (AttributeError, TypeError, ValueError):
-        return None
-    return found if all(map(math.isfinite, found.values())) else None
+    return _steadied(kind, measure, tell)[0]
+
+
+def _steadied(kind: str, measure: Callable[[], Mapping[str, float]], tell: bool) -> tuple[dict[str, float], bool]:
+    """As `steadied`, and whether the numbers are steady enough to be kept."""
+    tries, noise = repeat_until_steady(lambda: dict(measure()), _least_noise, MOST_NOISE, MOST_TRIES)
+    found = min(tries, key=_noise_of)
+    found.pop(NOISE, None)
+    return found, not (tell and tell_noise(kind, noise))
 
 
 def remembered(
@@ -110,31 +117,41 @@ def remembered(
     measure: Callable[[], Mapping[str, float]],
     world: World | None = None,
 ) -> dict[str, float]:
-    """Numbers by name that were kept, or are measured now and kept.
-
-    Where one of the numbers is called `noise`, it says how far repetitions lay apart, and is not handed on: above
-    `MOST_NOISE` all is measured again, `MOST_TRIES` times at most, the least noisy counts, and a warning says what is
-    not kept.
+    """Numbers by name that were kept, or are measured now and kept unless they are noisy.
 
     Args:
         kind: As for `path_of`.
         key: Likewise.
         directory: Where they are kept; None measures always.
-        measure: Measures them; with a world it is a collective that gives all workers the same.
+        measure: As for `steadied`; with a world it is a collective that gives all workers the same.
         world: All workers of a job that measure together: what the first of them knows counts, and it keeps what is
             found. None for a worker alone.
+
+    Returns:
+        The numbers, without `noise`.
     """
-    known = figures(kind, key, directory) if world is None else world.from_main(lambda: figures(kind, key, directory))
-    if known is None:
-        tries, noise = repeat_until_steady(lambda: dict(measure()), _least_noise, MOST_NOISE, MOST_TRIES)
-        known = min(tries, key=_noise_of)
-        known.pop(NOISE, None)
-        if world is None or world.is_main:
-            if tell_noise(kind, noise):
-                directory = None
-            if directory is not None:
-                store(kind, key, known, directory)
-    return known
+    known = None
+    if directory is not None:
+        known = (
+            _figures(kind, key, directory) if world is None else world.from_main(lambda: _figures(kind, key, directory))
+        )
+    if known is not None:
+        return known
+    main = world is None or world.is_main
+    found, steady = _steadied(kind, measure, main)
+    if main and steady and directory is not None:
+        store(kind, key, found, directory)
+    return found
+
+
+def _figures(kind: str, key: Mapping[str, Any], directory: Path | None) -> dict[str, float] | None:
+    """Numbers by name that were kept; None where there are none that can be used."""
+    kept = None if directory is None else load(kind, key, directory)
+    try:
+        found = {str(name): float(value) for name, value in kept.items()}  # type: ignore[union-attr]
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return found if all(map(math.isfinite, found.values())) else None
 
 
 def _noise_of(figures: Mapping[str, float]) -> float:

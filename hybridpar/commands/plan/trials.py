@@ -28,13 +28,6 @@ from hybridpar.train.trainer import Trainer
 FIRST_STEPS = 3
 
 
-def workers_of(plan: Plan) -> int:
-    """How many workers a plan uses."""
-    if plan.placement is None:
-        return 1
-    return plan.placement.replicas * (1 + max((stage.worker for stage in plan.placement.stages), default=0))
-
-
 def config_of_plan(plan: Plan, base: TrainConfig) -> TrainConfig:
     """The options with which a run follows a plan.
 
@@ -42,7 +35,7 @@ def config_of_plan(plan: Plan, base: TrainConfig) -> TrainConfig:
         plan: The plan.
         base: What the plan does not say: optimizer, batch size, ...
     """
-    followed = follow(base, plan, frozenset(), workers_of(plan))
+    followed = follow(base, plan, frozenset(), plan.workers or 1)
     lanes = base.sync_lanes if plan.sync is None else plan.sync.lanes
     return replace(followed, sync_lanes=lanes, kernels="auto" if plan.kernels is not None else "off")
 
@@ -86,7 +79,7 @@ class Trial:
         self._stack = ExitStack()
         self.trainer: Trainer | None = None
         config = config_of_plan(plan, replace(base, batch_size=len(images)))
-        workers, stages = workers_of(plan), len(plan.partition.stages)
+        workers, stages = plan.workers or 1, len(plan.partition.stages)
         if stages > 1 and 1 < workers < world.size:
             raise UsageError(
                 f"a pipeline on {workers} of {world.size} workers cannot be tried",

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hybridpar.comm.world import World
-from hybridpar.commands.plan.trials import Trial, config_of_plan, random_batch, time_plans, workers_of
+from hybridpar.commands.plan.trials import Trial, config_of_plan, random_batch, time_plans
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.machine.cluster_file import parse_cluster
@@ -98,7 +98,7 @@ def test_a_plan_s_options_are_those_of_a_run():
     for outcome in answer.ranked:
         candidate, plan = outcome.candidate, plan_of(answer, outcome)
         shape, config = candidate.shape, config_of_plan(plan, base)
-        assert workers_of(plan) == shape.workers
+        assert plan.workers == shape.workers
         assert (config.stages, config.replicas, config.micro_batches) == (
             shape.stages,
             shape.replicas,
