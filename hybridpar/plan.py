@@ -1,4 +1,4 @@
-"""Why: one file says everything that differs between two runs of the same model.
+"""The plan of a run: everything in which two runs of the same model differ, as typed, versioned JSON.
 
 A plan is plain data: typed, versioned, JSON in and out, in a stable order so that two plans can be compared with a
 text diff. Reading one never runs code. The planner writes plans, and simulator, drawer and executor read them. All
@@ -94,6 +94,31 @@ class Placement(_Section):
     kind: Literal["linear", "loop", "v"] = "linear"
     replicas: int = Field(1, ge=1)
     stages: tuple[StagePlacement, ...] = Field(min_length=1)
+
+    @classmethod
+    def of_lanes(
+        cls,
+        lane_of: Sequence[int],
+        worker_of: Sequence[int],
+        kind: Literal["linear", "loop", "v"],
+        replicas: int,
+        device: str,
+    ) -> Placement:
+        """The placement of stages on lanes that are numbered over all workers of a replica.
+
+        Args:
+            lane_of: For every stage its lane.
+            worker_of: For every lane its worker.
+            kind: How stages are dealt out to lanes.
+            replicas: Copies of the pipeline.
+            device: Device type of the lanes.
+        """
+        homes = [worker_of[lane] for lane in lane_of]
+        stages = [
+            StagePlacement(stage=stage, worker=home, device=device, lane=lane - list(worker_of).index(home))
+            for stage, (lane, home) in enumerate(zip(lane_of, homes, strict=True))
+        ]
+        return cls(kind=kind, replicas=replicas, stages=tuple(stages))
 
     @property
     def lanes(self) -> tuple[tuple[int, int], ...]:

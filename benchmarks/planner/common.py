@@ -122,7 +122,6 @@ def planner_inputs(
             model,
             [images[:size] for size in sorted({max(2, each // 16), max(2, each // 4), each})],
             name=setting.name,
-            threads=torch.get_num_threads(),
             formats=("contiguous", "channels_last"),
             optimizer_copies=1,
             crowd=crowd,

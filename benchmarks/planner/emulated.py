@@ -235,7 +235,16 @@ def _emulated(setting: Setting, world: World, cluster: ClusterSpec) -> tuple[Pla
     """
     each = setting.batch // world.size
     images, _ = random_batch((3, setting.side, setting.side), each, CLASSES, world.device)
-    profile = world.from_main(lambda: profile_model(setting.build(), [images], name=setting.name, threads=1))
+
+    def with_one_thread() -> ModelProfile:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return profile_model(setting.build(), [images], name=setting.name)
+        finally:
+            torch.set_num_threads(before)
+
+    profile = world.from_main(with_one_thread)
     profile = replace(profile, batch_norm=False)  # a wait normalises nothing
     net = EmulatedNet(profile, each)
     world.barrier()

@@ -1,4 +1,4 @@
-"""Why: what a bucket of gradients costs depends on what its layers travel as, on the links, and on the device.
+"""What a bucket of gradients costs: bytes, time and core time, by codec, link and device.
 
 Which layers are worth a codec is decided by `hybridpar.compress.auto`, as in a run; here that is asked for several
 speeds of the link that do not depend on the cluster, so that candidates are the same whatever the link is: a faster

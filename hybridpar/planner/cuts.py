@@ -1,4 +1,4 @@
-"""Why: there are more ways to cut a model than can be simulated, and few of them can be best.
+"""The partitions of a model that a search tries, for each number of stages, and what their stages cost.
 
 For every number of stages a handful of cuts is tried: balanced for computing alone, balanced together with transfers on
 links of several speeds, and the one that needs the least memory. None of that depends on the cluster's own link or

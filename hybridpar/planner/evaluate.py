@@ -1,7 +1,7 @@
-"""Why: every candidate is judged by the simulator that predicts runs, over the list of actions that would be run.
+"""Predicts the step time and the memory of candidate plans, by simulating the list of actions that would be run.
 
-Here a candidate becomes costs, a program and a prediction. What many candidates have in common (the figures of a cut,
-the links of a grid, the prices of buckets, a schedule) is made once.
+A candidate is turned into costs, a program and a prediction. What many candidates share (the figures of a cut, the
+links of a grid, the prices of buckets, a schedule) is computed once.
 """
 
 from __future__ import annotations

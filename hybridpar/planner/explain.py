@@ -1,6 +1,6 @@
-"""Why: a plan that nobody understands is not trusted, so the answer says why each other plan lost, in milliseconds.
+"""Explains the result of a search in words: why each other plan is slower, in milliseconds, and what would help.
 
-Everything here is text made from an answer; the differences are those of the parts of a step, and they add up.
+Differences are those of the parts of a step, so they add up.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Why: the same inputs give the same plan, so a plan keeps its inputs, and anybody can make it again.
+"""`PlannerInputs`: everything that a search reads, as plain data, recorded in the plan so that it can be repeated.
 
-`PlannerInputs` is all that a search reads. It is plain data: JSON in, JSON out, and in the plan's section `inputs`.
+The same inputs give the same plan. They are JSON in the plan's section `inputs`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Why: gradients and activations travel in a few ways, and each has a speed and a price in core time of its own.
+"""Measures how fast workers send and reduce tensors in each of the ways that plans use, and what that takes of the
+cores.
 
 Every way is timed over the job's own groups and channels alone, and then done again while all workers compute: on a CPU
-the threads that move bytes take cores away from those that compute, and how much, their account tells.
+the threads that move bytes take cores away from those that compute; how much is read from the CPU time of the process.
 """
 
 from __future__ import annotations

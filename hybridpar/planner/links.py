@@ -1,7 +1,7 @@
-"""Why: what a link carries, and what that takes of the cores, is measured between the very workers that will use it.
+"""Measures the hosts of a job, and the links inside of them and between them, with the workers that will use them.
 
-Hosts with their memory and spare cores, and links inside of them and between them (`link_ways`), are found out by the
-workers of a job together. What was found is kept, and looked at again before it is used.
+For every host its memory and spare cores are measured, and every way of using its links (`link_ways`). Results are
+cached; a few messages check them before they are used again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why: what the search reads of a model is found out once, with the tools that cut models and choose codecs."""
+"""Measures a model for the planner: times of its units per memory format and kernels, and rates of codecs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -38,8 +37,6 @@ from hybridpar.tvm_kernels.database import default_database
 from hybridpar.tvm_kernels.layers import is_depthwise
 from hybridpar.tvm_kernels.swap import optimize, restore
 
-_T = TypeVar("_T")
-
 _WAYS = ("encode", "decode")
 
 #: No profile is measured once more after so many seconds: a machine that is busy for longer is not worth waiting for.
@@ -60,7 +57,6 @@ def profile_model(
     name: str | None = None,
     measure: bool = True,
     passes: int = 5,
-    threads: int | None = None,
     formats: Sequence[str] = ("contiguous",),
     kernels: bool = False,
     lanes: Sequence[int] = (),
@@ -77,7 +73,6 @@ def profile_model(
         name: What to call it.
         measure: Measure units; False estimates them by the device's roofline.
         passes: Passes of each measurement.
-        threads: Intra-op threads on a CPU; None keeps the present number.
         formats: Memory formats to measure, the first of them torch's default.
         kernels: Measure tuned kernels too, where the model has layers for which there are any.
         lanes: Numbers of lanes on one device to measure beside each other.
@@ -108,20 +103,18 @@ def profile_model(
                 if kernel not in traced:
                     traced[kernel] = trace_model(model, (given,))
                 found = find_units(traced[kernel], (given,))
-                times = _times(found, given, measure, passes, threads, progress)
+                times = _times(found, given, measure, passes, progress)
                 sized = SizedTimes(given.shape[0], times.forward_ms, times.backward_ms)
                 variants.append(Variant(form, kernel, (sized,), times.noise))
                 units = units or found
             if measure and optimizer_copies is not None and form not in rest:
                 say(f"measuring the rest of a step, {form}")
-                found_rest = partial(
-                    _step_costs, model, _set_way(model, largest, form, kernel), optimizer_copies, threads
-                )
-                rest[form] = StepCosts(**steadied("step", found_rest))
+                given = _set_way(model, largest, form, kernel)
+                rest[form] = StepCosts(**steadied("step", partial(_step_costs, model, given, optimizer_copies)))
         variants = list(merged([replace(one, update_ms=_update_ms(rest, one.memory_format)) for one in variants]))
         if measure and len(ways) > 1:
             say("comparing memory formats and kernels in turns")
-            steps = steadied("turns", partial(_steps_in_turns, model, largest, ways, threads))
+            steps = steadied("turns", partial(_steps_in_turns, model, largest, ways))
             variants = [one.scaled_to(steps[_way_name(one.memory_format, one.kernels)]) for one in variants]
         restore(model).to(memory_format=torch.contiguous_format)
         for count in lanes if measure else ():
@@ -145,7 +138,7 @@ def profile_model(
         variants=tuple(variants),
         batch_norm=any(isinstance(module, _BATCH_NORMS) for module in model.modules()),
         device=device_name(first.device),
-        threads=threads or torch.get_num_threads(),
+        threads=torch.get_num_threads(),
         source="measured" if measure else "analytic",
         co_run=co_run,
         crowd=dict(crowd or {}),
@@ -165,9 +158,7 @@ def _set_way(model: nn.Module, example: torch.Tensor, form: str, kernel: str) ->
     return example.contiguous(memory_format=layout if example.dim() == 4 else torch.contiguous_format)
 
 
-def _steps_in_turns(
-    model: nn.Module, example: torch.Tensor, ways: Sequence[tuple[str, str]], threads: int | None
-) -> dict[str, float]:
+def _steps_in_turns(model: nn.Module, example: torch.Tensor, ways: Sequence[tuple[str, str]]) -> dict[str, float]:
     """Milliseconds of a step in each way to compute a model, and their noise.
 
     The ways take turns, so that what the machine does meanwhile disturbs all of them alike.
@@ -186,7 +177,7 @@ def _steps_in_turns(
 
     for _ in range(TURNS):
         for way in ways:
-            times[way].append(_with_threads(threads, partial(turn, way)))
+            times[way].append(turn(way))
     usual = statistics.median(time / min(own) for own in times.values() for time in own)
     noise = max(least_apart(own) for own in times.values())
     return {_way_name(*way): usual * min(own) for way, own in times.items()} | {NOISE: noise}
@@ -290,12 +281,11 @@ def _times(
     example: torch.Tensor,
     measure: bool,
     passes: int,
-    threads: int | None,
     progress: Progress | None,
 ) -> UnitTimes:
     if not measure:
-        return estimate_units(units.graph, device_roofline(example.device, threads))
-    more = {"passes": passes, "threads": threads, "cache": None, "progress": progress, "seconds": MOST_SECONDS}
+        return estimate_units(units.graph, device_roofline(example.device, None))
+    more = {"passes": passes, "threads": None, "cache": None, "progress": progress, "seconds": MOST_SECONDS}
     return measured_profile(units, (example,), **more)  # type: ignore[arg-type]
 
 
@@ -304,14 +294,5 @@ def _co_run(model: nn.Module, example: torch.Tensor, lanes: int) -> dict[str, fl
     return {"co_run": slower, NOISE: noise}
 
 
-def _step_costs(model: nn.Module, example: torch.Tensor, copies: int, threads: int | None) -> dict[str, float]:
-    return asdict(_with_threads(threads, lambda: measure_step_costs(model, example, copies=copies)))
-
-
-def _with_threads(threads: int | None, work: Callable[[], _T]) -> _T:
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if threads is None else threads)
-    try:
-        return work()
-    finally:
-        torch.set_num_threads(before)
+def _step_costs(model: nn.Module, example: torch.Tensor, copies: int) -> dict[str, float]:
+    return asdict(measure_step_costs(model, example, copies=copies))

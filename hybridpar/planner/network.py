@@ -1,4 +1,4 @@
-"""Why: what a collective takes depends on which links its workers are joined by, and on who else uses these.
+"""How long collectives take on a cluster, from the bandwidth and latency of its links.
 
 Workers are numbered host by host, the replicas of a stage one after the other, as the runtime's grid numbers them.
 Links have two levels, so an all-reduce goes in three steps: within hosts, between them, and within them again; a codec

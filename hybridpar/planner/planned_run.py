@@ -1,8 +1,7 @@
-"""Why: a run is trained by a plan, and there is one place that says where that plan comes from.
+"""Finds the plan of a run: the file that is named, the plan of the run that is resumed, or the answer of a search.
 
-It is a file that the user names, the plan of the run that is resumed, or, by default, the answer of a search over all
-that the user's options leave open. Whichever it is, here it becomes options: what follows trains by them, and need not
-know that there was a plan. Options that somebody set win over a plan.
+By default the search covers everything that the user's options leave open. The plan is then turned into options, by
+which the run trains. Options that the user set take precedence over a plan.
 
 Rank 0 searches and all workers follow its answer, so that noise cannot make two of them disagree.
 """
@@ -43,7 +42,8 @@ from hybridpar.planner.measure import has_tuned_kernels
 from hybridpar.planner.measure_run import LEAST_STEPS, Question, measure_inputs
 from hybridpar.planner.record import is_as_recorded, plan_of
 from hybridpar.planner.search import Answer, find_plan
-from hybridpar.planner.stage_plan import Shape, follow_stages, read_own_plan, shape_of
+from hybridpar.planner.space import Shape
+from hybridpar.planner.stage_plan import follow_stages, read_own_plan, shape_of
 
 _log = logging.getLogger(__name__)
 
@@ -270,7 +270,7 @@ def follow(config: TrainConfig, plan: Plan, decided: Collection[str], workers: i
     if plan.kernels is not None and plan.kernels.database == "auto":
         said["kernels"] = "auto"
     wanted = {option: value for option, value in said.items() if option not in decided}
-    return replace(config, plan="none", stages=stages.stages, placement=stages.placement, **wanted)
+    return replace(stages, plan="none", **wanted)
 
 
 def _policy_text(sync: Sync) -> str:

@@ -1,7 +1,7 @@
-"""Why: a search reads figures, not a model, so that it can be repeated later, elsewhere, and without measuring.
+"""`ModelProfile`: what a search knows of a model, as plain data, so that it can be repeated without the model.
 
-A `ModelProfile` is the graph of a model's units with sizes, the shapes of its parameters, and for each way of computing
-it (memory format, kernels) the times of all units at one micro-batch size or several.
+It holds the graph of a model's units with sizes, the shapes of its parameters, and for each way of computing it
+(memory format, kernels) the times of all units at one micro-batch size or several.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Why: a step is more than the sum of its parts, so the plainest plan of all runs for a few steps before others are
-predicted.
+"""Runs some steps of plain data parallelism before other plans are predicted, and corrects predictions by them.
 
-Threads that move gradients push what the computing one needs out of the caches, wake up late, and wait for the slowest
-worker. None of that shows in parts that are timed alone. Plain data parallelism, which every search contains, shows it:
-by as much as it takes longer than was predicted, computing on several workers is taken to be slower for all plans. Data
-parallelism with a codec shows it for those that use one.
+Threads that move gradients evict the caches of the computing thread, wake up late, and wait for the slowest worker.
+Parts that are timed alone do not show that. Plain data parallelism, which every search contains, does: by as much as it
+takes longer than was predicted, computing on several workers is assumed to be slower for all plans. Data parallelism
+with a codec gives the factor for plans that use one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why: how many workers are worth having is answered roughly by one equation, and better by a search for each number.
+"""How many workers are worth having: by the equation of 1-bit SGD, and by a search for each number of workers.
 
 The equation is that of 1-bit SGD (Seide et al., Interspeech 2014, equation 4): data parallelism stops paying where
 computing, which K workers divide, takes as long as exchanging gradients, which they do not.

@@ -1,4 +1,4 @@
-"""Why: of all candidates the one that takes least time to the same result is chosen, and the simplest of equal ones.
+"""Finds the candidate with the least time to the same result, and the simplest of those that are equally fast.
 
 Candidates are simulated in the order of their lower bounds. As soon as the bound of the next one is above all that
 could still matter, the rest is left out: it cannot change the answer. Two plans that are closer than the noise of the

@@ -1,7 +1,7 @@
-"""Why: what is searched is a list that can be written down; nothing is found that is not in it.
+"""The candidates of a search, as a list that can be written down.
 
-The space is: workers used x replicas x stages x lanes x placement x micro-batches x schedule x cut x what gradients
-travel as x memory format and kernels. It always holds plain data parallelism, one device, and no compression.
+The space is: workers used x replicas x stages x lanes x placement x micro-batches x schedule x cut x codecs
+x memory format and kernels. It always holds plain data parallelism, one device, and no compression.
 
 `exact` asks for the same result. A layer that normalises over the micro-batch makes its size part of the result; so for
 a model with BatchNorm only plans are candidates whose micro-batches are those of plain data parallelism over all
@@ -20,7 +20,7 @@ from hybridpar.planner.cuts import Cut, CutLibrary
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.profile import Variant
-from hybridpar.schedule.actions import Layout, place_stages
+from hybridpar.schedule.actions import Edge, Layout, place_stages
 from hybridpar.schedule.schedules import SCHEDULES, planned_schedules
 
 #: Most forward passes of a step for which a schedule that simulates several orders is tried; beyond, that takes longer
@@ -34,7 +34,7 @@ DATA_PARALLEL = "data parallel"
 
 @dataclass(frozen=True)
 class Shape:
-    """How many of everything.
+    """How the workers of a job are divided: into replicas of a pipeline, whose stages run on lanes of its workers.
 
     Attributes:
         positions: Workers that share the stages of a replica.
@@ -49,23 +49,22 @@ class Shape:
     replicas: int
     stages: int
     lanes: int
-    placement: Literal["linear", "loop", "v"]
-    micro_batches: int
+    placement: Literal["linear", "loop", "v"] = "linear"
+    micro_batches: int = 1
 
     @property
     def workers(self) -> int:
         """Workers used."""
         return self.positions * self.replicas
 
-    def layout(self, edges: tuple[object, ...] = ()) -> Layout:
-        """Where stages run."""
-        return place_stages(
-            self.stages,
-            self.positions * self.lanes,
-            self.placement,
-            workers=self.positions,
-            edges=edges,  # type: ignore[arg-type]
-        )
+    def layout(self, edges: tuple[Edge, ...] = ()) -> Layout:
+        """Where the stages of a replica run.
+
+        Args:
+            edges: What is sent between them.
+        """
+        lanes = self.positions * self.lanes
+        return place_stages(self.stages, lanes, self.placement, workers=self.positions, edges=edges)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Why: from "4 workers, 2 stages" to stages on lanes, equal on all workers, is one decision in one place.
+"""Divides workers into stages and replicas, cuts the model, and places its stages on lanes; equal on all workers.
 
 Rank 0 measures the model and cuts it; the others follow its plan, so that noise cannot make two workers disagree. A
 plan from a file is read by every worker, and all must have read the same.
@@ -10,14 +10,14 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from hybridpar.comm.world import World
-from hybridpar.config import PipelineConfig, TrainConfig
+from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.partition.cost import PlacementKind, Problem, Worker
 from hybridpar.partition.nest import tensor_leaves
@@ -27,28 +27,10 @@ from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.options import PipelineOptions
 from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, BackwardCost, may_split, measure_backward
 from hybridpar.plan import Placement, Plan, parse_plan, read_plan
+from hybridpar.planner.space import Shape
 from hybridpar.sync.gradient_sync import SyncOptions
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How workers are divided into stages and replicas.
-
-    Attributes:
-        stages: Number of stages.
-        positions: Workers that share the stages of one replica.
-        replicas: Copies of the pipeline.
-        lanes: Compute lanes on each worker.
-        placement: How stages are dealt out to lanes.
-    """
-
-    stages: int
-    positions: int
-    replicas: int
-    lanes: int
-    placement: PlacementKind
 
 
 @dataclass(frozen=True)
@@ -76,7 +58,7 @@ class StagePlan:
     scale: float = 1.0
 
 
-def divide_workers(config: PipelineConfig, workers: int) -> Shape:
+def divide_workers(config: TrainConfig, workers: int) -> Shape:
     """Divide workers into positions and replicas.
 
     Args:
@@ -106,7 +88,7 @@ def divide_workers(config: PipelineConfig, workers: int) -> Shape:
             "Up and down again is two stages on every worker.",
             f"Ask for --stages {2 * positions}, or another placement.",
         )
-    return Shape(stages, positions, replicas, each if placement == "linear" else 1, placement)
+    return Shape(positions, replicas, stages, each if placement == "linear" else 1, placement)
 
 
 def shape_of(config: TrainConfig, workers: int, plan: Plan | None = None) -> Shape:
@@ -126,7 +108,7 @@ def shape_of(config: TrainConfig, workers: int, plan: Plan | None = None) -> Sha
     if plan is not None:
         return _shape_of_plan(config, plan, workers)
     if not config.is_staged and config.replicas in (None, workers):
-        return Shape(1, 1, workers, 1, "linear")
+        return Shape(1, workers, 1, 1)
     return divide_workers(config, workers)
 
 
@@ -156,10 +138,10 @@ def _shape_of_plan(config: TrainConfig, plan: Plan, workers: int) -> Shape:
             "A replica has the workers that the plan names, and replicas use all workers.",
             f"Start {own.workers * (config.replicas or 1)} workers.",
         )
-    return Shape(len(own.stages), own.workers, replicas, lanes, own.kind)
+    return Shape(own.workers, replicas, len(own.stages), lanes, own.kind)
 
 
-def own_placement(config: PipelineConfig, plan: Plan) -> Placement | None:
+def own_placement(config: TrainConfig, plan: Plan) -> Placement | None:
     """Where a plan puts each stage; None where it leaves that to the kind of placement, or options name another kind.
 
     Args:
@@ -205,7 +187,11 @@ def make_stage_plan(
         scale = example.shape[0] / (given.partition.micro_batch or example.shape[0])
     stages = stages_from_plan(model, given, (example,))
     own = own_placement(config, given)
-    lane_of, worker_of = _places(shape) if own is None else (own.lane_of, tuple(worker for worker, _ in own.lanes))
+    if own is None:
+        layout = shape.layout()
+        lane_of, worker_of = layout.lane_of, layout.worker_of
+    else:
+        lane_of, worker_of = own.lane_of, tuple(worker for worker, _ in own.lanes)
     backward = _measure_halves(stages, example, world) if config.schedule == "zero_bubble" else None
     devices = _devices(example.device, shape, world)
     return StagePlan(shape, given, stages, lane_of, worker_of, devices, backward, scale)
@@ -294,7 +280,7 @@ def _made_by_main(
     return parse_plan(json.loads(world.from_main(make)))
 
 
-def follow_stages(config: TrainConfig, plan: Plan, decided: bool = False) -> PipelineConfig:
+def follow_stages(config: TrainConfig, plan: Plan, decided: bool = False) -> TrainConfig:
     """The options with what a plan says of stages.
 
     Args:
@@ -313,14 +299,7 @@ def follow_stages(config: TrainConfig, plan: Plan, decided: bool = False) -> Pip
             f"Leave out --stages, or make a plan with `hybridpar plan ... --stages {config.stages}`.",
         )
     kind = plan.placement.kind if plan.placement is not None else None
-    return PipelineConfig(stages=count, replicas=config.replicas, placement=config.placement or kind)
-
-
-def _places(shape: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lanes of stages and workers of lanes, by the kind of placement."""
-    problem = Problem(shape.stages, (Worker(lanes=shape.lanes),) * shape.positions, shape.placement)
-    lane_of = tuple(problem.lane_of(stage) for stage in range(shape.stages))
-    return lane_of, tuple(worker for worker, _ in problem.lanes)
+    return replace(config, stages=count, placement=config.placement or kind)
 
 
 def lane_threads(shape: Shape, device: torch.device) -> int:

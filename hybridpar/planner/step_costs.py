@@ -1,7 +1,7 @@
-"""Why: a step is more than forward and backward passes, and workers that share a host compute more slowly.
+"""Measures what a step takes besides its passes, and how much workers of one host slow each other down.
 
 The rest of a step is run as it is in a training, by `GradientSync` with one worker and the optimizer, and timed part by
-part. How much workers of one host slow each other down is measured by having them all compute at a time.
+part. How much workers of one host slow each other down is measured by letting all compute at the same time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why: a codec that halves a step and doubles the number of steps has gained nothing, so both must be known.
+"""How many more training steps a codec takes to the same loss, from committed measurements.
 
 Only what was measured counts: a codec that is not in the table is not planned with, however fast it is.
 """

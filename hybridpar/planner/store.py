@@ -1,8 +1,7 @@
-"""Why: what was measured for a plan is wanted again in the next run, and must not be taken for something else.
+"""A cache of measurements: one JSON file for each, named after everything that it depends on.
 
-One JSON file for each thing that was measured, named after everything that it depends on. A file that is damaged is
-measured again, and a directory that cannot be written costs only that: a cache never makes a run fail. What was taken
-while other programs disturbed it is measured again a few times, and is not kept where that did not help.
+A damaged file is measured again, and a directory that cannot be written is only a warning: the cache never makes a run
+fail. Noisy measurements are repeated a few times, and are not kept where they stay noisy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why: where the machine is at hand, the finalists are not believed but run, and the clock chooses among them."""
+"""Chooses among the best plans by the times that they took when they were run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: what one worker computes at a time decides which kernels it needs, and training and tuning must agree on it."""
+"""How many samples one worker computes at a time, and with how many threads."""
 
 from __future__ import annotations
 
