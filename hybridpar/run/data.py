@@ -1,13 +1,15 @@
-"""Why: what a run has before it trains: its data, a model that fits them, the number of steps, an example."""
+"""What a run needs before it trains: the data set and its batches, a model that fits it, the number of steps."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.data import ImageData, load_dataset
+from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, require_trained
@@ -43,6 +45,62 @@ def example_batch(data: ImageData, config: TrainConfig, replicas: int) -> torch.
     """Something of the size of a micro-batch, for measuring the model."""
     samples = micro_batch_samples(config, replicas)
     return torch.randn(samples, *data.sample_shape, generator=torch.Generator().manual_seed(0))
+
+
+def batch_maker(
+    data: ImageData, config: TrainConfig, device: torch.device, replica: int, replicas: int
+) -> Callable[[int], TrainBatches]:
+    """What makes this worker's batches of any batch size.
+
+    Args:
+        data: The data set.
+        config: Options.
+        device: Where batches are put.
+        replica: Which share of a batch is this worker's; workers of one replica are given the same samples.
+        replicas: Copies of the model.
+
+    Returns:
+        Called with a batch size, returns the batches.
+    """
+
+    def make(batch_size: int) -> TrainBatches:
+        return TrainBatches(
+            data,
+            seed=config.seed,
+            batch_size=batch_size,
+            rank=replica,
+            workers=replicas,
+            micro_batches=config.parts_per_step,
+            loader_workers=config.loader_workers,
+            device=device,
+            channels_last=config.uses_channels_last,
+        )
+
+    return make
+
+
+def test_batches(
+    data: ImageData, config: TrainConfig, device: torch.device, workers: int, share: int, shares: int
+) -> TestBatches:
+    """This worker's share of the test set.
+
+    Args:
+        data: The data set.
+        config: Options.
+        device: Where batches are put.
+        workers: Of the job, which a batch is divided among.
+        share: Which share is this worker's.
+        shares: How many there are.
+    """
+    return TestBatches(
+        data,
+        batch_size=max(2, config.batch_size // workers),
+        rank=share,
+        workers=shares,
+        loader_workers=config.loader_workers,
+        device=device,
+        channels_last=config.uses_channels_last,
+    )
 
 
 def load_data(config: TrainConfig, world: World) -> ImageData:

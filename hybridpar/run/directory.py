@@ -1,9 +1,9 @@
-"""Why: what a run leaves behind must be found again, and never be overwritten by accident.
+"""The run directory: where a run writes, which run it goes on with, and which options that run began with.
 
     runs/NAME/
       run.json       model, options, versions, and the job that writes here
-      plan.json      the plan; plan-N-workers.json is one that waits for N workers again
-      compress.csv   what each parameter travels as, where gradients are compressed
+      plan.json      the plan; plan-N-workers.json is used again with N workers
+      compress.csv   the codec of each parameter, where gradients are compressed
       policy.toml    the same as rules, where they were measured
       metrics.jsonl  a line per step
       summary.json   the result

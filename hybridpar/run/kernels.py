@@ -1,4 +1,4 @@
-"""Why: a run says which of its convolutions and norms run on tuned kernels, why others do not, and what it gains."""
+"""Which convolutions and norms of a run use tuned kernels, why others do not, and how much time that saves."""
 
 from __future__ import annotations
 

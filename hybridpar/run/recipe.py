@@ -1,4 +1,4 @@
-"""Why: a run that changes its batch size on the way needs new batches, a new end, and a rate that follows the samples.
+"""Changes the batch size of a run at the beginning of epochs, and reports what recipes did.
 
 At the beginning of every so many epochs the run trains on a small part of the epoch's samples at growing batch sizes
 (`hybridpar.run.batch_search`), puts everything back, and goes on with the size that was found.
@@ -10,9 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.data import ImageData, TrainBatches
+from hybridpar.data import TrainBatches
 from hybridpar.errors import UsageError
 from hybridpar.observe import RunInfo
 from hybridpar.optim.pace import Leg, Pace
@@ -25,32 +24,6 @@ from hybridpar.train.trainer import Trainer
 #: Part of an epoch's samples that a trial sees (45 minutes of 24 hours), and its fewest steps at the smallest size and
 #: at the largest.
 PART, LEAST_STEPS, LEAST_AT_LARGEST = 1 / 32, 8, 4
-
-
-def batch_maker(data: ImageData, config: TrainConfig, world: World, replicas: int) -> Callable[[int], TrainBatches]:
-    """What makes this worker's batches of any batch size.
-
-    Args:
-        data: The data set.
-        config: Options.
-        world: The workers. Rank = position * replicas + replica: workers of one replica are given the same samples.
-        replicas: Copies of the model.
-    """
-
-    def make(batch_size: int) -> TrainBatches:
-        return TrainBatches(
-            data,
-            seed=config.seed,
-            batch_size=batch_size,
-            rank=world.rank % replicas,
-            workers=replicas,
-            micro_batches=config.parts_per_step,
-            loader_workers=config.loader_workers,
-            device=world.device,
-            channels_last=config.uses_channels_last,
-        )
-
-    return make
 
 
 class BatchSelector:

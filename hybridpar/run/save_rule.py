@@ -1,4 +1,4 @@
-"""Why: how much work a dying run may lose is the user's choice, said in one short option."""
+"""The option --checkpoint-every: when to write checkpoints."""
 
 from __future__ import annotations
 

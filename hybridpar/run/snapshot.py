@@ -1,4 +1,4 @@
-"""Why: a trial must leave no trace, and what a training depends on is more than its weights.
+"""A copy in memory of everything that a training depends on, to be restored after a trial.
 
 As a checkpoint, but in memory and of this worker alone: weights, buffers, optimizer, what codecs did not send, what is
 on its way, and every random number generator.

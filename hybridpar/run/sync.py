@@ -1,4 +1,4 @@
-"""Why: a run that compresses says at its start what each layer travels as, and leaves that behind as a table."""
+"""What a run says about the compression of its gradients: lines at the start, a table, columns of the metrics."""
 
 from __future__ import annotations
 

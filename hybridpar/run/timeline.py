@@ -1,4 +1,4 @@
-"""Why: a pipeline run says what it predicted and what really ran, at the price of two exchanges between its steps.
+"""Records the first steps of a pipeline, predicts a step from them, and writes the timeline.
 
 After the first steps all workers bring together what they recorded; rank 0 predicts a step from it and completes
 `plan.json`. The steps that follow are what the prediction is held against: with `--timeline` they are written, beside

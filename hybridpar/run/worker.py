@@ -1,4 +1,4 @@
-"""Why: a worker process prepares itself and its device before it builds anything on them."""
+"""Sets up a worker process before it trains: determinism, its share of the cores, denormal numbers."""
 
 from __future__ import annotations
 
