@@ -1,4 +1,4 @@
-"""Why: `metrics.jsonl` is the record of a run: one JSON object per step, in order, each step once.
+"""Reads and writes `metrics.jsonl`: one JSON object per step, in order, each step once.
 
 Every line goes to the operating system at once (a few microseconds), so a crash of the process loses none; a crash of
 the machine may cut the last line, which readers skip. A resumed run first takes away the lines of steps that it will

@@ -1,4 +1,4 @@
-"""Why: the trainer says what happened in plain data, and everything that shows or stores it reads only that.
+"""Records of steps, epochs and runs, as plain data.
 
 No record holds a tensor, a file or a function, so the trainer does not know who listens, and a display can be tested
 without training anything. Times are milliseconds of one worker, averaged over the workers where they differ.

@@ -1,4 +1,4 @@
-"""Why: both displays show the same figures; they are computed once, in constant time per step.
+"""Running means and the remaining time of a run, for displays.
 
 A single step is too noisy to read, so loss and speed are exponential means over about the last twenty steps. The time
 left comes from wall time between steps, so evaluation and checkpoints count; the first steps, which allocate and

@@ -1,4 +1,4 @@
-"""Why: other programs read how a run went from one small file with keys that never change their meaning.
+"""`summary.json`: the figures of a run under keys that keep their meaning.
 
 `summary.schema.json`, beside this file, describes every key with its unit and is the contract. The summary is computed
 from `metrics.jsonl`, so it covers the whole of a run that was resumed, and is the same whoever computes it.

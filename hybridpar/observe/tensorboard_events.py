@@ -1,4 +1,4 @@
-"""Why: those who watch runs in TensorBoard get its event files for nothing; nobody else pays for the import.
+"""Writes TensorBoard event files where the tensorboard package is installed.
 
 The events repeat a few columns of `metrics.jsonl`, which stays the record of the run. They are written with the
 tensorboard package itself: one event for all scalars of a step costs a quarter of what torch's `SummaryWriter` takes

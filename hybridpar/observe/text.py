@@ -1,4 +1,4 @@
-"""Why: numbers and lines look the same on a terminal, in a log file and in the final report.
+"""Numbers and lines in the form in which displays and reports show them.
 
 The lines are ASCII, so that they survive any log collector.
 """

@@ -1,4 +1,4 @@
-"""Why: what every worker did in a few steps, beside what was predicted, in one list that all views read.
+"""`Timeline`: what every worker did in a few steps, beside what was predicted.
 
 A timeline is written as a trace by `timeline_file.py`, printed by `timeline_text.py` and drawn by
 `timeline_picture.py`. It holds spans and nothing that follows from them.

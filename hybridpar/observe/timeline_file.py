@@ -1,8 +1,7 @@
-"""Why: a timeline is kept in the one format that viewers of traces read, and comes back from it whole.
+"""Reads and writes timelines as JSON in the Trace Event Format, for ui.perfetto.dev and chrome://tracing.
 
-The file is JSON in the Trace Event Format, for ui.perfetto.dev and chrome://tracing: a process per worker, beside it
-one for its prediction, a thread per queue, arrows from sends to receives. Where a thread is needed that no worker has,
-`steps`, it shows from when to when a worker was busy with a step.
+A file has a process per worker, beside it one for its prediction, a thread per queue, arrows from sends to receives.
+Where a thread is needed that no worker has, `steps`, it shows from when to when a worker was busy with a step.
 """
 
 from __future__ import annotations

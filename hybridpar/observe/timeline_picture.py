@@ -1,6 +1,6 @@
-"""Why: bubbles, overlap and late sums are seen at once in a picture, and predicted above measured shows who is wrong.
+"""Draws a step of a timeline: the prediction above what was measured, on one axis of time.
 
-One axis of time for both. A thick row per compute lane, with the number of the micro-batch in each box; below it thin
+A thick row per compute lane, with the number of the micro-batch in each box; below it thin
 rows for transfers and sums of gradients. What a receive or a sum spends on waiting for others is pale.
 """
 

@@ -1,4 +1,4 @@
-"""Why: in a terminal, over ssh, a step can be read as well: figures first, then a strip per lane, 80 columns wide."""
+"""Prints a timeline in a terminal: figures of every worker, then a strip per lane, 80 columns wide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: workers of unequal speed, or on links too slow for an all-reduce, can meet at parameter servers instead.
+"""Parameter servers: workers of unequal speed, or on slow links, send gradients to them instead of to each other.
 
 The shards' rules (`Shard`, `Rules`) know nothing of processes, and `Simulation` plays any order of arrivals through
 them. `hybridpar train --sync ps|ps-async|softsync:N` runs the same shards on processes.

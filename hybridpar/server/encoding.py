@@ -1,13 +1,12 @@
-"""Why: any codec can compress a push, though codecs were made for workers that all receive the same message.
+"""Compresses pushes: encodes the gradient of a stripe at the worker, and decodes it at the server.
 
-Codecs promise that what comes of the messages is the same on every worker, so it cannot depend on anything that only
-one worker has. A server that decodes pushes is therefore just one more worker, with nothing of its own to send: a
-learner plays a job of one with its coders and sends what came of each round; a twin of each coder at the server is
-given these messages and gets the very numbers that the learner's own coder decoded. The difference to the gradient is
-the learner's residual.
+Codecs guarantee that all workers decode the same numbers from the messages of a round. A server that decodes pushes
+acts as one more worker that sends nothing: the learner runs its coders as a job of one and sends the result of each
+round; a copy of each coder at the server reads these messages and decodes the same numbers as the learner's own coder.
+The difference to the gradient is the learner's residual.
 
 Messages where stripes are sharded are taken before their owner adds them up, where that makes them larger (as for
-`hylo:mode=server`, whose owners answer in full precision): the twin does the owner's part.
+`hylo:mode=server`, whose owners answer in full precision): the server's copy does the owner's part.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Why: anybody can connect to a server's port, so both ends first prove that they know the job's token.
+"""The handshake of a connection: both ends prove that they know the job's token.
 
-The token itself is never sent. The server greets with a random number of 32 bytes; the worker replies with one of its
-own and a code (HMAC-SHA256) over both; the server checks it and answers with a code over both. A recorded reply fits no
-other greeting. The codes are also over the server's address, so that a worker that was sent to a wrong address helps
-nobody to get in at the right one.
+The token itself is never sent. The server sends a random number of 32 bytes; the worker replies with one of its own and
+a code (HMAC-SHA256) over both; the server checks it and answers with a code over both. A recorded reply fits no other
+greeting. The codes are also over the server's address, so that a reply sent to a wrong address is of no use at the
+right one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Why: between two exchanges with the servers a worker does what any worker does: forward, backward, and nothing else.
+"""Computes gradients on one worker, pushes them to the shards, and takes the weights that come back.
 
-The optimizer is the servers'. A worker computes on the weights that it was given last. What it sends is, with a
+The servers run the optimizer. A worker computes on the weights that it was given last. What it sends is, with a
 barrier, its part of the gradient of the whole batch, so that the parts add up to what one process would have computed,
-and else the mean gradient of its own minibatch.
+and otherwise the mean gradient of its own minibatch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Why: with servers nobody but a server sees all gradients, so that is where a run's steps are counted and recorded.
+"""Counts and records the steps of a run with parameter servers.
 
-A *step* is as many gradients as there are workers, whoever they came from: the work of one synchronous step, so that
+A *step* is as many gradients as there are workers, from whichever of them: the work of one synchronous step, so that
 epochs, learning rates and speeds mean the same in every mode.
 """
 

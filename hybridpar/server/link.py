@@ -1,4 +1,4 @@
-"""Why: a worker talks to all shards at a time, and one that is slow must not hold up what the others are told."""
+"""A worker's connections to all shards, which are used at the same time."""
 
 from __future__ import annotations
 

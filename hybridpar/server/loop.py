@@ -1,7 +1,7 @@
-"""Why: one thread that waits for all sockets together works through what comes in the order in which it came.
+"""Reads and writes all connections of a server on one thread.
 
-So whoever is behind it has a single writer without any lock, and nobody waits for one worker: what cannot be sent yet
-is sent when the socket takes it. A connection on which anything goes wrong is closed, and the others are served on.
+A subclass therefore needs no lock, and no worker waits for another: what cannot be sent yet is sent when the socket is
+ready. A connection on which anything goes wrong is closed, and the others are served on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why: for a checkpoint, and at the end, workers must exchange a few facts, with no group to do it on."""
+"""Collects one message of every worker, for facts that workers exchange over a server."""
 
 from __future__ import annotations
 

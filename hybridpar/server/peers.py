@@ -1,4 +1,4 @@
-"""Why: what a server knows of itself before anybody comes, and of each worker once it has come."""
+"""The options of a server, and what it knows of each connected worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: every process of a job must know what it is, worker or server, and where the shards are.
+"""Which worker or server a process of a job is, and where the shards are.
 
 Of the W + K processes of a job the first W are workers and the last K are servers; with K = 0 every worker serves a
 stripe beside its own work. They meet at the store of torch.distributed that the launcher hosts (ours, torchrun's, or

@@ -1,4 +1,4 @@
-"""Why: a server is a process like any other of the job, or threads beside a worker that masters a stripe itself."""
+"""Runs the shards of a process, as a server of its own or on threads beside a worker."""
 
 from __future__ import annotations
 

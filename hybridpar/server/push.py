@@ -1,4 +1,4 @@
-"""Why: what a learner says of a gradient, and what it hears, is known to shards and to whoever brings them messages."""
+"""The messages between learners and shards: a pushed gradient, and the answer to it."""
 
 from __future__ import annotations
 

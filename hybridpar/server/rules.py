@@ -1,4 +1,4 @@
-"""Why: synchronous, asynchronous and soft-synchronous servers differ in two numbers: what an update waits for, and c.
+"""What a shard does with gradients: how many make an update, whether workers wait, how staleness counts.
 
 With lambda learners (S. Gupta, W. Zhang, F. Wang, "Model Accuracy and Runtime Tradeoff in Distributed Deep Learning",
 ICDM 2016; Zhang et al., IJCAI 2016):

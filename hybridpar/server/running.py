@@ -1,4 +1,4 @@
-"""Why: running statistics of BatchNorm are no parameters, yet a model without them cannot be evaluated.
+"""The running statistics of BatchNorm in a run with parameter servers.
 
 Each worker normalises by its own minibatch, as in a run without servers. What it pushes are its running statistics
 after the step; shard 0 keeps their mean. With a barrier that is the mean over the workers. Without one each arrival

@@ -1,7 +1,7 @@
-"""Why: a shard takes one call at a time, so whoever brings it messages from many workers does so from one thread.
+"""Serves one shard to workers over sockets.
 
-The server is the single writer of its stripe (`hybridpar.server.loop`). To a worker that has to wait for others it says
-so now and then, so that the worker can tell a server that waits from one that is gone.
+The server is the single writer of its stripe (`hybridpar.server.loop`). A worker that has to wait for others is
+sent a message now and then, so that it can tell a waiting server from one that is gone.
 """
 
 from __future__ import annotations

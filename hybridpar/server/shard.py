@@ -1,10 +1,10 @@
-"""Why: everything that a parameter server decides is decided here, and nothing here knows of processes or networks.
+"""A shard: a stripe of the parameters, its optimizer, and the rules by which gradients update it.
 
-A shard holds a stripe of the model, the optimizer's state for it (momentum and weight decay are the server's business:
-with momentum at the learners a stale gradient would be followed several times), and a **clock** that counts updates.
-Shards do not wait for each other; each has its own clock. What comes in are calls, one at a time, what goes out are
-`Answer`s: who may now go on, with which weights. The transport is somebody else's (`hybridpar.server.serve`), or
-nobody's (`hybridpar.server.simulate`), so that any order of arrivals can be written down and played.
+A shard holds a stripe of the model, the optimizer's state for it (momentum and weight decay are applied here: with
+momentum at the learners a stale gradient would be applied several times), and a **clock** that counts updates. Shards
+do not wait for each other; each has its own clock. It is called with one push at a time and returns `Answer`s: which
+learners may continue, with which weights. It knows nothing of processes and sockets (`hybridpar.server.serve`), so that
+any order of arrivals can be tested (`hybridpar.server.simulate`).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Why: a gradient leaves for its shard while the backward pass still computes the next, and connections break.
+"""A worker's connection to one shard: sends gradients piece by piece, and receives weights.
 
 One thread per shard sends and receives, so that shards do not wait for each other. A push is one frame whose length is
 known beforehand, so its pieces leave one by one, in the order in which backward passes usually make them (from the last
-layer to the first), as soon as they are there. What the gradient turned out to be (finite or not, its loss) follows in
-a frame of its own, and only then does the push count.
+layer to the first), as soon as they are there. Whether the gradient is finite, and its loss, follow in a frame
+of their own, and only then does the push count.
 
-Where nobody waits for all, a worker whose connection breaks comes again and repeats the push under the same number, and
-the shard knows whether it has seen it. So a push is taken exactly once, or the shard is gone for good.
+Without a barrier, a worker whose connection breaks connects again and repeats the push under the same number, and the
+shard knows whether it has seen it. So a push is applied exactly once.
 """
 
 from __future__ import annotations

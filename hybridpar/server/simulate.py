@@ -1,8 +1,7 @@
-"""Why: what staleness does to training shows with thirty learners, and must show in the same way every time.
+"""Plays a written order of arrivals through real shards, in one process and without a clock.
 
-Here learners are bookkeeping and the shards are real: `Simulation` plays a written order of arrivals (who pushes next,
-whose message is lost, doubled, or who dies) through them, in one process and without a clock. `play_timed` makes the
-order itself, from how long each learner computes, and so also finds out how much work is done in a time.
+Learners are simulated, the shards are real. An order says who pushes next, whose message is lost or doubled, and who
+dies. `play_timed` makes the order itself, from how long each learner computes, and so also measures the throughput.
 """
 
 from __future__ import annotations

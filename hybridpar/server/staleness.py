@@ -1,4 +1,4 @@
-"""Why: a gradient of old weights points where the old weights should have gone, so its age must be known and may count.
+"""Rules for the weight of stale gradients, and a histogram of staleness.
 
 Staleness is counted in updates: tau = clock of the server at arrival - clock of the weights that the gradient was
 computed on (Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for Distributed Deep Learning", IJCAI 2016, section 3).

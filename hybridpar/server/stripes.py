@@ -1,4 +1,4 @@
-"""Why: every process must cut the model's parameters into the same shards, and a shard must know no model.
+"""Cuts the parameters of a model into the stripes that shards hold.
 
 The parameters lie one behind the other in the model's order, shard k of K has the k-th of K nearly equal ranges
 (CaffeOnSpark's rule: [k size / K, (k + 1) size / K)), and a border within a parameter is moved to the nearest border of

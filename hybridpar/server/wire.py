@@ -1,8 +1,8 @@
-"""Why: a server's peers come and go, and a gloo group is of no use to anybody once a member of it is dead.
+"""The wire format between workers and servers: frames over TCP sockets.
 
-So data travels over plain TCP sockets, one per worker and shard, and torch.distributed's store is only where they find
-each other. A socket tells a death at once, others are not touched by it, a newcomer is one more connection, and one
-thread can wait for whoever comes first, which a group's receive from a named peer cannot.
+There is one socket per worker and shard; torch.distributed's store is only used to find each other. A socket reports at
+once that its peer died and others are not affected, a new worker is one more connection, and one thread can wait for
+whichever worker sends first. A process group of gloo has none of that.
 
 A connection begins with a handshake (`hybridpar.server.handshake`). Then come frames: a header (magic, length of the
 meta data, length of the payload), the meta data as JSON, and the payload. What a payload means follows from the kind

@@ -1,8 +1,8 @@
-"""Why: a prediction is an opinion until the plan has run; a few steps of each finalist, in turns, settle it.
+"""Runs plans for some steps each, in turns, and times them.
 
-Every plan runs as a training would run it, by `Trainer`, on the job's own workers. All live side by side and take one
-step each in a round, so whatever disturbs the machine hits all of them; the time of a step is that of the slowest
-worker, and of a plan the median over the rounds.
+Every plan runs as a training would run it, by `Trainer`, on the job's own workers. All are open at the same time and
+take one step each in a round, so that a disturbance of the machine affects all of them; the time of a step is that of
+the slowest worker, and of a plan the median over the rounds.
 """
 
 from __future__ import annotations
