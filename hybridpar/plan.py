@@ -273,6 +273,9 @@ class Plan(_Section):
     def save(self, path: str | Path) -> None:
         """Write the plan; the file is replaced as a whole or not at all.
 
+        Args:
+            path: The file.
+
         Raises:
             PlanError: The file cannot be written.
         """
@@ -327,6 +330,9 @@ class Plan(_Section):
 def read_plan(path: str | Path) -> Plan:
     """Read a plan from a JSON file. Runs no code from it.
 
+    Args:
+        path: The file.
+
     Raises:
         PlanError: The file is missing, is not a plan, or is of a version this package cannot read.
     """
@@ -337,6 +343,10 @@ def read_plan(path: str | Path) -> Plan:
 
 def parse_plan(data: object, source: str = "the plan") -> Plan:
     """Check and type the data of a plan that was read from somewhere.
+
+    Args:
+        data: What was read.
+        source: What to call it in messages.
 
     Raises:
         PlanError: As for `read_plan`.

@@ -30,7 +30,7 @@ from hybridpar.machine.cluster import default_workers
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.models import build_model, seed_everything
-from hybridpar.planner.worker_share import share_of_worker
+from hybridpar.planner.stage_plan import share_of_worker
 from hybridpar.tvm_kernels.conv_norm_records import ConvNormKey
 from hybridpar.tvm_kernels.conv_norm_search import LONGEST_PAIR, PAIR_SHARE, ConvNormProgress, measure_conv_norms
 from hybridpar.tvm_kernels.cuda_device import KNOWN, Gpu, gpu_at

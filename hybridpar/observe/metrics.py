@@ -43,7 +43,11 @@ _EXACT = {"loss", "lr", "grad_norm", "residual_norm"}
 
 
 def images_per_second(record: StepRecord) -> float:
-    """Samples of all workers per second of the step; NaN where its time is not a positive number."""
+    """Samples of all workers per second of the step; NaN where its time is not a positive number.
+
+    Args:
+        record: The record.
+    """
     return 1000 * record.samples / record.step_ms if 0 < record.step_ms < math.inf else math.nan
 
 
@@ -80,6 +84,9 @@ class MetricsWriter:
     def write_step(self, record: StepRecord) -> None:
         """Append a step.
 
+        Args:
+            record: The record.
+
         Raises:
             RunDirectoryError: The line cannot be written.
         """
@@ -94,6 +101,9 @@ class MetricsWriter:
 
     def write_epoch(self, record: EpochRecord) -> None:
         """Append the end of an epoch, as a line with `"event": "epoch"`.
+
+        Args:
+            record: The record.
 
         Raises:
             RunDirectoryError: The line cannot be written.

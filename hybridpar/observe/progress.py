@@ -24,7 +24,11 @@ class Progress:
     """
 
     def prepare(self, text: str) -> None:
-        """Show what is being done before training starts, until something else is shown."""
+        """Show what is being done before training starts, until something else is shown.
+
+        Args:
+            text: The text.
+        """
 
     def start(self, info: RunInfo, done: int = 0) -> None:
         """Show what is about to be trained.
@@ -35,16 +39,32 @@ class Progress:
         """
 
     def step(self, record: StepRecord) -> None:
-        """Take note of a step."""
+        """Take note of a step.
+
+        Args:
+            record: The record.
+        """
 
     def epoch(self, record: EpochRecord) -> None:
-        """Show the end of an epoch."""
+        """Show the end of an epoch.
+
+        Args:
+            record: The record.
+        """
 
     def message(self, text: str) -> None:
-        """Show a line that stays, for instance "checkpoint saved at step 120"."""
+        """Show a line that stays, for instance "checkpoint saved at step 120".
+
+        Args:
+            text: The text.
+        """
 
     def warn(self, text: str) -> None:
-        """Show a warning that stays."""
+        """Show a warning that stays.
+
+        Args:
+            text: The text.
+        """
         self.message(f"warning: {text}")
 
     def close(self) -> None:

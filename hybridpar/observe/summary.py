@@ -97,10 +97,7 @@ def summarize(
         ),
         "codec": info.codec,
         "compression_ratio": _ratio(steps["bytes_before"], steps["bytes_after"]),
-        "encode_ms": _median(steps["encode_ms"][steady]),
-        "wire_ms": _median(steps["wire_ms"][steady]),
-        "decode_ms": _median(steps["decode_ms"][steady]),
-        "sync_ms": _median(steps["sync_ms"][steady]),
+        **{key: _median(steps[key][steady]) for key in ("encode_ms", "wire_ms", "decode_ms", "sync_ms", "queued")},
         "stages": info.stages,
         "replicas": info.replicas,
         "micro_batches": info.micro_batches,
@@ -108,7 +105,6 @@ def summarize(
         "sync": info.sync,
         "servers": info.servers,
         "bytes_pulled_per_step": None if pulled is None else round(pulled),
-        "queued": _median(steps["queued"][steady]),
         "recipe": "none",
         "double_buffer": "off",
         "final_batch_size": info.batch_size,
@@ -160,6 +156,9 @@ def divided_step(step_ms: float | None, workers: Sequence[tuple[float, ...] | No
 def validate_summary(summary: Mapping[str, Any]) -> None:
     """Check a summary against the part of JSON Schema that `summary.schema.json` uses.
 
+    Args:
+        summary: The summary.
+
     Raises:
         ValueError: A key is missing, or a value is not of its type or range, or not a finite number.
     """
@@ -167,7 +166,11 @@ def validate_summary(summary: Mapping[str, Any]) -> None:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The summary of a run; None where there is none, or a damaged one. Keys that are newer than it are None."""
+    """The summary of a run; None where there is none, or a damaged one. Keys that are newer than it are None.
+
+    Args:
+        run_dir: Directory of the run.
+    """
     try:
         summary = json.loads((Path(run_dir) / SUMMARY_FILE).read_text(encoding="utf-8"))
         summary = dict.fromkeys(summary_schema()["required"]) | summary
@@ -179,6 +182,10 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     """Check a summary and write it to `summary.json`, as a whole or not at all.
+
+    Args:
+        run_dir: Directory of the run.
+        summary: The summary.
 
     Raises:
         ValueError: As for `validate_summary`.

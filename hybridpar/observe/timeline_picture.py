@@ -125,6 +125,9 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, step: int | None = No
 def require_drawing(path: Path) -> None:
     """Refuse a picture that could not be drawn.
 
+    Args:
+        path: The file.
+
     Raises:
         UsageError: matplotlib is missing, or the name does not end in a format.
     """

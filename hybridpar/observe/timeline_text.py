@@ -73,7 +73,11 @@ def print_timeline(timeline: Timeline, console: Console | None = None) -> None:
 
 
 def headline(timeline: Timeline) -> str:
-    """What ran, in a line."""
+    """What ran, in a line.
+
+    Args:
+        timeline: The timeline.
+    """
     facts = timeline.facts
     parts = [str(facts["model"])] if "model" in facts else []
     if "stages" in facts:

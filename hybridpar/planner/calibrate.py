@@ -55,7 +55,11 @@ class Factor:
 
 
 def compute_key(inputs: PlannerInputs) -> dict[str, Any]:
-    """What a factor of computing holds for."""
+    """What a factor of computing holds for.
+
+    Args:
+        inputs: Of the search.
+    """
     profile = inputs.profile
     return {
         "of": "compute",
@@ -67,7 +71,11 @@ def compute_key(inputs: PlannerInputs) -> dict[str, Any]:
 
 
 def link_key(inputs: PlannerInputs) -> dict[str, Any]:
-    """What a factor of links holds for."""
+    """What a factor of links holds for.
+
+    Args:
+        inputs: Of the search.
+    """
     cluster = inputs.cluster
     return {
         "of": "link",

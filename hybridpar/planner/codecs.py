@@ -123,7 +123,12 @@ def _policies(layers: Layers, codecs: Mapping[str, Codec], rates: Mapping[str, C
 
 
 def stage_buckets(parameters: Sequence[Parameter], limit: int) -> list[list[Parameter]]:
-    """Parameters of a stage in the buckets that its first step cuts: from the last one to the first."""
+    """Parameters of a stage in the buckets that its first step cuts: from the last one to the first.
+
+    Args:
+        parameters: In the model's order.
+        limit: Bytes at which a bucket is full.
+    """
     order = list(parameters)[::-1]
     return [[order[index] for index in bucket] for bucket in cut_buckets([4 * one.count for one in order], limit)]
 
@@ -146,7 +151,12 @@ class BucketPrices:
         self._plain = network.exchange([PLAIN])[PLAIN]
 
     def times(self, bucket: Sequence[Parameter], travel: Travel) -> BucketTimes:
-        """What a bucket takes if its layers travel in this way."""
+        """What a bucket takes if its layers travel in this way.
+
+        Args:
+            bucket: Its parameters.
+            travel: What gradients are sent as.
+        """
         workers, factor = self._group.workers, 2 * (self._group.workers - 1) / self._group.workers
         plain = [one for one in bucket if not self._compresses(one, travel)]
         size = 4 * sum(one.count for one in plain)

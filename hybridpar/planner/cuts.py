@@ -162,7 +162,12 @@ def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) ->
 
 
 def edges_of(graph: UnitGraph, stage_of: Sequence[int]) -> tuple[Edge, ...]:
-    """What flows between the stages of a cut: every tensor once to each later stage that uses it."""
+    """What flows between the stages of a cut: every tensor once to each later stage that uses it.
+
+    Args:
+        graph: Units of the model, with sizes.
+        stage_of: Stage of every unit.
+    """
     ahead: dict[tuple[int, int], int] = defaultdict(int)
     back: dict[tuple[int, int], int] = defaultdict(int)
     last = max(stage_of)

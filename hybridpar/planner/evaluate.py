@@ -114,15 +114,27 @@ class Evaluator:
         self._throughput = cache(self._make_throughput)
 
     def samples(self, shape: Shape) -> int:
-        """Samples of the largest micro-batch."""
+        """Samples of the largest micro-batch.
+
+        Args:
+            shape: How workers are divided.
+        """
         return -(-self._inputs.batch // (shape.replicas * shape.micro_batches))
 
     def layout(self, candidate: Candidate) -> Layout:
-        """Where the stages of a candidate run, and what flows between them."""
+        """Where the stages of a candidate run, and what flows between them.
+
+        Args:
+            candidate: The candidate.
+        """
         return self._layout(candidate.shape, candidate.cut, candidate.variant)
 
     def figures(self, candidate: Candidate) -> StageFigures:
-        """What its stages cost on the device of the profile."""
+        """What its stages cost on the device of the profile.
+
+        Args:
+            candidate: The candidate.
+        """
         return self._figures(candidate.cut, candidate.variant, self.samples(candidate.shape))
 
     def costs(self, candidate: Candidate, *, exchange: bool = True) -> Costs:
@@ -175,7 +187,12 @@ class Evaluator:
         )
 
     def simulation(self, candidate: Candidate, costs: Costs) -> Simulation:
-        """One step, simulated over the actions of all workers of a replica; other replicas do the same."""
+        """One step, simulated over the actions of all workers of a replica; other replicas do the same.
+
+        Args:
+            candidate: The candidate.
+            costs: What its actions take.
+        """
         layout = self.layout(candidate)
         schedule = self._schedule(candidate.schedule, candidate.shape, candidate.cut, candidate.variant)
         counts = [len(buckets) for buckets in costs.buckets] if candidate.shape.replicas > 1 else ()
@@ -183,7 +200,11 @@ class Evaluator:
         return simulate(program, costs)
 
     def outcome(self, candidate: Candidate) -> Outcome:
-        """What a candidate is predicted to take."""
+        """What a candidate is predicted to take.
+
+        Args:
+            candidate: The candidate.
+        """
         costs = self.costs(candidate)
         result = self.simulation(candidate, costs)
         return Outcome(
@@ -198,7 +219,11 @@ class Evaluator:
         )
 
     def parts(self, candidate: Candidate) -> Parts:
-        """Where the time of a candidate's step goes."""
+        """Where the time of a candidate's step goes.
+
+        Args:
+            candidate: The candidate.
+        """
         costs = self.costs(candidate)
         free = replace(
             costs,
@@ -271,7 +296,11 @@ class Evaluator:
         return self.memory(candidate, self._peaks(name, candidate.shape, candidate.cut, candidate.variant))
 
     def limit(self, candidate: Candidate) -> float:
-        """The least memory of the devices that a candidate uses."""
+        """The least memory of the devices that a candidate uses.
+
+        Args:
+            candidate: The candidate.
+        """
         return self._least_memory[candidate.shape.workers - 1]
 
     # ---------------------------------------------------------------- made once

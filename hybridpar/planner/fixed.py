@@ -47,7 +47,12 @@ class Fixed:
 
 
 def decided_options(config: TrainConfig, given: Collection[str] = ()) -> frozenset[str]:
-    """The options that somebody set: those that were named, and those that are not at their default."""
+    """The options that somebody set: those that were named, and those that are not at their default.
+
+    Args:
+        config: Options of the run.
+        given: Options that were named on the command line.
+    """
     defaults = {field.name: field.default for field in fields(TrainConfig)}
     differing = {name for name, default in defaults.items() if getattr(config, name) != default}
     left = set()
@@ -57,7 +62,12 @@ def decided_options(config: TrainConfig, given: Collection[str] = ()) -> frozens
 
 
 def needs_replicas(config: TrainConfig, named: Collection[str]) -> str:
-    """The named option that acts on what replicas exchange, so that it does nothing with one; empty where none does."""
+    """The named option that acts on what replicas exchange, so that it does nothing with one; empty where none does.
+
+    Args:
+        config: Options of the run.
+        named: Options that must have an effect.
+    """
     asked = {
         f"--compress {config.compress}": "compress" in named and _changes_gradients(config),
         f"--sync {config.sync}": "sync" in named and config.local_steps is not None,
@@ -67,7 +77,12 @@ def needs_replicas(config: TrainConfig, named: Collection[str]) -> str:
 
 
 def needs_stages(config: TrainConfig, named: Collection[str]) -> str:
-    """The named option that acts on stages, so that it does nothing for a whole model; empty where none does."""
+    """The named option that acts on stages, so that it does nothing for a whole model; empty where none does.
+
+    Args:
+        config: Options of the run.
+        named: Options that must have an effect.
+    """
     asked = {
         f"--schedule {config.schedule}": "schedule" in named and config.schedule is not None,
         f"--placement {config.placement}": "placement" in named and config.placement is not None,
@@ -123,7 +138,11 @@ def fixed_by(
 
 
 def not_modelled(config: TrainConfig) -> str:
-    """An option that the simulator knows nothing of, so that a prediction would be wrong; empty where there is none."""
+    """An option that the simulator knows nothing of, so that a prediction would be wrong; empty where there is none.
+
+    Args:
+        config: Options of the run.
+    """
     reasons = {
         "--compile": config.compile,
         "--recompute": bool(config.recompute),
@@ -140,7 +159,11 @@ def not_modelled(config: TrainConfig) -> str:
 
 
 def optimizer_copies(config: TrainConfig) -> int:
-    """Tensors per parameter that the optimizer keeps."""
+    """Tensors per parameter that the optimizer keeps.
+
+    Args:
+        config: Options of the run.
+    """
     if config.optimizer == "adamw":
         return 2
     return 1 if config.momentum > 0 else 0

@@ -184,7 +184,13 @@ def _time(work: _Work | None, factor: float, world: World, seconds: float) -> Wa
 
 
 def laps_of(work: _Work, message: Tensor, repeats: int) -> list[float]:
-    """Seconds of one after the other, after one that is not counted: it also fills the queues of the link."""
+    """Seconds of one after the other, after one that is not counted: it also fills the queues of the link.
+
+    Args:
+        work: What is done with the message.
+        message: What is sent, on the device.
+        repeats: How many are timed.
+    """
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
@@ -234,6 +240,10 @@ def spare_cores(world: World, seconds: float) -> float:
     """Cores that a worker has beside those that compute, while all workers compute; a collective.
 
     That is what one thread more gets done, over what each of the others does. Less than a quarter is chance.
+
+    Args:
+        world: All workers.
+        seconds: Time of each of six measurements, in seconds.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -277,12 +287,22 @@ def _nothing(message: Tensor) -> None:
 
 
 def most_of_all(value: float, world: World) -> float:
-    """The largest of all workers' values, by which all decide the same."""
+    """The largest of all workers' values, by which all decide the same.
+
+    Args:
+        value: Of this worker.
+        world: All workers.
+    """
     return max(_of_all(value, world))
 
 
 def least_of_all(value: float, world: World) -> float:
-    """The least of all workers' values."""
+    """The least of all workers' values.
+
+    Args:
+        value: Of this worker.
+        world: All workers.
+    """
     return min(_of_all(value, world))
 
 

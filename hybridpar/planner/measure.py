@@ -192,7 +192,11 @@ def _update_ms(rest: Mapping[str, StepCosts], memory_format: str) -> float | Non
 
 
 def parameters_of(units: ModelUnits) -> tuple[Parameter, ...]:
-    """The trained parameters of a model, each with the first unit that uses it."""
+    """The trained parameters of a model, each with the first unit that uses it.
+
+    Args:
+        units: The traced model and its units.
+    """
     home: dict[int, int] = {}
     for index, nodes in enumerate(units.nodes):
         for node in nodes:
@@ -272,7 +276,11 @@ def _rate_of_all(world: World, measure: Callable[[], dict[str, float]]) -> dict[
 
 
 def has_tuned_kernels(model: nn.Module) -> bool:
-    """Whether a model has layers for which there may be tuned kernels."""
+    """Whether a model has layers for which there may be tuned kernels.
+
+    Args:
+        model: The model.
+    """
     return any(map(is_depthwise, model.modules())) and len(default_database()) > 0
 
 

@@ -108,7 +108,15 @@ class Question:
     def of_run(
         cls, config: TrainConfig, fixed: Fixed, name: str, sample_shape: Sequence[int], steps: int | None
     ) -> Question:
-        """The question of a training run with these options; see the attributes."""
+        """The question of a training run with these options; see the attributes.
+
+        Args:
+            config: Options of the run.
+            fixed: What is not searched for.
+            name: What to call the model.
+            sample_shape: Of one sample.
+            steps: Of the run; None to measure everything.
+        """
         return cls(
             name,
             tuple(sample_shape),

@@ -136,7 +136,11 @@ class Network:
         return {kind: _flat(kind, level, group.workers, sharing, codec) for kind in kinds}
 
     def between_hosts(self, kinds: Iterable[Kind]) -> Mapping[Kind, LinkCost]:
-        """What the messages of a codec take between the leaders of hosts, which share the link of their host."""
+        """What the messages of a codec take between the leaders of hosts, which share the link of their host.
+
+        Args:
+            kinds: Kinds of messages.
+        """
         group = self.grouping
         return {kind: _flat(kind, self._between, group.hosts, group.sharing, codec=True) for kind in kinds}
 
@@ -210,7 +214,11 @@ def _sum_way(kind: Kind, codec: bool) -> str:
 
 
 def log_rounds(workers: int) -> int:
-    """Rounds in which a tree reaches so many workers."""
+    """Rounds in which a tree reaches so many workers.
+
+    Args:
+        workers: How many workers take part.
+    """
     return math.ceil(math.log2(workers)) if workers > 1 else 0
 
 

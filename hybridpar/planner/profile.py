@@ -204,7 +204,11 @@ class ModelProfile:
         return min(self.noise, MOST_NOISE)
 
     def crowding(self, workers: int) -> float:
-        """How much slower a worker computes while so many on its host do: of the nearest number that was measured."""
+        """How much slower a worker computes while so many on its host do: of the nearest number that was measured.
+
+        Args:
+            workers: Workers that compute on the host.
+        """
         if workers == 1 or not self.crowd:
             return 1.0
         return max(1.0, self.crowd[min(self.crowd, key=lambda known: (abs(known - workers), known))])
@@ -229,7 +233,12 @@ class ModelProfile:
         return 4 * self.info.parameters
 
     def timed(self, variant: int, samples: float) -> UnitGraph:
-        """The graph with the times and sizes of a variant at a micro-batch size."""
+        """The graph with the times and sizes of a variant at a micro-batch size.
+
+        Args:
+            variant: Index into the profile's variants.
+            samples: Samples of the micro-batch.
+        """
         factor = samples / self.samples
         forward, backward = self.variants[variant].unit_ms(samples)
         graph = self.graph.with_times(list(zip(forward, backward, strict=True)))
@@ -244,7 +253,11 @@ class ModelProfile:
 
 
 def merged(variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """Variants with all sizes of those that compute in the same way, in the order of their first ones."""
+    """Variants with all sizes of those that compute in the same way, in the order of their first ones.
+
+    Args:
+        variants: With one size each.
+    """
     found: dict[tuple[str, str], list[Variant]] = {}
     for one in variants:
         found.setdefault((one.memory_format, one.kernels), []).append(one)

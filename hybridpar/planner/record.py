@@ -92,7 +92,11 @@ def candidate_of(plan: Plan, evaluator: Evaluator, source: str = "the plan") -> 
 
 
 def is_as_recorded(plan: Plan) -> bool:
-    """Whether a plan still says what its search said, so that what was predicted holds; nobody has edited it."""
+    """Whether a plan still says what its search said, so that what was predicted holds; nobody has edited it.
+
+    Args:
+        plan: The plan.
+    """
     inputs = inputs_of_plan(plan)
     evaluator = Evaluator(Space(inputs))
     try:

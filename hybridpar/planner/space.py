@@ -173,7 +173,11 @@ class Space:
                             yield shape
 
     def micro_batch_counts(self, replicas: int) -> list[int]:
-        """Numbers of micro-batches to try; the first is the plain one."""
+        """Numbers of micro-batches to try; the first is the plain one.
+
+        Args:
+            replicas: Copies of the model.
+        """
         inputs = self.inputs
         if inputs.fixed.micro_batches is not None:
             return [inputs.fixed.micro_batches]

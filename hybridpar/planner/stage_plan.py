@@ -19,6 +19,7 @@ from torch import nn
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError, UsageError
+from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.partition.cost import PlacementKind, Problem, Worker
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.planning import partition_model, stages_from_plan
@@ -233,6 +234,10 @@ def _any_loss(output: Any, target: Any) -> torch.Tensor:
 def read_own_plan(config: TrainConfig, world: World) -> Plan | None:
     """The plan's file that the options name, if they do; a collective.
 
+    Args:
+        config: Options of the run.
+        world: All workers.
+
     Raises:
         PlanError: It cannot be read here or elsewhere, or not all workers have read the same one.
     """
@@ -303,12 +308,24 @@ def follow_stages(config: TrainConfig, plan: Plan, decided: bool = False) -> Tra
 
 
 def lane_threads(shape: Shape, device: torch.device) -> int:
-    """Intra-op threads of a lane on a CPU: those of the process, divided."""
+    """Intra-op threads of a lane on a CPU: those of the process, divided.
+
+    Args:
+        shape: How workers are divided.
+        device: The device.
+    """
     return max(1, torch.get_num_threads() // shape.lanes) if device.type == "cpu" else 1
 
 
 def pipeline_options(plan: StagePlan, config: TrainConfig, sync: SyncOptions, device: torch.device) -> PipelineOptions:
-    """What the pipeline is told, from a plan and the options of a run."""
+    """What the pipeline is told, from a plan and the options of a run.
+
+    Args:
+        plan: The plan.
+        config: Options of the run.
+        sync: Options of the exchange of gradients.
+        device: The device.
+    """
     sections = plan.plan.partition.stages
     bad = [stage for stage in config.recompute if not 0 <= stage < len(sections)]
     if bad:
@@ -345,3 +362,41 @@ def _known(values: Sequence[float | None], scale: float) -> tuple[float, ...] | 
 
 def _whole(values: Sequence[float] | None) -> tuple[int, ...] | None:
     return None if values is None else tuple(round(value) for value in values)
+
+
+@dataclass(frozen=True)
+class WorkerShare:
+    """What one CPU worker of a run does.
+
+    Attributes:
+        samples: Of a micro-batch, where batches divide evenly.
+        threads: Intra-op threads of a lane.
+    """
+
+    samples: int
+    threads: int
+
+
+def micro_batch_samples(config: TrainConfig, replicas: int) -> int:
+    """Samples of a micro-batch; where they do not divide evenly some micro-batches have one more.
+
+    Args:
+        config: Options of the run.
+        replicas: Copies of the model.
+    """
+    return max(2, config.batch_size // (replicas * config.micro_batches))
+
+
+def share_of_worker(config: TrainConfig, workers: int) -> WorkerShare:
+    """What each of so many workers on this machine does, as the launcher sets it up.
+
+    Args:
+        config: Options of the run.
+        workers: Workers, all on this machine.
+
+    Raises:
+        UsageError: Stages, replicas and workers do not fit each other.
+    """
+    shape = shape_of(config, workers)
+    threads = threads_per_worker(workers, available_cores())
+    return WorkerShare(micro_batch_samples(config, shape.replicas), max(1, threads // shape.lanes))

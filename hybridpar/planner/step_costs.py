@@ -119,7 +119,14 @@ def measure_step_costs(
 
 
 def forward_backward(sync: GradientSync, model: nn.Module, example: Tensor, clock: Clock) -> tuple[Any, Any]:
-    """Forward and backward pass; marks of the clock around what the sync does between them."""
+    """Forward and backward pass; marks of the clock around what the sync does between them.
+
+    Args:
+        sync: The exchange of gradients, begun.
+        model: The model.
+        example: Inputs of a micro-batch.
+        clock: Measures times on the device.
+    """
     sync.micro_batch(len(example), last=True)
     leaves = [leaf for _, leaf in tensor_leaves(model(example)) if leaf.requires_grad]
     loss = torch.stack([leaf.float().square().mean() for leaf in leaves]).sum()

@@ -33,10 +33,18 @@ def steps_factor(codecs: Iterable[str]) -> float:
 
 
 def planned_codecs(fidelity: str) -> tuple[str, ...]:
-    """The codecs that a fidelity allows and whose steps to a target are known, `none` not among them."""
+    """The codecs that a fidelity allows and whose steps to a target are known, `none` not among them.
+
+    Args:
+        fidelity: `exact`, `close` or `lossy`.
+    """
     return tuple(text for text in FIDELITIES[fidelity] if text in STEPS_TO_TARGET)
 
 
 def left_out(fidelity: str) -> tuple[str, ...]:
-    """The codecs that a fidelity would allow, but for a measurement that is missing."""
+    """The codecs that a fidelity would allow, but for a measurement that is missing.
+
+    Args:
+        fidelity: `exact`, `close` or `lossy`.
+    """
     return tuple(text for text in FIDELITIES[fidelity] if text not in STEPS_TO_TARGET)

@@ -67,7 +67,14 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def store(kind: str, key: Mapping[str, Any], data: object, directory: Path | None = None) -> None:
-    """Keep something; the file is replaced as a whole or not at all. See `path_of`. A warning says where that fails."""
+    """Keep something; the file is replaced as a whole or not at all. See `path_of`. A warning says where that fails.
+
+    Args:
+        kind: What sort of measurement it is.
+        key: Everything that it depends on, as JSON would have it.
+        data: What to keep, as JSON would have it.
+        directory: As for `path_of`.
+    """
     path = path_of(kind, key, directory)
     entry = {"key": key, "data": data}
     try:
@@ -180,7 +187,12 @@ def tell_noise(kind: str, noise: float) -> bool:
 
 
 def forget(kind: str, key: Mapping[str, Any]) -> bool:
-    """Delete what was kept under a key; whether there was anything."""
+    """Delete what was kept under a key; whether there was anything.
+
+    Args:
+        kind: What sort of measurement it is.
+        key: Everything that it depends on, as JSON would have it.
+    """
     try:
         path_of(kind, key).unlink()
     except OSError:
@@ -189,7 +201,11 @@ def forget(kind: str, key: Mapping[str, Any]) -> bool:
 
 
 def entries(kind: str) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Key and data of all that is kept of a kind, by the names of the files."""
+    """Key and data of all that is kept of a kind, by the names of the files.
+
+    Args:
+        kind: What sort of measurement it is.
+    """
     for path in sorted(folder().glob(f"{kind}-*.json")):
         entry = _entry(path)
         if "data" in entry:

@@ -13,12 +13,17 @@ from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, require_trained
-from hybridpar.planner.worker_share import micro_batch_samples
+from hybridpar.planner.stage_plan import micro_batch_samples
 from hybridpar.train.model_check import check_outputs
 
 
 def steps_of(config: TrainConfig, samples: int) -> int:
-    """Steps of a run, before it is known how each is divided; see `hybridpar.data.sampling.cut_epoch`."""
+    """Steps of a run, before it is known how each is divided; see `hybridpar.data.sampling.cut_epoch`.
+
+    Args:
+        config: Options of the run.
+        samples: Of the training set.
+    """
     return config.steps if config.steps is not None else config.epochs * max(1, samples // config.batch_size)
 
 
@@ -42,7 +47,13 @@ def check_batch(config: TrainConfig, samples: int, workers: int) -> None:
 
 
 def example_batch(data: ImageData, config: TrainConfig, replicas: int) -> torch.Tensor:
-    """Something of the size of a micro-batch, for measuring the model."""
+    """Something of the size of a micro-batch, for measuring the model.
+
+    Args:
+        data: The data set.
+        config: Options of the run.
+        replicas: Copies of the model.
+    """
     samples = micro_batch_samples(config, replicas)
     return torch.randn(samples, *data.sample_shape, generator=torch.Generator().manual_seed(0))
 
@@ -104,7 +115,12 @@ def test_batches(
 
 
 def load_data(config: TrainConfig, world: World) -> ImageData:
-    """Load the data set; where it may be downloaded, rank 0 goes first."""
+    """Load the data set; where it may be downloaded, rank 0 goes first.
+
+    Args:
+        config: Options of the run.
+        world: All workers.
+    """
     if not config.download or world.size == 1:
         return load_dataset(config)
     loaded: list[ImageData] = []
@@ -131,7 +147,12 @@ def make_model(config: TrainConfig, name: str, data: ImageData, device: torch.de
 
 
 def untested(tested: int, total: int) -> str | None:
-    """What to tell where an accuracy is not over all test images; None where it is."""
+    """What to tell where an accuracy is not over all test images; None where it is.
+
+    Args:
+        tested: Images that were tested.
+        total: How many there are.
+    """
     if tested == total:
         return None
     return f"the accuracy is over {tested:,} of {total:,} test images: the others cannot be read"

@@ -92,6 +92,10 @@ def find_place(config: TrainConfig, model: str) -> RunPlace:
 
     Nothing is written or deleted yet: the run may still turn out to be impossible, see `claim_place`.
 
+    Args:
+        config: Options of the run.
+        model: What the command line calls the model.
+
     Raises:
         UsageError: The directory holds a run, and neither `--resume` nor `--overwrite` was given.
         CheckpointError: `--resume` without a checkpoint to resume, or `--resume-from` names none.
@@ -148,7 +152,11 @@ def before_the_start() -> Iterator[None]:
 
 
 def expected_directory(place: RunPlace) -> Path:
-    """The directory that a run is going to have, unless another run takes it meanwhile."""
+    """The directory that a run is going to have, unless another run takes it meanwhile.
+
+    Args:
+        place: What `find_place` returned.
+    """
     return next(_numbered(place.directory)) if place.claim == "make" else place.directory
 
 
@@ -211,6 +219,12 @@ def claim_place(place: RunPlace, config: TrainConfig, model: str, versions: dict
 
     Called by one worker once model, data and checkpoint are known to be good, so that a request which fails has
     deleted nothing.
+
+    Args:
+        place: What `find_place` returned.
+        config: Options of the run.
+        model: What the command line calls the model.
+        versions: Versions of packages, to be recorded.
 
     Returns:
         The place with the directory that the run really got.

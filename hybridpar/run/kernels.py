@@ -13,8 +13,7 @@ from torch import nn
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.plan import KernelChoice, Kernels, Plan
-from hybridpar.planner.stage_plan import lane_threads, shape_of
-from hybridpar.planner.worker_share import micro_batch_samples
+from hybridpar.planner.stage_plan import lane_threads, micro_batch_samples, shape_of
 from hybridpar.sync.batchnorm import without_replicas
 from hybridpar.tvm_kernels.choice import Choices, Decision, active_choices
 from hybridpar.tvm_kernels.conv_norm_choice import ConvNormDecision, convolution_of, prepare_conv_norms
@@ -85,34 +84,21 @@ class KernelUse:
 
     def section(self) -> Kernels:
         """The section of the plan."""
-        convolutions = [
-            KernelChoice(
-                layer=layer.name,
-                direction=direction.value,
-                kernel="tuned" if decision.kernel is not None else f"stock: {decision.why}",
-            )
-            for layer, direction, decision in self.operations
-        ]
-        norms = [
-            KernelChoice(
-                layer=layer.name,
-                direction=NORM_OP,
-                kernel="tuned" if decision.fused else f"stock: {decision.why}",
-            )
-            for layer, decision in self.norms
-        ]
-        pairs = [
-            KernelChoice(
-                layer=layer.name,
-                direction=CONV_NORM_OP,
-                kernel="tuned" if decision.kernel is not None else f"apart: {decision.why}",
-            )
-            for layer, decision in self.pairs
-        ]
-        return Kernels(database=self.choices.database.name, choices=(*convolutions, *norms, *pairs))
+        operations = [(layer.name, way.value, one.kernel, "stock", one.why) for layer, way, one in self.operations]
+        norms = [(layer.name, NORM_OP, one.fused or None, "stock", one.why) for layer, one in self.norms]
+        pairs = [(layer.name, CONV_NORM_OP, one.kernel, "apart", one.why) for layer, one in self.pairs]
+        choices = tuple(
+            KernelChoice(layer=name, direction=what, kernel="tuned" if kernel is not None else f"{other}: {why}")
+            for name, what, kernel, other, why in (*operations, *norms, *pairs)
+        )
+        return Kernels(database=self.choices.database.name, choices=choices)
 
     def measured(self, world: World) -> dict[str, Any]:
-        """The entry of the summary; a collective that times kernels against torch on all workers at once."""
+        """The entry of the summary; a collective that times kernels against torch on all workers at once.
+
+        Args:
+            world: All workers.
+        """
         often = Counter(decision.key for _, _, decision in self.operations if decision.kernel is not None)
         norms = Counter(decision.key for _, decision in self.norms if decision.fused)
         saved = measure_saving(self.choices, often) + measure_norm_saving(norms) + self._saved_together()

@@ -26,7 +26,7 @@ from hybridpar.plan import (
     SyncRule,
     trivial_plan,
 )
-from hybridpar.planner.worker_share import micro_batch_samples
+from hybridpar.planner.stage_plan import micro_batch_samples
 from hybridpar.schedule.costs import Link
 from hybridpar.schedule.simulate import Simulation, simulate
 from hybridpar.sync.compression_table import WireFormat
@@ -126,7 +126,12 @@ def as_searched(plan: Plan, searched: Plan) -> Plan:
 
 
 def with_forecast(plan: Plan, forecast: Forecast) -> Plan:
-    """A plan with what was predicted for it, and the link that the prediction rests on."""
+    """A plan with what was predicted for it, and the link that the prediction rests on.
+
+    Args:
+        plan: The plan.
+        forecast: What was predicted.
+    """
     update: dict[str, object] = {"predicted": forecast.section()}
     if forecast.link is not None and plan.measured is not None:
         link = {"link_bytes_per_second": forecast.link.bytes_per_second, "link_latency_ms": forecast.link.latency_ms}

@@ -54,11 +54,19 @@ class BatchSelector:
         return self._batches
 
     def is_due(self, epoch: int, first_step: int) -> bool:
-        """Whether to search before a step of an epoch. Never before the first: its weights say nothing yet."""
+        """Whether to search before a step of an epoch. Never before the first: its weights say nothing yet.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            first_step: Steps of the epoch that are done.
+        """
         return epoch > 0 and first_step == 0 and epoch % self._config.select_batch == 0
 
     def choose(self, epoch: int) -> str:
         """Search, and go on with what was found; a collective, between steps.
+
+        Args:
+            epoch: Number of the epoch, from 0.
 
         Returns:
             What to tell the user.
@@ -125,6 +133,9 @@ class BatchSelector:
     def restore(self, state: dict[str, Any] | None) -> None:
         """Go on from what `state` returned.
 
+        Args:
+            state: What `state` returned; None where the checkpoint has none.
+
         Raises:
             UsageError: The checkpoint is of a run without `--select-batch`, or with other first batches.
         """
@@ -162,7 +173,11 @@ def recipe_fields(
 
 
 def buffering_news(trainer: Trainer) -> str | None:
-    """What `--double-buffer auto` has just decided, and by which figures; None at all other times."""
+    """What `--double-buffer auto` has just decided, and by which figures; None at all other times.
+
+    Args:
+        trainer: What trains.
+    """
     engine = trainer.engine
     if not isinstance(engine, DoubleBufferEngine) or engine.told or engine.prediction is None:
         return None

@@ -20,6 +20,9 @@ class SaveRule:
     def parse(cls, text: str) -> SaveRule:
         """Read `epoch`, `200`, `60s`, several joined by commas, or `never`.
 
+        Args:
+            text: The value of the option.
+
         Raises:
             UsageError: Anything else.
         """

@@ -50,13 +50,5 @@ def sync_fields(sync: SyncFigures, exposed_ms: float) -> dict[str, Any]:
     """
     if not sync.bytes_before:
         return {}
-    return {
-        "bytes_before": sync.bytes_before,
-        "bytes_after": sync.bytes_after,
-        "encode_ms": sync.encode_ms,
-        "wire_ms": sync.wire_ms,
-        "decode_ms": sync.decode_ms,
-        "sync_ms": sync.sync_ms,
-        "hidden_share": sync.hidden_share(exposed_ms),
-        "residual_norm": sync.residual_norm,
-    }
+    names = ("bytes_before", "bytes_after", "encode_ms", "wire_ms", "decode_ms", "sync_ms", "residual_norm")
+    return {name: getattr(sync, name) for name in names} | {"hidden_share": sync.hidden_share(exposed_ms)}

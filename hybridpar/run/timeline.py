@@ -113,7 +113,11 @@ class StageWatch:
             self._show(say)
 
     def finish(self, say: Callable[[str], object]) -> None:
-        """Do what a run that ended early has left undone."""
+        """Do what a run that ended early has left undone.
+
+        Args:
+            say: Told what was written.
+        """
         if self._engine is None or not self._recorded:
             return
         if not self._predicted:

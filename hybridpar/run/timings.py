@@ -224,7 +224,12 @@ class RunningMean:
         self._sum, self._weight = 0.0, 0
 
     def add(self, value: float, weight: int) -> None:
-        """Take a value for `weight` samples into account."""
+        """Take a value for `weight` samples into account.
+
+        Args:
+            value: The value; ignored where it is not finite.
+            weight: Number of samples.
+        """
         if math.isfinite(value):
             self._sum += value * weight
             self._weight += weight

@@ -5,9 +5,8 @@ them. `hybridpar train --sync ps|ps-async|softsync:N` runs the same shards on pr
 """
 
 from hybridpar.server.encoding import PushDecoder, PushEncoder
-from hybridpar.server.push import Answer, Push
 from hybridpar.server.rules import Rules
-from hybridpar.server.shard import Shard
+from hybridpar.server.shard import Answer, Push, Shard
 from hybridpar.server.simulate import Arrival, Happening, Simulation, round_robin
 from hybridpar.server.staleness import SCALES, StalenessHistogram
 from hybridpar.server.stripe_optimizer import described_parameters, optimizer_of

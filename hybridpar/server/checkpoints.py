@@ -67,7 +67,11 @@ def shard_starts(
 
 
 def untrained(model: nn.Module) -> dict[str, Tensor]:
-    """What shards do not hold, by name: frozen parameters, and buffers that are no running statistics."""
+    """What shards do not hold, by name: frozen parameters, and buffers that are no running statistics.
+
+    Args:
+        model: The model.
+    """
     held = set(trained_parameters(model)) | {
         name for name, buffer in model.named_buffers() if any(buffer is own for own in running_buffers(model))
     }

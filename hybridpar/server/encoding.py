@@ -55,12 +55,19 @@ def _sent_size(entry: Round) -> int:
 
 
 def message_size(rounds: Sequence[Round]) -> int:
-    """Bytes of a piece's messages."""
+    """Bytes of a piece's messages.
+
+    Args:
+        rounds: Of the piece's codec.
+    """
     return sum(map(_sent_size, rounds))
 
 
 def check_for_servers(policy: Policy) -> None:
     """Check that codecs hand over gradients and nothing else.
+
+    Args:
+        policy: What pushes are encoded with.
 
     Raises:
         UsageError: Of one it is the owners of stripes that make an update of them.
@@ -146,7 +153,11 @@ class PushEncoder:
             coder.rollback()
 
     def rescale(self, rate: float) -> None:
-        """Say which learning rate the coming pushes have."""
+        """Say which learning rate the coming pushes have.
+
+        Args:
+            rate: Learning rate as a fraction of its peak.
+        """
         for coder in self._coders:
             coder.rescale(rate)
 
@@ -162,7 +173,11 @@ class PushEncoder:
         return {coder.spec.name: coder.state_dict() for coder in self._coders}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned of the same stripe; other pieces' state is left alone."""
+        """Restore what `state_dict` returned of the same stripe; other pieces' state is left alone.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         for coder in self._coders:
             if coder.spec.name in state:
                 coder.load_state_dict(state[coder.spec.name])

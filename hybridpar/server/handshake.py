@@ -68,6 +68,9 @@ class ServerHandshake:
     def proof(self, reply: bytes) -> bytes:
         """What to answer to a reply.
 
+        Args:
+            reply: What the worker sent.
+
         Raises:
             HandshakeError: The other end does not know the token.
         """
@@ -92,6 +95,9 @@ class WorkerHandshake:
     def reply(self, greeting: bytes) -> bytes:
         """What to answer to a greeting.
 
+        Args:
+            greeting: What the server sent.
+
         Raises:
             HandshakeError: It is none.
         """
@@ -103,6 +109,9 @@ class WorkerHandshake:
 
     def check(self, proof: bytes) -> None:
         """Check that the server knows the token.
+
+        Args:
+            proof: What the server sent.
 
         Raises:
             HandshakeError: It does not.

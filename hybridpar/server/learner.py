@@ -112,7 +112,11 @@ class Learner:
         return torch.autocast(device, dtype=torch.bfloat16) if self._bf16 else nullcontext()
 
     def forward(self, inputs: Tensor) -> Any:
-        """Outputs of the model."""
+        """Outputs of the model.
+
+        Args:
+            inputs: Of the search.
+        """
         return self._forward(inputs)
 
     def step(

@@ -116,7 +116,11 @@ class Ledger:
         return row
 
     def rows_after(self, step: int) -> list[dict[str, Any]]:
-        """All rows past a step, as plain values; those up to it are forgotten."""
+        """All rows past a step, as plain values; those up to it are forgotten.
+
+        Args:
+            step: Number of the last step that is known already.
+        """
         while self._rows and self._rows[0].step <= step:
             self._rows.popleft()
         return [asdict(row) for row in self._rows]

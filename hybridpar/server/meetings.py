@@ -43,6 +43,9 @@ class Meetings:
     def leave(self, worker: int) -> dict[str, dict[int, Tensor]]:
         """A worker is not waited for any more.
 
+        Args:
+            worker: Its number.
+
         Returns:
             As `deposit`.
         """

@@ -76,6 +76,10 @@ class Peer:
 
 
 def refusal(error: HybridparError) -> dict[str, Any]:
-    """An error as a frame tells it."""
+    """An error as a frame tells it.
+
+    Args:
+        error: The error.
+    """
     kind = "usage" if isinstance(error, UsageError) else "sync"
     return {"kind": "refused", "error": kind, "what": error.what, "why": error.why, "fix": error.fix}

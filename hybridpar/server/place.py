@@ -62,11 +62,20 @@ class Place:
         return self.servers or self.workers
 
     def publish(self, shard: int, address: str) -> None:
-        """Tell where a shard of this process listens."""
+        """Tell where a shard of this process listens.
+
+        Args:
+            shard: Number of the shard.
+            address: `host:port` at which it listens.
+        """
         self.store.set(f"shard/{shard}", address)
 
     def wait_for(self, key: str, timeout: float) -> str:
         """What another process has set under a key, once it has.
+
+        Args:
+            key: Its name.
+            timeout: Seconds.
 
         Raises:
             SyncError: Nobody does within the time-out.
@@ -76,6 +85,10 @@ class Place:
     def find(self, shards: int, timeout: float) -> list[str]:
         """Address of every shard.
 
+        Args:
+            shards: How many there are.
+            timeout: Seconds.
+
         Raises:
             SyncError: One did not appear within the time-out.
         """
@@ -84,6 +97,10 @@ class Place:
 
 def find_own_place(config: ServerConfig, timeout: float) -> Place:
     """What this process is, from the environment that a launcher made.
+
+    Args:
+        config: Options of the run.
+        timeout: Seconds.
 
     Raises:
         UsageError: There are fewer processes than servers, or the job has no token.
@@ -129,6 +146,11 @@ def own_host() -> str:
 
 def wait_for_key(store: Any, key: str, timeout: float) -> str:
     """What somebody writes under a key of a store of torch.distributed, once it is there.
+
+    Args:
+        store: The store.
+        key: Its name.
+        timeout: Seconds.
 
     Raises:
         SyncError: Nobody does within the time-out.

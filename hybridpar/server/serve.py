@@ -20,9 +20,8 @@ from hybridpar.server.encoding import PushDecoder
 from hybridpar.server.loop import SocketLoop
 from hybridpar.server.meetings import Meetings
 from hybridpar.server.peers import Peer, ServerOptions, refusal
-from hybridpar.server.push import Answer, Push
 from hybridpar.server.running import RunningBuffers
-from hybridpar.server.shard import Shard
+from hybridpar.server.shard import Answer, Push, Shard
 from hybridpar.server.stripes import Piece, Stripe
 from hybridpar.server.wire import Connection, Frame, Garbled, bytes_of, pack
 
@@ -115,7 +114,7 @@ class ShardServer(SocketLoop):
         self.send(peer.connection, meta, *payload)
 
     def lost(self, connection: Connection, error: BaseException) -> None:
-        """See `SocketLoop`: a worker is gone without a good-bye.
+        """Take a worker out whose connection ended without a good-bye.
 
         Raises:
             SyncError: An update waits for it.
@@ -255,7 +254,7 @@ class ShardServer(SocketLoop):
         return _FACT_BYTES if kind == "gather" else 0
 
     def handle(self, connection: Connection, frame: Frame) -> None:
-        """See `SocketLoop`."""
+        """Act on a frame of a worker."""
         kind = frame.kind
         if kind == "hello":
             self._hello(connection, frame)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.optim.build import fill_momentum
 from hybridpar.server.ledger import Ledger
-from hybridpar.server.push import Answer, Push
 from hybridpar.server.rules import Rules
 from hybridpar.server.snapshot import Snapshot
 from hybridpar.server.staleness import StalenessHistogram
@@ -27,6 +26,57 @@ from hybridpar.server.stripes import Stripe
 
 #: Makes the optimizer of a stripe, from groups of parameters with their weight decay (`decays`).
 OptimizerOf = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Push:
+    """What a learner says of a gradient.
+
+    Attributes:
+        learner: Who.
+        sequence: Number of this push of the learner, from 1; a repeated push has the number of the first one.
+        clock: Clock of the weights that the gradient was computed on.
+        weight: What it counts in the sum of an update, before staleness; None for 1 / c, a mean over c gradients.
+        rate: Learning rate, as a fraction of the peak rate.
+        samples: Samples that it is of.
+        loss: Their mean loss.
+        sound: Whether it is finite, on all shards. One that is not counts as a push and changes nothing; where an
+            update takes one of each learner, it does not happen.
+        unused: Numbers of the stripe's pieces for which there was no gradient.
+    """
+
+    learner: int
+    sequence: int
+    clock: int
+    weight: float | None = None
+    rate: float = 1.0
+    samples: int = 1
+    loss: float = 0.0
+    sound: bool = True
+    unused: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A learner may go on.
+
+    Attributes:
+        learner: Who.
+        sequence: Of the push that is answered.
+        clock: Clock of the weights that it gets.
+        staleness: Of its gradient.
+        applied: Whether its gradient counts, or will in the update that it waits for.
+        repeated: Whether the push had come before; it was not counted again.
+        drafted: Whether its weights are those of the draft.
+    """
+
+    learner: int
+    sequence: int
+    clock: int
+    staleness: int
+    applied: bool
+    repeated: bool = False
+    drafted: bool = False
 
 
 @dataclass
@@ -136,12 +186,20 @@ class Shard:
         return self.limit is not None and self.taken >= self.limit
 
     def sequence_of(self, learner: int) -> int:
-        """The last push of a learner that came; 0 for one that is not here."""
+        """The last push of a learner that came; 0 for one that is not here.
+
+        Args:
+            learner: Its number.
+        """
         known = self._learners.get(learner)
         return known.sequence if known is not None else 0
 
     def counted(self, learner: int) -> bool:
-        """Whether the last push of a learner counts, be it answered or not."""
+        """Whether the last push of a learner counts, be it answered or not.
+
+        Args:
+            learner: Its number.
+        """
         known = self._learners.get(learner)
         return known is not None and known.last is not None and known.last.applied
 
@@ -159,6 +217,9 @@ class Shard:
 
     def leave(self, learner: int) -> list[Answer]:
         """A learner takes part no more: it has finished, or died. What it pushed stays counted.
+
+        Args:
+            learner: Its number.
 
         Returns:
             Answers that waited for it alone.
@@ -184,7 +245,12 @@ class Shard:
     # ------------------------------------------------------------------ pushes
 
     def expects(self, learner: int, sequence: int) -> bool:
-        """Whether a push has not come before."""
+        """Whether a push has not come before.
+
+        Args:
+            learner: Its number.
+            sequence: Number of the push.
+        """
         known = self._learners.get(learner)
         return known is None or sequence > known.sequence
 
@@ -282,7 +348,11 @@ class Shard:
         return answers
 
     def arrived(self, learner: int) -> tuple[Push, Tensor] | None:
-        """The push of a learner that waits for others in front of a barrier, with its gradient; None for none."""
+        """The push of a learner that waits for others in front of a barrier, with its gradient; None for none.
+
+        Args:
+            learner: Its number.
+        """
         return self._arrived.get(learner)
 
     def draft(self, pushes: Sequence[tuple[Push, Tensor]]) -> None:
@@ -357,7 +427,11 @@ class Shard:
         }
 
     def load_progress(self, state: Mapping[str, Any]) -> None:
-        """Restore the counts among what `state_dict` returned, be it of this stripe or of another."""
+        """Restore the counts among what `state_dict` returned, be it of this stripe or of another.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         self.clock, self.taken = int(state["clock"]), int(state["taken"])
         self.ledger.step = self.step
         self.histogram = StalenessHistogram.of_dict(state["histogram"])

@@ -142,7 +142,12 @@ class ShardLink:
     # ------------------------------------------------------------------ calls
 
     def submit(self, call: Any, *arguments: Any) -> Future[Any]:
-        """Have the thread of this shard call something."""
+        """Have the thread of this shard call something.
+
+        Args:
+            call: What to call, on the thread; the arguments follow.
+            *arguments: What it is called with.
+        """
         return self._thread.submit(call, *arguments)
 
     def hello(self, buffers: int, rows: int | None) -> dict[str, Any]:
@@ -168,6 +173,9 @@ class ShardLink:
     def initialise(self, start: dict[str, Any]) -> dict[str, Any]:
         """Bring the weights to a shard that has none.
 
+        Args:
+            start: What it begins with, see `shard_starts`.
+
         Raises:
             SyncError: The shard is gone.
         """
@@ -177,6 +185,9 @@ class ShardLink:
 
     def push(self, flight: PushFlight) -> dict[str, Any]:
         """Send a gradient piece by piece, then its end, and wait for the weights.
+
+        Args:
+            flight: The push, whose pieces are handed over while it is sent.
 
         Returns:
             The answer.
@@ -204,6 +215,10 @@ class ShardLink:
     def ask(self, meta: dict[str, Any], item: Any = None) -> tuple[dict[str, Any], Tensor]:
         """Send a frame, and wait for one that is no `wait`.
 
+        Args:
+            meta: Of the frame that is sent.
+            item: Its payload; None for none.
+
         Returns:
             Its meta data and payload.
 
@@ -229,7 +244,11 @@ class ShardLink:
                 self._send({"kind": "coders"}, pack(self.encoder.shared_state()))
 
     def close(self, *, graceful: bool = True) -> None:
-        """Leave."""
+        """Leave.
+
+        Args:
+            graceful: Whether to tell the shard; False after an error.
+        """
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 if graceful:

@@ -17,9 +17,8 @@ from torch import Tensor
 from hybridpar.compress import Policy, parse_codec
 from hybridpar.errors import UsageError
 from hybridpar.server.encoding import PushDecoder, PushEncoder
-from hybridpar.server.push import Answer, Push
 from hybridpar.server.rules import Rules
-from hybridpar.server.shard import OptimizerOf, Shard
+from hybridpar.server.shard import Answer, OptimizerOf, Push, Shard
 from hybridpar.server.stripes import Stripe, cut_model
 
 #: Gradient of a learner: called with its number, how many it has computed, and the weights that it holds, 1-D.
@@ -132,6 +131,9 @@ class Simulation:
     def play(self, schedule: Iterable[Arrival]) -> None:
         """Play a schedule.
 
+        Args:
+            schedule: The order of arrivals.
+
         Raises:
             UsageError: A learner is to push that has not been answered.
             SyncError: As for `Shard.push` and `Shard.leave`.
@@ -141,6 +143,9 @@ class Simulation:
 
     def happen(self, arrival: Arrival) -> list[int]:
         """Play one line.
+
+        Args:
+            arrival: Whose push, and what happens to it.
 
         Returns:
             Learners that may compute on.
@@ -238,7 +243,12 @@ class Simulation:
 
 
 def round_robin(learners: int, pushes: int) -> Iterator[Arrival]:
-    """Learners push in turn, as equally fast ones do."""
+    """Learners push in turn, as equally fast ones do.
+
+    Args:
+        learners: How many there are.
+        pushes: How many pushes in all.
+    """
     for number in range(pushes):
         yield Arrival(number % learners)
 

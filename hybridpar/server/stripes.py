@@ -109,6 +109,9 @@ def parts_of_a_host(parameters: Sequence[tuple[str, tuple[int, ...], bool]], hos
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that servers hold, by name: those that are trained.
 
+    Args:
+        model: The model.
+
     Raises:
         UsageError: One is of a type or in a layout that servers do not hold.
     """

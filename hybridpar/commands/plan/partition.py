@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 def run_plan(config: PlanConfig) -> int:
     """Make a plan, print it, write what was asked for; returns the exit code.
 
+    Args:
+        config: Options of the run.
+
     Raises:
         HybridparError: The request cannot be met; the message says why and what to do.
     """
@@ -68,6 +71,10 @@ def _partition(config: PlanConfig, problem: Problem) -> PartitionedModel:
 
 def print_plan(plan: Plan, lines: Sequence[str] = ()) -> None:
     """Print the table of a plan, then some lines.
+
+    Args:
+        plan: The plan.
+        lines: What to print below it.
 
     Raises:
         UsageError: Standard output cannot be written.
@@ -149,9 +156,18 @@ class ProgressBar:
         self._progress.stop()
 
     def announce(self, line: str) -> None:
-        """Say what is being done."""
+        """Say what is being done.
+
+        Args:
+            line: What to say.
+        """
         self._progress.update(self._task, description=line)
 
     def advance(self, done: int, total: int) -> None:
-        """Say how far it is."""
+        """Say how far it is.
+
+        Args:
+            done: How much is done.
+            total: How many there are.
+        """
         self._progress.update(self._task, completed=done, total=total)

@@ -11,13 +11,14 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
+from hybridpar.data import Batch
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.plan import Plan
@@ -38,15 +39,6 @@ def config_of_plan(plan: Plan, base: TrainConfig) -> TrainConfig:
     followed = follow(base, plan, frozenset(), plan.workers or 1)
     lanes = base.sync_lanes if plan.sync is None else plan.sync.lanes
     return replace(followed, sync_lanes=lanes, kernels="auto" if plan.kernels is not None else "off")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What a worker is given in a step; see `hybridpar.train.trainer.MicroBatches`."""
-
-    micro_batches: Sequence[tuple[Tensor, Tensor]]
-    samples: int
-    global_samples: int
 
 
 class Trial:
@@ -94,7 +86,7 @@ class Trial:
             replica = own.rank % replicas  # replicas of a stage have neighbouring ranks
             mine = images.tensor_split(replicas)[replica], targets.tensor_split(replicas)[replica]
             parts = [part.tensor_split(config.micro_batches) for part in mine]
-            self._batch = Batch(list(zip(*parts, strict=True)), len(mine[1]), len(targets))
+            self._batch = Batch(tuple(zip(*parts, strict=True)), len(mine[1]), len(targets))
             lanes = self._stack.enter_context(Lanes(own.device))
             self.trainer = Trainer(
                 copy.deepcopy(model),
@@ -169,7 +161,14 @@ def time_plans(
 
 
 def random_batch(shape: Sequence[int], samples: int, classes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images and labels, the same on all workers."""
+    """Images and labels, the same on all workers.
+
+    Args:
+        shape: Shape of one image.
+        samples: Number of samples.
+        classes: Number of labels.
+        device: The device.
+    """
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(samples, *shape, generator=generator)
     return images.to(device), torch.randint(0, classes, (samples,), generator=generator).to(device)
