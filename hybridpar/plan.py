@@ -168,7 +168,7 @@ class SyncRule(_Section):
 
 
 class Sync(_Section):
-    """How gradients meet."""
+    """How gradients are exchanged."""
 
     lanes: int = Field(2, ge=1)
     bucket_bytes: int = Field(8 << 20, ge=1)

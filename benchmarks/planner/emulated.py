@@ -197,7 +197,7 @@ def _drawn(inputs: PlannerInputs, count: int) -> list[Drawn]:
     evaluator = EmulatedDevices(answer.evaluator.space)
     shapes = [one.candidate for one in answer.ranked if one.candidate.shape.replicas == inputs.workers]
     ranked = sorted((evaluator.outcome(one) for one in shapes), key=lambda one: one.step_ms)
-    plain = next(place for place, one in enumerate(ranked) if one.candidate.travel == 0)
+    plain = next(place for place, one in enumerate(ranked) if one.candidate.codec == 0)
     step = max(1.0, (len(ranked) - 1) / max(1, count - 2))
     places = sorted({plain, *(min(len(ranked) - 1, round(number * step)) for number in range(count - 1))})
     return [

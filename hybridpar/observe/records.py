@@ -116,11 +116,11 @@ class RunInfo:
     micro_batches: int = 1
     """Micro-batches per replica and step."""
     codec: str = "none"
-    """What gradients travel as: a codec, or the rules of a policy."""
+    """Codec of the gradients, or the rules of a policy."""
     schedule: str = "accumulate"
     """Name of the pipeline schedule; `accumulate` without stages."""
     sync: str = "allreduce"
-    """How gradients meet, as `--sync` has it."""
+    """How gradients are exchanged, as `--sync` has it."""
     servers: int = 0
     """Server processes."""
     data_line: str = ""

@@ -1,7 +1,7 @@
 """`summary.json`: the figures of a run under keys that keep their meaning.
 
 `summary.schema.json`, beside this file, describes every key with its unit and is the contract. The summary is computed
-from `metrics.jsonl`, so it covers the whole of a run that was resumed, and is the same whoever computes it.
+from `metrics.jsonl`, so it covers the whole of a run that was resumed, and can be computed again.
 """
 
 from __future__ import annotations

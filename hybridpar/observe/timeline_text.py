@@ -127,7 +127,7 @@ def strips(rows: Sequence[TimelineRow], replicas: int, end_ms: float, width: int
 
 
 def _lines(rows: Sequence[TimelineRow], replicas: int) -> Iterator[tuple[str, TimelineRow, list[Span]]]:
-    """Every lane of every worker with its name; what is received was sent by somebody, and is left out."""
+    """Every lane of every worker with its name; receives are left out, as their sends are shown."""
     for row in rows:
         lanes = [item for item in row.queues().items() if item[0][0] != "receive"]
         counts = {queue: sum(1 for (one, _), _ in lanes if one == queue) for (queue, _), _ in lanes}

@@ -193,7 +193,7 @@ class Comparison:
 
 
 _SIZE_CAUSES = {
-    "bytes_sent_per_step": "gradients did not travel as the plan says",
+    "bytes_sent_per_step": "gradients were not sent with the codec of the plan",
     "memory_bytes": (
         "steps keep more than parameters, gradients, optimizer state and activations, or the allocator has not given "
         "back what it freed"

@@ -162,7 +162,7 @@ def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) ->
 
 
 def edges_of(graph: UnitGraph, stage_of: Sequence[int]) -> tuple[Edge, ...]:
-    """What flows between the stages of a cut: every tensor once to each later stage that uses it.
+    """What is sent between the stages of a cut: every tensor once to each later stage that uses it.
 
     Args:
         graph: Units of the model, with sizes.

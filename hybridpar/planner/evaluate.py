@@ -142,11 +142,11 @@ class Evaluator:
 
         Args:
             candidate: The candidate.
-            exchange: Whether gradients are exchanged; without them costs are the same for all that they travel as.
+            exchange: Whether gradients are exchanged; without them costs are the same for all codecs.
         """
         inputs, shape = self._inputs, candidate.shape
-        # Without an exchange costs are a bound for all that gradients may travel as.
-        coded = (candidate.travel > 0 and shape.replicas > 1) if exchange else None
+        # Without an exchange costs are a bound for all codecs.
+        coded = (candidate.codec > 0 and shape.replicas > 1) if exchange else None
         figures, throughput = self.figures(candidate), self._throughput(shape, coded)
         network = self._network(shape.positions, shape.replicas)
         layout = self.layout(candidate)
@@ -158,7 +158,7 @@ class Evaluator:
         extra = inputs.profile.collect_ms if shape.replicas > 1 and exchange else 0.0
         extra = (extra - inputs.profile.accumulate_ms) / shape.micro_batches
         buckets = (
-            self._buckets(candidate.cut, candidate.variant, shape, candidate.travel, throughput) if exchange else ()
+            self._buckets(candidate.cut, candidate.variant, shape, candidate.codec, throughput) if exchange else ()
         )
         return Costs(
             forward_ms=tuple(time / throughput for time in figures.forward_ms),
@@ -210,7 +210,7 @@ class Evaluator:
         return Outcome(
             candidate,
             result.step_ms,
-            result.step_ms * self.space.travels[candidate.travel].steps,
+            result.step_ms * self.space.codec_choices[candidate.codec].steps,
             self.memory(candidate, result.peak_saved_bytes),
             min(1.0, max(0.0, result.bubble)),
             max(0.0, *result.exposed_sync_ms),
@@ -266,7 +266,7 @@ class Evaluator:
         for stage, size in enumerate(figures.parameter_bytes):
             home = layout.home(stage)
             own[home] += size
-            lasting[home] += (inputs.optimizer_copies + (candidate.travel > 0)) * size + gradients[stage]
+            lasting[home] += (inputs.optimizer_copies + (candidate.codec > 0)) * size + gradients[stage]
             largest[home] = max(largest[home], figures.largest_bytes[stage])
         needs = [kept + held for kept, held in zip(lasting, saved, strict=True)]
         if self._workers[0][1].kind == "cpu":
@@ -323,7 +323,7 @@ class Evaluator:
         return level.cores.send / second, level.cores.receive / second
 
     def _lane_seconds(self, workers: int) -> float:
-        """What moving a byte takes of a lane's cores, where nobody measured it: one of them moves it."""
+        """What moving a byte takes of a lane's cores, where that was not measured: one of them moves it."""
         return 1 / (self._least_core[workers - 1] * self._lane_cores)
 
     def _parts_of_model(self, figures: StageFigures) -> list[float]:
@@ -357,7 +357,7 @@ class Evaluator:
         return BucketPrices(self._network(positions, replicas), self._inputs.codec_rates, throughput)
 
     def _make_buckets(
-        self, cut: Cut, variant: int, shape: Shape, travel: int, throughput: float
+        self, cut: Cut, variant: int, shape: Shape, codec: int, throughput: float
     ) -> tuple[tuple[BucketCost, ...], ...]:
         if shape.replicas == 1:
             return ((),) * cut.stages
@@ -369,9 +369,9 @@ class Evaluator:
         for parameters in figures.parameters:
             row, reached = [], 0.0
             for bucket in stage_buckets(parameters, self._inputs.bucket_bytes):
-                times = prices.times(bucket, self.space.travels[travel])
+                times = prices.times(bucket, self.space.codec_choices[codec])
                 reached = max(reached, *(figures.ready[one.name] for one in bucket))  # buckets leave in order
-                # Where nobody measured what cores do, one of them moves a bucket, which is then no faster than it.
+                # Where the use of cores was not measured, one of them moves a bucket, which is then no faster than it.
                 wire = max(times.wire_ms, times.bytes / core_speed) if times.core_ms is None else times.wire_ms
                 row.append(
                     BucketCost(

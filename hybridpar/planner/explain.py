@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What another wish or machine would gain.
+    """What another option or machine would gain.
 
     Attributes:
         name: What is changed.
@@ -99,8 +99,8 @@ def describe(candidate: Candidate, answer: Answer) -> str:
         parts += [shape.placement] if shape.placement != "linear" else []
         parts.append(candidate.cut.name)
     space = answer.evaluator.space
-    travel = space.travels[candidate.travel]
-    parts += [travel.name] if candidate.travel else []
+    codec = space.codec_choices[candidate.codec]
+    parts += [codec.name] if candidate.codec else []
     variant = space.inputs.profile.variants[candidate.variant].name
     return ", ".join(parts + ([variant] if variant else []))
 
@@ -119,7 +119,7 @@ def brief(candidate: Candidate, answer: Answer) -> str:
         name = f"{shape.stages}-stage pipeline" + (f" x {shape.replicas} replicas" if shape.replicas > 1 else "")
         name += f" on {shape.lanes} lanes" if shape.lanes > 1 else ""
     parts = [name] + ([f"{shape.micro_batches} micro-batches"] if shape.micro_batches > 1 else [])
-    parts += [space.travels[candidate.travel].name] if candidate.travel else []
+    parts += [space.codec_choices[candidate.codec].name] if candidate.codec else []
     variant = space.inputs.profile.variants[candidate.variant].name
     return ", ".join(parts + ([variant] if variant else []))
 
@@ -282,7 +282,7 @@ def _same_result(points: Sequence[Point]) -> list[str]:
 
 
 def _steps(answer: Answer, outcome: Outcome) -> float:
-    return answer.evaluator.space.travels[outcome.candidate.travel].steps
+    return answer.evaluator.space.codec_choices[outcome.candidate.codec].steps
 
 
 def _chosen_verdict(answer: Answer) -> str:

@@ -26,7 +26,7 @@ class Fixed:
         placement: How stages are dealt out to lanes, likewise.
         memory_format: `contiguous` or `channels_last`.
         kernels: `stock` or `tuned`.
-        codecs: What gradients travel as, by parameter; those that are not named travel as they are.
+        codecs: Codec of each parameter; the gradients of others are sent as they are.
         parts: Replicas x micro-batches, where layers normalise over a micro-batch; None for the number of workers.
         exchanged: Only plans with several replicas: something was asked for that acts on what replicas exchange.
         staged: Only plans with several stages: something was asked for that acts on stages.
@@ -47,7 +47,7 @@ class Fixed:
 
 
 def decided_options(config: TrainConfig, given: Collection[str] = ()) -> frozenset[str]:
-    """The options that somebody set: those that were named, and those that are not at their default.
+    """The options that the user set: those that were named, and those that are not at their default.
 
     Args:
         config: Options of the run.
@@ -103,13 +103,13 @@ def fixed_by(
 
     Args:
         config: The options.
-        decided: Those that somebody set.
+        decided: Those that the user set.
         workers: Workers of the job, all of which take part.
         names: Parameters of the model.
         named: Those that must have an effect in the plan.
     """
 
-    def wish(option: str) -> Any:
+    def chosen(option: str) -> Any:
         return getattr(config, option) if option in decided else None
 
     memory_format, kernels, codecs = None, None, None
@@ -124,11 +124,11 @@ def fixed_by(
         codecs = {name: text for name in names if (text := policy.text_of(name)) != "none"}
     return Fixed(
         workers=workers,
-        stages=wish("stages"),
-        replicas=wish("replicas"),
-        micro_batches=wish("micro_batches"),
-        schedule=wish("schedule"),
-        placement=wish("placement"),
+        stages=chosen("stages"),
+        replicas=chosen("replicas"),
+        micro_batches=chosen("micro_batches"),
+        schedule=chosen("schedule"),
+        placement=chosen("placement"),
         memory_format=memory_format,
         kernels=kernels,
         codecs=codecs,

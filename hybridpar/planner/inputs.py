@@ -140,7 +140,7 @@ def inputs_from_data(data: object, source: str = "the plan") -> PlannerInputs:
         source: What to call it in messages.
 
     Raises:
-        PlanError: They are damaged, say something that nobody reads, or are of another version.
+        PlanError: They are damaged, have an unknown key, or are of another version.
         UsageError: They say something impossible.
     """
     found = data.get("version") if isinstance(data, dict) else None

@@ -97,9 +97,9 @@ def measure_level(
 def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_Work | None, float]]:
     """What this worker does with a message in every way of using a link, and the bytes that it sends for each of it.
 
-    None where it has no part in that. Codecs do not only add, so their messages travel over a group, also where sums go
-    through shared memory. Messages between two are sent in both directions at a time: one way alone would leave a link
-    that lends some bytes in advance the time to save them up again.
+    None where it has no part in that. Codecs do not only add, so their messages are sent over a group even where sums
+    go through shared memory. Messages between two are sent in both directions at a time: one way alone would let a link
+    with a token bucket fill the bucket again.
     """
     size, rank = party.size, grid.world.rank
     group = TorchGroup(party.control) if size > 1 else None

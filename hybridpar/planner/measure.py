@@ -206,7 +206,7 @@ def parameters_of(units: ModelUnits) -> tuple[Parameter, ...]:
                     held = found.parameters() if isinstance(found, nn.Module) else [found]
                     for one in held:
                         home.setdefault(id(one), index)
-    # A parameter that no unit uses has no gradient, and does not travel.
+    # A parameter that no unit uses has no gradient to exchange.
     return tuple(
         Parameter(name, tuple(one.shape), home[id(one)])
         for name, one in units.model.named_parameters()

@@ -125,7 +125,7 @@ class Network:
         Of groups on two levels that is right for sums alone; codecs then work between hosts, see `between_hosts`.
 
         Args:
-            kinds: How they meet.
+            kinds: How they are reduced, and their types.
             codec: They are those of a codec, whose sums go over a backend's group also where others do not.
         """
         group = self.grouping
@@ -158,14 +158,14 @@ class Network:
         return LinkCost(2 * once.latency_ms, 2 * once.ms_per_byte)
 
     def inside_core_use(self) -> float | None:
-        """Cores that `inside_cost` keeps busy; None where nobody measured that."""
+        """Cores that `inside_cost` keeps busy; None where that was not measured."""
         return _core_use(PLAIN, self._inside, codec=False)
 
     def core_use(self, kind: Kind, *, codec: bool = False) -> float | None:
-        """Cores of a worker that messages keep busy while they are on their way; None where nobody measured that.
+        """Cores of a worker that messages keep busy while they are on their way; None where that was not measured.
 
         Args:
-            kind: How they meet.
+            kind: How they are reduced, and their type.
             codec: They are those of a codec, which on two levels works between hosts.
         """
         group = self.grouping

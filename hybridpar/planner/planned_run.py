@@ -186,7 +186,7 @@ def plan_loop(
     name: str | None,
     plan: Plan | None = None,
 ) -> PlannedRun:
-    """The plan of somebody's own loop, who divides batches and knows the stages: neither changes. A collective.
+    """The plan of a training loop in a script, which divides batches and knows its stages itself; a collective.
 
     Args:
         model: The whole model, as built.
@@ -218,7 +218,7 @@ def plan_loop(
         plan=plan,
     )
     for line in found.lines if world.is_main else ():
-        _log.info(line.removesuffix(_DETAILS))  # nobody writes that file here
+        _log.info(line.removesuffix(_DETAILS))  # there is no run directory here
     if found.plan is None:
         return replace(found, config=replace(config, plan="none"))
     return replace(found, config=replace(found.config, batch_size=config.batch_size))
@@ -234,7 +234,7 @@ def before_joining(config: TrainConfig, given: Collection[str] = (), plan: Plan 
     """
     sync = None if plan is None else plan.sync
     if plan is None and config.plan_file is not None:
-        with contextlib.suppress(PlanError):  # told to all workers once they have met, so that none waits in vain
+        with contextlib.suppress(PlanError):  # raised on all workers once they have joined, so that no rank blocks
             sync = read_plan(config.plan_file).sync
     if sync is None:
         return config
@@ -244,7 +244,7 @@ def before_joining(config: TrainConfig, given: Collection[str] = (), plan: Plan 
 
 
 def follow(config: TrainConfig, plan: Plan, decided: Collection[str], workers: int) -> TrainConfig:
-    """Options with what a plan says, wherever nobody decided otherwise.
+    """Options with what a plan says, wherever the user did not decide otherwise.
 
     Args:
         config: Options.
@@ -274,7 +274,7 @@ def follow(config: TrainConfig, plan: Plan, decided: Collection[str], workers: i
 
 
 def _policy_text(sync: Sync) -> str:
-    """What gradients travel as, as `--compress` takes it."""
+    """The codecs of a plan, as `--compress` takes them."""
     rules = sync.policy
     if len(rules) == 1 and rules[0].pattern == "*":
         return rules[0].codec
@@ -282,7 +282,7 @@ def _policy_text(sync: Sync) -> str:
 
 
 def _as_followed(config: TrainConfig, plan: Plan, decided: Collection[str], workers: int) -> Plan:
-    """The plan, without its prediction where somebody decided otherwise than it says."""
+    """The plan, without its prediction where the user decided otherwise than it says."""
     if follow(config, plan, decided, workers) == follow(config, plan, _NO_KNOBS & set(decided), workers):
         return plan
     return _unpredicted(plan)
@@ -384,7 +384,7 @@ def _not_worth(sample_shape: Sequence[int] | None, steps: int | None) -> str:
     if sample_shape is None:
         return "there is no example of inputs, in floating point, to measure with"
     if steps is None:
-        return "nobody said how long the run is"
+        return "the length of the run is not known"
     if steps < LEAST_STEPS:
         return f"a run of {steps} steps is over before planning pays, which is from {LEAST_STEPS} on"
     return ""
@@ -454,7 +454,7 @@ def _told(answer: Answer, inputs: PlannerInputs, seconds: float) -> tuple[str, .
 def _kind(outcome: Outcome) -> tuple[object, ...]:
     """What tells ways to divide the work apart; cuts, placements and schedules are details of it."""
     one = outcome.candidate
-    return one.shape.stages, one.shape.replicas, one.shape.lanes, one.shape.micro_batches, one.travel, one.variant
+    return one.shape.stages, one.shape.replicas, one.shape.lanes, one.shape.micro_batches, one.codec, one.variant
 
 
 def _ms(time: float) -> str:

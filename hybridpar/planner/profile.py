@@ -146,7 +146,7 @@ class ModelProfile:
         co_run: For numbers of lanes on one device that were measured: how much slower each runs while all are busy.
         crowd: For numbers of workers on one host that compute at a time: how much slower each is than one alone.
         together: How much slower several workers compute in a step than the parts of it say, see `planner.rehearse`.
-        together_coded: The same where gradients travel compressed; None for `together`.
+        together_coded: The same where gradients are compressed; None for `together`.
         update_ms: What a step takes after the last backward pass, on one worker with the whole model: agreeing,
             statistics of BatchNorm, the optimizer; None where it was not measured.
         collect_ms: Copying all gradients into buckets.
@@ -217,7 +217,7 @@ class ModelProfile:
         """How much slower several workers compute in a step than alone.
 
         Args:
-            coded: Whether their gradients travel compressed; None for whichever is less.
+            coded: Whether their gradients are compressed; None for whichever is less.
         """
         ways = (self.together, self.together if self.together_coded is None else self.together_coded)
         return min(ways) if coded is None else ways[coded]

@@ -17,7 +17,7 @@ from hybridpar.plan import (
     Sync,
     SyncRule,
 )
-from hybridpar.planner.codecs import Travel
+from hybridpar.planner.codecs import CodecChoice
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.inputs import inputs_of_plan
 from hybridpar.planner.search import Answer
@@ -44,7 +44,7 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
         sync=Sync(
             lanes=inputs.sync_lanes,
             bucket_bytes=inputs.bucket_bytes,
-            policy=_rules(evaluator.space.travels[candidate.travel]),
+            policy=_rules(evaluator.space.codec_choices[candidate.codec]),
         ),
         kernels=Kernels(database="auto") if variant.kernels != "stock" else None,
         measured=Measured(
@@ -92,7 +92,7 @@ def candidate_of(plan: Plan, evaluator: Evaluator, source: str = "the plan") -> 
 
 
 def is_as_recorded(plan: Plan) -> bool:
-    """Whether a plan still says what its search said, so that what was predicted holds; nobody has edited it.
+    """Whether a plan still says what its search said, so that its prediction holds: it was not edited.
 
     Args:
         plan: The plan.
@@ -141,7 +141,7 @@ def _said_by(candidate: Candidate, evaluator: Evaluator) -> tuple[object, ...]:
         candidate.cut.name,
         variant.memory_format,
         variant.kernels != "stock",
-        _rules(space.travels[candidate.travel]),
+        _rules(space.codec_choices[candidate.codec]),
     )
 
 
@@ -186,9 +186,9 @@ def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
     )
 
 
-def _rules(travel: Travel) -> tuple[SyncRule, ...]:
-    """Rules for what gradients travel as; one codec for all is one rule."""
-    if travel.rank < 2:
-        return (SyncRule(codec=next(iter(travel.codecs.values()), "none")),)
-    policy = exact_rules(travel.codecs.items())
+def _rules(codec: CodecChoice) -> tuple[SyncRule, ...]:
+    """Codec rules for gradients; one codec for all is one rule."""
+    if codec.rank < 2:
+        return (SyncRule(codec=next(iter(codec.codecs.values()), "none")),)
+    policy = exact_rules(codec.codecs.items())
     return tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in policy.rules)

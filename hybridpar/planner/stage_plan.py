@@ -45,7 +45,7 @@ class StagePlan:
         lane_of: For every stage its lane, numbered over all workers of a replica.
         worker_of: For every lane its worker.
         devices: For every lane its device, where one worker drives several.
-        backward: What the halves of the stages' backward passes cost; None where nobody asked.
+        backward: What the halves of the stages' backward passes cost; None where that was not measured.
         scale: Samples of a micro-batch over those of the plan's, in proportion to which its times and sizes are.
     """
 
@@ -266,7 +266,7 @@ def read_own_plan(config: TrainConfig, world: World) -> Plan | None:
 def _made_by_main(
     model: nn.Module, example: torch.Tensor, config: TrainConfig, shape: Shape, world: World, name: str | None
 ) -> Plan:
-    """Measure and cut on rank 0; a problem there is everybody's."""
+    """Measure and cut on rank 0; an error there is raised on all workers."""
 
     def make() -> str:
         device = example.device.type
@@ -291,7 +291,7 @@ def follow_stages(config: TrainConfig, plan: Plan, decided: bool = False) -> Tra
     Args:
         config: The options.
         plan: The plan.
-        decided: Whether somebody set the number of stages, though it may be the default.
+        decided: Whether the user set the number of stages, though it may be the default.
 
     Raises:
         UsageError: They contradict each other.
@@ -318,7 +318,7 @@ def lane_threads(shape: Shape, device: torch.device) -> int:
 
 
 def pipeline_options(plan: StagePlan, config: TrainConfig, sync: SyncOptions, device: torch.device) -> PipelineOptions:
-    """What the pipeline is told, from a plan and the options of a run.
+    """The options of the pipeline, from a plan and the options of a run.
 
     Args:
         plan: The plan.

@@ -198,7 +198,7 @@ def recall_options(config: _Config, model: str, named: Collection[str] | None) -
             continue
         option, before = f"--{name.replace('_', '-')}", _text(began[name])
         if named is not None and name not in named and name not in _AS_GIVEN:
-            # A longer run that is asked for by --epochs is not ended by a --steps that nobody repeats.
+            # A longer run that is asked for by --epochs is not ended by a --steps that is not repeated.
             if name not in _NOT_RECALLED and not (name == "steps" and "epochs" in named):
                 taken[name] = _typed(began[name], hints[name])
                 recalled.append(f"{option[2:]} {before}")

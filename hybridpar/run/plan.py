@@ -68,7 +68,7 @@ def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device:
         config: Its options.
         model: What it trains.
         device: Name of the device.
-        wire_format: What gradients travel as.
+        wire_format: Codecs of the gradients.
     """
     world, engine = trainer.world, trainer.engine
     rules = tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in wire_format.applied.rules)

@@ -299,7 +299,7 @@ class Run(RunLoop):
     def _steps_of(self, epoch: int, first: int, stop: StopRequest) -> Iterator[tuple[StepResult, float]]:
         """The steps of an epoch, with the time each waited for its data.
 
-        On a GPU, and in a pipeline, a step is handed on when the next one has been queued: whoever reads its figures
+        On a GPU, and in a pipeline, a step is handed on when the next one has been queued: reading its figures
         must not keep the device waiting. A request to stop or to save then takes effect a step later, on all workers.
         """
         behind = self.world.device.type == "cuda" or self.trainer.engine.late

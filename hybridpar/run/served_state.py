@@ -48,7 +48,7 @@ class ServedState:
         model: It, on the worker's device.
         stripes: What the shards hold.
         place: What this process is.
-        policy: What pushes travel as.
+        policy: Codecs of pushes.
         barrier: Whether an update waits for all workers.
         at: How far the run is; what is found at the start is put there.
     """

@@ -34,7 +34,7 @@ class Trained(Protocol):
         """
 
     def wire_format(self) -> Any:
-        """What gradients travel as; once it is known, codecs have their state."""
+        """Codecs of the gradients; once they are known, they have their state."""
 
     def state_dict(self) -> dict[str, Any]:
         """What else there is."""

@@ -9,15 +9,15 @@ from hybridpar.observe.files import replace_file
 from hybridpar.sync.compression_table import WireFormat, table_csv, table_lines
 from hybridpar.sync.figures import SyncFigures
 
-#: In the run directory: what each parameter travels as, and what was chosen, as a policy for other runs.
+#: In the run directory: the codec of each parameter, and what was chosen, as a policy for other runs.
 TABLE_FILE, POLICY_FILE = "compress.csv", "policy.toml"
 
 
 def wire_format_lines(wire_format: WireFormat, directory: Path | None) -> list[str]:
-    """Lines to show at the start; nothing where gradients are added as they are and nobody asked for more.
+    """Lines to show at the start; nothing where gradients are added as they are and no codec was asked for.
 
     Args:
-        wire_format: What gradients travel as.
+        wire_format: Codecs of the gradients.
         directory: Where the whole table goes; None on workers that write nothing.
 
     Raises:
@@ -36,7 +36,7 @@ def wire_format_lines(wire_format: WireFormat, directory: Path | None) -> list[s
         if wire_format.applied.changes_nothing and not wire_format.policy.changes_nothing:
             return [*lines, f"warning: --compress {policy[:60]} changes nothing: it fits no layer of this model"]
         rules = policy if len(policy) <= 60 else f"{len(wire_format.policy.rules)} rules, the first that matches counts"
-        lines += ["", f"gradients travel as {rules}", "", *table_lines(wire_format.layers)]
+        lines += ["", f"gradients are sent as {rules}", "", *table_lines(wire_format.layers)]
         lines += [f"bytes that a worker sends in a step; all layers are in {TABLE_FILE}", ""]
     return lines
 

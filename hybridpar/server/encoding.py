@@ -44,7 +44,7 @@ def _spec(piece: Piece) -> TensorSpec:
 
 
 def _plain(policy: Policy, piece: Piece) -> Coder:
-    """A piece's coder as the server has it: what is left out is remembered by whoever leaves it out."""
+    """A piece's coder as the server has it: the residual is kept by the learner."""
     codec = policy.codec_of(piece.name)
     return bind(codec.inner if isinstance(codec, ErrorFeedback) else codec, _spec(piece))
 
@@ -88,7 +88,7 @@ class PushEncoder:
     """A learner's side: turns gradients of a stripe into messages, and keeps what they leave out.
 
     Args:
-        policy: What each parameter travels as.
+        policy: Codec of each parameter.
         stripe: The stripe.
 
     Raises:
@@ -103,7 +103,7 @@ class PushEncoder:
 
     @property
     def warm(self) -> list[int]:
-        """Numbers of the pieces that travel in full precision this time, because their codec is warming up."""
+        """Numbers of the pieces that are sent in full precision this time, because their codec is warming up."""
         return [n for n, coder in enumerate(self._coders) if isinstance(coder, FeedbackCoder) and coder.warm]
 
     @property
@@ -117,7 +117,7 @@ class PushEncoder:
         Args:
             number: Of the piece.
             gradient: 1-D float32; it stays as it is.
-            decoded: Filled with what the server will make of it, where somebody wants to know.
+            decoded: Filled with what the server will decode; None to skip that.
 
         Returns:
             1-D uint8, new.
@@ -195,7 +195,7 @@ class PushDecoder:
     """A server's side, for one learner: turns its messages into the gradient that they stand for.
 
     Args:
-        policy: What each parameter travels as.
+        policy: Codec of each parameter.
         stripe: The stripe.
         state: What the learner's `PushEncoder.shared_state` was when it joined.
     """
@@ -255,8 +255,8 @@ class PushDecoder:
 
     def _decode(self, number: int, coder: Coder, message: Tensor, begin: int, out: Tensor) -> int:
         rounds = coder.rounds
-        # Codecs may decode otherwise where what is left out is kept, so there is a residual, of which nobody keeps
-        # anything.
+        # Codecs may decode otherwise where what is left out is kept, so there is a residual, which is not
+        # kept.
         residuals: Mapping[str, Residual] = NO_RESIDUAL
         if self._remembers[number]:
             sizes = coder.residuals.items()

@@ -31,7 +31,7 @@ class HandshakeError(Exception):
 
 
 def new_token() -> str:
-    """A token that nobody can guess."""
+    """A random token."""
     return secrets.token_hex(16)
 
 

@@ -33,7 +33,7 @@ class Exchanged:
         applied: Whether the gradient counts.
         staleness: Of the gradient, at shard 0.
         done: Whether the servers have taken in all that was wanted.
-        stop: Whether somebody wants all to stop.
+        stop: Whether all workers are to stop.
         save: Number of a checkpoint that all are to write now; 0 for none.
         rows: For worker 0: what the steps since the last answer did.
         news: For worker 0: what happened to other workers.

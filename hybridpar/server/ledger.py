@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-#: Rows kept for whoever writes them down; far more than are ever waiting.
+#: Rows kept until worker 0 asks for them; far more than are ever waiting.
 _MOST = 10_000
 
 

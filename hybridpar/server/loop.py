@@ -29,7 +29,7 @@ _MOST_TOLD = 20
 
 
 class SocketLoop(ABC):
-    """Listens, reads frames from whoever comes, and sends.
+    """Listens, reads frames from all connections, and sends.
 
     Args:
         host: Address to listen at; the port is any that is free.

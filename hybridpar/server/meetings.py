@@ -36,7 +36,7 @@ class Meetings:
         occasion = tag.partition("/")[0]
         party = self._parties.setdefault(occasion, set(present))
         if worker not in party:
-            return {tag: {worker: message}}  # it came late, and meets nobody
+            return {tag: {worker: message}}  # it came late, and there is no other message for it
         self._messages.setdefault(tag, {})[worker] = message
         return self._complete()
 

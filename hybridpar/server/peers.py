@@ -18,14 +18,14 @@ from hybridpar.server.wire import Connection, Frame
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a server must know before anybody has come.
+    """What a server must know before a worker connects.
 
     Attributes:
         number: Which shard it is, from 0.
         shards: How many there are.
         rules: What to do with gradients.
         optimizer: Makes the optimizer.
-        policy: What pushes travel as.
+        policy: Codecs of pushes.
         half: Whether weights are sent as float16.
         token: What a worker must know to be let in.
         timeout: Seconds after which a silent worker is an error, where others wait for it.
@@ -53,7 +53,7 @@ class Peer:
         push: Push that has arrived but for its end.
         gradient: What that push stands for, where it has been decoded already.
         told: When it was last told anything.
-        saved: The last wish to save that it has been told.
+        saved: Number of the last request to save that it was sent.
         missed: Since when nothing has come from it, once that has been said.
         rows: Step up to which it has been told what the steps did; None for one that does not want to know.
     """

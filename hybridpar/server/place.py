@@ -1,8 +1,9 @@
 """Which worker or server a process of a job is, and where the shards are.
 
 Of the W + K processes of a job the first W are workers and the last K are servers; with K = 0 every worker serves a
-stripe beside its own work. They meet at the store of torch.distributed that the launcher hosts (ours, torchrun's, or
-that of process 0 under any other launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`).
+stripe beside its own work. They find each other at the store of torch.distributed that the launcher hosts (ours,
+torchrun's, or that of process 0 under any other launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and
+`MASTER_PORT`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Place:
         rank: Its number among all processes.
         workers: Number of workers.
         servers: Number of server processes.
-        store: Where the processes find each other; whoever reaches it can read and change it.
+        store: Where the processes find each other; any process that reaches it can read and change it.
         token: What lets a worker in at a server.
         joins: Whether it takes the place of a worker that died.
     """
@@ -78,7 +79,7 @@ class Place:
             timeout: Seconds.
 
         Raises:
-            SyncError: Nobody does within the time-out.
+            SyncError: No process does within the time-out.
         """
         return wait_for_key(self.store, key, timeout)
 
@@ -140,24 +141,24 @@ def own_host() -> str:
     """The address of this host by which the others of the job reach it."""
     host = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     if host.startswith("127.") and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        return address_towards("192.0.2.1")  # by no name of ours: an address that is nobody's, RFC 5737
+        return address_towards("192.0.2.1")  # by no name of ours: an address reserved for documentation, RFC 5737
     return host
 
 
 def wait_for_key(store: Any, key: str, timeout: float) -> str:
-    """What somebody writes under a key of a store of torch.distributed, once it is there.
+    """The value of a key of a store of torch.distributed, once a process has written it.
 
     Args:
-        store: The store.
+        store: The store of torch.distributed.
         key: Its name.
         timeout: Seconds.
 
     Raises:
-        SyncError: Nobody does within the time-out.
+        SyncError: No process does within the time-out.
     """
     deadline = time.monotonic() + timeout
     while not store.check([key]):
         if time.monotonic() > deadline:
-            raise SyncError(f"nobody wrote {key!r} within {timeout:g} s", "All processes of a job must be started.")
+            raise SyncError(f"no process wrote {key!r} within {timeout:g} s", "All processes of a job must be started.")
         time.sleep(0.02)
     return str(store.get(key).decode())

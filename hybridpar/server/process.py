@@ -120,7 +120,7 @@ def serve_shards(config: TrainConfig, place: Place) -> None:
         raise SyncError(
             f"{told[:20]!r} shards in a process",
             f"There are 1 to {MOST_PARTS}.",
-            "Somebody else writes to the store of this job; use a network that you trust.",
+            "Another program writes to the store of this job; use a network that you trust.",
         )
     with OwnShards(config, place, parts) as own:
         own.wait()

@@ -4,7 +4,7 @@ With lambda learners (S. Gupta, W. Zhang, F. Wang, "Model Accuracy and Runtime T
 ICDM 2016; Zhang et al., IJCAI 2016):
 
 * synchronous: an update takes one gradient of each learner, and every learner waits for it;
-* n-softsync: an update takes any c = floor(lambda / n) gradients; nobody waits;
+* n-softsync: an update takes any c = floor(lambda / n) gradients; no learner waits;
 * asynchronous: every gradient is an update, which is n-softsync with n = lambda.
 """
 

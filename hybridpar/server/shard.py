@@ -356,7 +356,7 @@ class Shard:
         return self._arrived.get(learner)
 
     def draft(self, pushes: Sequence[tuple[Push, Tensor]]) -> None:
-        """Make the update of gradients of which nobody knows yet whether they count.
+        """Make the update of gradients before it is known whether they count.
 
         With a barrier, and with a gradient of every learner, in the learners' order. The weights are then those after
         the update, so that they can be on their way while the rest is found out. The pushes of the same gradients keep
@@ -398,7 +398,7 @@ class Shard:
         self.optimizer.step()
 
     def _release(self) -> list[Answer]:
-        """Answer everybody who is not too far ahead of the slowest."""
+        """Answer every learner that is not too far ahead of the slowest."""
         slowest = min((known.pushes for known in self._learners.values()), default=0)
         answers = []
         for number in self.waiting:

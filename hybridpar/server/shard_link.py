@@ -46,7 +46,7 @@ class LinkOptions:
         worker: Its number.
         shards: How many shards there are.
         fingerprint: Of the model.
-        policy: What pushes travel as, as text.
+        policy: Codecs of pushes, as text.
         token: What lets it in.
         timeout: Seconds after which a silent shard is an error.
         half: Whether weights come as float16.
@@ -76,7 +76,7 @@ class PushFlight:
         messages: The pieces as they were sent, by number.
         turn: Set when it may leave: other shards of the same process get theirs one after the other.
         gone: Set when it has left, or never will.
-        bell: Rung when the end is known: whoever waits for that may be waiting for the shard as well.
+        bell: Written to when the end is known, to wake up a thread that waits for the shard as well.
     """
 
     meta: dict[str, Any]
@@ -234,7 +234,7 @@ class ShardLink:
             return meta, payload
 
     def unpack_rest(self) -> Any:
-        """What worker 0 had this shard tell everybody."""
+        """What worker 0 left at this shard for all workers."""
         return unpack(self._rest)
 
     def send_coders(self) -> None:
@@ -345,7 +345,7 @@ class ShardLink:
         flight.ready.get()
 
     def _message(self, flight: PushFlight, number: int) -> Tensor:
-        """A piece as it travels; it is encoded once, however often it is sent."""
+        """A piece as it is sent; it is encoded once, however often it is sent."""
         message = flight.messages[number]
         if self.encoder is not None and message.dtype != torch.uint8:
             message = flight.messages[number] = self.encoder.encode(number, message)
@@ -480,6 +480,6 @@ class ShardLink:
         reason = f"did not answer within {options.timeout:g} s" if silent else f"is gone ({error})"
         return SyncError(
             f"shard {self.number} of {options.shards} at {self.address} {reason}, and worker {options.worker} needs it",
-            "Each shard holds a stripe of the parameters that nobody else has.",
+            "Each shard holds a stripe of the parameters that exists nowhere else.",
             "A launched job restarts from its last checkpoint; else start it again with --resume.",
         )

@@ -76,7 +76,7 @@ class Simulation:
         optimizer: The shards' optimizers.
         gradient: What the learners compute.
         shards: Number of shards.
-        codec: What pushes travel as.
+        codec: Codec of the pushes.
     """
 
     def __init__(

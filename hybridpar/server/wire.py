@@ -269,7 +269,7 @@ class Connection:
         Raises:
             ConnectionError: The other end is gone.
             Garbled: It sends no frames, or one that is too long.
-            HandshakeError: It is nobody of this job.
+            HandshakeError: It is no process of this job.
         """
         while self.socket.fileno() >= 0:
             try:

@@ -33,7 +33,7 @@ def test_the_parts_of_every_step_add_up():
         assert parts.step == outcome.step_ms
         assert parts.compute + parts.bubble + parts.sync + parts.codec + parts.update == pytest.approx(parts.step)
         assert min(parts.compute, parts.bubble, parts.sync, parts.update) >= -1e-9
-        if not outcome.candidate.travel:
+        if not outcome.candidate.codec:
             assert parts.codec == 0
 
 

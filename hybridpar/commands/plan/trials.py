@@ -105,7 +105,7 @@ class Trial:
         """The workers of the plan, of which this is one; None where it is not."""
         lanes, shared = config.sum_groups, config.shares_memory
         if workers == world.size:
-            # Codecs do not meet in shared memory.
+            # Codecs are not exchanged through shared memory.
             made = World.join(lanes=lanes, timeout=world.timeout, device=world.device, shared_memory=shared)
         else:
             parties = [list(range(workers)), *([rank] for rank in range(workers, world.size))]

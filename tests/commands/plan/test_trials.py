@@ -93,7 +93,7 @@ def test_plans_that_are_exact_train_the_same_model():
 
 def test_a_plan_s_options_are_those_of_a_run():
     answer = searched(4, "lossy")
-    travels = answer.evaluator.space.travels
+    codec_choices = answer.evaluator.space.codec_choices
     base = TrainConfig(lr=0.5, batch_size=BATCH)
     for outcome in answer.ranked:
         candidate, plan = outcome.candidate, plan_of(answer, outcome)
@@ -105,7 +105,7 @@ def test_a_plan_s_options_are_those_of_a_run():
             shape.micro_batches,
         )
         assert config.lr == 0.5
-        assert config.compresses == bool(travels[candidate.travel].codecs)
+        assert config.compresses == bool(codec_choices[candidate.codec].codecs)
         assert config.schedule == (candidate.schedule if shape.stages > 1 else None)
     assert (
         config_of_plan(plan.model_copy(update={"sync": None, "pipeline": None, "placement": None}), base).replicas
