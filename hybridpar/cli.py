@@ -155,38 +155,25 @@ def with_nested_options(arguments: Sequence[str]) -> list[str]:
 def _plan(command: PlanRequest, arguments: Sequence[str]) -> int:
     from hybridpar.machine.cluster import default_workers
 
-    if command.is_here and (in_job() or command.verify or (command.workers or default_workers()) > 1):
-        return _plan_with_workers(command, arguments)
-    if command.wants_tuned_process:
+    command.check()
+    if command.is_here:  # planned by the workers of this machine, which are started where nobody else has started them
+        workers = command.workers or default_workers()
+        if workers > 1 and not in_job():
+            return launch_workers(arguments, workers, restarts=0, patience=LEAVE_SECONDS)
+        _tune_worker(command.tune_process)
+        follow_launcher()
+    elif command.wants_tuned_process:
         tune_this_process(1)
     if command.calibrate:
         from hybridpar.planner.calibrate import run_calibrate
 
-        command.check()
         return run_calibrate(command.calibrate)
-    if command.searches:
+    if not command.searches:
+        return run_plan(command)
+    with leaving_at_once():
         from hybridpar.commands.plan.search import run_search
 
-        return run_search(command)
-    command.check()
-    return run_plan(command)
-
-
-def _plan_with_workers(command: PlanRequest, arguments: Sequence[str]) -> int:
-    """Plan in the workers of this machine, which are started where nobody else has started them."""
-    from hybridpar.machine.cluster import default_workers
-
-    command.check()
-    if not in_job():
-        workers = command.workers or default_workers()
-        if workers > 1:
-            return launch_workers(arguments, workers, restarts=0, patience=LEAVE_SECONDS)
-    _tune_worker(command.tune_process)
-    follow_launcher()
-    with leaving_at_once():
-        from hybridpar.commands.plan.job import run_plan_job
-
-    return run_plan_job(command)
+    return run_search(command)
 
 
 def _tune(command: TuneConfig) -> int:

@@ -1,4 +1,4 @@
-"""Why: one file says everything that differs between two runs of the same model.
+"""The plan of a run: everything in which two runs of the same model differ, as typed, versioned JSON.
 
 A plan is plain data: typed, versioned, JSON in and out, in a stable order so that two plans can be compared with a
 text diff. Reading one never runs code. The planner writes plans, and simulator, drawer and executor read them. All
@@ -95,6 +95,31 @@ class Placement(_Section):
     replicas: int = Field(1, ge=1)
     stages: tuple[StagePlacement, ...] = Field(min_length=1)
 
+    @classmethod
+    def of_lanes(
+        cls,
+        lane_of: Sequence[int],
+        worker_of: Sequence[int],
+        kind: Literal["linear", "loop", "v"],
+        replicas: int,
+        device: str,
+    ) -> Placement:
+        """The placement of stages on lanes that are numbered over all workers of a replica.
+
+        Args:
+            lane_of: For every stage its lane.
+            worker_of: For every lane its worker.
+            kind: How stages are dealt out to lanes.
+            replicas: Copies of the pipeline.
+            device: Device type of the lanes.
+        """
+        homes = [worker_of[lane] for lane in lane_of]
+        stages = [
+            StagePlacement(stage=stage, worker=home, device=device, lane=lane - list(worker_of).index(home))
+            for stage, (lane, home) in enumerate(zip(lane_of, homes, strict=True))
+        ]
+        return cls(kind=kind, replicas=replicas, stages=tuple(stages))
+
     @property
     def lanes(self) -> tuple[tuple[int, int], ...]:
         """Worker, and lane on it, of every lane of a replica; in this order lanes are numbered."""
@@ -143,7 +168,7 @@ class SyncRule(_Section):
 
 
 class Sync(_Section):
-    """How gradients meet."""
+    """How gradients are exchanged."""
 
     lanes: int = Field(2, ge=1)
     bucket_bytes: int = Field(8 << 20, ge=1)
@@ -248,6 +273,9 @@ class Plan(_Section):
     def save(self, path: str | Path) -> None:
         """Write the plan; the file is replaced as a whole or not at all.
 
+        Args:
+            path: The file.
+
         Raises:
             PlanError: The file cannot be written.
         """
@@ -302,6 +330,9 @@ class Plan(_Section):
 def read_plan(path: str | Path) -> Plan:
     """Read a plan from a JSON file. Runs no code from it.
 
+    Args:
+        path: The file.
+
     Raises:
         PlanError: The file is missing, is not a plan, or is of a version this package cannot read.
     """
@@ -312,6 +343,10 @@ def read_plan(path: str | Path) -> Plan:
 
 def parse_plan(data: object, source: str = "the plan") -> Plan:
     """Check and type the data of a plan that was read from somewhere.
+
+    Args:
+        data: What was read.
+        source: What to call it in messages.
 
     Raises:
         PlanError: As for `read_plan`.

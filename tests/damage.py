@@ -49,6 +49,7 @@ from hybridpar.partition.profile import UnitTimes
 from hybridpar.plan import Partition, Placement, Plan, Stage, StagePlacement, Sync, SyncRule, read_plan
 from hybridpar.planner import calibrate, links, rehearse, store
 from hybridpar.planner.inputs import inputs_of_plan
+from hybridpar.planner.link_ways import WAYS
 from hybridpar.run import directory as rundir
 from hybridpar.schedule.actions import read_schedule
 from hybridpar.train.checkpoint import CheckpointData, load_checkpoint, save_checkpoint
@@ -173,17 +174,14 @@ def kinds(folder: Path) -> list[Kind]:
     profile = profile_cache.profile_path(PROFILE_KEY, folder).read_bytes()
     factor = json.dumps({"key": STORE_KEY, "data": {"factor": 1.5, "runs": 2}}).encode()
     rehearsed = json.dumps({"key": STORE_KEY, "data": [{"codec": "none", "samples": 4, "step_ms": 2.0}]}).encode()
-    link = json.dumps({"key": LINK_KEY, "load": 0.1, "cluster": small.cluster().model_dump(mode="json")}).encode()
+    kept = {"load": 0.1, "cluster": small.cluster().model_dump(mode="json")}
+    link = json.dumps({"key": {**LINK_KEY, "ways": sorted(WAYS)}, "data": kept}).encode()
     with mock.patch.object(cluster, "cluster_path", return_value=folder / "measured.json"):
         write_cluster(_measured())
 
     def read_profile(path: Path) -> None:
         with mock.patch.object(profile_cache, "profile_path", return_value=path):
             profile_cache.load_profile(PROFILE_KEY, path.parent)
-
-    def read_link(path: Path) -> None:
-        with mock.patch.object(links, "_path", return_value=path):
-            links._read(LINK_KEY, 0.1)
 
     return [
         Kind("plan.json", _plan(), read_plan, _use_plan),
@@ -198,7 +196,7 @@ def kinds(folder: Path) -> list[Kind]:
         Kind("profile.json", profile, read_profile),
         Kind("calibration-1.json", factor, lambda path: _with_folder(path, calibrate.known_factors)),
         Kind("rehearsal-1.json", rehearsed, lambda path: _with_folder(path, lambda: rehearse._known(STORE_KEY, path))),
-        Kind("links.json", link, read_link),
+        Kind("links-1.json", link, lambda path: _with_folder(path, lambda: links._remembered(LINK_KEY, WAYS, 0.1))),
         Kind("measured.json", (folder / "measured.json").read_bytes(), _show_measured),
     ]
 

@@ -122,7 +122,6 @@ def planner_inputs(
             model,
             [images[:size] for size in sorted({max(2, each // 16), max(2, each // 4), each})],
             name=setting.name,
-            threads=torch.get_num_threads(),
             formats=("contiguous", "channels_last"),
             optimizer_copies=1,
             crowd=crowd,
@@ -216,16 +215,16 @@ def drawn_plans(inputs: PlannerInputs, count: int) -> tuple[list[Drawn], dict[st
     """
     answers = {one: find_plan(inputs.with_fidelity(one)) for one in ("exact", "close", "lossy")}
     answer = find_plan(inputs, prune=False)
-    travels = answer.evaluator.space.travels
+    codec_choices = answer.evaluator.space.codec_choices
     ranked = [one for one in answer.ranked if _can_run(one, inputs.workers)]
     outcomes = {describe(one.candidate, answer): one for one in reversed(ranked)}  # of equal names the fastest
     chosen = {fidelity: describe(one.chosen.candidate, one) for fidelity, one in answers.items()}
     names = [*chosen.values(), *(name for name, one in outcomes.items() if one in ranked[:5])]
     names += [describe(one.candidate, answer) for one in answer.baselines.values() if one is not None]
     whole = [one for one in ranked if one.candidate.shape.replicas == inputs.workers and not one.candidate.variant]
-    for number, way in enumerate(travels):
+    for number, way in enumerate(codec_choices):
         if way.rank < 2:
-            names += [describe(one.candidate, answer) for one in whole if one.candidate.travel == number][:1]
+            names += [describe(one.candidate, answer) for one in whole if one.candidate.codec == number][:1]
     names += [describe(one.candidate, answer) for one in ranked if one.candidate.shape.stages > 1][:1]
     names = list(dict.fromkeys(names))
     rest = [name for name in reversed(outcomes) if name not in names]
@@ -237,11 +236,9 @@ def drawn_plans(inputs: PlannerInputs, count: int) -> tuple[list[Drawn], dict[st
     drawn = []
     for name in dict.fromkeys(names):
         one = outcomes[name]
-        travel = travels[one.candidate.travel]
-        allowed = tuple(
-            fidelity for fidelity in answers if set(travel.codecs.values()) <= set(planned_codecs(fidelity))
-        )
-        drawn.append(Drawn(name, plan_of(answer, one), one.step_ms, places[one.candidate], travel.steps, allowed))
+        codec = codec_choices[one.candidate.codec]
+        allowed = tuple(fidelity for fidelity in answers if set(codec.codecs.values()) <= set(planned_codecs(fidelity)))
+        drawn.append(Drawn(name, plan_of(answer, one), one.step_ms, places[one.candidate], codec.steps, allowed))
     return drawn, chosen
 
 

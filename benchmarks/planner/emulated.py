@@ -197,7 +197,7 @@ def _drawn(inputs: PlannerInputs, count: int) -> list[Drawn]:
     evaluator = EmulatedDevices(answer.evaluator.space)
     shapes = [one.candidate for one in answer.ranked if one.candidate.shape.replicas == inputs.workers]
     ranked = sorted((evaluator.outcome(one) for one in shapes), key=lambda one: one.step_ms)
-    plain = next(place for place, one in enumerate(ranked) if one.candidate.travel == 0)
+    plain = next(place for place, one in enumerate(ranked) if one.candidate.codec == 0)
     step = max(1.0, (len(ranked) - 1) / max(1, count - 2))
     places = sorted({plain, *(min(len(ranked) - 1, round(number * step)) for number in range(count - 1))})
     return [
@@ -235,7 +235,16 @@ def _emulated(setting: Setting, world: World, cluster: ClusterSpec) -> tuple[Pla
     """
     each = setting.batch // world.size
     images, _ = random_batch((3, setting.side, setting.side), each, CLASSES, world.device)
-    profile = world.from_main(lambda: profile_model(setting.build(), [images], name=setting.name, threads=1))
+
+    def with_one_thread() -> ModelProfile:
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return profile_model(setting.build(), [images], name=setting.name)
+        finally:
+            torch.set_num_threads(before)
+
+    profile = world.from_main(with_one_thread)
     profile = replace(profile, batch_norm=False)  # a wait normalises nothing
     net = EmulatedNet(profile, each)
     world.barrier()

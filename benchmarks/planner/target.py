@@ -39,7 +39,9 @@ from hybridpar.data import TestBatches, TrainBatches, load_dataset
 from hybridpar.models import seed_everything
 from hybridpar.plan import Plan, parse_plan
 from hybridpar.planner.explain import describe
-from hybridpar.planner.measure_run import Measured, fixed_by, measure_inputs
+from hybridpar.planner.fixed import fixed_by
+from hybridpar.planner.inputs import PlannerInputs
+from hybridpar.planner.measure_run import Question, measure_inputs
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.record import plan_of
 from hybridpar.planner.search import find_plan
@@ -196,7 +198,7 @@ def _plan(call: Call) -> None:
     def planned() -> dict[str, Any]:
         world.barrier()
         began = time.perf_counter()
-        measured = measure_inputs(model, config, world, shape, steps, fixed, "resnet18")
+        measured = measure_inputs(model, Question.of_run(config, fixed, "resnet18", shape, steps), world)
         noted: dict[str, Any] = world.from_main(lambda: _decide(measured))
         return {**noted, "seconds": time.perf_counter() - began}
 
@@ -208,9 +210,9 @@ def _plan(call: Call) -> None:
     world.close()
 
 
-def _decide(measured: Measured) -> dict[str, Any]:
-    assert measured.inputs is not None, measured.why
-    answer = find_plan(measured.inputs)
+def _decide(measured: PlannerInputs | None) -> dict[str, Any]:
+    assert measured is not None
+    answer = find_plan(measured)
     plan = plan_of(answer, answer.chosen)
     return {"plan": json.loads(plan.to_json()), "told": describe(answer.chosen.candidate, answer)}
 

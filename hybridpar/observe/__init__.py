@@ -1,4 +1,4 @@
-"""Why: what a training run shows while it works and leaves behind when it ends.
+"""What a training run shows while it trains, and the files that it leaves behind.
 
 The trainer emits the records of `records.py`; everything here only reads them. Importing this package imports neither
 torch nor matplotlib.
@@ -6,8 +6,7 @@ torch nor matplotlib.
 
 from hybridpar.observe.live import open_progress
 from hybridpar.observe.metrics import MetricsTable, MetricsWriter, read_metrics
-from hybridpar.observe.plots import draw_loss
-from hybridpar.observe.plots_staleness import draw_staleness
+from hybridpar.observe.plots import draw_loss, draw_staleness
 from hybridpar.observe.progress import PlainProgress, Progress
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.observe.report import print_report

@@ -1,4 +1,4 @@
-"""Why: what a run leaves behind is whole or absent, and a full disk is told as a full disk.
+"""Writes the files of a run directory as a whole or not at all.
 
 Files are written aside, flushed to the disk, and renamed over the old ones.
 """

@@ -1,4 +1,4 @@
-"""Why: on a terminal a run is two lines that stay in place, with everything worth keeping printed above them.
+"""The display of a run on a terminal: two lines that stay in place, with messages above them.
 
 The display is repainted by the training thread itself, inside `step` and at most four times a second. A thread of its
 own would compete with the step for the interpreter, and could hold the console's lock while a data loader forks.

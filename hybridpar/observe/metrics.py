@@ -1,4 +1,4 @@
-"""Why: `metrics.jsonl` is the record of a run: one JSON object per step, in order, each step once.
+"""Reads and writes `metrics.jsonl`: one JSON object per step, in order, each step once.
 
 Every line goes to the operating system at once (a few microseconds), so a crash of the process loses none; a crash of
 the machine may cut the last line, which readers skip. A resumed run first takes away the lines of steps that it will
@@ -12,7 +12,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,37 +32,22 @@ METRICS_FILE = "metrics.jsonl"
 _LONGEST_LINE = 1 << 20
 
 #: Columns of a step's line that hold numbers; `skipped` is 0 or 1 in a table.
-STEP_COLUMNS = (
-    "step",
-    "epoch",
-    "loss",
-    "lr",
-    "samples",
-    "images_per_second",
-    "step_ms",
-    "compute_ms",
-    "exposed_sync_ms",
-    "data_ms",
-    "bytes_sent",
-    "skipped",
-    "grad_norm",
-    "bytes_before",
-    "bytes_after",
-    "encode_ms",
-    "wire_ms",
-    "decode_ms",
-    "sync_ms",
-    "hidden_share",
-    "residual_norm",
-    "staleness",
-    "most_stale",
-    "queued",
-    "bytes_pulled",
+STEP_COLUMNS = tuple(
+    column
+    for field in fields(StepRecord)
+    for column in ((field.name, "images_per_second") if field.name == "samples" else (field.name,))
 )
+
+#: Columns that are written with all digits. Others are times, to the microsecond: finer digits are noise.
+_EXACT = {"loss", "lr", "grad_norm", "residual_norm"}
 
 
 def images_per_second(record: StepRecord) -> float:
-    """Samples of all workers per second of the step; NaN where its time is not a positive number."""
+    """Samples of all workers per second of the step; NaN where its time is not a positive number.
+
+    Args:
+        record: The record.
+    """
     return 1000 * record.samples / record.step_ms if 0 < record.step_ms < math.inf else math.nan
 
 
@@ -99,37 +84,17 @@ class MetricsWriter:
     def write_step(self, record: StepRecord) -> None:
         """Append a step.
 
+        Args:
+            record: The record.
+
         Raises:
             RunDirectoryError: The line cannot be written.
         """
         rate = images_per_second(record)
         self._write(
             {
-                "step": record.step,
-                "epoch": record.epoch,
-                "loss": _finite(record.loss),
-                "lr": _finite(record.lr),
-                "samples": record.samples,
-                "images_per_second": _rounded(rate),
-                "step_ms": _rounded(record.step_ms),
-                "compute_ms": _rounded(record.compute_ms),
-                "exposed_sync_ms": _rounded(record.exposed_sync_ms),
-                "data_ms": _rounded(record.data_ms),
-                "bytes_sent": record.bytes_sent,
-                "skipped": record.skipped,
-                "grad_norm": None if record.grad_norm is None else _finite(record.grad_norm),
-                "bytes_before": record.bytes_before,
-                "bytes_after": record.bytes_after,
-                "encode_ms": _known(record.encode_ms),
-                "wire_ms": _known(record.wire_ms),
-                "decode_ms": _known(record.decode_ms),
-                "sync_ms": _known(record.sync_ms),
-                "hidden_share": _known(record.hidden_share),
-                "residual_norm": None if record.residual_norm is None else _finite(record.residual_norm),
-                "staleness": _known(record.staleness),
-                "most_stale": record.most_stale,
-                "queued": _known(record.queued),
-                "bytes_pulled": record.bytes_pulled,
+                name: _json_value(name, rate if name == "images_per_second" else getattr(record, name))
+                for name in STEP_COLUMNS
             }
         )
         self._events.add_step(record, rate)
@@ -137,11 +102,13 @@ class MetricsWriter:
     def write_epoch(self, record: EpochRecord) -> None:
         """Append the end of an epoch, as a line with `"event": "epoch"`.
 
+        Args:
+            record: The record.
+
         Raises:
             RunDirectoryError: The line cannot be written.
         """
-        values = {key: _finite(value) if isinstance(value, float) else value for key, value in asdict(record).items()}
-        self._write({"event": "epoch"} | values)
+        self._write({"event": "epoch"} | {key: _finite(value) for key, value in asdict(record).items()})
         self._events.add_epoch(record)
 
     def _write(self, row: Mapping[str, object]) -> None:
@@ -246,17 +213,15 @@ def _drop_after(path: Path, step: int) -> None:
     replace_file(path, (line for line, row in _rows(path) if row["step"] <= step))
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: Any) -> Any:
+    """The value, but None for NaN and infinities, which JSON does not know."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _rounded(value: float) -> float | None:
-    """A time to the microsecond: finer digits are noise that only makes the file longer."""
-    return round(value, 3) if math.isfinite(value) else None
-
-
-def _known(value: float | None) -> float | None:
-    return None if value is None else _rounded(value)
+def _json_value(name: str, value: Any) -> Any:
+    """A column of a step as it is written."""
+    value = _finite(value)
+    return round(value, 3) if isinstance(value, float) and name not in _EXACT else value
 
 
 def _if_number(value: object) -> float | None:

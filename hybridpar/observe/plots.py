@@ -1,14 +1,15 @@
-"""Why: one look at `loss.png` tells whether a run learned, and where it went wrong.
+"""The pictures of a run: `loss.png` for every run, `staleness.png` for one with parameter servers.
 
-Above: the training loss of each step, its running mean, and the steps that were skipped. Below: the test accuracy of
-each epoch over the learning rate, which explains most bends of the two. Sizes are chosen for a picture shown 600 pixels
-wide. Nothing global is touched: no pyplot, no settings of the caller's matplotlib.
+`loss.png` shows above the training loss of each step, its running mean, and the steps that were skipped; below the test
+accuracy of each epoch over the learning rate. `staleness.png` shows how many gradients arrived at which age. Sizes are
+chosen for a picture shown 600 pixels wide. Neither pyplot nor the caller's settings of matplotlib are touched.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from hybridpar.observe.metrics import METRICS_FILE, MetricsTable, read_metrics
 from hybridpar.observe.records import RunInfo
 from hybridpar.observe.summary import SUMMARY_FILE
 
-#: Name of the file in the run directory.
-LOSS_PICTURE = "loss.png"
+#: Names of the files in the run directory.
+LOSS_PICTURE, STALENESS_PICTURE = "loss.png", "staleness.png"
 
 # Blue, orange and vermilion of Okabe and Ito's palette, which colour-blind readers can tell apart.
 _LOSS, _ACCURACY, _SKIPPED = "#0072B2", "#E69F00", "#D55E00"
@@ -47,17 +48,15 @@ def draw_loss(run_dir: Path, info: RunInfo | None = None, say: Callable[[str], o
     Raises:
         RunDirectoryError: The picture cannot be written.
     """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        say("loss.png needs matplotlib: pip install 'hybridpar[plots]'")
+    if not _can_draw(LOSS_PICTURE, say):
         return None
     table = read_metrics(run_dir)
     if not len(table.steps["step"]):
         say(f"{LOSS_PICTURE} was not drawn: {METRICS_FILE} holds no steps")
         return None
     path = Path(run_dir) / LOSS_PICTURE
-    replace_file(path, [_picture(table, _title(Path(run_dir), info))])
+    title = _title(Path(run_dir), info)
+    replace_file(path, [_png(lambda figure: _draw_run(figure, table, title), 6.3)])
     return path
 
 
@@ -107,7 +106,15 @@ def _title(run_dir: Path, info: RunInfo | None) -> str:
     return shortened(f"{model} on {data}, {workers} worker{'' if workers == 1 else 's'}", 100)
 
 
-def _picture(table: MetricsTable, title: str) -> bytes:
+def _can_draw(name: str, say: Callable[[str], object]) -> bool:
+    if importlib.util.find_spec("matplotlib") is None:
+        say(f"{name} needs matplotlib: pip install 'hybridpar[plots]'")
+        return False
+    return True
+
+
+def _png(draw: Callable[[Any], object], height: float) -> bytes:
+    """What `draw` draws into a figure, as a PNG file."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -115,20 +122,24 @@ def _picture(table: MetricsTable, title: str) -> bytes:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a caller's own style could need LaTeX, or hide the lines
         matplotlib.rcParams.update({"font.size": 13, "agg.path.chunksize": 10_000})
-        figure = Figure(figsize=(9, 6.3), dpi=100, layout="constrained")
+        figure = Figure(figsize=(9, height), dpi=100, layout="constrained")
         FigureCanvasAgg(figure)
-        upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
-        upper.set_title(title, parse_math=False, fontsize=14, loc="left", pad=12)
-        _draw_losses(upper, table.steps)
-        _draw_epochs(lower, table)
-        for axes in (upper, lower):
-            axes.grid(alpha=0.3)
-            axes.spines[["top", "right"]].set_visible(False)
-        upper.margins(x=0.01)
-        figure.align_ylabels()
+        draw(figure)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def _draw_run(figure: Any, table: MetricsTable, title: str) -> None:
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    upper.set_title(title, parse_math=False, fontsize=14, loc="left", pad=12)
+    _draw_losses(upper, table.steps)
+    _draw_epochs(lower, table)
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    upper.margins(x=0.01)
+    figure.align_ylabels()
 
 
 def _draw_losses(axes: Any, steps: Any) -> None:
@@ -189,3 +200,47 @@ def _draw_epochs(axes: Any, table: MetricsTable) -> None:
     best = f"best {100 * accuracy.max():.2f}%, last {100 * accuracy[-1]:.2f}%"
     axes.text(0.99, 0.06, best, transform=axes.transAxes, ha="right", color=_ACCURACY_TEXT)
     axes.yaxis.set_major_formatter("{x:g}%")
+
+
+def draw_staleness(
+    run_dir: Path, counts: Mapping[int, int], expected: float | None = None, say: Callable[[str], object] = print
+) -> Path | None:
+    """Draw `staleness.png`: how many gradients arrived at which age.
+
+    Args:
+        run_dir: Directory of the run.
+        counts: Gradients by staleness, in updates of the server.
+        expected: Mean staleness of equally fast workers, drawn as a line; None for none.
+        say: Takes the one line that tells why there is no picture.
+
+    Returns:
+        The picture's path, or None where matplotlib is not installed or there are no gradients.
+
+    Raises:
+        RunDirectoryError: The picture cannot be written.
+    """
+    if not _can_draw(STALENESS_PICTURE, say):
+        return None
+    if not sum(counts.values()):
+        say(f"{STALENESS_PICTURE} was not drawn: no gradient arrived")
+        return None
+    path = Path(run_dir) / STALENESS_PICTURE
+    replace_file(path, [_png(lambda figure: _draw_ages(figure, counts, expected), 4.5)])
+    return path
+
+
+def _draw_ages(figure: Any, counts: Mapping[int, int], expected: float | None) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes, ages, total = figure.subplots(), sorted(counts), sum(counts.values())
+    mean = sum(age * count for age, count in counts.items()) / total
+    axes.bar(ages, [100 * counts[age] / total for age in ages], width=0.9, color=_LOSS)
+    axes.set_title(f"staleness of {total:,} gradients, mean {mean:.2f}, largest {ages[-1]}", fontsize=14, loc="left")
+    axes.set_xlabel("updates between the weights of a gradient and its arrival")
+    axes.set_ylabel("% of gradients")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if expected is not None:
+        axes.axvline(expected, color=_SKIPPED, linewidth=2, linestyle="--", label=f"equal workers: {expected:.2f}")
+        axes.legend(frameon=False, loc="upper right")
+    axes.grid(axis="y", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,8 +1,7 @@
-"""Why: a run can be watched on a terminal, in a log file, or not at all, and the trainer does not care which.
+"""The display of a run: nothing on all workers but one, plain lines in pipes and log files.
 
-Three forms share one interface: nothing (for all ranks but one), plain lines (for pipes and log files), and a live
-display (for terminals, in `live.py`). Showing a run must neither cost anything nor end it: a step is a few
-microseconds, and an output that went away is ignored.
+The display of terminals is in `live.py`. An output that cannot be written any more is ignored, so that it does not end
+the run.
 """
 
 from __future__ import annotations
@@ -11,14 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Self
+from typing import IO, Self
 
 from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.observe.running import RunningFigures
 from hybridpar.observe.text import describe_run, epoch_line, format_bytes, format_duration, format_rate
-
-if TYPE_CHECKING:
-    pass
 
 
 class Progress:
@@ -28,7 +24,11 @@ class Progress:
     """
 
     def prepare(self, text: str) -> None:
-        """Show what is being done before training starts, until something else is shown."""
+        """Show what is being done before training starts, until something else is shown.
+
+        Args:
+            text: The text.
+        """
 
     def start(self, info: RunInfo, done: int = 0) -> None:
         """Show what is about to be trained.
@@ -39,16 +39,32 @@ class Progress:
         """
 
     def step(self, record: StepRecord) -> None:
-        """Take note of a step."""
+        """Take note of a step.
+
+        Args:
+            record: The record.
+        """
 
     def epoch(self, record: EpochRecord) -> None:
-        """Show the end of an epoch."""
+        """Show the end of an epoch.
+
+        Args:
+            record: The record.
+        """
 
     def message(self, text: str) -> None:
-        """Show a line that stays, for instance "checkpoint saved at step 120"."""
+        """Show a line that stays, for instance "checkpoint saved at step 120".
+
+        Args:
+            text: The text.
+        """
 
     def warn(self, text: str) -> None:
-        """Show a warning that stays."""
+        """Show a warning that stays.
+
+        Args:
+            text: The text.
+        """
         self.message(f"warning: {text}")
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Why: the trainer says what happened in plain data, and everything that shows or stores it reads only that.
+"""Records of steps, epochs and runs, as plain data.
 
 No record holds a tensor, a file or a function, so the trainer does not know who listens, and a display can be tested
 without training anything. Times are milliseconds of one worker, averaged over the workers where they differ.
@@ -116,11 +116,11 @@ class RunInfo:
     micro_batches: int = 1
     """Micro-batches per replica and step."""
     codec: str = "none"
-    """What gradients travel as: a codec, or the rules of a policy."""
+    """Codec of the gradients, or the rules of a policy."""
     schedule: str = "accumulate"
     """Name of the pipeline schedule; `accumulate` without stages."""
     sync: str = "allreduce"
-    """How gradients meet, as `--sync` has it."""
+    """How gradients are exchanged, as `--sync` has it."""
     servers: int = 0
     """Server processes."""
     data_line: str = ""

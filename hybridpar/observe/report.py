@@ -1,4 +1,4 @@
-"""Why: at the end of a run the terminal answers three questions: how good, how fast, and where the time went.
+"""The report at the end of a run: accuracy, speed, and where the time went.
 
 Everything shown comes from the summary, so the screen and `summary.json` cannot disagree.
 """

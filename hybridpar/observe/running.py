@@ -1,4 +1,4 @@
-"""Why: both displays show the same figures; they are computed once, in constant time per step.
+"""Running means and the remaining time of a run, for displays.
 
 A single step is too noisy to read, so loss and speed are exponential means over about the last twenty steps. The time
 left comes from wall time between steps, so evaluation and checkpoints count; the first steps, which allocate and
@@ -58,7 +58,12 @@ class RunningFigures:
         self._latest = 0.0
 
     def add_step(self, record: StepRecord, now: float) -> None:
-        """Take in a step that ended at `now`, in seconds of any clock."""
+        """Take in a step that ended at `now`, in seconds of any clock.
+
+        Args:
+            record: The record.
+            now: When it ended, in seconds of any clock.
+        """
         self.step = record.step
         self.epoch = record.epoch
         self.lr = record.lr
@@ -73,7 +78,11 @@ class RunningFigures:
             self._anchor = (record.step, now)
 
     def add_epoch(self, record: EpochRecord) -> None:
-        """Take in the end of an epoch."""
+        """Take in the end of an epoch.
+
+        Args:
+            record: The record.
+        """
         if record.test_accuracy is not None:
             self.test_accuracy = record.test_accuracy
 

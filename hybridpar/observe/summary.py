@@ -1,7 +1,7 @@
-"""Why: other programs read how a run went from one small file with keys that never change their meaning.
+"""`summary.json`: the figures of a run under keys that keep their meaning.
 
 `summary.schema.json`, beside this file, describes every key with its unit and is the contract. The summary is computed
-from `metrics.jsonl`, so it covers the whole of a run that was resumed, and is the same whoever computes it.
+from `metrics.jsonl`, so it covers the whole of a run that was resumed, and can be computed again.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def summarize(
     sent, pulled = _median(steps["bytes_sent"][steady]), _median(steps["bytes_pulled"][steady])
     step_ms = _median(steps["step_ms"][steady])
     return {
+        **dict.fromkeys(summary_schema()["required"]),  # what metrics.jsonl does not hold; the run adds it
         "model": info.model,
         "data": info.data,
         "workers": info.workers,
@@ -86,7 +87,6 @@ def summarize(
         "resumed_from": resumed_from,
         "test_accuracy": accuracies[-1] if accuracies else None,
         "best_test_accuracy": max(accuracies, default=None),
-        "best": None,  # for the run to fill in, which knows its checkpoints
         "train_seconds": round(float(np.nansum(steps["step_ms"])) / 1000, 3),
         "step_ms_median": step_ms,
         "images_per_second": _median(steps["images_per_second"][steady]),
@@ -97,10 +97,7 @@ def summarize(
         ),
         "codec": info.codec,
         "compression_ratio": _ratio(steps["bytes_before"], steps["bytes_after"]),
-        "encode_ms": _median(steps["encode_ms"][steady]),
-        "wire_ms": _median(steps["wire_ms"][steady]),
-        "decode_ms": _median(steps["decode_ms"][steady]),
-        "sync_ms": _median(steps["sync_ms"][steady]),
+        **{key: _median(steps[key][steady]) for key in ("encode_ms", "wire_ms", "decode_ms", "sync_ms", "queued")},
         "stages": info.stages,
         "replicas": info.replicas,
         "micro_batches": info.micro_batches,
@@ -108,22 +105,6 @@ def summarize(
         "sync": info.sync,
         "servers": info.servers,
         "bytes_pulled_per_step": None if pulled is None else round(pulled),
-        "queued": _median(steps["queued"][steady]),
-        # What metrics.jsonl does not hold; for the run to fill in.
-        "bubble": None,
-        "overlap": None,
-        "peak_saved_bytes": None,
-        "memory_bytes": None,
-        "predicted_step_ms": None,
-        "predicted_compute_ms": None,
-        "predicted_exposed_sync_ms": None,
-        "predicted_bubble": None,
-        "predicted_bytes_sent_per_step": None,
-        "predicted_peak_saved_bytes": None,
-        "predicted_memory_bytes": None,
-        "prediction_warning": None,
-        "predicted_sync_ms": None,
-        "kernels": None,
         "recipe": "none",
         "double_buffer": "off",
         "final_batch_size": info.batch_size,
@@ -175,6 +156,9 @@ def divided_step(step_ms: float | None, workers: Sequence[tuple[float, ...] | No
 def validate_summary(summary: Mapping[str, Any]) -> None:
     """Check a summary against the part of JSON Schema that `summary.schema.json` uses.
 
+    Args:
+        summary: The summary.
+
     Raises:
         ValueError: A key is missing, or a value is not of its type or range, or not a finite number.
     """
@@ -182,7 +166,11 @@ def validate_summary(summary: Mapping[str, Any]) -> None:
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
-    """The summary of a run; None where there is none, or a damaged one. Keys that are newer than it are None."""
+    """The summary of a run; None where there is none, or a damaged one. Keys that are newer than it are None.
+
+    Args:
+        run_dir: Directory of the run.
+    """
     try:
         summary = json.loads((Path(run_dir) / SUMMARY_FILE).read_text(encoding="utf-8"))
         summary = dict.fromkeys(summary_schema()["required"]) | summary
@@ -194,6 +182,10 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     """Check a summary and write it to `summary.json`, as a whole or not at all.
+
+    Args:
+        run_dir: Directory of the run.
+        summary: The summary.
 
     Raises:
         ValueError: As for `validate_summary`.

@@ -1,4 +1,4 @@
-"""Why: those who watch runs in TensorBoard get its event files for nothing; nobody else pays for the import.
+"""Writes TensorBoard event files where the tensorboard package is installed.
 
 The events repeat a few columns of `metrics.jsonl`, which stays the record of the run. They are written with the
 tensorboard package itself: one event for all scalars of a step costs a quarter of what torch's `SummaryWriter` takes
@@ -45,11 +45,20 @@ class TensorBoardEvents:
             self._writer.add_event(self._event(wall_time=time.time(), step=after_step + 1, session_log=start))
 
     def add_step(self, record: StepRecord, images_per_second: float) -> None:
-        """Store a step."""
+        """Store a step.
+
+        Args:
+            record: The step.
+            images_per_second: Of the step.
+        """
         self._add(record.step, loss=record.loss, lr=record.lr, images_per_second=images_per_second)
 
     def add_epoch(self, record: EpochRecord) -> None:
-        """Store the test accuracy at the end of an epoch."""
+        """Store the test accuracy at the end of an epoch.
+
+        Args:
+            record: The record.
+        """
         if record.test_accuracy is not None:
             self._add(record.step, test_accuracy=record.test_accuracy)
 

@@ -1,4 +1,4 @@
-"""Why: numbers and lines look the same on a terminal, in a log file and in the final report.
+"""Numbers and lines in the form in which displays and reports show them.
 
 The lines are ASCII, so that they survive any log collector.
 """
@@ -11,7 +11,11 @@ from hybridpar.observe.records import EpochRecord, RunInfo
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as `3.2 s`, `52 s`, `12:03` or `26:00:05`."""
+    """Seconds as `3.2 s`, `52 s`, `12:03` or `26:00:05`.
+
+    Args:
+        seconds: The duration.
+    """
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -23,7 +27,11 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Bytes with three significant digits in decimal units: `640 B`, `12.3 MB`, `1.20 GB`."""
+    """Bytes with three significant digits in decimal units: `640 B`, `12.3 MB`, `1.20 GB`.
+
+    Args:
+        count: Number of bytes.
+    """
     units = ("B", "kB", "MB", "GB", "TB", "PB")
     exponent = 0
     while count >= 999.5 and exponent < len(units) - 1:
@@ -36,17 +44,29 @@ def format_bytes(count: float) -> str:
 
 
 def format_rate(per_second: float) -> str:
-    """Images per second, with a decimal only where it says something."""
+    """Images per second, with a decimal only where it says something.
+
+    Args:
+        per_second: Samples per second.
+    """
     return f"{per_second:.1f} images/s" if per_second < 99.95 else f"{per_second:,.0f} images/s"
 
 
 def format_accuracy(fraction: float) -> str:
-    """A fraction as a percentage with two decimals, as papers give it."""
+    """A fraction as a percentage with two decimals, as papers give it.
+
+    Args:
+        fraction: From 0 to 1.
+    """
     return f"{100 * fraction:.2f}%"
 
 
 def describe_run(info: RunInfo) -> list[tuple[str, str]]:
-    """The start screen as label and text, without the notes."""
+    """The start screen as label and text, without the notes.
+
+    Args:
+        info: The run.
+    """
     whole = info.steps_total == info.epochs * info.steps_per_epoch
     epochs = f"{info.epochs} {'epoch' if info.epochs == 1 else 'epochs'} of {info.steps_per_epoch:,}"
     return [

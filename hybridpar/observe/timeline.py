@@ -1,4 +1,4 @@
-"""Why: what every worker did in a few steps, beside what was predicted, in one list that all views read.
+"""`Timeline`: what every worker did in a few steps, beside what was predicted.
 
 A timeline is written as a trace by `timeline_file.py`, printed by `timeline_text.py` and drawn by
 `timeline_picture.py`. It holds spans and nothing that follows from them.
@@ -69,7 +69,12 @@ class Timeline:
         return sorted({row.step for row in self.rows})
 
     def at(self, step: int, *, predicted: bool) -> list[TimelineRow]:
-        """The rows of a step by worker."""
+        """The rows of a step by worker.
+
+        Args:
+            step: Number of the step.
+            predicted: Whether to return the prediction.
+        """
         rows = [row for row in self.rows if row.step == step and row.predicted == predicted]
         return sorted(rows, key=lambda row: row.worker)
 
@@ -80,7 +85,11 @@ class Timeline:
         return sorted(lengths)[len(lengths) // 2][1]
 
     def bubble(self, rows: Sequence[TimelineRow]) -> float:
-        """The bubble of a step, see `joint_bubble`; the mean over the replicas."""
+        """The bubble of a step, see `joint_bubble`; the mean over the replicas.
+
+        Args:
+            rows: The rows of one step.
+        """
         replicas = [
             [row.spans.computed for row in rows if row.worker % self.replicas == one] for one in range(self.replicas)
         ]
@@ -89,12 +98,20 @@ class Timeline:
 
 
 def begin_of(rows: Sequence[TimelineRow]) -> float:
-    """When a step began: with the first action of any worker that does not wait for others. In seconds."""
+    """When a step began: with the first action of any worker that does not wait for others. In seconds.
+
+    Args:
+        rows: The rows of one step.
+    """
     return min(row.spans.computed.begin for row in rows)
 
 
 def length_ms(rows: Sequence[TimelineRow]) -> float:
-    """From the beginning of a step to the end of its last action."""
+    """From the beginning of a step to the end of its last action.
+
+    Args:
+        rows: The rows of one step.
+    """
     return 1e3 * (max(row.end for row in rows) - begin_of(rows)) if rows else 0.0
 
 
@@ -150,13 +167,21 @@ def joined_at(rows: Sequence[TimelineRow], replicas: int) -> dict[tuple[int, Act
 
 
 def send_of(receive: Action) -> Action:
-    """The other end of a receive."""
+    """The other end of a receive.
+
+    Args:
+        receive: The receive.
+    """
     assert receive.peer is not None
     return Action(receive.peer, _SEND_OF[receive.kind], receive.index, receive.stage)
 
 
 def describe_action(action: Action) -> str:
-    """An action in words: `F3 stage 1`, `send F3 to stage 2`, `sync bucket 0 stage 1`, `optimizer stage 1`."""
+    """An action in words: `F3 stage 1`, `send F3 to stage 2`, `sync bucket 0 stage 1`, `optimizer stage 1`.
+
+    Args:
+        action: The action.
+    """
     match action.kind:
         case Kind.SYNC:
             return f"sync bucket {action.index} stage {action.stage}"

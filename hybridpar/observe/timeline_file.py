@@ -1,8 +1,7 @@
-"""Why: a timeline is kept in the one format that viewers of traces read, and comes back from it whole.
+"""Reads and writes timelines as JSON in the Trace Event Format, for ui.perfetto.dev and chrome://tracing.
 
-The file is JSON in the Trace Event Format, for ui.perfetto.dev and chrome://tracing: a process per worker, beside it
-one for its prediction, a thread per queue, arrows from sends to receives. Where a thread is needed that no worker has,
-`steps`, it shows from when to when a worker was busy with a step.
+A file has a process per worker, beside it one for its prediction, a thread per queue, arrows from sends to receives.
+Where a thread is needed that no worker has, `steps`, it shows from when to when a worker was busy with a step.
 """
 
 from __future__ import annotations
@@ -40,6 +39,10 @@ _THREADS = 1000
 def write_timeline(path: Path, timeline: Timeline) -> None:
     """Write a timeline as a trace, as a whole or not at all.
 
+    Args:
+        path: The file.
+        timeline: The timeline.
+
     Raises:
         RunDirectoryError: The file cannot be written.
     """
@@ -49,6 +52,9 @@ def write_timeline(path: Path, timeline: Timeline) -> None:
 def read_timeline(path: Path) -> Timeline:
     """Read what `write_timeline` wrote.
 
+    Args:
+        path: The file.
+
     Raises:
         UsageError: The file cannot be read, or was written by something else.
     """
@@ -57,7 +63,11 @@ def read_timeline(path: Path) -> Timeline:
 
 
 def trace_of(timeline: Timeline) -> dict[str, Any]:
-    """A timeline as the object that is written as JSON. Times in it are microseconds since the first event."""
+    """A timeline as the object that is written as JSON. Times in it are microseconds since the first event.
+
+    Args:
+        timeline: The timeline.
+    """
     zero = min((row.spans.origin for row in timeline.rows), default=0.0)
     events: list[dict[str, Any]] = []
     known: dict[tuple[int, str, int], int] = {}
@@ -87,6 +97,10 @@ def trace_of(timeline: Timeline) -> dict[str, Any]:
 
 def timeline_of(data: Any, source: str = "the trace") -> Timeline:
     """A timeline from the object that `trace_of` made.
+
+    Args:
+        data: What was read.
+        source: What to call it in messages.
 
     Raises:
         UsageError: It was made by something else.

@@ -1,6 +1,6 @@
-"""Why: bubbles, overlap and late sums are seen at once in a picture, and predicted above measured shows who is wrong.
+"""Draws a step of a timeline: the prediction above what was measured, on one axis of time.
 
-One axis of time for both. A thick row per compute lane, with the number of the micro-batch in each box; below it thin
+A thick row per compute lane, with the number of the micro-batch in each box; below it thin
 rows for transfers and sums of gradients. What a receive or a sum spends on waiting for others is pale.
 """
 
@@ -124,6 +124,9 @@ def draw_timeline(timeline: Timeline, path: str | Path, *, step: int | None = No
 
 def require_drawing(path: Path) -> None:
     """Refuse a picture that could not be drawn.
+
+    Args:
+        path: The file.
 
     Raises:
         UsageError: matplotlib is missing, or the name does not end in a format.

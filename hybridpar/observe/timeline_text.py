@@ -1,4 +1,4 @@
-"""Why: in a terminal, over ssh, a step can be read as well: figures first, then a strip per lane, 80 columns wide."""
+"""Prints a timeline in a terminal: figures of every worker, then a strip per lane, 80 columns wide."""
 
 from __future__ import annotations
 
@@ -73,7 +73,11 @@ def print_timeline(timeline: Timeline, console: Console | None = None) -> None:
 
 
 def headline(timeline: Timeline) -> str:
-    """What ran, in a line."""
+    """What ran, in a line.
+
+    Args:
+        timeline: The timeline.
+    """
     facts = timeline.facts
     parts = [str(facts["model"])] if "model" in facts else []
     if "stages" in facts:
@@ -123,7 +127,7 @@ def strips(rows: Sequence[TimelineRow], replicas: int, end_ms: float, width: int
 
 
 def _lines(rows: Sequence[TimelineRow], replicas: int) -> Iterator[tuple[str, TimelineRow, list[Span]]]:
-    """Every lane of every worker with its name; what is received was sent by somebody, and is left out."""
+    """Every lane of every worker with its name; receives are left out, as their sends are shown."""
     for row in rows:
         lanes = [item for item in row.queues().items() if item[0][0] != "receive"]
         counts = {queue: sum(1 for (one, _), _ in lanes if one == queue) for (queue, _), _ in lanes}

@@ -13,8 +13,6 @@ import json
 import logging
 import math
 import os
-import platform
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -25,6 +23,7 @@ import torch
 
 from hybridpar.errors import UsageError
 from hybridpar.formats.file_reader import read_json
+from hybridpar.machine.cluster import cache_directory, cpu_name
 from hybridpar.machine.process import describe_allocator
 from hybridpar.machine.steady import MOST_NOISE, repeat_until_steady
 from hybridpar.models import model_fingerprint
@@ -37,27 +36,14 @@ _log = logging.getLogger(__name__)
 NOISY, MOST_TRIES, MOST_SECONDS = 0.1, 3, 20.0
 
 
-def cache_directory() -> Path:
-    """Where profiles are kept: profiles/ in HYBRIDPAR_CACHE, else in hybridpar/ of XDG_CACHE_HOME or ~/.cache."""
-    if own := os.environ.get("HYBRIDPAR_CACHE"):
-        return Path(own) / "profiles"
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "hybridpar" / "profiles"
-    try:
-        return Path.home() / ".cache" / "hybridpar" / "profiles"
-    except RuntimeError:  # a user without an entry in the password file and without HOME
-        return Path(tempfile.gettempdir()) / f"hybridpar-{os.getuid()}" / "profiles"
+def profiles_directory() -> Path:
+    """Where profiles are kept: profiles/ in the package's cache directory."""
+    return cache_directory() / "profiles"
 
 
 def device_name(device: torch.device) -> str:
     """Name of a device as its maker calls it."""
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else cpu_name()
 
 
 def memory_format_name(tensor: torch.Tensor) -> str:

@@ -1,6 +1,6 @@
-"""Why: one question, "how do I train this model fastest on these machines?", and everything that it depends on.
+"""Predicts the step time of every way to train a model on a cluster, and searches for the fastest.
 
-The answer is a plan, and why the others lost::
+The answer is a plan, with the reasons why the others are slower::
 
     from hybridpar.planner.inputs import PlannerInputs
     from hybridpar.planner.measure import profile_model

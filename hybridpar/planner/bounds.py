@@ -1,4 +1,4 @@
-"""Why: most candidates cannot be best, and that can be known without simulating them.
+"""A lower bound of the step time of a candidate plan, by which a search leaves out candidates without simulating them.
 
 `lower_bound_ms` never exceeds what the simulator says of any schedule of a candidate (it is admissible), so a candidate
 whose bound is above what is already reached may be left out, and the search still answers what exhaustive enumeration

@@ -1,8 +1,8 @@
-"""Why: what a profile cannot see, every run shows: by how much steps take longer than was predicted.
+"""Correction factors for later predictions, from how much longer steps of earlier runs took than was predicted.
 
-`hybridpar plan --calibrate RUN_DIR` folds that back. Two factors are kept: one for computing, of a model on a device,
-and one for links, of workers that are joined in one way. Later predictions use them, and say so; `--calibrate show`
-lists them, `--calibrate clear` removes them.
+`hybridpar plan --calibrate RUN_DIR` computes and keeps two factors: one for computing, of a model on a device, and one
+for links, of workers that are connected in one way. Later predictions use them, and say so. `--calibrate show` lists
+them, `--calibrate clear` removes them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ class Factor:
 
 
 def compute_key(inputs: PlannerInputs) -> dict[str, Any]:
-    """What a factor of computing holds for."""
+    """What a factor of computing holds for.
+
+    Args:
+        inputs: Of the search.
+    """
     profile = inputs.profile
     return {
         "of": "compute",
@@ -67,7 +71,11 @@ def compute_key(inputs: PlannerInputs) -> dict[str, Any]:
 
 
 def link_key(inputs: PlannerInputs) -> dict[str, Any]:
-    """What a factor of links holds for."""
+    """What a factor of links holds for.
+
+    Args:
+        inputs: Of the search.
+    """
     cluster = inputs.cluster
     return {
         "of": "link",

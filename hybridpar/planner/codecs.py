@@ -1,4 +1,4 @@
-"""Why: what a bucket of gradients costs depends on what its layers travel as, on the links, and on the device.
+"""What a bucket of gradients costs: bytes, time and core time, by codec, link and device.
 
 Which layers are worth a codec is decided by `hybridpar.compress.auto`, as in a run; here that is asked for several
 speeds of the link that do not depend on the cluster, so that candidates are the same whatever the link is: a faster
@@ -25,12 +25,12 @@ RUNGS = (1e6, 1e7, 3e7, 1e8, 3e8, 1e9, 1e10)
 
 
 @dataclass(frozen=True)
-class Travel:
-    """What gradients travel as.
+class CodecChoice:
+    """Codecs of the gradients.
 
     Attributes:
         name: For people.
-        codecs: Texts of codecs by parameter; a parameter that is not named travels as it is.
+        codecs: Texts of codecs by parameter; the gradient of a parameter that is not named is sent as it is.
         steps: Training steps to the target over those of float32.
         rank: 0 for gradients as they are, 1 for a codec for all, 2 for several.
     """
@@ -51,7 +51,7 @@ class BucketTimes:
         wire_ms: On the link, without latency.
         latency_ms: Of its collectives.
         decode_ms: Reading messages.
-        core_ms: Core time that moving messages takes; None where nobody measured that.
+        core_ms: Core time that moving messages takes; None where that was not measured.
         link_part: What part of the link they fill in `wire_ms`.
     """
 
@@ -64,8 +64,8 @@ class BucketTimes:
     link_part: float = 1.0
 
 
-def travels(inputs: PlannerInputs) -> tuple[Travel, ...]:
-    """All that gradients may travel as, `none` first: codecs for everything, and policies per layer.
+def codec_choices(inputs: PlannerInputs) -> tuple[CodecChoice, ...]:
+    """All choices of codecs, `none` first: codecs for everything, and policies per layer.
 
     Policies of stricter fidelities are among them, so that a looser one never has less to choose from.
 
@@ -74,24 +74,24 @@ def travels(inputs: PlannerInputs) -> tuple[Travel, ...]:
     """
     rates = tuple((text, tuple(tried.items())) for text, tried in inputs.rates.items())
     parts = (inputs.profile.parameters, rates, inputs.workers, inputs.bucket_bytes, inputs.sync_lanes)
-    return _travels(inputs.fidelity, *parts)
+    return _choices(inputs.fidelity, *parts)
 
 
 @lru_cache(maxsize=16)  # a scaling curve, and what would help, search many times with the same of these
-def _travels(
+def _choices(
     fidelity: Fidelity,
     parameters: tuple[Parameter, ...],
     rates: tuple[tuple[str, tuple[tuple[int, tuple[float, float]], ...]], ...],
     workers: int,
     bucket_bytes: int,
     sync_lanes: int,
-) -> tuple[Travel, ...]:
-    found = [Travel("none", {})]
+) -> tuple[CodecChoice, ...]:
+    found = [CodecChoice("none", {})]
     timed = {text: CodecRate(dict(tried)) for text, tried in rates}
     known = [text for text in planned_codecs(fidelity) if text in timed]
     names = [one.name for one in parameters]
     for text in known:
-        found.append(Travel(text, dict.fromkeys(names, text), steps_factor([text]), 1))
+        found.append(CodecChoice(text, dict.fromkeys(names, text), steps_factor([text]), 1))
     codecs = {text: parse_codec(text) for text in known}
     # A policy leaves out what is at its default.
     spelled = {format_codec(codec): text for text, codec in codecs.items()}
@@ -104,7 +104,7 @@ def _travels(
             if texts and all(texts != dict(one.codecs) for one in found):
                 kinds = sorted(set(texts.values()))
                 label = f"{', '.join(kinds)} for {len(texts)} of {len(names)} parameters"
-                found.append(Travel(label, texts, steps_factor(kinds), 2))
+                found.append(CodecChoice(label, texts, steps_factor(kinds), 2))
         if stricter == fidelity:
             break
     return tuple(found)
@@ -123,7 +123,12 @@ def _policies(layers: Layers, codecs: Mapping[str, Codec], rates: Mapping[str, C
 
 
 def stage_buckets(parameters: Sequence[Parameter], limit: int) -> list[list[Parameter]]:
-    """Parameters of a stage in the buckets that its first step cuts: from the last one to the first."""
+    """Parameters of a stage in the buckets that its first step cuts: from the last one to the first.
+
+    Args:
+        parameters: In the model's order.
+        limit: Bytes at which a bucket is full.
+    """
     order = list(parameters)[::-1]
     return [[order[index] for index in bucket] for bucket in cut_buckets([4 * one.count for one in order], limit)]
 
@@ -145,10 +150,15 @@ class BucketPrices:
         self._peers = self._group.hosts if self._group.two_levels else self._group.workers
         self._plain = network.exchange([PLAIN])[PLAIN]
 
-    def times(self, bucket: Sequence[Parameter], travel: Travel) -> BucketTimes:
-        """What a bucket takes if its layers travel in this way."""
+    def times(self, bucket: Sequence[Parameter], codec: CodecChoice) -> BucketTimes:
+        """What a bucket takes if its layers are sent with these codecs.
+
+        Args:
+            bucket: Its parameters.
+            codec: What gradients are sent as.
+        """
         workers, factor = self._group.workers, 2 * (self._group.workers - 1) / self._group.workers
-        plain = [one for one in bucket if not self._compresses(one, travel)]
+        plain = [one for one in bucket if not self._compresses(one, codec)]
         size = 4 * sum(one.count for one in plain)
         sent, wire = factor * size, size * self._plain.ms_per_byte
         latency = self._plain.latency_ms if plain else 0.0
@@ -157,9 +167,9 @@ class BucketPrices:
         collectives = set()
         share = self._group.each if self._group.two_levels else 1  # leaders take turns
         for one in bucket:
-            if not self._compresses(one, travel):
+            if not self._compresses(one, codec):
                 continue
-            text = travel.codecs[one.name]
+            text = codec.codecs[one.name]
             rounds = lasting_rounds(self._codecs[text], one.shape, self._peers)
             kinds = [(entry.collective, entry.dtype) for entry in rounds]
             if self._group.two_levels:
@@ -189,6 +199,6 @@ class BucketPrices:
         part = 1.0 if speed is None or wire <= 0 else min(1.0, sent / speed / wire)
         return BucketTimes(sent if workers > 1 else 0.0, encode, wire, latency, decode, core if known else None, part)
 
-    def _compresses(self, one: Parameter, travel: Travel) -> bool:
-        text = travel.codecs.get(one.name)
+    def _compresses(self, one: Parameter, codec: CodecChoice) -> bool:
+        text = codec.codecs.get(one.name)
         return text is not None and self._codecs[text].fits(one.shape)

@@ -1,8 +1,8 @@
-"""Why: a prediction that nobody holds against what happened is worth nothing, and one that failed should say why.
+"""Compares what a run measured with what its plan predicted, and names the likely cause of a difference.
 
-What a run measured stands beside what its plan predicted. Where they are further apart than `APART`, the part that
-differs most names the likely cause. For the exchange of gradients that is a link with another speed than the planned
-one; which speed it would have to be is found by predicting the same plan on slower and faster links.
+Where step times differ by more than `APART`, the part of the step that differs most names the likely cause. For the
+exchange of gradients that is a link with another speed than the planned one; which speed it would have to be is found
+by predicting the same plan on slower and faster links.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Comparison:
 
 
 _SIZE_CAUSES = {
-    "bytes_sent_per_step": "gradients did not travel as the plan says",
+    "bytes_sent_per_step": "gradients were not sent with the codec of the plan",
     "memory_bytes": (
         "steps keep more than parameters, gradients, optimizer state and activations, or the allocator has not given "
         "back what it freed"

@@ -1,4 +1,4 @@
-"""Why: there are more ways to cut a model than can be simulated, and few of them can be best.
+"""The partitions of a model that a search tries, for each number of stages, and what their stages cost.
 
 For every number of stages a handful of cuts is tried: balanced for computing alone, balanced together with transfers on
 links of several speeds, and the one that needs the least memory. None of that depends on the cluster's own link or
@@ -162,7 +162,12 @@ def figures_of(profile: ModelProfile, cut: Cut, variant: int, samples: float) ->
 
 
 def edges_of(graph: UnitGraph, stage_of: Sequence[int]) -> tuple[Edge, ...]:
-    """What flows between the stages of a cut: every tensor once to each later stage that uses it."""
+    """What is sent between the stages of a cut: every tensor once to each later stage that uses it.
+
+    Args:
+        graph: Units of the model, with sizes.
+        stage_of: Stage of every unit.
+    """
     ahead: dict[tuple[int, int], int] = defaultdict(int)
     back: dict[tuple[int, int], int] = defaultdict(int)
     last = max(stage_of)

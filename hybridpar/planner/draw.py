@@ -1,4 +1,4 @@
-"""Why: whether more workers pay is seen at a glance in a picture, and hardly in a table."""
+"""Draws the step time over the number of workers."""
 
 from __future__ import annotations
 

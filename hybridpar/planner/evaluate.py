@@ -1,7 +1,7 @@
-"""Why: every candidate is judged by the simulator that predicts runs, over the list of actions that would be run.
+"""Predicts the step time and the memory of candidate plans, by simulating the list of actions that would be run.
 
-Here a candidate becomes costs, a program and a prediction. What many candidates have in common (the figures of a cut,
-the links of a grid, the prices of buckets, a schedule) is made once.
+A candidate is turned into costs, a program and a prediction. What many candidates share (the figures of a cut, the
+links of a grid, the prices of buckets, a schedule) is computed once.
 """
 
 from __future__ import annotations
@@ -114,15 +114,27 @@ class Evaluator:
         self._throughput = cache(self._make_throughput)
 
     def samples(self, shape: Shape) -> int:
-        """Samples of the largest micro-batch."""
+        """Samples of the largest micro-batch.
+
+        Args:
+            shape: How workers are divided.
+        """
         return -(-self._inputs.batch // (shape.replicas * shape.micro_batches))
 
     def layout(self, candidate: Candidate) -> Layout:
-        """Where the stages of a candidate run, and what flows between them."""
+        """Where the stages of a candidate run, and what flows between them.
+
+        Args:
+            candidate: The candidate.
+        """
         return self._layout(candidate.shape, candidate.cut, candidate.variant)
 
     def figures(self, candidate: Candidate) -> StageFigures:
-        """What its stages cost on the device of the profile."""
+        """What its stages cost on the device of the profile.
+
+        Args:
+            candidate: The candidate.
+        """
         return self._figures(candidate.cut, candidate.variant, self.samples(candidate.shape))
 
     def costs(self, candidate: Candidate, *, exchange: bool = True) -> Costs:
@@ -130,11 +142,11 @@ class Evaluator:
 
         Args:
             candidate: The candidate.
-            exchange: Whether gradients are exchanged; without them costs are the same for all that they travel as.
+            exchange: Whether gradients are exchanged; without them costs are the same for all codecs.
         """
         inputs, shape = self._inputs, candidate.shape
-        # Without an exchange costs are a bound for all that gradients may travel as.
-        coded = (candidate.travel > 0 and shape.replicas > 1) if exchange else None
+        # Without an exchange costs are a bound for all codecs.
+        coded = (candidate.codec > 0 and shape.replicas > 1) if exchange else None
         figures, throughput = self.figures(candidate), self._throughput(shape, coded)
         network = self._network(shape.positions, shape.replicas)
         layout = self.layout(candidate)
@@ -146,7 +158,7 @@ class Evaluator:
         extra = inputs.profile.collect_ms if shape.replicas > 1 and exchange else 0.0
         extra = (extra - inputs.profile.accumulate_ms) / shape.micro_batches
         buckets = (
-            self._buckets(candidate.cut, candidate.variant, shape, candidate.travel, throughput) if exchange else ()
+            self._buckets(candidate.cut, candidate.variant, shape, candidate.codec, throughput) if exchange else ()
         )
         return Costs(
             forward_ms=tuple(time / throughput for time in figures.forward_ms),
@@ -175,7 +187,12 @@ class Evaluator:
         )
 
     def simulation(self, candidate: Candidate, costs: Costs) -> Simulation:
-        """One step, simulated over the actions of all workers of a replica; other replicas do the same."""
+        """One step, simulated over the actions of all workers of a replica; other replicas do the same.
+
+        Args:
+            candidate: The candidate.
+            costs: What its actions take.
+        """
         layout = self.layout(candidate)
         schedule = self._schedule(candidate.schedule, candidate.shape, candidate.cut, candidate.variant)
         counts = [len(buckets) for buckets in costs.buckets] if candidate.shape.replicas > 1 else ()
@@ -183,13 +200,17 @@ class Evaluator:
         return simulate(program, costs)
 
     def outcome(self, candidate: Candidate) -> Outcome:
-        """What a candidate is predicted to take."""
+        """What a candidate is predicted to take.
+
+        Args:
+            candidate: The candidate.
+        """
         costs = self.costs(candidate)
         result = self.simulation(candidate, costs)
         return Outcome(
             candidate,
             result.step_ms,
-            result.step_ms * self.space.travels[candidate.travel].steps,
+            result.step_ms * self.space.codec_choices[candidate.codec].steps,
             self.memory(candidate, result.peak_saved_bytes),
             min(1.0, max(0.0, result.bubble)),
             max(0.0, *result.exposed_sync_ms),
@@ -198,7 +219,11 @@ class Evaluator:
         )
 
     def parts(self, candidate: Candidate) -> Parts:
-        """Where the time of a candidate's step goes."""
+        """Where the time of a candidate's step goes.
+
+        Args:
+            candidate: The candidate.
+        """
         costs = self.costs(candidate)
         free = replace(
             costs,
@@ -241,7 +266,7 @@ class Evaluator:
         for stage, size in enumerate(figures.parameter_bytes):
             home = layout.home(stage)
             own[home] += size
-            lasting[home] += (inputs.optimizer_copies + (candidate.travel > 0)) * size + gradients[stage]
+            lasting[home] += (inputs.optimizer_copies + (candidate.codec > 0)) * size + gradients[stage]
             largest[home] = max(largest[home], figures.largest_bytes[stage])
         needs = [kept + held for kept, held in zip(lasting, saved, strict=True)]
         if self._workers[0][1].kind == "cpu":
@@ -271,7 +296,11 @@ class Evaluator:
         return self.memory(candidate, self._peaks(name, candidate.shape, candidate.cut, candidate.variant))
 
     def limit(self, candidate: Candidate) -> float:
-        """The least memory of the devices that a candidate uses."""
+        """The least memory of the devices that a candidate uses.
+
+        Args:
+            candidate: The candidate.
+        """
         return self._least_memory[candidate.shape.workers - 1]
 
     # ---------------------------------------------------------------- made once
@@ -294,7 +323,7 @@ class Evaluator:
         return level.cores.send / second, level.cores.receive / second
 
     def _lane_seconds(self, workers: int) -> float:
-        """What moving a byte takes of a lane's cores, where nobody measured it: one of them moves it."""
+        """What moving a byte takes of a lane's cores, where that was not measured: one of them moves it."""
         return 1 / (self._least_core[workers - 1] * self._lane_cores)
 
     def _parts_of_model(self, figures: StageFigures) -> list[float]:
@@ -328,7 +357,7 @@ class Evaluator:
         return BucketPrices(self._network(positions, replicas), self._inputs.codec_rates, throughput)
 
     def _make_buckets(
-        self, cut: Cut, variant: int, shape: Shape, travel: int, throughput: float
+        self, cut: Cut, variant: int, shape: Shape, codec: int, throughput: float
     ) -> tuple[tuple[BucketCost, ...], ...]:
         if shape.replicas == 1:
             return ((),) * cut.stages
@@ -340,9 +369,9 @@ class Evaluator:
         for parameters in figures.parameters:
             row, reached = [], 0.0
             for bucket in stage_buckets(parameters, self._inputs.bucket_bytes):
-                times = prices.times(bucket, self.space.travels[travel])
+                times = prices.times(bucket, self.space.codec_choices[codec])
                 reached = max(reached, *(figures.ready[one.name] for one in bucket))  # buckets leave in order
-                # Where nobody measured what cores do, one of them moves a bucket, which is then no faster than it.
+                # Where the use of cores was not measured, one of them moves a bucket, which is then no faster than it.
                 wire = max(times.wire_ms, times.bytes / core_speed) if times.core_ms is None else times.wire_ms
                 row.append(
                     BucketCost(

@@ -1,6 +1,6 @@
-"""Why: a plan that nobody understands is not trusted, so the answer says why each other plan lost, in milliseconds.
+"""Explains the result of a search in words: why each other plan is slower, in milliseconds, and what would help.
 
-Everything here is text made from an answer; the differences are those of the parts of a step, and they add up.
+Differences are those of the parts of a step, so they add up.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What another wish or machine would gain.
+    """What another option or machine would gain.
 
     Attributes:
         name: What is changed.
@@ -80,7 +80,12 @@ class WhatIf:
 
 
 def describe(candidate: Candidate, answer: Answer) -> str:
-    """A candidate in words."""
+    """A candidate in words.
+
+    Args:
+        candidate: The candidate.
+        answer: Of the search.
+    """
     shape = candidate.shape
     devices = "device" if shape.workers == 1 else "devices"
     if shape.stages == 1:
@@ -94,14 +99,19 @@ def describe(candidate: Candidate, answer: Answer) -> str:
         parts += [shape.placement] if shape.placement != "linear" else []
         parts.append(candidate.cut.name)
     space = answer.evaluator.space
-    travel = space.travels[candidate.travel]
-    parts += [travel.name] if candidate.travel else []
+    codec = space.codec_choices[candidate.codec]
+    parts += [codec.name] if candidate.codec else []
     variant = space.inputs.profile.variants[candidate.variant].name
     return ", ".join(parts + ([variant] if variant else []))
 
 
 def brief(candidate: Candidate, answer: Answer) -> str:
-    """A candidate in a few words, without its schedule and its cut."""
+    """A candidate in a few words, without its schedule and its cut.
+
+    Args:
+        candidate: The candidate.
+        answer: Of the search.
+    """
     shape, space = candidate.shape, answer.evaluator.space
     if shape.stages == 1:
         name = "one worker" if shape.workers == 1 else f"data parallel on {shape.workers} workers"
@@ -109,7 +119,7 @@ def brief(candidate: Candidate, answer: Answer) -> str:
         name = f"{shape.stages}-stage pipeline" + (f" x {shape.replicas} replicas" if shape.replicas > 1 else "")
         name += f" on {shape.lanes} lanes" if shape.lanes > 1 else ""
     parts = [name] + ([f"{shape.micro_batches} micro-batches"] if shape.micro_batches > 1 else [])
-    parts += [space.travels[candidate.travel].name] if candidate.travel else []
+    parts += [space.codec_choices[candidate.codec].name] if candidate.codec else []
     variant = space.inputs.profile.variants[candidate.variant].name
     return ", ".join(parts + ([variant] if variant else []))
 
@@ -142,7 +152,14 @@ def rows(answer: Answer, most: int = 5) -> list[Row]:
 
 
 def why_lost(chosen: Parts, other: Parts, chosen_steps: float = 1.0, other_steps: float = 1.0) -> str:
-    """By how much a plan lost and to what: `+12.3 ms: exposed sync +15.0, bubble -2.7`."""
+    """By how much a plan lost and to what: `+12.3 ms: exposed sync +15.0, bubble -2.7`.
+
+    Args:
+        chosen: Parts of the step of the chosen plan.
+        other: Parts of the step of the other plan.
+        chosen_steps: Its training steps to the target over those of float32.
+        other_steps: As `chosen_steps`.
+    """
     gap = other.step * other_steps - chosen.step * chosen_steps
     differences = {told: getattr(other, name) - getattr(chosen, name) for name, told in PARTS.items()}
     more_steps = gap - (other.step - chosen.step)
@@ -154,7 +171,12 @@ def why_lost(chosen: Parts, other: Parts, chosen_steps: float = 1.0, other_steps
 
 
 def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[WhatIf]:
-    """What a looser fidelity, a faster link and another device would gain, each by a search of its own."""
+    """What a looser fidelity, a faster link and another device would gain, each by a search of its own.
+
+    Args:
+        inputs: Of the search.
+        answer: Of the search.
+    """
     now = answer.fastest.score
     asked: list[tuple[str, PlannerInputs | None, str]] = []
     looser = _LOOSER[_LOOSER.index(inputs.fidelity) + 1 :]
@@ -185,7 +207,12 @@ def what_ifs(inputs: PlannerInputs, answer: Answer) -> list[WhatIf]:
 
 
 def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
-    """What the reader must know of the figures."""
+    """What the reader must know of the figures.
+
+    Args:
+        inputs: Of the search.
+        answer: Of the search.
+    """
     ruled_out = answer.considered - answer.simulated
     lines = [f"{answer.simulated:,} plans simulated, {ruled_out:,} ruled out by a lower bound or by memory"]
     if inputs.profile.noise > NOISY:
@@ -206,7 +233,11 @@ def notes(inputs: PlannerInputs, answer: Answer) -> list[str]:
 
 
 def caveats(inputs: PlannerInputs) -> list[str]:
-    """What a training run says of its figures as well: its fidelity changes nothing, or they are corrected."""
+    """What a training run says of its figures as well: its fidelity changes nothing, or they are corrected.
+
+    Args:
+        inputs: Of the search.
+    """
     lines = []
     allowed = planned_codecs(inputs.fidelity)
     if allowed and inputs.fixed.codecs is None and not any(text in inputs.rates for text in allowed):
@@ -218,7 +249,12 @@ def caveats(inputs: PlannerInputs) -> list[str]:
 
 
 def curve_lines(points: Sequence[Point], equation: KHat) -> list[str]:
-    """The scaling curve as a table, beside the equation of 1-bit SGD."""
+    """The scaling curve as a table, beside the equation of 1-bit SGD.
+
+    Args:
+        points: The curve.
+        equation: 1-bit SGD's equation for this model and cluster.
+    """
     lines = [f"{'workers':>8} {'best ms':>10} {'plain ms':>10} {'speed-up':>9}  plan"]
     first = next((point.step_ms for point in points if point.step_ms is not None), None)
     for point in points:
@@ -246,7 +282,7 @@ def _same_result(points: Sequence[Point]) -> list[str]:
 
 
 def _steps(answer: Answer, outcome: Outcome) -> float:
-    return answer.evaluator.space.travels[outcome.candidate.travel].steps
+    return answer.evaluator.space.codec_choices[outcome.candidate.codec].steps
 
 
 def _chosen_verdict(answer: Answer) -> str:

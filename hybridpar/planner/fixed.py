@@ -1,13 +1,16 @@
-"""Why: whoever sets an option has decided it, and the search decides the rest.
+"""Which choices of a plan the options of a run make, so that they are not searched for.
 
-`Fixed` is a part of what a search reads, so that a plan that was found so is found so again.
+`Fixed` is a part of what a search reads, so that the same options give the same plan again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from hybridpar.compress import read_policy
+from hybridpar.config import TrainConfig
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Fixed:
         placement: How stages are dealt out to lanes, likewise.
         memory_format: `contiguous` or `channels_last`.
         kernels: `stock` or `tuned`.
-        codecs: What gradients travel as, by parameter; those that are not named travel as they are.
+        codecs: Codec of each parameter; the gradients of others are sent as they are.
         parts: Replicas x micro-batches, where layers normalise over a micro-batch; None for the number of workers.
         exchanged: Only plans with several replicas: something was asked for that acts on what replicas exchange.
         staged: Only plans with several stages: something was asked for that acts on stages.
@@ -41,3 +44,126 @@ class Fixed:
     parts: int | None = None
     exchanged: bool = False
     staged: bool = False
+
+
+def decided_options(config: TrainConfig, given: Collection[str] = ()) -> frozenset[str]:
+    """The options that the user set: those that were named, and those that are not at their default.
+
+    Args:
+        config: Options of the run.
+        given: Options that were named on the command line.
+    """
+    defaults = {field.name: field.default for field in fields(TrainConfig)}
+    differing = {name for name, default in defaults.items() if getattr(config, name) != default}
+    left = set()
+    if config.searches:  # `auto` of a single option leaves it to the search
+        left = {name for name in ("compress", "memory_format") if getattr(config, name) == "auto"}
+    return (frozenset(given) & defaults.keys() | differing) - left
+
+
+def needs_replicas(config: TrainConfig, named: Collection[str]) -> str:
+    """The named option that acts on what replicas exchange, so that it does nothing with one; empty where none does.
+
+    Args:
+        config: Options of the run.
+        named: Options that must have an effect.
+    """
+    asked = {
+        f"--compress {config.compress}": "compress" in named and _changes_gradients(config),
+        f"--sync {config.sync}": "sync" in named and config.local_steps is not None,
+        "--batch-norm sync": "batch_norm" in named and config.batch_norm == "sync",
+    }
+    return next((option for option, set_ in asked.items() if set_), "")
+
+
+def needs_stages(config: TrainConfig, named: Collection[str]) -> str:
+    """The named option that acts on stages, so that it does nothing for a whole model; empty where none does.
+
+    Args:
+        config: Options of the run.
+        named: Options that must have an effect.
+    """
+    asked = {
+        f"--schedule {config.schedule}": "schedule" in named and config.schedule is not None,
+        f"--placement {config.placement}": "placement" in named and config.placement is not None,
+        f"--recompute {' '.join(map(str, config.recompute))}": "recompute" in named and bool(config.recompute),
+        f"--timeline {config.timeline}": "timeline" in named and config.timeline is not None,
+    }
+    return next((option for option, set_ in asked.items() if set_), "")
+
+
+def _changes_gradients(config: TrainConfig) -> bool:
+    return not config.chooses and not read_policy(config.compress).changes_nothing
+
+
+def fixed_by(
+    config: TrainConfig, decided: Collection[str], workers: int, names: Sequence[str], named: Collection[str] = ()
+) -> Fixed:
+    """What options leave to the search, and what not.
+
+    Args:
+        config: The options.
+        decided: Those that the user set.
+        workers: Workers of the job, all of which take part.
+        names: Parameters of the model.
+        named: Those that must have an effect in the plan.
+    """
+
+    def chosen(option: str) -> Any:
+        return getattr(config, option) if option in decided else None
+
+    memory_format, kernels, codecs = None, None, None
+    if "memory_format" in decided and config.memory_format != "auto":
+        memory_format = config.memory_format
+    elif config.channels_last or config.uses_kernels:
+        memory_format = "channels_last"
+    if "kernels" in decided:
+        kernels = "tuned" if config.uses_kernels else "stock"
+    if "compress" in decided and not config.chooses:
+        policy = read_policy(config.compress)
+        codecs = {name: text for name in names if (text := policy.text_of(name)) != "none"}
+    return Fixed(
+        workers=workers,
+        stages=chosen("stages"),
+        replicas=chosen("replicas"),
+        micro_batches=chosen("micro_batches"),
+        schedule=chosen("schedule"),
+        placement=chosen("placement"),
+        memory_format=memory_format,
+        kernels=kernels,
+        codecs=codecs,
+        exchanged=bool(needs_replicas(config, named)),
+        staged=bool(needs_stages(config, named)),
+    )
+
+
+def not_modelled(config: TrainConfig) -> str:
+    """An option that the simulator knows nothing of, so that a prediction would be wrong; empty where there is none.
+
+    Args:
+        config: Options of the run.
+    """
+    reasons = {
+        "--compile": config.compile,
+        "--recompute": bool(config.recompute),
+        "--cuda-graph": config.cuda_graph,
+        "--batch-norm sync": config.batch_norm == "sync",
+        "--schedule zero_bubble": config.schedule == "zero_bubble",
+        f"--recipe {config.recipe}": config.recipe != "none",
+        f"--sync {config.sync}": config.sync != "allreduce",
+        f"--double-buffer {config.double_buffer}": config.double_buffer not in (None, "off"),
+        f"--select-batch {config.select_batch}": bool(config.select_batch),
+        f"--kernels {config.kernels}": config.kernels.strip() not in ("off", "auto"),
+    }
+    return next((option for option, set_ in reasons.items() if set_), "")
+
+
+def optimizer_copies(config: TrainConfig) -> int:
+    """Tensors per parameter that the optimizer keeps.
+
+    Args:
+        config: Options of the run.
+    """
+    if config.optimizer == "adamw":
+        return 2
+    return 1 if config.momentum > 0 else 0

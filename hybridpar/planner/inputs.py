@@ -1,6 +1,6 @@
-"""Why: the same inputs give the same plan, so a plan keeps its inputs, and anybody can make it again.
+"""`PlannerInputs`: everything that a search reads, as plain data, recorded in the plan so that it can be repeated.
 
-`PlannerInputs` is all that a search reads. It is plain data: JSON in, JSON out, and in the plan's section `inputs`.
+The same inputs give the same plan. They are JSON in the plan's section `inputs`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,11 @@ class PlannerInputs:
         return hashlib.sha256(json.dumps(self.to_data(), sort_keys=True).encode()).hexdigest()[:16]
 
     def on(self, cluster: ClusterSpec) -> PlannerInputs:
-        """The same question for another cluster, all of whose workers may be used where it has more or fewer."""
+        """The same question for another cluster, all of whose workers may be used where it has more or fewer.
+
+        Args:
+            cluster: The other cluster.
+        """
         fixed = self.fixed if cluster.workers == self.cluster.workers else replace(self.fixed, workers=None)
         return replace(self, cluster=cluster, fixed=fixed)
 
@@ -112,7 +116,11 @@ class PlannerInputs:
         return replace(self, fixed=replace(self.fixed, parts=self.workers))
 
     def with_fidelity(self, fidelity: Fidelity) -> PlannerInputs:
-        """The same question with another fidelity."""
+        """The same question with another fidelity.
+
+        Args:
+            fidelity: `exact`, `close` or `lossy`.
+        """
         return replace(self, fidelity=fidelity)
 
     def to_data(self) -> dict[str, Any]:
@@ -127,8 +135,12 @@ _ADAPTER: TypeAdapter[PlannerInputs] = TypeAdapter(PlannerInputs)
 def inputs_from_data(data: object, source: str = "the plan") -> PlannerInputs:
     """Check and type inputs that were recorded.
 
+    Args:
+        data: What was read.
+        source: What to call it in messages.
+
     Raises:
-        PlanError: They are damaged, say something that nobody reads, or are of another version.
+        PlanError: They are damaged, have an unknown key, or are of another version.
         UsageError: They say something impossible.
     """
     found = data.get("version") if isinstance(data, dict) else None
@@ -172,6 +184,10 @@ def _unread(given: object, read: object, place: str = "") -> str | None:
 
 def inputs_of_plan(plan: Plan, source: str = "the plan") -> PlannerInputs:
     """What a plan was made from.
+
+    Args:
+        plan: The plan.
+        source: What to call it in messages.
 
     Raises:
         PlanError: It does not say, or not in a way that can be read.

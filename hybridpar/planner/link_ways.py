@@ -1,7 +1,8 @@
-"""Why: gradients and activations travel in a few ways, and each has a speed and a price in core time of its own.
+"""Measures how fast workers send and reduce tensors in each of the ways that plans use, and what that takes of the
+cores.
 
 Every way is timed over the job's own groups and channels alone, and then done again while all workers compute: on a CPU
-the threads that move bytes take cores away from those that compute, and how much, their account tells.
+the threads that move bytes take cores away from those that compute; how much is read from the CPU time of the process.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ def measure_level(
 def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_Work | None, float]]:
     """What this worker does with a message in every way of using a link, and the bytes that it sends for each of it.
 
-    None where it has no part in that. Codecs do not only add, so their messages travel over a group, also where sums go
-    through shared memory. Messages between two are sent in both directions at a time: one way alone would leave a link
-    that lends some bytes in advance the time to save them up again.
+    None where it has no part in that. Codecs do not only add, so their messages are sent over a group even where sums
+    go through shared memory. Messages between two are sent in both directions at a time: one way alone would let a link
+    with a token bucket fill the bucket again.
     """
     size, rank = party.size, grid.world.rank
     group = TorchGroup(party.control) if size > 1 else None
@@ -183,7 +184,13 @@ def _time(work: _Work | None, factor: float, world: World, seconds: float) -> Wa
 
 
 def laps_of(work: _Work, message: Tensor, repeats: int) -> list[float]:
-    """Seconds of one after the other, after one that is not counted: it also fills the queues of the link."""
+    """Seconds of one after the other, after one that is not counted: it also fills the queues of the link.
+
+    Args:
+        work: What is done with the message.
+        message: What is sent, on the device.
+        repeats: How many are timed.
+    """
     times = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
@@ -233,6 +240,10 @@ def spare_cores(world: World, seconds: float) -> float:
     """Cores that a worker has beside those that compute, while all workers compute; a collective.
 
     That is what one thread more gets done, over what each of the others does. Less than a quarter is chance.
+
+    Args:
+        world: All workers.
+        seconds: Time of each of six measurements, in seconds.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -276,12 +287,22 @@ def _nothing(message: Tensor) -> None:
 
 
 def most_of_all(value: float, world: World) -> float:
-    """The largest of all workers' values, by which all decide the same."""
+    """The largest of all workers' values, by which all decide the same.
+
+    Args:
+        value: Of this worker.
+        world: All workers.
+    """
     return max(_of_all(value, world))
 
 
 def least_of_all(value: float, world: World) -> float:
-    """The least of all workers' values."""
+    """The least of all workers' values.
+
+    Args:
+        value: Of this worker.
+        world: All workers.
+    """
     return min(_of_all(value, world))
 
 

@@ -1,31 +1,25 @@
-"""Why: what a link carries, and what that takes of the cores, is measured between the very workers that will use it.
+"""Measures the hosts of a job, and the links inside of them and between them, with the workers that will use them.
 
-Hosts with their memory and spare cores, and links inside of them and between them (`link_ways`), are found out by the
-workers of a job together. What was found is kept, and looked at again before it is used.
+For every host its memory and spare cores are measured, and every way of using its links (`link_ways`). Results are
+cached; a few messages check them before they are used again.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import logging
-import os
 import statistics
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from hybridpar.comm.world import World
-from hybridpar.errors import UsageError
-from hybridpar.formats.file_reader import read_json
-from hybridpar.machine.cluster import BUSY_LOAD, cache_directory, cpu_name, machine_load
+from hybridpar.machine.cluster import BUSY_LOAD, cpu_name, machine_load
 from hybridpar.machine.cluster_file import ClusterSpec, Hosts, LinkLevel
 from hybridpar.machine.process import available_cores, host_identity, usable_memory
 from hybridpar.machine.steady import repeat_until_steady
+from hybridpar.planner import store
 from hybridpar.planner.link_ways import (
     LEAST_BYTES,
     MOST_BYTES,
@@ -39,9 +33,11 @@ from hybridpar.planner.link_ways import (
     spare_cores,
 )
 from hybridpar.planner.network import log_rounds
-from hybridpar.planner.store import MOST_TRIES
 
 _log = logging.getLogger(__name__)
+
+#: Name of the measurements in the cache.
+KIND = "links"
 
 #: A link is measured again where it has become so many times faster or slower.
 DRIFT = 1.5
@@ -101,7 +97,7 @@ def measure_cluster(
     def doubt(tries: Sequence[ClusterSpec]) -> float:
         return float(not _still_true(tries[-1], world, CONFIRMED))
 
-    tries, doubtful = repeat_until_steady(measure, doubt, 0.0, MOST_TRIES)
+    tries, doubtful = repeat_until_steady(measure, doubt, 0.0, store.MOST_TRIES)
     if doubtful:
         _log.warning(
             "the links between workers change by more than %g times from one moment to the next: what was measured is "
@@ -155,57 +151,30 @@ def _hosts(told: Sequence[_Place], world: World, spare: float) -> tuple[Hosts, .
     return tuple(host.model_copy(update={"count": count}) for host, count in found.items())
 
 
-def _path(key: Mapping[str, object]) -> Path:
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
-    return cache_directory() / f"links-{digest}.json"
-
-
 def _remembered(key: Mapping[str, object], ways: Collection[str], load: float) -> ClusterSpec | None:
-    """What was measured before in these ways at least."""
-    found = (_read(one, load) for one in _keys(key, ways))
-    return next((one for one in found if one is not None), None)
+    """What was measured before in these ways at least; nothing that was taken on a much busier machine."""
+    for one in _keys(key, ways):
+        kept: Any = store.load(KIND, one)
+        try:
+            found, before = ClusterSpec.model_validate(kept["cluster"]), float(kept["load"])
+        except (ValueError, KeyError, TypeError):
+            continue
+        if before <= BUSY_LOAD or load >= before / 2:
+            return found
+    return None
 
 
 def _remember(key: Mapping[str, object], ways: Collection[str], load: float, spec: ClusterSpec) -> None:
     """Keep what was measured; what was remembered of more ways is as old as the rest, and would be found first."""
     *more, own = _keys(key, ways)
     for one in more:
-        with contextlib.suppress(OSError):
-            _path(one).unlink()
-    _write(own, load, spec)
+        store.forget(KIND, one)
+    store.store(KIND, own, {"load": load, "cluster": spec.model_dump(mode="json")})
 
 
 def _keys(key: Mapping[str, object], ways: Collection[str]) -> list[dict[str, object]]:
     """Under what ways may be kept, with most others first."""
     return [{**key, "ways": sorted(one)} for one in (WAYS, STRIPED_WAYS, PLAIN_WAYS) if set(ways) <= set(one)]
-
-
-def _read(key: Mapping[str, object], load: float) -> ClusterSpec | None:
-    """What was measured between these workers before; None where that cannot be read, or was taken on a busier machine.
-
-    Args:
-        key: What it holds for.
-        load: Of the machine now.
-    """
-    try:
-        kept = read_json(_path(key), "the measurement", UsageError)
-        found, before = ClusterSpec.model_validate(kept["cluster"]), float(kept["load"])
-    except (UsageError, ValueError, KeyError, TypeError):
-        return None
-    return None if before > BUSY_LOAD and load < before / 2 else found
-
-
-def _write(key: Mapping[str, object], load: float, spec: ClusterSpec) -> None:
-    path = _path(key)
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    kept = {"key": key, "load": load, "cluster": spec.model_dump(mode="json")}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        aside.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        aside.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            aside.unlink()
 
 
 def _still_true(spec: ClusterSpec, world: World, factor: float) -> bool:

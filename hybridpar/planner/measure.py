@@ -1,4 +1,4 @@
-"""Why: what the search reads of a model is found out once, with the tools that cut models and choose codecs."""
+"""Measures a model for the planner: times of its units per memory format and kernels, and rates of codecs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import itertools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import nn
@@ -32,14 +31,11 @@ from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.partition.units import ModelUnits, find_units
 from hybridpar.plan import ModelInfo
 from hybridpar.planner.profile import ModelProfile, Parameter, SizedTimes, Variant, merged
-from hybridpar.planner.rehearse import Rehearsal
-from hybridpar.planner.step_costs import StepCosts, figures_key, measure_step_costs
-from hybridpar.planner.store import NOISE, remembered
+from hybridpar.planner.step_costs import StepCosts, measure_step_costs
+from hybridpar.planner.store import NOISE, remembered, steadied
 from hybridpar.tvm_kernels.database import default_database
 from hybridpar.tvm_kernels.layers import is_depthwise
 from hybridpar.tvm_kernels.swap import optimize, restore
-
-_T = TypeVar("_T")
 
 _WAYS = ("encode", "decode")
 
@@ -48,21 +44,6 @@ MOST_SECONDS = 5.0
 
 #: In which ways to compute a model are compared, a step of each that counts and one before it.
 TURNS = 3
-
-
-@dataclass(frozen=True)
-class Together:
-    """What only the workers of a job together can measure.
-
-    Attributes:
-        crowd: How much workers of a host slow each other down, see `measure_crowd`.
-        rates: How fast codecs are while all workers use them, see `measure_rates`.
-        rehearsals: Steps of data parallelism, see `measure_rehearsal`.
-    """
-
-    crowd: Mapping[int, float]
-    rates: dict[str, dict[int, tuple[float, float]]]
-    rehearsals: tuple[Rehearsal, ...] = ()
 
 
 #: Layers that normalise over the micro-batch.
@@ -76,13 +57,11 @@ def profile_model(
     name: str | None = None,
     measure: bool = True,
     passes: int = 5,
-    threads: int | None = None,
     formats: Sequence[str] = ("contiguous",),
     kernels: bool = False,
     lanes: Sequence[int] = (),
     optimizer_copies: int | None = None,
     crowd: Mapping[int, float] | None = None,
-    cache: Path | None = None,
     progress: Progress | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> ModelProfile:
@@ -94,14 +73,12 @@ def profile_model(
         name: What to call it.
         measure: Measure units; False estimates them by the device's roofline.
         passes: Passes of each measurement.
-        threads: Intra-op threads on a CPU; None keeps the present number.
         formats: Memory formats to measure, the first of them torch's default.
         kernels: Measure tuned kernels too, where the model has layers for which there are any.
         lanes: Numbers of lanes on one device to measure beside each other.
         optimizer_copies: Measure what a step does besides its passes, with an optimizer that keeps so many tensors per
             parameter; None leaves that out.
         crowd: How much workers of a host slow each other down, see `measure_crowd`.
-        cache: Where profiles are kept; None measures always.
         progress: Told after every pass.
         announce: Told in a line what is being done.
 
@@ -117,7 +94,6 @@ def profile_model(
     co_run: dict[int, float] = {}
     rest: dict[str, StepCosts] = {}
     largest = max(examples, key=len)
-    key = figures_key(model, largest, threads)
     try:
         ways = list(itertools.product(formats, tuned))
         for form, kernel in ways:
@@ -127,28 +103,23 @@ def profile_model(
                 if kernel not in traced:
                     traced[kernel] = trace_model(model, (given,))
                 found = find_units(traced[kernel], (given,))
-                times = _times(found, given, measure, passes, threads, cache, progress)
+                times = _times(found, given, measure, passes, progress)
                 sized = SizedTimes(given.shape[0], times.forward_ms, times.backward_ms)
                 variants.append(Variant(form, kernel, (sized,), times.noise))
                 units = units or found
             if measure and optimizer_copies is not None and form not in rest:
                 say(f"measuring the rest of a step, {form}")
-                found_rest = partial(
-                    _step_costs, model, _set_way(model, largest, form, kernel), optimizer_copies, threads
-                )
-                of = {**key, "copies": optimizer_copies, "format": form}
-                rest[form] = StepCosts(**remembered("step", of, cache, found_rest))
+                given = _set_way(model, largest, form, kernel)
+                rest[form] = StepCosts(**steadied("step", partial(_step_costs, model, given, optimizer_copies)))
         variants = list(merged([replace(one, update_ms=_update_ms(rest, one.memory_format)) for one in variants]))
         if measure and len(ways) > 1:
             say("comparing memory formats and kernels in turns")
-            of = {**key, "ways": [list(way) for way in ways], "turns": TURNS}
-            steps = remembered("turns", of, cache, partial(_steps_in_turns, model, largest, ways, threads))
+            steps = steadied("turns", partial(_steps_in_turns, model, largest, ways))
             variants = [one.scaled_to(steps[_way_name(one.memory_format, one.kernels)]) for one in variants]
         restore(model).to(memory_format=torch.contiguous_format)
         for count in lanes if measure else ():
             say(f"measuring {count} lanes beside each other")
-            told = remembered("lanes", {**key, "lanes": count}, cache, partial(_co_run, model, largest, count))
-            co_run[count] = max(1.0, told["co_run"])
+            co_run[count] = max(1.0, steadied("lanes", partial(_co_run, model, largest, count))["co_run"])
     finally:
         restore(model).to(memory_format=torch.contiguous_format)
     assert units is not None
@@ -167,7 +138,7 @@ def profile_model(
         variants=tuple(variants),
         batch_norm=any(isinstance(module, _BATCH_NORMS) for module in model.modules()),
         device=device_name(first.device),
-        threads=threads or torch.get_num_threads(),
+        threads=torch.get_num_threads(),
         source="measured" if measure else "analytic",
         co_run=co_run,
         crowd=dict(crowd or {}),
@@ -187,9 +158,7 @@ def _set_way(model: nn.Module, example: torch.Tensor, form: str, kernel: str) ->
     return example.contiguous(memory_format=layout if example.dim() == 4 else torch.contiguous_format)
 
 
-def _steps_in_turns(
-    model: nn.Module, example: torch.Tensor, ways: Sequence[tuple[str, str]], threads: int | None
-) -> dict[str, float]:
+def _steps_in_turns(model: nn.Module, example: torch.Tensor, ways: Sequence[tuple[str, str]]) -> dict[str, float]:
     """Milliseconds of a step in each way to compute a model, and their noise.
 
     The ways take turns, so that what the machine does meanwhile disturbs all of them alike.
@@ -208,7 +177,7 @@ def _steps_in_turns(
 
     for _ in range(TURNS):
         for way in ways:
-            times[way].append(_with_threads(threads, partial(turn, way)))
+            times[way].append(turn(way))
     usual = statistics.median(time / min(own) for own in times.values() for time in own)
     noise = max(least_apart(own) for own in times.values())
     return {_way_name(*way): usual * min(own) for way, own in times.items()} | {NOISE: noise}
@@ -223,7 +192,11 @@ def _update_ms(rest: Mapping[str, StepCosts], memory_format: str) -> float | Non
 
 
 def parameters_of(units: ModelUnits) -> tuple[Parameter, ...]:
-    """The trained parameters of a model, each with the first unit that uses it."""
+    """The trained parameters of a model, each with the first unit that uses it.
+
+    Args:
+        units: The traced model and its units.
+    """
     home: dict[int, int] = {}
     for index, nodes in enumerate(units.nodes):
         for node in nodes:
@@ -233,7 +206,7 @@ def parameters_of(units: ModelUnits) -> tuple[Parameter, ...]:
                     held = found.parameters() if isinstance(found, nn.Module) else [found]
                     for one in held:
                         home.setdefault(id(one), index)
-    # A parameter that no unit uses has no gradient, and does not travel.
+    # A parameter that no unit uses has no gradient to exchange.
     return tuple(
         Parameter(name, tuple(one.shape), home[id(one)])
         for name, one in units.model.named_parameters()
@@ -303,7 +276,11 @@ def _rate_of_all(world: World, measure: Callable[[], dict[str, float]]) -> dict[
 
 
 def has_tuned_kernels(model: nn.Module) -> bool:
-    """Whether a model has layers for which there may be tuned kernels."""
+    """Whether a model has layers for which there may be tuned kernels.
+
+    Args:
+        model: The model.
+    """
     return any(map(is_depthwise, model.modules())) and len(default_database()) > 0
 
 
@@ -312,13 +289,11 @@ def _times(
     example: torch.Tensor,
     measure: bool,
     passes: int,
-    threads: int | None,
-    cache: Path | None,
     progress: Progress | None,
 ) -> UnitTimes:
     if not measure:
-        return estimate_units(units.graph, device_roofline(example.device, threads))
-    more = {"passes": passes, "threads": threads, "cache": cache, "progress": progress, "seconds": MOST_SECONDS}
+        return estimate_units(units.graph, device_roofline(example.device, None))
+    more = {"passes": passes, "threads": None, "cache": None, "progress": progress, "seconds": MOST_SECONDS}
     return measured_profile(units, (example,), **more)  # type: ignore[arg-type]
 
 
@@ -327,14 +302,5 @@ def _co_run(model: nn.Module, example: torch.Tensor, lanes: int) -> dict[str, fl
     return {"co_run": slower, NOISE: noise}
 
 
-def _step_costs(model: nn.Module, example: torch.Tensor, copies: int, threads: int | None) -> dict[str, float]:
-    return asdict(_with_threads(threads, lambda: measure_step_costs(model, example, copies=copies)))
-
-
-def _with_threads(threads: int | None, work: Callable[[], _T]) -> _T:
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if threads is None else threads)
-    try:
-        return work()
-    finally:
-        torch.set_num_threads(before)
+def _step_costs(model: nn.Module, example: torch.Tensor, copies: int) -> dict[str, float]:
+    return asdict(measure_step_costs(model, example, copies=copies))

@@ -1,4 +1,4 @@
-"""Why: what a collective takes depends on which links its workers are joined by, and on who else uses these.
+"""How long collectives take on a cluster, from the bandwidth and latency of its links.
 
 Workers are numbered host by host, the replicas of a stage one after the other, as the runtime's grid numbers them.
 Links have two levels, so an all-reduce goes in three steps: within hosts, between them, and within them again; a codec
@@ -125,7 +125,7 @@ class Network:
         Of groups on two levels that is right for sums alone; codecs then work between hosts, see `between_hosts`.
 
         Args:
-            kinds: How they meet.
+            kinds: How they are reduced, and their types.
             codec: They are those of a codec, whose sums go over a backend's group also where others do not.
         """
         group = self.grouping
@@ -136,7 +136,11 @@ class Network:
         return {kind: _flat(kind, level, group.workers, sharing, codec) for kind in kinds}
 
     def between_hosts(self, kinds: Iterable[Kind]) -> Mapping[Kind, LinkCost]:
-        """What the messages of a codec take between the leaders of hosts, which share the link of their host."""
+        """What the messages of a codec take between the leaders of hosts, which share the link of their host.
+
+        Args:
+            kinds: Kinds of messages.
+        """
         group = self.grouping
         return {kind: _flat(kind, self._between, group.hosts, group.sharing, codec=True) for kind in kinds}
 
@@ -154,14 +158,14 @@ class Network:
         return LinkCost(2 * once.latency_ms, 2 * once.ms_per_byte)
 
     def inside_core_use(self) -> float | None:
-        """Cores that `inside_cost` keeps busy; None where nobody measured that."""
+        """Cores that `inside_cost` keeps busy; None where that was not measured."""
         return _core_use(PLAIN, self._inside, codec=False)
 
     def core_use(self, kind: Kind, *, codec: bool = False) -> float | None:
-        """Cores of a worker that messages keep busy while they are on their way; None where nobody measured that.
+        """Cores of a worker that messages keep busy while they are on their way; None where that was not measured.
 
         Args:
-            kind: How they meet.
+            kind: How they are reduced, and their type.
             codec: They are those of a codec, which on two levels works between hosts.
         """
         group = self.grouping
@@ -210,7 +214,11 @@ def _sum_way(kind: Kind, codec: bool) -> str:
 
 
 def log_rounds(workers: int) -> int:
-    """Rounds in which a tree reaches so many workers."""
+    """Rounds in which a tree reaches so many workers.
+
+    Args:
+        workers: How many workers take part.
+    """
     return math.ceil(math.log2(workers)) if workers > 1 else 0
 
 

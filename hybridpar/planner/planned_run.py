@@ -1,8 +1,7 @@
-"""Why: a run is trained by a plan, and there is one place that says where that plan comes from.
+"""Finds the plan of a run: the file that is named, the plan of the run that is resumed, or the answer of a search.
 
-It is a file that the user names, the plan of the run that is resumed, or, by default, the answer of a search over all
-that the user's options leave open. Whichever it is, here it becomes options: what follows trains by them, and need not
-know that there was a plan. Options that somebody set win over a plan.
+By default the search covers everything that the user's options leave open. The plan is then turned into options, by
+which the run trains. Options that the user set take precedence over a plan.
 
 Rank 0 searches and all workers follow its answer, so that noise cannot make two of them disagree.
 """
@@ -23,28 +22,28 @@ from torch import Tensor, nn
 from hybridpar.comm.collective import BackendSum
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.errors import HybridparError, PlanError, UsageError
+from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
 from hybridpar.partition.planning import require_model
 from hybridpar.plan import Plan, Sync, parse_plan, read_plan
 from hybridpar.planner.evaluate import Outcome
 from hybridpar.planner.explain import brief, caveats
-from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_of_plan
-from hybridpar.planner.link_ways import PLAIN_WAYS
-from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.measure import has_tuned_kernels
-from hybridpar.planner.measure_run import (
-    LEAST_STEPS,
+from hybridpar.planner.fixed import (
     decided_options,
     fixed_by,
-    measure_inputs,
     needs_replicas,
     needs_stages,
     not_modelled,
     optimizer_copies,
 )
+from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_of_plan
+from hybridpar.planner.link_ways import PLAIN_WAYS
+from hybridpar.planner.links import measure_cluster
+from hybridpar.planner.measure import has_tuned_kernels
+from hybridpar.planner.measure_run import LEAST_STEPS, Question, measure_inputs
 from hybridpar.planner.record import is_as_recorded, plan_of
 from hybridpar.planner.search import Answer, find_plan
-from hybridpar.planner.stage_plan import Shape, follow_stages, read_own_plan, shape_of
+from hybridpar.planner.space import Shape
+from hybridpar.planner.stage_plan import follow_stages, read_own_plan, shape_of
 
 _log = logging.getLogger(__name__)
 
@@ -112,20 +111,40 @@ def plan_run(
         plan: What to follow, instead of what the options name.
         announce: Told what is being done, while that takes time.
 
+    Returns:
+        The options and the plan, the same on all workers.
+
     Raises:
         PlanError: A plan cannot be read, or was made for another model or for other machines.
         UsageError: Options contradict a plan, or one of them would have no effect.
         SyncError: A worker died or did not answer in time.
     """
-    # A loop of one's own decides what there is to exchange; of a run that goes on, and of a plan's file, so does that.
+    # A script's own loop decides what there is to exchange; so does the plan of a run that is resumed, or of a file.
     named = decided_options(config, given) if decided is None and stored is None else frozenset()
     if config.plan_file is not None:
         named &= set(given)
     decided = decided_options(config, given) if decided is None else decided
     _require_effect(config, named, world.size)
-    found = _plan(model, config, world, sample_shape, steps, name, given, stored, decided, plan, named, announce)
-    shape = shape_of(found.config, world.size, found.plan)
-    _require_effect(found.config, named, world.size, shape)
+    plain = replace(config, plan="none")
+    plan = plan or read_own_plan(config, world)
+    if plan is not None:
+        found = _follow_given(model, config, world, plan, decided, name, sample_shape)
+    elif not config.searches:
+        found = PlannedRun(plain)
+    elif stored is not None:
+        kept = world.from_main(lambda: _stored_plan(stored, world.size))
+        found = PlannedRun(plain) if kept is None else _follow_stored(plain, world, _parsed(kept), decided)
+    elif why := _not_worth(sample_shape, steps):
+        found = PlannedRun(plain, lines=_unplanned(why) if "plan" in given else ())
+    elif option := not_modelled(config):
+        found = PlannedRun(plain, lines=_unplanned(f"no prediction knows {option}"))
+    else:
+        fixed = fixed_by(config, decided, world.size, [path for path, _ in model.named_parameters()], named)
+        if fixed.kernels == "tuned" and not has_tuned_kernels(model):
+            fixed = replace(fixed, kernels=None)  # of a model without such layers stock and tuned are the same
+        question = Question.of_run(config, fixed, name, sample_shape or (), steps)
+        found = _search(model, plain, world, question, decided, announce)
+    _require_effect(found.config, named, world.size, shape_of(found.config, world.size, found.plan))
     return found
 
 
@@ -158,40 +177,6 @@ def _require_effect(config: TrainConfig, named: Collection[str], workers: int, s
         )
 
 
-def _plan(
-    model: nn.Module,
-    config: TrainConfig,
-    world: World,
-    sample_shape: Sequence[int] | None,
-    steps: int | None,
-    name: str,
-    given: Collection[str],
-    stored: Path | None,
-    decided: Collection[str],
-    plan: Plan | None,
-    named: Collection[str],
-    announce: Callable[[str], None],
-) -> PlannedRun:
-    plan = plan or read_own_plan(config, world)
-    if plan is not None:
-        return _follow_given(model, config, world, plan, decided, name, sample_shape)
-    plain = replace(config, plan="none")
-    if not config.searches:
-        return PlannedRun(plain)
-    if stored is not None:
-        kept = world.from_main(lambda: _stored_plan(stored, world.size))
-        if kept is None:
-            return PlannedRun(plain)
-        return _follow_stored(plain, world, parse_plan(json.loads(kept)), decided)
-    if why := _not_worth(config, sample_shape, steps):
-        return PlannedRun(plain, lines=_unplanned(why) if "plan" in given else ())
-    if option := not_modelled(config):
-        return PlannedRun(plain, lines=_unplanned(f"no prediction knows {option}"))
-    assert sample_shape is not None
-    assert steps is not None
-    return _search(model, plain, world, sample_shape, steps, name, decided, named, announce)
-
-
 def plan_loop(
     model: nn.Module,
     config: TrainConfig,
@@ -201,7 +186,7 @@ def plan_loop(
     name: str | None,
     plan: Plan | None = None,
 ) -> PlannedRun:
-    """The plan of somebody's own loop, who divides batches and knows the stages: neither changes. A collective.
+    """The plan of a training loop in a script, which divides batches and knows its stages itself; a collective.
 
     Args:
         model: The whole model, as built.
@@ -233,7 +218,7 @@ def plan_loop(
         plan=plan,
     )
     for line in found.lines if world.is_main else ():
-        _log.info(line.removesuffix(_DETAILS))  # nobody writes that file here
+        _log.info(line.removesuffix(_DETAILS))  # there is no run directory here
     if found.plan is None:
         return replace(found, config=replace(config, plan="none"))
     return replace(found, config=replace(found.config, batch_size=config.batch_size))
@@ -249,7 +234,7 @@ def before_joining(config: TrainConfig, given: Collection[str] = (), plan: Plan 
     """
     sync = None if plan is None else plan.sync
     if plan is None and config.plan_file is not None:
-        with contextlib.suppress(PlanError):  # told to all workers once they have met, so that none waits in vain
+        with contextlib.suppress(PlanError):  # raised on all workers once they have joined, so that no rank blocks
             sync = read_plan(config.plan_file).sync
     if sync is None:
         return config
@@ -259,7 +244,7 @@ def before_joining(config: TrainConfig, given: Collection[str] = (), plan: Plan 
 
 
 def follow(config: TrainConfig, plan: Plan, decided: Collection[str], workers: int) -> TrainConfig:
-    """Options with what a plan says, wherever nobody decided otherwise.
+    """Options with what a plan says, wherever the user did not decide otherwise.
 
     Args:
         config: Options.
@@ -285,11 +270,11 @@ def follow(config: TrainConfig, plan: Plan, decided: Collection[str], workers: i
     if plan.kernels is not None and plan.kernels.database == "auto":
         said["kernels"] = "auto"
     wanted = {option: value for option, value in said.items() if option not in decided}
-    return replace(config, plan="none", stages=stages.stages, placement=stages.placement, **wanted)
+    return replace(stages, plan="none", **wanted)
 
 
 def _policy_text(sync: Sync) -> str:
-    """What gradients travel as, as `--compress` takes it."""
+    """The codecs of a plan, as `--compress` takes them."""
     rules = sync.policy
     if len(rules) == 1 and rules[0].pattern == "*":
         return rules[0].codec
@@ -297,7 +282,7 @@ def _policy_text(sync: Sync) -> str:
 
 
 def _as_followed(config: TrainConfig, plan: Plan, decided: Collection[str], workers: int) -> Plan:
-    """The plan, without its prediction where somebody decided otherwise than it says."""
+    """The plan, without its prediction where the user decided otherwise than it says."""
     if follow(config, plan, decided, workers) == follow(config, plan, _NO_KNOBS & set(decided), workers):
         return plan
     return _unpredicted(plan)
@@ -395,50 +380,50 @@ def _usable(place: Path) -> Plan | None:
     return plan if (plan.inputs is not None or plan.followed) and plan.placement is not None else None
 
 
-def _not_worth(config: TrainConfig, sample_shape: Sequence[int] | None, steps: int | None) -> str:
+def _not_worth(sample_shape: Sequence[int] | None, steps: int | None) -> str:
     if sample_shape is None:
         return "there is no example of inputs, in floating point, to measure with"
     if steps is None:
-        return "nobody said how long the run is"
+        return "the length of the run is not known"
     if steps < LEAST_STEPS:
         return f"a run of {steps} steps is over before planning pays, which is from {LEAST_STEPS} on"
     return ""
+
+
+def _parsed(text: str) -> Plan:
+    return parse_plan(json.loads(text))
 
 
 def _search(
     model: nn.Module,
     config: TrainConfig,
     world: World,
-    sample_shape: Sequence[int],
-    steps: int,
-    name: str,
+    question: Question,
     decided: Collection[str],
-    named: Collection[str],
     announce: Callable[[str], None],
 ) -> PlannedRun:
+    """Measure, and follow the fastest plan; where that fails the run goes on without a plan."""
     begun = time.perf_counter()
-    fixed = fixed_by(config, decided, world.size, [path for path, _ in model.named_parameters()], named)
-    if fixed.kernels == "tuned" and not has_tuned_kernels(model):
-        fixed = replace(fixed, kernels=None)  # of what has none, stock and tuned are the same
-    measured = measure_inputs(model, config, world, sample_shape, steps, fixed, name, announce)
-    if measured.why:
-        return PlannedRun(config, lines=_unplanned(measured.why))
+    try:
+        inputs = measure_inputs(model, question, world, announce=announce)
+    except SyncError:
+        raise
+    except HybridparError as error:
+        return PlannedRun(config, lines=_unplanned(error.what))
 
     def decide() -> tuple[str | None, tuple[str, ...]]:
-        inputs = measured.inputs
         assert inputs is not None
         announce("planning: predicting the ways to divide the work")
         try:
             answer = find_plan(inputs)
         except PlanError as error:
             return None, _unplanned(error.what)
-        took = time.perf_counter() - begun
-        return plan_of(answer).to_json(), _told(answer, inputs, took)
+        return plan_of(answer).to_json(), _told(answer, inputs, time.perf_counter() - begun)
 
     text, lines = world.from_main(decide)
     if text is None:
         return PlannedRun(config, lines=lines)
-    plan = parse_plan(json.loads(text))
+    plan = _parsed(text)
     return PlannedRun(follow(config, plan, decided, world.size), plan, lines)
 
 
@@ -469,7 +454,7 @@ def _told(answer: Answer, inputs: PlannerInputs, seconds: float) -> tuple[str, .
 def _kind(outcome: Outcome) -> tuple[object, ...]:
     """What tells ways to divide the work apart; cuts, placements and schedules are details of it."""
     one = outcome.candidate
-    return one.shape.stages, one.shape.replicas, one.shape.lanes, one.shape.micro_batches, one.travel, one.variant
+    return one.shape.stages, one.shape.replicas, one.shape.lanes, one.shape.micro_batches, one.codec, one.variant
 
 
 def _ms(time: float) -> str:

@@ -1,7 +1,7 @@
-"""Why: a search reads figures, not a model, so that it can be repeated later, elsewhere, and without measuring.
+"""`ModelProfile`: what a search knows of a model, as plain data, so that it can be repeated without the model.
 
-A `ModelProfile` is the graph of a model's units with sizes, the shapes of its parameters, and for each way of computing
-it (memory format, kernels) the times of all units at one micro-batch size or several.
+It holds the graph of a model's units with sizes, the shapes of its parameters, and for each way of computing it
+(memory format, kernels) the times of all units at one micro-batch size or several.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class ModelProfile:
         co_run: For numbers of lanes on one device that were measured: how much slower each runs while all are busy.
         crowd: For numbers of workers on one host that compute at a time: how much slower each is than one alone.
         together: How much slower several workers compute in a step than the parts of it say, see `planner.rehearse`.
-        together_coded: The same where gradients travel compressed; None for `together`.
+        together_coded: The same where gradients are compressed; None for `together`.
         update_ms: What a step takes after the last backward pass, on one worker with the whole model: agreeing,
             statistics of BatchNorm, the optimizer; None where it was not measured.
         collect_ms: Copying all gradients into buckets.
@@ -204,7 +204,11 @@ class ModelProfile:
         return min(self.noise, MOST_NOISE)
 
     def crowding(self, workers: int) -> float:
-        """How much slower a worker computes while so many on its host do: of the nearest number that was measured."""
+        """How much slower a worker computes while so many on its host do: of the nearest number that was measured.
+
+        Args:
+            workers: Workers that compute on the host.
+        """
         if workers == 1 or not self.crowd:
             return 1.0
         return max(1.0, self.crowd[min(self.crowd, key=lambda known: (abs(known - workers), known))])
@@ -213,7 +217,7 @@ class ModelProfile:
         """How much slower several workers compute in a step than alone.
 
         Args:
-            coded: Whether their gradients travel compressed; None for whichever is less.
+            coded: Whether their gradients are compressed; None for whichever is less.
         """
         ways = (self.together, self.together if self.together_coded is None else self.together_coded)
         return min(ways) if coded is None else ways[coded]
@@ -229,7 +233,12 @@ class ModelProfile:
         return 4 * self.info.parameters
 
     def timed(self, variant: int, samples: float) -> UnitGraph:
-        """The graph with the times and sizes of a variant at a micro-batch size."""
+        """The graph with the times and sizes of a variant at a micro-batch size.
+
+        Args:
+            variant: Index into the profile's variants.
+            samples: Samples of the micro-batch.
+        """
         factor = samples / self.samples
         forward, backward = self.variants[variant].unit_ms(samples)
         graph = self.graph.with_times(list(zip(forward, backward, strict=True)))
@@ -244,7 +253,11 @@ class ModelProfile:
 
 
 def merged(variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """Variants with all sizes of those that compute in the same way, in the order of their first ones."""
+    """Variants with all sizes of those that compute in the same way, in the order of their first ones.
+
+    Args:
+        variants: With one size each.
+    """
     found: dict[tuple[str, str], list[Variant]] = {}
     for one in variants:
         found.setdefault((one.memory_format, one.kernels), []).append(one)

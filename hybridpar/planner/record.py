@@ -1,4 +1,4 @@
-"""Why: what was chosen must be able to run, and to be found again: a plan in the form that all of the package reads."""
+"""Turns the result of a search into a `Plan`, and finds the candidate of a plan again."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from hybridpar.plan import (
     Plan,
     Predicted,
     Stage,
-    StagePlacement,
     Sync,
     SyncRule,
 )
-from hybridpar.planner.codecs import Travel
+from hybridpar.planner.codecs import CodecChoice
 from hybridpar.planner.evaluate import Evaluator, Outcome
 from hybridpar.planner.inputs import inputs_of_plan
 from hybridpar.planner.search import Answer
@@ -36,29 +35,16 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
     candidate, evaluator = outcome.candidate, answer.evaluator
     inputs, shape = evaluator.space.inputs, candidate.shape
     profile, variant = inputs.profile, inputs.profile.variants[candidate.variant]
-    layout = evaluator.layout(candidate)
     link = inputs.cluster.outer
     return Plan(
         model=profile.info,
         partition=_partition(evaluator, outcome),
-        placement=Placement(
-            kind=shape.placement,
-            replicas=shape.replicas,
-            stages=tuple(
-                StagePlacement(
-                    stage=stage,
-                    worker=layout.home(stage),
-                    device=inputs.cluster.by_worker[0][1].kind,
-                    lane=layout.lane_of[stage] - layout.worker_of.index(layout.home(stage)),
-                )
-                for stage in range(shape.stages)
-            ),
-        ),
+        placement=_placement(candidate, evaluator),
         pipeline=Pipeline(schedule=candidate.schedule, micro_batches=shape.micro_batches),
         sync=Sync(
             lanes=inputs.sync_lanes,
             bucket_bytes=inputs.bucket_bytes,
-            policy=_rules(evaluator.space.travels[candidate.travel]),
+            policy=_rules(evaluator.space.codec_choices[candidate.codec]),
         ),
         kernels=Kernels(database="auto") if variant.kernels != "stock" else None,
         measured=Measured(
@@ -106,7 +92,11 @@ def candidate_of(plan: Plan, evaluator: Evaluator, source: str = "the plan") -> 
 
 
 def is_as_recorded(plan: Plan) -> bool:
-    """Whether a plan still says what its search said, so that what was predicted holds; nobody has edited it."""
+    """Whether a plan still says what its search said, so that its prediction holds: it was not edited.
+
+    Args:
+        plan: The plan.
+    """
     inputs = inputs_of_plan(plan)
     evaluator = Evaluator(Space(inputs))
     try:
@@ -128,8 +118,7 @@ def _said(plan: Plan) -> tuple[object, ...]:
     stages = len(plan.partition.stages)
     return (
         stages,
-        placement.replicas if placement is not None else 1,
-        [placement.lanes[lane] for lane in placement.lane_of] if placement is not None else [(0, 0)],
+        _placed(placement) if placement is not None else (1, [(0, 0)]),
         placement.kind if placement is not None and stages > 1 else "linear",
         pipeline.micro_batches if pipeline is not None else 1,
         pipeline.schedule if pipeline is not None else "accumulate",
@@ -143,21 +132,28 @@ def _said(plan: Plan) -> tuple[object, ...]:
 def _said_by(candidate: Candidate, evaluator: Evaluator) -> tuple[object, ...]:
     shape, space = candidate.shape, evaluator.space
     variant = space.inputs.profile.variants[candidate.variant]
-    layout = evaluator.layout(candidate)
-    homes = [layout.home(stage) for stage in range(shape.stages)]
-    lanes = [layout.lane_of[stage] - layout.worker_of.index(home) for stage, home in enumerate(homes)]
     return (
         shape.stages,
-        shape.replicas,
-        list(zip(homes, lanes, strict=True)),
+        _placed(_placement(candidate, evaluator)),
         shape.placement,
         shape.micro_batches,
         candidate.schedule,
         candidate.cut.name,
         variant.memory_format,
         variant.kernels != "stock",
-        _rules(space.travels[candidate.travel]),
+        _rules(space.codec_choices[candidate.codec]),
     )
+
+
+def _placement(candidate: Candidate, evaluator: Evaluator) -> Placement:
+    shape, layout = candidate.shape, evaluator.layout(candidate)
+    kind = evaluator.space.inputs.cluster.by_worker[0][1].kind
+    return Placement.of_lanes(layout.lane_of, layout.worker_of, shape.placement, shape.replicas, kind)
+
+
+def _placed(placement: Placement) -> tuple[int, list[tuple[int, int]]]:
+    """Replicas, and for every stage its worker and lane."""
+    return placement.replicas, [placement.lanes[lane] for lane in placement.lane_of]
 
 
 def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
@@ -190,9 +186,9 @@ def _partition(evaluator: Evaluator, outcome: Outcome) -> Partition:
     )
 
 
-def _rules(travel: Travel) -> tuple[SyncRule, ...]:
-    """Rules for what gradients travel as; one codec for all is one rule."""
-    if travel.rank < 2:
-        return (SyncRule(codec=next(iter(travel.codecs.values()), "none")),)
-    policy = exact_rules(travel.codecs.items())
+def _rules(codec: CodecChoice) -> tuple[SyncRule, ...]:
+    """Codec rules for gradients; one codec for all is one rule."""
+    if codec.rank < 2:
+        return (SyncRule(codec=next(iter(codec.codecs.values()), "none")),)
+    policy = exact_rules(codec.codecs.items())
     return tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in policy.rules)

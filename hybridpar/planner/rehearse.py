@@ -1,10 +1,9 @@
-"""Why: a step is more than the sum of its parts, so the plainest plan of all runs for a few steps before others are
-predicted.
+"""Runs some steps of plain data parallelism before other plans are predicted, and corrects predictions by them.
 
-Threads that move gradients push what the computing one needs out of the caches, wake up late, and wait for the slowest
-worker. None of that shows in parts that are timed alone. Plain data parallelism, which every search contains, shows it:
-by as much as it takes longer than was predicted, computing on several workers is taken to be slower for all plans. Data
-parallelism with a codec shows it for those that use one.
+Threads that move gradients evict the caches of the computing thread, wake up late, and wait for the slowest worker.
+Parts that are timed alone do not show that. Plain data parallelism, which every search contains, does: by as much as it
+takes longer than was predicted, computing on several workers is assumed to be slower for all plans. Data parallelism
+with a codec gives the factor for plans that use one.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def measure_rehearsal(
     Returns:
         What it took, with gradients as they are and with a codec, as far as that says something: where exchanging
         takes longer than computing, the link says what a step takes, and it has been measured; codecs need process
-        groups; and one worker has nobody to wait for.
+        groups; and one worker waits for no other.
 
     Raises:
         SyncError: A worker died or did not answer in time.
@@ -200,7 +199,7 @@ def _steps(
             return 1e3 * (time.perf_counter() - began)
 
         first: list[float] = world.gather(min(step_ms() for _ in range(FIRST_STEPS)))  # type: ignore[assignment]
-        # From here on nobody waits for anything but gradients, as in a training: a worker that was late in one step
+        # From here on workers wait for nothing but gradients, as in a training: a worker that was late in one step
         # catches up in the next.
         count = max(steps, min(ENOUGH, int(1e3 * seconds / max(first))))
         times = [step_ms() for _ in range(count)]
@@ -214,7 +213,7 @@ def rehearsed(inputs: PlannerInputs, rehearsals: Sequence[Rehearsal]) -> Planner
 
     Args:
         inputs: As measured, part by part.
-        rehearsals: See `measure_rehearsal`; one with a codec whose rates nobody measured changes nothing.
+        rehearsals: See `measure_rehearsal`; one with a codec whose rates are unknown changes nothing.
     """
     names = [one.name for one in inputs.profile.parameters]
     profile = inputs.profile
@@ -226,7 +225,7 @@ def rehearsed(inputs: PlannerInputs, rehearsals: Sequence[Rehearsal]) -> Planner
         fixed = Fixed(codecs=dict.fromkeys(names, one.codec) if coded else {})
         asked = replace(inputs, fixed=fixed, calibration={}, batch=one.samples * inputs.workers)
         plain = Space(replace(asked, fixed=Fixed(codecs={}))).baselines()[DATA_PARALLEL]
-        found = _factor(asked, replace(plain, travel=1 if coded else 0), one.step_ms)
+        found = _factor(asked, replace(plain, codec=1 if coded else 0), one.step_ms)
         profile = replace(profile, together_coded=found) if coded else replace(profile, together=found)
     if profile.together_coded is not None and all(one.codec != "none" for one in rehearsals):
         profile = replace(profile, together=round(1 + SHARED * (profile.together_coded - 1), 4))

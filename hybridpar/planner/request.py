@@ -1,4 +1,4 @@
-"""Why: `hybridpar plan` cuts a model as it is told, or, with --explain, finds out itself how to train it fastest."""
+"""The options of `hybridpar plan`, for one cut of a model and for a search."""
 
 from __future__ import annotations
 

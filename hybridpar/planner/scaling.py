@@ -1,4 +1,4 @@
-"""Why: how many workers are worth having is answered roughly by one equation, and better by a search for each number.
+"""How many workers are worth having: by the equation of 1-bit SGD, and by a search for each number of workers.
 
 The equation is that of 1-bit SGD (Seide et al., Interspeech 2014, equation 4): data parallelism stops paying where
 computing, which K workers divide, takes as long as exchanging gradients, which they do not.
@@ -75,7 +75,11 @@ class KHat:
         return max(1.0, self.unclamped)
 
     def speedup(self, workers: float) -> float:
-        """Of K workers over one, where one exchanges nothing, and K do both at a time."""
+        """Of K workers over one, where one exchanges nothing, and K do both at a time.
+
+        Args:
+            workers: K.
+        """
         if workers == 1:
             return 1.0
         alone = self.divided_ms + self.update_ms
@@ -144,7 +148,11 @@ class Point:
 
 
 def worker_counts(most: int) -> list[int]:
-    """The points of a curve: powers of two and the last one, and of clusters up to 64 workers all numbers up to 8."""
+    """The points of a curve: powers of two and the last one, and of clusters up to 64 workers all numbers up to 8.
+
+    Args:
+        most: The largest number of workers.
+    """
     few = range(1, min(most, 8) + 1) if most <= 64 else ()
     return sorted({*few, *(1 << power for power in range(most.bit_length())), most})
 

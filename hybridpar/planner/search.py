@@ -1,4 +1,4 @@
-"""Why: of all candidates the one that takes least time to the same result is chosen, and the simplest of equal ones.
+"""Finds the candidate with the least time to the same result, and the simplest of those that are equally fast.
 
 Candidates are simulated in the order of their lower bounds. As soon as the bound of the next one is above all that
 could still matter, the rest is left out: it cannot change the answer. Two plans that are closer than the noise of the
@@ -119,7 +119,7 @@ def find_plan(
 class _ByBound:
     """All candidates with what their score is at least, the least first.
 
-    At first a candidate has the bound that holds whatever gradients travel as, which many share. Only when it is the
+    At first a candidate has the bound that holds for all codecs, which many share. Only when it is the
     next one by that, and may fit into memory, its own bound is made, and it waits for its turn by that one.
 
     Args:
@@ -131,12 +131,12 @@ class _ByBound:
 
     def __init__(self, evaluator: Evaluator) -> None:
         self._evaluator = evaluator
-        self._travels = evaluator.space.travels
+        self._choices = evaluator.space.codec_choices
         shared = cache(lambda shape, cut, variant: self._bound(Candidate(shape, cut, "", 0, variant), exchange=False))
-        self._own = cache(lambda shape, cut, travel, variant: self._bound(Candidate(shape, cut, "", travel, variant)))
+        self._own = cache(lambda shape, cut, codec, variant: self._bound(Candidate(shape, cut, "", codec, variant)))
         self._heap = [
             (
-                shared(one.shape, one.cut, one.variant) * self._travels[one.travel].steps,
+                shared(one.shape, one.cut, one.variant) * self._choices[one.codec].steps,
                 place,
                 one,
                 False,
@@ -154,10 +154,10 @@ class _ByBound:
                 continue
             if not _may_fit(self._evaluator, one):
                 continue
-            if one.shape.replicas == 1:  # nothing travels, so the first bound is its own
+            if one.shape.replicas == 1:  # nothing is exchanged, so the first bound is its own
                 yield bound, one
                 continue
-            own = self._own(one.shape, one.cut, one.travel, one.variant) * self._travels[one.travel].steps
+            own = self._own(one.shape, one.cut, one.codec, one.variant) * self._choices[one.codec].steps
             heapq.heappush(self._heap, (max(bound, own), place, one, True))
 
     def _bound(self, candidate: Candidate, exchange: bool = True) -> float:

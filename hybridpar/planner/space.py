@@ -1,7 +1,7 @@
-"""Why: what is searched is a list that can be written down; nothing is found that is not in it.
+"""The candidates of a search, as a list that can be written down.
 
-The space is: workers used x replicas x stages x lanes x placement x micro-batches x schedule x cut x what gradients
-travel as x memory format and kernels. It always holds plain data parallelism, one device, and no compression.
+The space is: workers used x replicas x stages x lanes x placement x micro-batches x schedule x cut x codecs
+x memory format and kernels. It always holds plain data parallelism, one device, and no compression.
 
 `exact` asks for the same result. A layer that normalises over the micro-batch makes its size part of the result; so for
 a model with BatchNorm only plans are candidates whose micro-batches are those of plain data parallelism over all
@@ -15,12 +15,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from hybridpar.planner.codecs import Travel, travels
+from hybridpar.planner.codecs import CodecChoice, codec_choices
 from hybridpar.planner.cuts import Cut, CutLibrary
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.profile import Variant
-from hybridpar.schedule.actions import Layout, place_stages
+from hybridpar.schedule.actions import Edge, Layout, place_stages
 from hybridpar.schedule.schedules import SCHEDULES, planned_schedules
 
 #: Most forward passes of a step for which a schedule that simulates several orders is tried; beyond, that takes longer
@@ -34,7 +34,7 @@ DATA_PARALLEL = "data parallel"
 
 @dataclass(frozen=True)
 class Shape:
-    """How many of everything.
+    """How the workers of a job are divided: into replicas of a pipeline, whose stages run on lanes of its workers.
 
     Attributes:
         positions: Workers that share the stages of a replica.
@@ -49,23 +49,22 @@ class Shape:
     replicas: int
     stages: int
     lanes: int
-    placement: Literal["linear", "loop", "v"]
-    micro_batches: int
+    placement: Literal["linear", "loop", "v"] = "linear"
+    micro_batches: int = 1
 
     @property
     def workers(self) -> int:
         """Workers used."""
         return self.positions * self.replicas
 
-    def layout(self, edges: tuple[object, ...] = ()) -> Layout:
-        """Where stages run."""
-        return place_stages(
-            self.stages,
-            self.positions * self.lanes,
-            self.placement,
-            workers=self.positions,
-            edges=edges,  # type: ignore[arg-type]
-        )
+    def layout(self, edges: tuple[Edge, ...] = ()) -> Layout:
+        """Where the stages of a replica run.
+
+        Args:
+            edges: What is sent between them.
+        """
+        lanes = self.positions * self.lanes
+        return place_stages(self.stages, lanes, self.placement, workers=self.positions, edges=edges)
 
 
 @dataclass(frozen=True)
@@ -76,14 +75,14 @@ class Candidate:
         shape: How many of everything.
         cut: How the model is cut.
         schedule: Name of the schedule.
-        travel: What gradients travel as, an index into the space's list.
+        codec: What gradients codec as, an index into the space's list.
         variant: How the model is computed, an index into the profile's variants.
     """
 
     shape: Shape
     cut: Cut
     schedule: str
-    travel: int = 0
+    codec: int = 0
     variant: int = 0
 
     @property
@@ -93,7 +92,7 @@ class Candidate:
         tried = ("accumulate", *planned_schedules(shape.placement))
         return (
             shape.stages,
-            self.travel,
+            self.codec,
             shape.workers,
             self.variant,
             shape.micro_batches,
@@ -105,7 +104,7 @@ class Candidate:
     @property
     def is_plain(self) -> bool:
         """Data parallelism, or one device, without anything else."""
-        return self.shape.stages == self.shape.lanes == 1 and not self.travel and not self.variant
+        return self.shape.stages == self.shape.lanes == 1 and not self.codec and not self.variant
 
 
 class Space:
@@ -119,28 +118,30 @@ class Space:
     Attributes:
         inputs: Of the search.
         workers: Workers that there are.
-        travels: What gradients may travel as.
+        codec_choices: Choices of codecs.
         library: Cuts of the model.
     """
 
     def __init__(self, inputs: PlannerInputs, workers: int | None = None, library: CutLibrary | None = None) -> None:
         self.inputs = inputs
         self.workers = inputs.workers if workers is None else workers
-        self.travels: tuple[Travel, ...] = travels(inputs) if inputs.fixed.codecs is None else _fixed_travels(inputs)
+        self.codec_choices: tuple[CodecChoice, ...] = (
+            codec_choices(inputs) if inputs.fixed.codecs is None else _fixed_choices(inputs)
+        )
         self.library = library or CutLibrary(inputs.profile)
 
     def candidates(self) -> Iterator[Candidate]:
         """All of them, in an order that does not change."""
-        fixed, last = self.inputs.fixed, len(self.travels) - 1
+        fixed, last = self.inputs.fixed, len(self.codec_choices) - 1
         kinds = enumerate(self.inputs.profile.variants)
         variants = [index for index, variant in kinds if _is_decided_variant(fixed, variant)]
         for shape in self.shapes():
             ways = range(last if fixed.codecs is not None else 0, last + 1) if shape.replicas > 1 else range(1)
             for cut in self.library.cuts(shape.stages):
                 for schedule in self._schedules(shape):
-                    for travel in ways:
+                    for codec in ways:
                         for variant in variants:
-                            yield Candidate(shape, cut, schedule, travel, variant)
+                            yield Candidate(shape, cut, schedule, codec, variant)
 
     def baselines(self) -> dict[str, Candidate]:
         """What a plan must beat: plain data parallelism over all workers, and one device, where they are allowed."""
@@ -174,7 +175,11 @@ class Space:
                             yield shape
 
     def micro_batch_counts(self, replicas: int) -> list[int]:
-        """Numbers of micro-batches to try; the first is the plain one."""
+        """Numbers of micro-batches to try; the first is the plain one.
+
+        Args:
+            replicas: Copies of the model.
+        """
         inputs = self.inputs
         if inputs.fixed.micro_batches is not None:
             return [inputs.fixed.micro_batches]
@@ -214,7 +219,7 @@ class Space:
 
 def _is_decided_shape(fixed: Fixed, shape: Shape) -> bool:
     """Whether a shape is one of those that were decided on; without stages there is one placement."""
-    wishes = (
+    decided = (
         (fixed.workers, shape.workers),
         (fixed.stages, shape.stages),
         (fixed.replicas, shape.replicas),
@@ -222,7 +227,7 @@ def _is_decided_shape(fixed: Fixed, shape: Shape) -> bool:
         (fixed.placement if shape.stages > 1 else None, shape.placement),
     )
     acts = (shape.replicas > 1 or not fixed.exchanged) and (shape.stages > 1 or not fixed.staged)
-    return acts and all(wish is None or wish == found for wish, found in wishes)
+    return acts and all(value is None or value == found for value, found in decided)
 
 
 def _is_decided_variant(fixed: Fixed, variant: Variant) -> bool:
@@ -230,12 +235,12 @@ def _is_decided_variant(fixed: Fixed, variant: Variant) -> bool:
     return fixed.memory_format in (None, variant.memory_format) and fixed.kernels in (None, variant.kernels)
 
 
-def _fixed_travels(inputs: PlannerInputs) -> tuple[Travel, ...]:
-    """What gradients travel as where that is decided: as they are where nobody exchanges them, else as decided."""
-    plain, decided = Travel("none", {}), dict(inputs.fixed.codecs or {})
+def _fixed_choices(inputs: PlannerInputs) -> tuple[CodecChoice, ...]:
+    """The codecs that were decided on, and none where there is nothing to exchange."""
+    plain, decided = CodecChoice("none", {}), dict(inputs.fixed.codecs or {})
     if not decided:
         return (plain,)
     kinds, everything = sorted(set(decided.values())), len(inputs.profile.parameters)
     alike = len(kinds) == 1 and len(decided) == everything
     name = kinds[0] if alike else f"{', '.join(kinds)} for {len(decided)} of {everything} parameters"
-    return plain, Travel(name, decided, rank=1 if alike else 2)
+    return plain, CodecChoice(name, decided, rank=1 if alike else 2)

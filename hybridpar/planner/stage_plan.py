@@ -1,4 +1,4 @@
-"""Why: from "4 workers, 2 stages" to stages on lanes, equal on all workers, is one decision in one place.
+"""Divides workers into stages and replicas, cuts the model, and places its stages on lanes; equal on all workers.
 
 Rank 0 measures the model and cuts it; the others follow its plan, so that noise cannot make two workers disagree. A
 plan from a file is read by every worker, and all must have read the same.
@@ -10,45 +10,28 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from hybridpar.comm.world import World
-from hybridpar.config import PipelineConfig, TrainConfig
+from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError, UsageError
+from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.partition.cost import PlacementKind, Problem, Worker
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.planning import partition_model, stages_from_plan
-from hybridpar.partition.profile_cache import cache_directory
+from hybridpar.partition.profile_cache import profiles_directory
 from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.options import PipelineOptions
 from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, BackwardCost, may_split, measure_backward
 from hybridpar.plan import Placement, Plan, parse_plan, read_plan
+from hybridpar.planner.space import Shape
 from hybridpar.sync.options import SyncOptions
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How workers are divided into stages and replicas.
-
-    Attributes:
-        stages: Number of stages.
-        positions: Workers that share the stages of one replica.
-        replicas: Copies of the pipeline.
-        lanes: Compute lanes on each worker.
-        placement: How stages are dealt out to lanes.
-    """
-
-    stages: int
-    positions: int
-    replicas: int
-    lanes: int
-    placement: PlacementKind
 
 
 @dataclass(frozen=True)
@@ -62,7 +45,7 @@ class StagePlan:
         lane_of: For every stage its lane, numbered over all workers of a replica.
         worker_of: For every lane its worker.
         devices: For every lane its device, where one worker drives several.
-        backward: What the halves of the stages' backward passes cost; None where nobody asked.
+        backward: What the halves of the stages' backward passes cost; None where that was not measured.
         scale: Samples of a micro-batch over those of the plan's, in proportion to which its times and sizes are.
     """
 
@@ -76,7 +59,7 @@ class StagePlan:
     scale: float = 1.0
 
 
-def divide_workers(config: PipelineConfig, workers: int) -> Shape:
+def divide_workers(config: TrainConfig, workers: int) -> Shape:
     """Divide workers into positions and replicas.
 
     Args:
@@ -106,7 +89,7 @@ def divide_workers(config: PipelineConfig, workers: int) -> Shape:
             "Up and down again is two stages on every worker.",
             f"Ask for --stages {2 * positions}, or another placement.",
         )
-    return Shape(stages, positions, replicas, each if placement == "linear" else 1, placement)
+    return Shape(positions, replicas, stages, each if placement == "linear" else 1, placement)
 
 
 def shape_of(config: TrainConfig, workers: int, plan: Plan | None = None) -> Shape:
@@ -126,7 +109,7 @@ def shape_of(config: TrainConfig, workers: int, plan: Plan | None = None) -> Sha
     if plan is not None:
         return _shape_of_plan(config, plan, workers)
     if not config.is_staged and config.replicas in (None, workers):
-        return Shape(1, 1, workers, 1, "linear")
+        return Shape(1, workers, 1, 1)
     return divide_workers(config, workers)
 
 
@@ -156,10 +139,10 @@ def _shape_of_plan(config: TrainConfig, plan: Plan, workers: int) -> Shape:
             "A replica has the workers that the plan names, and replicas use all workers.",
             f"Start {own.workers * (config.replicas or 1)} workers.",
         )
-    return Shape(len(own.stages), own.workers, replicas, lanes, own.kind)
+    return Shape(own.workers, replicas, len(own.stages), lanes, own.kind)
 
 
-def own_placement(config: PipelineConfig, plan: Plan) -> Placement | None:
+def own_placement(config: TrainConfig, plan: Plan) -> Placement | None:
     """Where a plan puts each stage; None where it leaves that to the kind of placement, or options name another kind.
 
     Args:
@@ -205,7 +188,11 @@ def make_stage_plan(
         scale = example.shape[0] / (given.partition.micro_batch or example.shape[0])
     stages = stages_from_plan(model, given, (example,))
     own = own_placement(config, given)
-    lane_of, worker_of = _places(shape) if own is None else (own.lane_of, tuple(worker for worker, _ in own.lanes))
+    if own is None:
+        layout = shape.layout()
+        lane_of, worker_of = layout.lane_of, layout.worker_of
+    else:
+        lane_of, worker_of = own.lane_of, tuple(worker for worker, _ in own.lanes)
     backward = _measure_halves(stages, example, world) if config.schedule == "zero_bubble" else None
     devices = _devices(example.device, shape, world)
     return StagePlan(shape, given, stages, lane_of, worker_of, devices, backward, scale)
@@ -247,6 +234,10 @@ def _any_loss(output: Any, target: Any) -> torch.Tensor:
 def read_own_plan(config: TrainConfig, world: World) -> Plan | None:
     """The plan's file that the options name, if they do; a collective.
 
+    Args:
+        config: Options of the run.
+        world: All workers.
+
     Raises:
         PlanError: It cannot be read here or elsewhere, or not all workers have read the same one.
     """
@@ -275,7 +266,7 @@ def read_own_plan(config: TrainConfig, world: World) -> Plan | None:
 def _made_by_main(
     model: nn.Module, example: torch.Tensor, config: TrainConfig, shape: Shape, world: World, name: str | None
 ) -> Plan:
-    """Measure and cut on rank 0; a problem there is everybody's."""
+    """Measure and cut on rank 0; an error there is raised on all workers."""
 
     def make() -> str:
         device = example.device.type
@@ -287,20 +278,20 @@ def _made_by_main(
             optimizer_copies=1 if config.optimizer == "sgd" else 2,
         )
         made = partition_model(
-            model, example, problem, threads=lane_threads(shape, example.device), cache=cache_directory(), name=name
+            model, example, problem, threads=lane_threads(shape, example.device), cache=profiles_directory(), name=name
         )
         return made.plan.to_json()
 
     return parse_plan(json.loads(world.from_main(make)))
 
 
-def follow_stages(config: TrainConfig, plan: Plan, decided: bool = False) -> PipelineConfig:
+def follow_stages(config: TrainConfig, plan: Plan, decided: bool = False) -> TrainConfig:
     """The options with what a plan says of stages.
 
     Args:
         config: The options.
         plan: The plan.
-        decided: Whether somebody set the number of stages, though it may be the default.
+        decided: Whether the user set the number of stages, though it may be the default.
 
     Raises:
         UsageError: They contradict each other.
@@ -313,23 +304,28 @@ def follow_stages(config: TrainConfig, plan: Plan, decided: bool = False) -> Pip
             f"Leave out --stages, or make a plan with `hybridpar plan ... --stages {config.stages}`.",
         )
     kind = plan.placement.kind if plan.placement is not None else None
-    return PipelineConfig(stages=count, replicas=config.replicas, placement=config.placement or kind)
-
-
-def _places(shape: Shape) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lanes of stages and workers of lanes, by the kind of placement."""
-    problem = Problem(shape.stages, (Worker(lanes=shape.lanes),) * shape.positions, shape.placement)
-    lane_of = tuple(problem.lane_of(stage) for stage in range(shape.stages))
-    return lane_of, tuple(worker for worker, _ in problem.lanes)
+    return replace(config, stages=count, placement=config.placement or kind)
 
 
 def lane_threads(shape: Shape, device: torch.device) -> int:
-    """Intra-op threads of a lane on a CPU: those of the process, divided."""
+    """Intra-op threads of a lane on a CPU: those of the process, divided.
+
+    Args:
+        shape: How workers are divided.
+        device: The device.
+    """
     return max(1, torch.get_num_threads() // shape.lanes) if device.type == "cpu" else 1
 
 
 def pipeline_options(plan: StagePlan, config: TrainConfig, sync: SyncOptions, device: torch.device) -> PipelineOptions:
-    """What the pipeline is told, from a plan and the options of a run."""
+    """The options of the pipeline, from a plan and the options of a run.
+
+    Args:
+        plan: The plan.
+        config: Options of the run.
+        sync: Options of the exchange of gradients.
+        device: The device.
+    """
     sections = plan.plan.partition.stages
     bad = [stage for stage in config.recompute if not 0 <= stage < len(sections)]
     if bad:
@@ -366,3 +362,41 @@ def _known(values: Sequence[float | None], scale: float) -> tuple[float, ...] | 
 
 def _whole(values: Sequence[float] | None) -> tuple[int, ...] | None:
     return None if values is None else tuple(round(value) for value in values)
+
+
+@dataclass(frozen=True)
+class WorkerShare:
+    """What one CPU worker of a run does.
+
+    Attributes:
+        samples: Of a micro-batch, where batches divide evenly.
+        threads: Intra-op threads of a lane.
+    """
+
+    samples: int
+    threads: int
+
+
+def micro_batch_samples(config: TrainConfig, replicas: int) -> int:
+    """Samples of a micro-batch; where they do not divide evenly some micro-batches have one more.
+
+    Args:
+        config: Options of the run.
+        replicas: Copies of the model.
+    """
+    return max(2, config.batch_size // (replicas * config.micro_batches))
+
+
+def share_of_worker(config: TrainConfig, workers: int) -> WorkerShare:
+    """What each of so many workers on this machine does, as the launcher sets it up.
+
+    Args:
+        config: Options of the run.
+        workers: Workers, all on this machine.
+
+    Raises:
+        UsageError: Stages, replicas and workers do not fit each other.
+    """
+    shape = shape_of(config, workers)
+    threads = threads_per_worker(workers, available_cores())
+    return WorkerShare(micro_batch_samples(config, shape.replicas), max(1, threads // shape.lanes))

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.pipeline.local_stage import LocalStage
 from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.pipeline.stage_run import Mailbox, StageRun
-from hybridpar.planner.store import NOISE, remembered
+from hybridpar.planner.store import NOISE, steadied
 from hybridpar.sync.buckets import make_buckets
 from hybridpar.sync.control import decide
 from hybridpar.sync.options import SyncOptions
@@ -163,9 +162,7 @@ def _no_work() -> None:
     """Work that does nothing."""
 
 
-def measure_crowd(
-    model: nn.Module, example: Tensor, world: World, *, steps: int = STEPS, cache: Path | None = None
-) -> dict[int, float]:
+def measure_crowd(model: nn.Module, example: Tensor, world: World, *, steps: int = STEPS) -> dict[int, float]:
     """How much slower workers of a host compute when all of them do; a collective.
 
     Args:
@@ -173,7 +170,6 @@ def measure_crowd(
         example: A micro-batch.
         world: All workers of the job.
         steps: Turns of one worker alone and of all; the median of each counts.
-        cache: Where the first worker keeps what was found; None measures always.
 
     Returns:
         For the most workers on one host: time of a pass with all over that of one alone. Empty where no host has
@@ -186,9 +182,7 @@ def measure_crowd(
     most = max(Counter(places).values())
     if most == 1 or world.device.type == "cuda":
         return {}
-    key = {"host": places[0], "beside": most, **figures_key(model, example)}
-    found = remembered("crowd", key, cache, lambda: _crowding(model, example, world, steps), world)
-    return {most: found["slower"]}
+    return {most: steadied("crowd", lambda: _crowding(model, example, world, steps), tell=world.is_main)["slower"]}
 
 
 def _crowding(model: nn.Module, example: Tensor, world: World, steps: int) -> dict[str, float]:

@@ -1,12 +1,11 @@
-"""Why: a codec that halves a step and doubles the number of steps has gained nothing, so both must be known.
+"""How many more training steps a codec takes to the same loss, from committed measurements.
 
 Only what was measured counts: a codec that is not in the table is not planned with, however fast it is.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from hybridpar.compress.auto import FIDELITIES
 
@@ -34,26 +33,18 @@ def steps_factor(codecs: Iterable[str]) -> float:
 
 
 def planned_codecs(fidelity: str) -> tuple[str, ...]:
-    """The codecs that a fidelity allows and whose steps to a target are known, `none` not among them."""
+    """The codecs that a fidelity allows and whose steps to a target are known, `none` not among them.
+
+    Args:
+        fidelity: `exact`, `close` or `lossy`.
+    """
     return tuple(text for text in FIDELITIES[fidelity] if text in STEPS_TO_TARGET)
 
 
 def left_out(fidelity: str) -> tuple[str, ...]:
-    """The codecs that a fidelity would allow, but for a measurement that is missing."""
-    return tuple(text for text in FIDELITIES[fidelity] if text not in STEPS_TO_TARGET)
-
-
-def interpolated_steps(curve: Sequence[tuple[int, float]], loss: float) -> float:
-    """Where a falling curve of losses reaches a loss, on the line between two of its points.
+    """The codecs that a fidelity would allow, but for a measurement that is missing.
 
     Args:
-        curve: Steps and losses, by steps.
-        loss: Between two losses of the curve.
-
-    Raises:
-        ValueError: The curve does not reach it.
+        fidelity: `exact`, `close` or `lossy`.
     """
-    for (step, before), (later, after) in itertools.pairwise(curve):
-        if after <= loss <= before:
-            return step + (later - step) * (before - loss) / (before - after)
-    raise ValueError(f"no part of the curve passes {loss}")
+    return tuple(text for text in FIDELITIES[fidelity] if text not in STEPS_TO_TARGET)

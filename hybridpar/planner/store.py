@@ -1,8 +1,7 @@
-"""Why: what was measured for a plan is wanted again in the next run, and must not be taken for something else.
+"""A cache of measurements: one JSON file for each, named after everything that it depends on.
 
-One JSON file for each thing that was measured, named after everything that it depends on. A file that is damaged is
-measured again, and a directory that cannot be written costs only that: a cache never makes a run fail. What was taken
-while other programs disturbed it is measured again a few times, and is not kept where that did not help.
+A damaged file is measured again, and a directory that cannot be written is only a warning: the cache never makes a run
+fail. Noisy measurements are repeated a few times, and are not kept where they stay noisy.
 """
 
 from __future__ import annotations
@@ -68,7 +67,14 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def store(kind: str, key: Mapping[str, Any], data: object, directory: Path | None = None) -> None:
-    """Keep something; the file is replaced as a whole or not at all. See `path_of`. A warning says where that fails."""
+    """Keep something; the file is replaced as a whole or not at all. See `path_of`. A warning says where that fails.
+
+    Args:
+        kind: What sort of measurement it is.
+        key: Everything that it depends on, as JSON would have it.
+        data: What to keep, as JSON would have it.
+        directory: As for `path_of`.
+    """
     path = path_of(kind, key, directory)
     entry = {"key": key, "data": data}
     try:
@@ -87,20 +93,27 @@ def store(kind: str, key: Mapping[str, Any], data: object, directory: Path | Non
         )
 
 
-def figures(kind: str, key: Mapping[str, Any], directory: Path | None) -> dict[str, float] | None:
-    """Numbers by name that were kept; None where there are none that can be used.
+def steadied(kind: str, measure: Callable[[], Mapping[str, float]], *, tell: bool = True) -> dict[str, float]:
+    """Numbers by name, measured again where repetitions lie too far apart.
 
     Args:
-        kind: As for `path_of`.
-        key: Likewise.
-        directory: Where they are kept; None keeps nothing.
+        kind: What sort of thing it is, for a warning.
+        measure: Measures them. One that is called `noise` says how far repetitions lay apart: above `MOST_NOISE` all is
+            measured again, `MOST_TRIES` times at most, and the least noisy counts.
+        tell: Warn where they still lie too far apart.
+
+    Returns:
+        The numbers, without `noise`.
     """
-    data = None if directory is None else load(kind, key, directory)
-    try:
-        found = {str(name): float(value) for name, value in data.items()}  # type: ignore[union-attr]
-    except (AttributeError, TypeError, ValueError):
-        return None
-    return found if all(map(math.isfinite, found.values())) else None
+    return _steadied(kind, measure, tell)[0]
+
+
+def _steadied(kind: str, measure: Callable[[], Mapping[str, float]], tell: bool) -> tuple[dict[str, float], bool]:
+    """As `steadied`, and whether the numbers are steady enough to be kept."""
+    tries, noise = repeat_until_steady(lambda: dict(measure()), _least_noise, MOST_NOISE, MOST_TRIES)
+    found = min(tries, key=_noise_of)
+    found.pop(NOISE, None)
+    return found, not (tell and tell_noise(kind, noise))
 
 
 def remembered(
@@ -110,31 +123,41 @@ def remembered(
     measure: Callable[[], Mapping[str, float]],
     world: World | None = None,
 ) -> dict[str, float]:
-    """Numbers by name that were kept, or are measured now and kept.
-
-    Where one of the numbers is called `noise`, it says how far repetitions lay apart, and is not handed on: above
-    `MOST_NOISE` all is measured again, `MOST_TRIES` times at most, the least noisy counts, and a warning says what is
-    not kept.
+    """Numbers by name that were kept, or are measured now and kept unless they are noisy.
 
     Args:
         kind: As for `path_of`.
         key: Likewise.
         directory: Where they are kept; None measures always.
-        measure: Measures them; with a world it is a collective that gives all workers the same.
+        measure: As for `steadied`; with a world it is a collective that gives all workers the same.
         world: All workers of a job that measure together: what the first of them knows counts, and it keeps what is
             found. None for a worker alone.
+
+    Returns:
+        The numbers, without `noise`.
     """
-    known = figures(kind, key, directory) if world is None else world.from_main(lambda: figures(kind, key, directory))
-    if known is None:
-        tries, noise = repeat_until_steady(lambda: dict(measure()), _least_noise, MOST_NOISE, MOST_TRIES)
-        known = min(tries, key=_noise_of)
-        known.pop(NOISE, None)
-        if world is None or world.is_main:
-            if tell_noise(kind, noise):
-                directory = None
-            if directory is not None:
-                store(kind, key, known, directory)
-    return known
+    known = None
+    if directory is not None:
+        known = (
+            _figures(kind, key, directory) if world is None else world.from_main(lambda: _figures(kind, key, directory))
+        )
+    if known is not None:
+        return known
+    main = world is None or world.is_main
+    found, steady = _steadied(kind, measure, main)
+    if main and steady and directory is not None:
+        store(kind, key, found, directory)
+    return found
+
+
+def _figures(kind: str, key: Mapping[str, Any], directory: Path | None) -> dict[str, float] | None:
+    """Numbers by name that were kept; None where there are none that can be used."""
+    kept = None if directory is None else load(kind, key, directory)
+    try:
+        found = {str(name): float(value) for name, value in kept.items()}  # type: ignore[union-attr]
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return found if all(map(math.isfinite, found.values())) else None
 
 
 def _noise_of(figures: Mapping[str, float]) -> float:
@@ -164,7 +187,12 @@ def tell_noise(kind: str, noise: float) -> bool:
 
 
 def forget(kind: str, key: Mapping[str, Any]) -> bool:
-    """Delete what was kept under a key; whether there was anything."""
+    """Delete what was kept under a key; whether there was anything.
+
+    Args:
+        kind: What sort of measurement it is.
+        key: Everything that it depends on, as JSON would have it.
+    """
     try:
         path_of(kind, key).unlink()
     except OSError:
@@ -173,7 +201,11 @@ def forget(kind: str, key: Mapping[str, Any]) -> bool:
 
 
 def entries(kind: str) -> Iterator[tuple[dict[str, Any], Any]]:
-    """Key and data of all that is kept of a kind, by the names of the files."""
+    """Key and data of all that is kept of a kind, by the names of the files.
+
+    Args:
+        kind: What sort of measurement it is.
+    """
     for path in sorted(folder().glob(f"{kind}-*.json")):
         entry = _entry(path)
         if "data" in entry:

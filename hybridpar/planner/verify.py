@@ -1,4 +1,4 @@
-"""Why: where the machine is at hand, the finalists are not believed but run, and the clock chooses among them."""
+"""Chooses among the best plans by the times that they took when they were run."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def finalists(answer: Answer, count: int) -> list[Outcome]:
         shape = one.candidate.shape
         if shape.stages > 1 and shape.workers not in (1, workers):
             continue  # a pipeline on a part of the workers cannot run beside the others
-        key = (round(one.score, 3), shape.stages, shape.replicas, one.candidate.travel, one.candidate.variant)
+        key = (round(one.score, 3), shape.stages, shape.replicas, one.candidate.codec, one.candidate.variant)
         found.setdefault(key, one)
     must = list(found.values())[: 1 if plain is None or plain == answer.chosen else 2]
     best = sorted(found.values(), key=lambda one: one.score)[:count]
@@ -71,7 +71,7 @@ def verified(answer: Answer, outcomes: Sequence[Outcome], times: Sequence[Sequen
         outcomes: The finalists.
         times: Of each, milliseconds of its steps, in the same rounds.
     """
-    steps = [answer.evaluator.space.travels[one.candidate.travel].steps for one in outcomes]
+    steps = [answer.evaluator.space.codec_choices[one.candidate.codec].steps for one in outcomes]
     scores = [[factor * time for time in own] for factor, own in zip(steps, times, strict=True)]
     best = min(range(len(outcomes)), key=lambda place: statistics.median(scores[place]))
     level = statistics.median(scores[best])

@@ -1,1 +1,1 @@
-"""Why: what `hybridpar train` adds to a trainer: run directory, display, reports."""
+"""What `hybridpar train` adds to a trainer: run directory, display, reports."""

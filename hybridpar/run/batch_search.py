@@ -1,4 +1,4 @@
-"""Why: the largest batch that learns as well keeps most workers busy, and which that is changes while a model learns.
+"""Searches for the largest batch size that learns as well as the smallest.
 
 The search of 1-bit SGD (Seide et al., Interspeech 2014, section 3.4), with the procedure of CNTK: train on the same
 small part of the data at growing sizes, each time from the same weights; the first size sets the mean loss, and the

@@ -1,22 +1,29 @@
-"""Why: what a run has before it trains: its data, a model that fits them, the number of steps, an example."""
+"""What a run needs before it trains: the data set and its batches, a model that fits it, the number of steps."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.data import ImageData, load_dataset
+from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError
 from hybridpar.models import build_model, require_trained
-from hybridpar.planner.worker_share import micro_batch_samples
+from hybridpar.planner.stage_plan import micro_batch_samples
 from hybridpar.train.model_check import check_outputs
 
 
 def steps_of(config: TrainConfig, samples: int) -> int:
-    """Steps of a run, before it is known how each is divided; see `hybridpar.data.sampling.cut_epoch`."""
+    """Steps of a run, before it is known how each is divided; see `hybridpar.data.sampling.cut_epoch`.
+
+    Args:
+        config: Options of the run.
+        samples: Of the training set.
+    """
     return config.steps if config.steps is not None else config.epochs * max(1, samples // config.batch_size)
 
 
@@ -40,13 +47,80 @@ def check_batch(config: TrainConfig, samples: int, workers: int) -> None:
 
 
 def example_batch(data: ImageData, config: TrainConfig, replicas: int) -> torch.Tensor:
-    """Something of the size of a micro-batch, for measuring the model."""
+    """Something of the size of a micro-batch, for measuring the model.
+
+    Args:
+        data: The data set.
+        config: Options of the run.
+        replicas: Copies of the model.
+    """
     samples = micro_batch_samples(config, replicas)
     return torch.randn(samples, *data.sample_shape, generator=torch.Generator().manual_seed(0))
 
 
+def batch_maker(
+    data: ImageData, config: TrainConfig, device: torch.device, replica: int, replicas: int
+) -> Callable[[int], TrainBatches]:
+    """What makes this worker's batches of any batch size.
+
+    Args:
+        data: The data set.
+        config: Options.
+        device: Where batches are put.
+        replica: Which share of a batch is this worker's; workers of one replica are given the same samples.
+        replicas: Copies of the model.
+
+    Returns:
+        Called with a batch size, returns the batches.
+    """
+
+    def make(batch_size: int) -> TrainBatches:
+        return TrainBatches(
+            data,
+            seed=config.seed,
+            batch_size=batch_size,
+            rank=replica,
+            workers=replicas,
+            micro_batches=config.parts_per_step,
+            loader_workers=config.loader_workers,
+            device=device,
+            channels_last=config.uses_channels_last,
+        )
+
+    return make
+
+
+def test_batches(
+    data: ImageData, config: TrainConfig, device: torch.device, workers: int, share: int, shares: int
+) -> TestBatches:
+    """This worker's share of the test set.
+
+    Args:
+        data: The data set.
+        config: Options.
+        device: Where batches are put.
+        workers: Of the job, which a batch is divided among.
+        share: Which share is this worker's.
+        shares: How many there are.
+    """
+    return TestBatches(
+        data,
+        batch_size=max(2, config.batch_size // workers),
+        rank=share,
+        workers=shares,
+        loader_workers=config.loader_workers,
+        device=device,
+        channels_last=config.uses_channels_last,
+    )
+
+
 def load_data(config: TrainConfig, world: World) -> ImageData:
-    """Load the data set; where it may be downloaded, rank 0 goes first."""
+    """Load the data set; where it may be downloaded, rank 0 goes first.
+
+    Args:
+        config: Options of the run.
+        world: All workers.
+    """
     if not config.download or world.size == 1:
         return load_dataset(config)
     loaded: list[ImageData] = []
@@ -73,7 +147,12 @@ def make_model(config: TrainConfig, name: str, data: ImageData, device: torch.de
 
 
 def untested(tested: int, total: int) -> str | None:
-    """What to tell where an accuracy is not over all test images; None where it is."""
+    """What to tell where an accuracy is not over all test images; None where it is.
+
+    Args:
+        tested: Images that were tested.
+        total: How many there are.
+    """
     if tested == total:
         return None
     return f"the accuracy is over {tested:,} of {total:,} test images: the others cannot be read"

@@ -1,9 +1,9 @@
-"""Why: what a run leaves behind must be found again, and never be overwritten by accident.
+"""The run directory: where a run writes, which run it goes on with, and which options that run began with.
 
     runs/NAME/
       run.json       model, options, versions, and the job that writes here
-      plan.json      the plan; plan-N-workers.json is one that waits for N workers again
-      compress.csv   what each parameter travels as, where gradients are compressed
+      plan.json      the plan; plan-N-workers.json is used again with N workers
+      compress.csv   the codec of each parameter, where gradients are compressed
       policy.toml    the same as rules, where they were measured
       metrics.jsonl  a line per step
       summary.json   the result
@@ -92,6 +92,10 @@ def find_place(config: TrainConfig, model: str) -> RunPlace:
 
     Nothing is written or deleted yet: the run may still turn out to be impossible, see `claim_place`.
 
+    Args:
+        config: Options of the run.
+        model: What the command line calls the model.
+
     Raises:
         UsageError: The directory holds a run, and neither `--resume` nor `--overwrite` was given.
         CheckpointError: `--resume` without a checkpoint to resume, or `--resume-from` names none.
@@ -148,7 +152,11 @@ def before_the_start() -> Iterator[None]:
 
 
 def expected_directory(place: RunPlace) -> Path:
-    """The directory that a run is going to have, unless another run takes it meanwhile."""
+    """The directory that a run is going to have, unless another run takes it meanwhile.
+
+    Args:
+        place: What `find_place` returned.
+    """
     return next(_numbered(place.directory)) if place.claim == "make" else place.directory
 
 
@@ -190,7 +198,7 @@ def recall_options(config: _Config, model: str, named: Collection[str] | None) -
             continue
         option, before = f"--{name.replace('_', '-')}", _text(began[name])
         if named is not None and name not in named and name not in _AS_GIVEN:
-            # A longer run that is asked for by --epochs is not ended by a --steps that nobody repeats.
+            # A longer run that is asked for by --epochs is not ended by a --steps that is not repeated.
             if name not in _NOT_RECALLED and not (name == "steps" and "epochs" in named):
                 taken[name] = _typed(began[name], hints[name])
                 recalled.append(f"{option[2:]} {before}")
@@ -211,6 +219,12 @@ def claim_place(place: RunPlace, config: TrainConfig, model: str, versions: dict
 
     Called by one worker once model, data and checkpoint are known to be good, so that a request which fails has
     deleted nothing.
+
+    Args:
+        place: What `find_place` returned.
+        config: Options of the run.
+        model: What the command line calls the model.
+        versions: Versions of packages, to be recorded.
 
     Returns:
         The place with the directory that the run really got.

@@ -1,4 +1,4 @@
-"""Why: when a run has ended, what was predicted stands beside what was measured, in every file that tells of it."""
+"""The figures of a run that has ended: measured by all workers, beside what was predicted, for summary and plan."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def measured_fields(answers: Sequence[object], replicas: int, *, step_ms: float 
     """
     workers = [one for one in answers if isinstance(one, WorkerFigures)]
     fields = combine([one.share for one in workers], replicas, step_ms)
-    sent = fields.pop("bytes_sent", None)
-    if sent is not None:
-        fields["bytes_sent_per_step"] = round(sent)
+    for key in ("bytes_sent", "bytes_pulled"):
+        if key in fields:
+            fields[f"{key}_per_step"] = round(fields.pop(key))
     if not whole:
         fields = {key: fields[key] for key in ("bubble", "overlap") if key in fields}
     for key in ("saved_bytes", "memory_bytes"):

@@ -1,4 +1,4 @@
-"""Why: a run says which of its convolutions and norms run on tuned kernels, why others do not, and what it gains."""
+"""Which convolutions and norms of a run use tuned kernels, why others do not, and how much time that saves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch import nn
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.plan import KernelChoice, Kernels, Plan
-from hybridpar.planner.stage_plan import lane_threads, shape_of
-from hybridpar.planner.worker_share import micro_batch_samples
+from hybridpar.planner.stage_plan import lane_threads, micro_batch_samples, shape_of
 from hybridpar.sync.batchnorm import without_replicas
 from hybridpar.tvm_kernels.choice import Choices, Decision, active_choices
 from hybridpar.tvm_kernels.cuda_device import gpu_at

@@ -1,4 +1,4 @@
-"""Why: memory is predicted, so it is measured: the most that training needed at any time, without what came before."""
+"""Measures the most memory that training needed at any time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: the plan of a run is what it really did, with what was predicted, so that another run can do the same."""
+"""The plan of a run: what it does, with what was predicted for it, so that another run can do the same."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from hybridpar.plan import (
     Placement,
     Plan,
     Predicted,
-    StagePlacement,
     Sync,
     SyncRule,
     trivial_plan,
 )
-from hybridpar.planner.worker_share import micro_batch_samples
+from hybridpar.planner.stage_plan import micro_batch_samples
 from hybridpar.schedule.costs import Link
 from hybridpar.schedule.simulate import Simulation, simulate
 from hybridpar.sync.compression_table import WireFormat
@@ -69,7 +68,7 @@ def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device:
         config: Its options.
         model: What it trains.
         device: Name of the device.
-        wire_format: What gradients travel as.
+        wire_format: Codecs of the gradients.
     """
     world, engine = trainer.world, trainer.engine
     rules = tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in wire_format.applied.rules)
@@ -100,7 +99,9 @@ def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device:
     return Plan(
         model=model,
         partition=made.partition,
-        placement=Placement(kind=shape.placement, replicas=shape.replicas, stages=_places(engine)),
+        placement=Placement.of_lanes(
+            engine.plan.lane_of, engine.plan.worker_of, shape.placement, shape.replicas, world.device.type
+        ),
         pipeline=Pipeline(
             schedule=engine.pipeline.options.schedule, micro_batches=config.micro_batches, recompute=config.recompute
         ),
@@ -125,7 +126,12 @@ def as_searched(plan: Plan, searched: Plan) -> Plan:
 
 
 def with_forecast(plan: Plan, forecast: Forecast) -> Plan:
-    """A plan with what was predicted for it, and the link that the prediction rests on."""
+    """A plan with what was predicted for it, and the link that the prediction rests on.
+
+    Args:
+        plan: The plan.
+        forecast: What was predicted.
+    """
     update: dict[str, object] = {"predicted": forecast.section()}
     if forecast.link is not None and plan.measured is not None:
         link = {"link_bytes_per_second": forecast.link.bytes_per_second, "link_latency_ms": forecast.link.latency_ms}
@@ -149,7 +155,7 @@ def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequen
     facts = gather_facts(pipeline)
     assert pipeline.program is not None
     program = whole_program(pipeline.program, facts)
-    profile = _profile(plan, config, pipeline.replicas)
+    profile = _profile(plan, config, pipeline)
     cores = _cores_per_lane(pipeline)
     if profile is None and not steps:
         return None
@@ -173,24 +179,13 @@ def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequen
     return Forecast(simulate(program, costs), costs.link if travels and steps else None, source)
 
 
-def _profile(plan: Plan, config: TrainConfig, replicas: int) -> tuple[list[float], list[float]] | None:
+def _profile(plan: Plan, config: TrainConfig, pipeline: PipelineEngine) -> tuple[list[float], list[float]] | None:
     """Forward and backward times of all stages as measured, for the micro-batches of this run."""
-    stages = plan.partition.stages
-    if plan.measured is None or plan.measured.profile != "measured":
+    forward, backward = pipeline.options.forward_ms, pipeline.options.backward_ms
+    if plan.measured is None or plan.measured.profile != "measured" or forward is None or backward is None:
         return None
-    times = [(stage.forward_ms, stage.backward_ms) for stage in stages]
-    forward = [ahead for ahead, _ in times if ahead is not None]
-    backward = [back for _, back in times if back is not None]
-    if len(forward) < len(stages) or len(backward) < len(stages):
-        return None
-    profiled = plan.partition.micro_batch
-    samples = config.batch_size / (replicas * config.micro_batches)
-    factor = samples / profiled if profiled else 1.0
     again = [ahead if index in config.recompute else 0.0 for index, ahead in enumerate(forward)]
-    return (
-        [factor * ahead for ahead in forward],
-        [factor * (back + more) for back, more in zip(backward, again, strict=True)],
-    )
+    return list(forward), [back + more for back, more in zip(backward, again, strict=True)]
 
 
 def _cores_per_lane(pipeline: PipelineEngine) -> float | None:
@@ -204,19 +199,3 @@ def _cores_per_lane(pipeline: PipelineEngine) -> float | None:
     answers: list[tuple[str, list[int]]] = pipeline.world.gather(mine)  # type: ignore[assignment]
     users = Counter((host, core) for host, cores in answers for core in cores)
     return min(sum(1 / users[host, core] for core in cores) for host, cores in answers) / pipeline.options.threads
-
-
-def _places(engine: Engine) -> tuple[StagePlacement, ...]:
-    """Where stages run, with lanes numbered within their worker."""
-    assert engine.plan is not None
-    lane_of, worker_of = engine.plan.lane_of, engine.plan.worker_of
-    device = engine.pipeline.world.device.type
-    return tuple(
-        StagePlacement(
-            stage=stage,
-            worker=worker_of[lane],
-            device=device,
-            lane=lane - worker_of.index(worker_of[lane]),
-        )
-        for stage, lane in enumerate(lane_of)
-    )

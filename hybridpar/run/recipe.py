@@ -1,4 +1,4 @@
-"""Why: a run that changes its batch size on the way needs new batches, a new end, and a rate that follows the samples.
+"""Changes the batch size of a run at the beginning of epochs, and reports what recipes did.
 
 At the beginning of every so many epochs the run trains on a small part of the epoch's samples at growing batch sizes
 (`hybridpar.run.batch_search`), puts everything back, and goes on with the size that was found.
@@ -10,9 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.data import ImageData, TrainBatches
+from hybridpar.data import TrainBatches
 from hybridpar.errors import UsageError
 from hybridpar.observe import RunInfo
 from hybridpar.optim.pace import Leg, Pace
@@ -24,32 +23,6 @@ from hybridpar.train.trainer import Trainer
 #: Part of an epoch's samples that a trial sees (45 minutes of 24 hours), and its fewest steps at the smallest size and
 #: at the largest.
 PART, LEAST_STEPS, LEAST_AT_LARGEST = 1 / 32, 8, 4
-
-
-def batch_maker(data: ImageData, config: TrainConfig, world: World, replicas: int) -> Callable[[int], TrainBatches]:
-    """What makes this worker's batches of any batch size.
-
-    Args:
-        data: The data set.
-        config: Options.
-        world: The workers. Rank = position * replicas + replica: workers of one replica are given the same samples.
-        replicas: Copies of the model.
-    """
-
-    def make(batch_size: int) -> TrainBatches:
-        return TrainBatches(
-            data,
-            seed=config.seed,
-            batch_size=batch_size,
-            rank=world.rank % replicas,
-            workers=replicas,
-            micro_batches=config.parts_per_step,
-            loader_workers=config.loader_workers,
-            device=world.device,
-            channels_last=config.uses_channels_last,
-        )
-
-    return make
 
 
 class BatchSelector:
@@ -80,11 +53,19 @@ class BatchSelector:
         return self._batches
 
     def is_due(self, epoch: int, first_step: int) -> bool:
-        """Whether to search before a step of an epoch. Never before the first: its weights say nothing yet."""
+        """Whether to search before a step of an epoch. Never before the first: its weights say nothing yet.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            first_step: Steps of the epoch that are done.
+        """
         return epoch > 0 and first_step == 0 and epoch % self._config.select_batch == 0
 
     def choose(self, epoch: int) -> str:
         """Search, and go on with what was found; a collective, between steps.
+
+        Args:
+            epoch: Number of the epoch, from 0.
 
         Returns:
             What to tell the user.
@@ -151,6 +132,9 @@ class BatchSelector:
     def restore(self, state: dict[str, Any] | None) -> None:
         """Go on from what `state` returned.
 
+        Args:
+            state: What `state` returned; None where the checkpoint has none.
+
         Raises:
             UsageError: The checkpoint is of a run without `--select-batch`, or with other first batches.
         """
@@ -188,7 +172,11 @@ def recipe_fields(
 
 
 def buffering_news(trainer: Trainer) -> str | None:
-    """What `--double-buffer auto` has just decided, and by which figures; None at all other times."""
+    """What `--double-buffer auto` has just decided, and by which figures; None at all other times.
+
+    Args:
+        trainer: What trains.
+    """
     engine = trainer.engine
     if not isinstance(engine, DoubleBufferEngine) or engine.told or engine.prediction is None:
         return None

@@ -1,64 +1,45 @@
-"""Why: `hybridpar train` is a run: a model, data and a trainer, with a directory, a display and an orderly end.
+"""`hybridpar train` on one worker: data, model, plan and trainer, the loop over the epochs, and the final report.
 
-This is the worker's side of the command. Every worker runs the same program; rank 0 alone writes files (but for its
-peers' parts of a checkpoint) and talks to the terminal.
+Every worker runs the same program; rank 0 alone writes files (except for its peers' parts of a checkpoint) and prints.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import time
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
-from typing import Literal
 
 import torch
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.data import Batch, ImageData, TestBatches, describe_data
-from hybridpar.machine.launch import StopRequest, note_orderly_end, record_failure
-from hybridpar.machine.process import TUNED_VARIABLE
-from hybridpar.machine.process import describe as describe_process
+from hybridpar.data import Batch, ImageData, describe_data
+from hybridpar.machine.launch import StopRequest, record_failure
 from hybridpar.models import parameter_count
-from hybridpar.observe import (
-    EpochRecord,
-    MetricsWriter,
-    Progress,
-    RunInfo,
-    StepRecord,
-    draw_loss,
-    open_progress,
-    print_report,
-    read_metrics,
-    summarize,
-    write_summary,
-)
+from hybridpar.observe import Progress, RunInfo, StepRecord, open_progress, print_report
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.summary import SUMMARY_FILE, read_summary
 from hybridpar.pipeline.step import LateOutcome
 from hybridpar.plan import ModelInfo, Plan
 from hybridpar.planner.planned_run import before_joining, plan_run, set_aside
 from hybridpar.planner.stage_plan import shape_of
-from hybridpar.run.data import check_batch, example_batch, load_data, make_model, steps_of, untested
+from hybridpar.run.data import batch_maker, check_batch, example_batch, load_data, make_model, steps_of, test_batches
 from hybridpar.run.directory import before_the_start, claim_place, find_place, recall_options
-from hybridpar.run.figures import WorkerFigures, best_fields, close_plan, measured_fields, predicted_fields
+from hybridpar.run.figures import WorkerFigures, close_plan, measured_fields, predicted_fields
 from hybridpar.run.kernels import prepare_kernels
+from hybridpar.run.loop import RunLoop
 from hybridpar.run.memory import MemoryMeter
 from hybridpar.run.plan import as_searched, plan_of_run
-from hybridpar.run.position import POSITION_OPTIONS, check_position
-from hybridpar.run.recipe import BatchSelector, batch_maker, buffering_news, recipe_fields
+from hybridpar.run.recipe import BatchSelector, buffering_news, recipe_fields
 from hybridpar.run.save_rule import SaveRule
 from hybridpar.run.served_run import run_served
 from hybridpar.run.sync import sync_fields, wire_format_lines
 from hybridpar.run.timeline import StageWatch, check_timeline
-from hybridpar.run.timings import RunningMean, StepClock, StepTimes, Timings
+from hybridpar.run.timings import StepClock, StepTimes, Timings
 from hybridpar.run.worker import device_name, tune_worker
 from hybridpar.schedule.spans import StepSpans
 from hybridpar.train.checkpoint import usable
-from hybridpar.train.checkpoint_files import prune_checkpoints
 from hybridpar.train.trainer import StepResult, Trainer
 
 
@@ -102,8 +83,19 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
         world.close()
 
 
-class Run:
-    """One worker's part of a run."""
+class Run(RunLoop):
+    """One worker's part of a run whose workers make every step together.
+
+    Args:
+        config: Options, as they were given.
+        model_name: As on the command line.
+        world: All workers.
+        data: The data set.
+        rule: When to save.
+        progress: The display.
+        given: Options that a command line named.
+        changes: Lines on options that a resumed run began with otherwise.
+    """
 
     def __init__(
         self,
@@ -116,12 +108,8 @@ class Run:
         given: Collection[str] = (),
         changes: Sequence[str] = (),
     ) -> None:
-        self.model_name = model_name
-        self.progress = progress
-        self.changes = changes
+        super().__init__(config, model_name, rule, progress, world.is_main, changes)
         self.world = world
-        self.rule = rule
-        asked = config
         self.memory = MemoryMeter(world.device)
         # The same seed on every worker; the broadcast would make the replicas equal anyhow, but a run on one worker
         # must start from the same weights.
@@ -141,24 +129,17 @@ class Run:
             stored=self.place.directory / "plan.json" if self.place.continues else None,
             announce=progress.prepare,
         )
-        self.config = config = self.planned.config
+        asked, self.config = config, self.planned.config
+        config = self.config
         # What planning left behind is not for training; the model is, and is there already.
         self.memory.restart(sum(one.nbytes for one in chain(model.parameters(), model.buffers())))
         alone_on_gpus = world.device.type == "cuda" and world.size == 1
         world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
         # Rank = position * replicas + replica: the workers of one replica are given the same samples.
         replicas = self.replicas = shape_of(config, world.size, self.planned.stages).replicas
-        batches_of = batch_maker(data, config, world, replicas)
+        batches_of = batch_maker(data, config, world.device, world.rank % replicas, replicas)
         self.batches = batches_of(config.batch_size)
-        self.test = TestBatches(
-            data,
-            batch_size=max(2, config.batch_size // world.size),
-            rank=world.rank,
-            workers=world.size,
-            loader_workers=config.loader_workers,
-            device=world.device,
-            channels_last=config.uses_channels_last,
-        )
+        self.test = test_batches(data, config, world.device, world.size, world.rank, world.size)
         per_epoch = self.batches.steps_per_epoch
         self.total = config.steps if config.steps is not None else config.epochs * per_epoch
         self.epochs = math.ceil(self.total / per_epoch)
@@ -177,23 +158,21 @@ class Run:
         self.kernels = prepare_kernels(model, config, world, data.sample_shape, self.planned.stages)
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + world.rank)
-        self.position = (0, 0)
-        self.best: tuple[float, int] | None = None
-        self.resumed_from = self._resume()
+        self.at.resumed_from = self._resume()
         self.is_over = world.from_main(self._was_finished)
         if self.is_over:
             return
         # Only now is it sure that the run can start; what stood in its directory before may go.
         self.place = world.from_main(lambda: claim_place(self.place, asked, model_name, {"torch": torch.__version__}))
+        self.at.directory = self.place.directory
         self.plan, self.info = self._describe(data)
         plan_file = self.place.directory / "plan.json"
         self.watch = StageWatch(self.trainer, config, self.plan, self.total, plan_file)
         self.timings = Timings()
         self.clock = StepClock()
-        self._last_save = time.monotonic()
-        self._sound = True
         self._stopping = False
-        self._saved = self._progress_made() if self.resumed_from is not None else None
+        self._last_save = time.monotonic()
+        self._saved = self._progress_made() if self.at.resumed_from is not None else None
 
     # ------------------------------------------------------------------- start
 
@@ -202,13 +181,12 @@ class Run:
             return None
         extra = self.trainer.load(self.place.checkpoint)
         with usable(self.place.checkpoint):
-            check_position(extra, self.config, self.place.checkpoint)
+            self.at.go_on_from(extra, self.config, self.place.checkpoint)
             if self.selector is not None:
                 self.selector.restore(extra.get("batch_sizes"))
                 self.batches, self.total = self.selector.batches, self.selector.pace.total_steps()
             # An epoch of another number of workers may be a step shorter, see `cut_epoch`.
-            self.position = (int(extra["epoch"]), min(int(extra["epoch_step"]), self.batches.steps_per_epoch))
-        self.best = (extra["best_accuracy"], extra["best_step"]) if extra["best_step"] is not None else None
+            self.at.epoch_step = min(self.at.epoch_step, self.batches.steps_per_epoch)
         return self.trainer.steps_done
 
     def _was_finished(self) -> bool:
@@ -217,7 +195,7 @@ class Run:
         return (
             result is not None
             and result["exit"] == "finished"
-            and self.resumed_from == result["steps"]
+            and self.at.resumed_from == result["steps"]
             and result["steps"] >= self.total
         )
 
@@ -233,11 +211,9 @@ class Run:
 
     def _describe(self, data: ImageData) -> tuple[Plan, RunInfo]:
         device = device_name(self.world.device)
-        notes = [describe_process()] if os.environ.get(TUNED_VARIABLE) == "1" else []
-        notes += self.changes
-        notes += self.planned.lines
+        notes = [*self._opening_notes(), *self.planned.lines]
         if self.place.restarted:
-            since = f"step {self.resumed_from}" if self.resumed_from else "the start"
+            since = f"step {self.at.resumed_from}" if self.at.resumed_from else "the start"
             notes.append(f"a worker died; all workers were restarted and go on from {since}")
         parameters = parameter_count(self.trainer.model)
         model = ModelInfo(
@@ -284,82 +260,46 @@ class Run:
 
     # -------------------------------------------------------------------- loop
 
-    def execute(self) -> int:
-        """Train to the end, or until a signal."""
-        stop = StopRequest()
-        try:
-            with contextlib.ExitStack() as stack:
-                writer = None
-                if self.world.is_main:
-                    writer = stack.enter_context(MetricsWriter(self.place.directory, self.resumed_from))
-                self.progress.start(self.info, self.resumed_from or 0)
-                stopped = self._epochs(stop, writer, self.progress)
-            self.progress.close()
-            self._finish(stopped)
-        finally:
-            stop.release()
-        # A launcher has met the signal too, and would take another code than 0 for a failure.
-        launched = "TORCHELASTIC_RUN_ID" in os.environ
-        return 128 + stop.signal if stopped and stop.signal is not None and not launched else 0
-
-    def _epochs(self, stop: StopRequest, writer: MetricsWriter | None, progress: Progress) -> bool:
+    def _steps(self, stop: StopRequest) -> bool:
         """Run all epochs; True when a signal ended them early."""
-        for epoch in range(self.position[0], self.epochs):
-            started, losses = time.monotonic(), RunningMean()
-            first = self.position[1] if epoch == self.position[0] else 0
+        at, progress = self.at, self.progress
+        for epoch in range(at.epoch, self.epochs):
+            self._begin_epoch()
+            first = at.epoch_step if epoch == at.epoch else 0
             if self.selector is not None and self.selector.is_due(epoch, first):
                 with self.clock.away():
                     progress.message(self.selector.choose(epoch))
                 self.batches, self.total = self.selector.batches, self.selector.pace.total_steps()
-            for result, data_ms in self._steps(epoch, first, stop):
-                # Without the guard a bad step reaches the weights.
-                self._sound = self.config.guard or math.isfinite(result.loss)
-                losses.add(result.loss, result.outcome.samples)
+            for result, data_ms in self._steps_of(epoch, first, stop):
                 record, spans = self._record(result, epoch, data_ms)
-                progress.step(record)
+                self._note_step(record, "was skipped on all workers: a gradient was not finite")
                 with self.clock.away():
                     self.watch.take(result.step, spans, progress.message)
-                if writer is not None:
-                    writer.write_step(record)
-                if result.skipped:
-                    progress.warn(f"step {result.step} was skipped on all workers: a gradient was not finite")
                 if (news := buffering_news(self.trainer)) is not None:
                     progress.message(news)
                 if result.outcome.stop:
                     self._stopping = True
                 elif result.outcome.save or (self.rule.steps and result.step % self.rule.steps == 0):
-                    self._save(progress)
+                    self._save()
             if self._stopping:
-                self._save(progress)
+                self._save()
                 break
             with self.clock.away():
                 evaluation = self.trainer.evaluate(self.test)
-            if self.position[1] >= self.batches.steps_per_epoch:  # --steps may end within an epoch
-                self.position = (epoch + 1, 0)
-            step = self.trainer.steps_done
-            improved = self.best is None or evaluation.accuracy > self.best[0]
-            if improved:
-                self.best = (evaluation.accuracy, step)
-            end = EpochRecord(
-                epoch, step, evaluation.accuracy, evaluation.loss, losses.value, time.monotonic() - started
-            )
-            progress.epoch(end)
-            if (news := untested(evaluation.samples, self.test.total)) is not None:
-                progress.warn(news)
-            if writer is not None:
-                writer.write_epoch(end)
+            if at.epoch_step >= self.batches.steps_per_epoch:  # --steps may end within an epoch
+                at.epoch, at.epoch_step = epoch + 1, 0
             last = epoch == self.epochs - 1
-            if self.rule.epoch or (self.rule != SaveRule() and (last or improved)):
-                self._save(progress)
+            if self._note_epoch(epoch, self.trainer.steps_done, evaluation, last=last):
+                self._save()
         with self.clock.away():
             self.watch.finish(progress.message)
         return self._stopping
 
-    def _steps(self, epoch: int, first: int, stop: StopRequest) -> Iterator[tuple[StepResult, float]]:
+    def _steps_of(self, epoch: int, first: int, stop: StopRequest) -> Iterator[tuple[StepResult, float]]:
         """The steps of an epoch, with the time each waited for its data.
 
-        On a GPU, and in a pipeline, a step is handed on when the next one has been queued: whoever reads its figures
-        must not keep the device waiting. A wish to stop or to save is then met one step later, on all workers alike.
+        On a GPU, and in a pipeline, a step is handed on when the next one has been queued: reading its figures
+        must not keep the device waiting. A request to stop or to save then takes effect a step later, on all workers.
         """
         behind = self.world.device.type == "cuda" or self.trainer.engine.late
         held: tuple[StepResult, float] | None = None
@@ -371,11 +311,9 @@ class Run:
             if batch is None:
                 break
             data_ms = (time.perf_counter() - asked) * 1e3
-            seconds = self.rule.seconds
-            due = seconds is not None and self.world.is_main and time.monotonic() - self._last_save >= seconds
-            current = self.trainer.step(batch, stop=stop.wanted, save=due), data_ms
+            current = self.trainer.step(batch, stop=stop.wanted, save=self._is_save_due()), data_ms
             done += 1
-            self.position = (epoch, done)
+            self.at.epoch, self.at.epoch_step = epoch, done
             ready, held = (held, current) if behind else (current, None)
             if ready is not None:
                 yield ready
@@ -409,33 +347,19 @@ class Run:
         )
         return record, spans
 
-    def _save(self, progress: Progress) -> None:
+    def _save(self) -> None:
         step = self.trainer.steps_done
-        self._last_save = time.monotonic()
-        if self._saved == self._progress_made():
+        if not self._may_save(step):
             return
-        if not self._sound:
-            progress.warn(f"no checkpoint at step {step}: the loss is not finite, and the last good one must stand")
-            return
-        extra = {
-            "epoch": self.position[0],
-            "epoch_step": self.position[1],
-            "best_accuracy": self.best[0] if self.best else None,
-            "best_step": self.best[1] if self.best else None,
-            "options": {option: getattr(self.config, option) for option in POSITION_OPTIONS},
-        }
+        extra = self.at.to_extra(self.config)
         if self.selector is not None:
             extra["batch_sizes"] = self.selector.state()
         with self.clock.away():
             self.trainer.save(self.place.checkpoints, extra)
-        self._saved = self._progress_made()
-        if self.world.is_main:
-            prune_checkpoints(self.place.checkpoints, self.config.keep, self.best[1] if self.best else None)
-        progress.message(f"checkpoint saved at step {step}")
+        self._note_saved(step)
 
     def _progress_made(self) -> tuple[object, ...]:
-        """What tells two checkpoints of a run apart."""
-        return self.trainer.steps_done, self.position, self.best
+        return self.trainer.steps_done, self.at.epoch, self.at.epoch_step, self.at.best
 
     # --------------------------------------------------------------------- end
 
@@ -447,43 +371,29 @@ class Run:
         kernels = self.kernels.measured(self.world) if self.kernels is not None else None
         if not self.world.is_main:
             return
-        ended: Literal["finished", "interrupted"] = "interrupted" if stopped else "finished"
-        table = read_metrics(self.place.directory)
-        summary = summarize(
-            self.info, table, seed=self.config.seed, ended=ended, resumed_from=self.resumed_from, versions=_versions()
-        )
+        summary = self._summary(stopped)
         # What all workers noted covers, of a run that was resumed, a part only.
-        summary |= measured_fields(
-            answers, self.replicas, step_ms=summary["step_ms_median"], whole=self.resumed_from is None
-        )
-        summary |= best_fields(self.place.directory, self.best)
+        whole = self.at.resumed_from is None
+        summary |= measured_fields(answers, self.replicas, step_ms=summary["step_ms_median"], whole=whole)
         summary["kernels"] = kernels
         summary |= recipe_fields(self.config, self.trainer, self.info, self.selector)
         if self.selector is not None:  # steps of an epoch were not always the same number
-            summary["epochs"] = self.position[0]
+            summary["epochs"] = self.at.epoch
         plan = self.watch.plan
         summary |= predicted_fields(plan.predicted)
         warnings = close_plan(plan, summary, self.place.directory / "plan.json")
         if self.choice is not None and self.choice.predicted is not None:
             summary["predicted_sync_ms"] = round(self.choice.predicted.sync_ms, 3)
-        files = [write_summary(self.place.directory, summary)]
-        if (picture := draw_loss(self.place.directory, self.info)) is not None:
-            files.append(picture)
-        files.append(self.place.checkpoints)
-        if self.config.timeline is not None and self.watch.problem is None and self.config.timeline.exists():
-            files.append(self.config.timeline)
-        print_report(summary, files)
-        for warning in [*warnings, *([self.watch.problem] if self.watch.problem is not None else [])]:
-            print(f"warning: {warning}")
-        note_orderly_end()
-        if stopped:
-            print(f"stopped after step {self.trainer.steps_done}; the same command with --resume goes on from there")
+        timeline = self.config.timeline
+        shown = timeline is not None and self.watch.problem is None and timeline.exists()
+        self._report(
+            summary,
+            self.trainer.steps_done if stopped else None,
+            files=[timeline] if timeline is not None and shown else [],
+            warnings=[*warnings, *([self.watch.problem] if self.watch.problem is not None else [])],
+        )
 
 
 def _spans(result: StepResult) -> StepSpans:
     """What this worker did in a step, where that is recorded."""
     return result.outcome.spans if result.staged and isinstance(result.outcome, LateOutcome) else StepSpans(0.0, ())
-
-
-def _versions() -> dict[str, str]:
-    return {"cuda": torch.version.cuda} if torch.cuda.is_available() and torch.version.cuda else {}

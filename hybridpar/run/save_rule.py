@@ -1,4 +1,4 @@
-"""Why: how much work a dying run may lose is the user's choice, said in one short option."""
+"""The option --checkpoint-every: when to write checkpoints."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ class SaveRule:
     @classmethod
     def parse(cls, text: str) -> SaveRule:
         """Read `epoch`, `200`, `60s`, several joined by commas, or `never`.
+
+        Args:
+            text: The value of the option.
 
         Raises:
             UsageError: Anything else.

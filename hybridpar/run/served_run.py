@@ -1,15 +1,13 @@
-"""Why: with servers nobody waits for everybody, so the loop of a run is another one, though what it leaves is the same.
+"""`hybridpar train` on one worker of a run with parameter servers.
 
 Every worker computes gradients until the servers have taken in as many as the run is to have; a *step* is as many as
-there are workers, whoever they came from. Worker 0 tests, draws and writes, and learns from shard 0 what each step did.
-Its own place can be taken by another process: what it must know is in the run directory and at shard 0.
+there are workers, from whichever workers they came. Worker 0 tests, shows and writes, and hears from shard 0 what each
+step did. Another process can take its place: what it must know is in the run directory and at shard 0.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,28 +19,33 @@ from torch import nn
 from hybridpar.comm.world import World, default_device
 from hybridpar.compress import check_optimizer, read_policy
 from hybridpar.config import TrainConfig
-from hybridpar.data import Batch, ImageData, TestBatches, TrainBatches, describe_data, load_dataset
+from hybridpar.data import Batch, ImageData, describe_data, load_dataset
 from hybridpar.errors import SyncError, TrainingError
 from hybridpar.machine.launch import StopRequest, record_failure
-from hybridpar.observe import EpochRecord, MetricsWriter, Progress, open_progress
+from hybridpar.models import parameter_count
+from hybridpar.observe import Progress, RunInfo, StepRecord, draw_staleness, open_progress
+from hybridpar.observe.files import replace_file
 from hybridpar.optim.build import build_optimizer, rate_factor
 from hybridpar.optim.recipe import expand
-from hybridpar.run.data import check_batch, make_model, untested
+from hybridpar.plan import ModelInfo, Pipeline, trivial_plan
+from hybridpar.run.data import batch_maker, check_batch, make_model, test_batches
 from hybridpar.run.directory import before_the_start
+from hybridpar.run.figures import WorkerFigures, measured_fields
+from hybridpar.run.loop import RunLoop
 from hybridpar.run.save_rule import SaveRule
-from hybridpar.run.served_report import ServedFacts, ServedTimes, describe_run, report_run, step_record
-from hybridpar.run.served_state import ServedState, Standing
-from hybridpar.run.timings import RunningMean
-from hybridpar.run.worker import tune_worker
+from hybridpar.run.served_state import ServedState
+from hybridpar.run.timings import StepTimes, Timings
+from hybridpar.run.worker import device_name, tune_worker
 from hybridpar.server.encoding import check_for_servers
 from hybridpar.server.learner import Exchanged, Learner
 from hybridpar.server.place import Place, find_own_place
 from hybridpar.server.present import exchange
 from hybridpar.server.process import OwnShards, serve_shards, tell_parts
 from hybridpar.server.rules import Rules
+from hybridpar.server.staleness import StalenessHistogram
 from hybridpar.server.stripe_optimizer import described_parameters
 from hybridpar.server.stripes import cut_model, parts_of_a_host, trained_parameters
-from hybridpar.train.checkpoint_files import prune_checkpoints
+from hybridpar.train.checkpoint_files import step_of
 from hybridpar.train.evaluation import Evaluation, evaluate
 from hybridpar.train.step_result import MAX_BAD_STEPS
 
@@ -72,8 +75,9 @@ def run_served(config: TrainConfig, model_name: str, changes: Sequence[str] = ()
                 stack.callback(StopRequest().release)
                 serve_shards(config, place)
                 return 0
+            progress = stack.enter_context(open_progress() if place.rank == 0 else Progress())
             with before_the_start():
-                run = ServedRun(config, model_name, place, rule, changes)
+                run = ServedRun(config, model_name, place, rule, progress, changes)
             if place.servers == 0:
                 stack.enter_context(OwnShards(config, place, run.parts))
             return run.execute()
@@ -82,7 +86,37 @@ def run_served(config: TrainConfig, model_name: str, changes: Sequence[str] = ()
         raise
 
 
-class ServedRun:
+def step_record(row: dict[str, Any], result: Exchanged, data_ms: float, per_epoch: int, peak: float) -> StepRecord:
+    """A step as shard 0 saw it; the parts of its time are those of worker 0's own push.
+
+    Args:
+        row: What the shard says, see `hybridpar.server.ledger.StepRow`.
+        result: Worker 0's latest push.
+        data_ms: How long it waited for its data.
+        per_epoch: Steps of an epoch.
+        peak: The peak learning rate.
+    """
+    return StepRecord(
+        step=row["step"],
+        epoch=(row["step"] - 1) // per_epoch,
+        loss=row["loss"],
+        lr=row["rate"] * peak,
+        samples=row["samples"],
+        step_ms=row["seconds"] * 1e3,
+        compute_ms=result.compute_ms,
+        exposed_sync_ms=result.exposed_ms,
+        data_ms=data_ms,
+        bytes_sent=result.pushed,
+        skipped=row["skipped"] > 0,
+        grad_norm=None,
+        staleness=row["staleness"],
+        most_stale=row["most_stale"],
+        queued=row["queued"],
+        bytes_pulled=result.pulled,
+    )
+
+
+class ServedRun(RunLoop):
     """One worker's part of a run with servers.
 
     Args:
@@ -90,21 +124,33 @@ class ServedRun:
         model_name: What the user calls the model.
         place: What this process is.
         rule: When to save.
+        progress: The display.
         changes: Lines on options that a resumed run began with otherwise.
     """
 
     def __init__(
-        self, config: TrainConfig, model_name: str, place: Place, rule: SaveRule, changes: Sequence[str] = ()
+        self,
+        config: TrainConfig,
+        model_name: str,
+        place: Place,
+        rule: SaveRule,
+        progress: Progress,
+        changes: Sequence[str] = (),
     ) -> None:
-        self.changes = changes
-        self.config, self.model_name, self.place, self.rule = config, model_name, place, rule
-        self.is_main = place.rank == 0
+        super().__init__(config, model_name, rule, progress, place.rank == 0, changes)
+        self.place = place
         self.rules = Rules.of(config, place.workers)
         self.device = default_device()
         tune_worker(config, World(device=self.device))
         data = self._load_data()
         check_batch(config, len(data.train), place.workers)
-        self._open_data(data)
+        self.batches = batch_maker(data, config, self.device, place.rank, place.workers)(config.batch_size)
+        # Without a barrier worker 0 tests alone while the others go on.
+        share = (place.rank, place.workers) if self.rules.barrier else (0, 1)
+        self.test = test_batches(data, config, self.device, place.workers, *share)
+        self.per_epoch = self.batches.steps_per_epoch
+        self.total = config.steps if config.steps is not None else config.epochs * self.per_epoch
+        self.sample_shape = data.sample_shape
         torch.manual_seed(config.seed)
         self.model = make_model(config, model_name, data, self.device)
         self.data_line = describe_data(data) if self.is_main else ""
@@ -123,14 +169,11 @@ class ServedRun:
         self.loss = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + place.rank)
-        self.times = ServedTimes()
-        self._writer: MetricsWriter | None = None
-        self._progress: Progress = Progress()
-        self._losses, self._epoch_began = RunningMean(), time.monotonic()
-        self._last_save, self._wish, self._sound = time.monotonic(), False, True
-        self._saved: object = None
-        self._bad, self._seen, self._improved = 0, 0, False
+        self.timings = Timings()
+        self._save_asked = False
+        self._bad, self._seen = 0, 0
         self._latest: Exchanged | None = None
+        self._best_saved: tuple[float, int] | None = None
 
     def _load_data(self) -> ImageData:
         """Load the data set; where it may be downloaded, worker 0 goes first."""
@@ -143,80 +186,80 @@ class ServedRun:
         self.place.store.set("data", "there")
         return data
 
-    def _open_data(self, data: ImageData) -> None:
+    def _describe(self) -> RunInfo:
+        """What is known before the first step; worker 0 writes the plan."""
         config, place = self.config, self.place
-        common: dict[str, Any] = {
-            "loader_workers": config.loader_workers,
-            "device": self.device,
-            "channels_last": config.uses_channels_last,
-        }
-        self.batches = TrainBatches(
-            data,
-            seed=config.seed,
-            batch_size=config.batch_size,
-            rank=place.rank,
-            workers=place.workers,
-            micro_batches=config.micro_batches,
-            **common,
+        where = f"{place.servers} server{'' if place.servers == 1 else 's'}"
+        if not place.servers:
+            where = "the workers themselves, each of which hosts one shard"
+        parameters = parameter_count(self.model)
+        plan = trivial_plan(
+            ModelInfo(
+                name=self.model_name,
+                fingerprint=self.state.fingerprint,
+                parameters=parameters,
+                input=self.sample_shape,
+            ),
+            replicas=place.workers,
+            device=self.device.type,
+            pipeline=Pipeline(schedule="accumulate", micro_batches=config.micro_batches),
         )
-        # Where nobody waits, worker 0 tests alone while the others go on.
-        rank, workers = (place.rank, place.workers) if self.rules.barrier else (0, 1)
-        size = max(2, config.batch_size // place.workers)
-        self.test = TestBatches(data, batch_size=size, rank=rank, workers=workers, **common)
-        self.per_epoch = self.batches.steps_per_epoch
-        self.total = config.steps if config.steps is not None else config.epochs * self.per_epoch
-        self.sample_shape = data.sample_shape
+        if self.is_main:
+            replace_file(self.at.directory / "plan.json", [plan.to_json().encode()])
+        return RunInfo(
+            model=self.model_name,
+            data=config.data,
+            data_line=self.data_line,
+            workers=place.workers,
+            device=device_name(self.device),
+            epochs=-(-self.total // self.per_epoch),
+            steps_total=self.total,
+            steps_per_epoch=self.per_epoch,
+            parameters=parameters,
+            batch_size=config.batch_size,
+            run_dir=self.at.directory,
+            notes=(*self._opening_notes(), f"gradients are added at {where}: --sync {config.sync}"),
+            replicas=place.workers,
+            micro_batches=config.micro_batches,
+            codec=str(self.policy),
+            sync=config.sync,
+            servers=place.servers,
+        )
 
     # -------------------------------------------------------------------- loop
 
-    def execute(self) -> int:
-        """Train to the end, or until a signal."""
-        stop = StopRequest()
-        try:
-            self.state = ServedState(
-                *(self.config, self.model_name, self.model, self.stripes, self.place, self.policy),
-                self.rules.barrier,
-                self.per_epoch,
-            )
-            graceful = False
-            try:
-                stopped = self._train(stop)
-                graceful = True
-            except BaseException as error:
-                record_failure(error, debug=self.config.debug)  # before the peers notice that this worker is gone
-                raise
-            finally:
-                self.state.links.close(graceful=graceful)
-        finally:
-            stop.release()
-        launched = "TORCHELASTIC_RUN_ID" in os.environ
-        return 128 + stop.signal if stopped and stop.signal is not None and not launched else 0
-
     def _train(self, stop: StopRequest) -> bool:
-        """All of the run; True when a signal ended it early."""
-        with before_the_start():
-            self.at: Standing = self.state.begin(self.total)
-        self._saved = self._progress_made() if self.at.resumed_from is not None else None
-        self.learner = Learner(
-            self.model,
-            self.loss,
-            self.state.links,
-            barrier=self.rules.barrier,
-            bf16=self.config.amp == "bf16",
-            guard=self.config.guard,
-            compiled=self.config.compile,
-            took=self.state.take_weights,
+        self.state = ServedState(
+            *(self.config, self.model_name, self.model, self.stripes, self.place, self.policy),
+            self.rules.barrier,
+            self.at,
         )
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.learner.close)
-            if self.is_main:
-                self.info = describe_run(self._facts(), self.at, self.changes)
-                self._writer = stack.enter_context(MetricsWriter(self.at.directory, self.at.resumed_from))
-                self._progress = stack.enter_context(open_progress())
-                self._progress.start(self.info, self.at.resumed_from or 0)
-            stopped = self._steps(stop)
-        self._finish(stopped)
-        return stopped
+        graceful = False
+        try:
+            with before_the_start():
+                self.state.begin(self.total)
+            self._saved = self._progress_made() if self.at.resumed_from is not None else None
+            self._best_saved = self.at.best
+            self.info = self._describe()
+            self.learner = Learner(
+                self.model,
+                self.loss,
+                self.state.links,
+                barrier=self.rules.barrier,
+                bf16=self.config.amp == "bf16",
+                guard=self.config.guard,
+                compiled=self.config.compile,
+                took=self.state.take_weights,
+            )
+            with contextlib.closing(self.learner):
+                stopped = super()._train(stop)
+            graceful = True
+            return stopped
+        except BaseException as error:
+            record_failure(error, debug=self.config.debug)  # before the peers notice that this worker is gone
+            raise
+        finally:
+            self.state.links.close(graceful=graceful)
 
     def _steps(self, stop: StopRequest) -> bool:
         """Push gradients until there are enough; True when a signal ended it early."""
@@ -224,21 +267,19 @@ class ServedRun:
             return False
         self._seen = self.at.step
         for batch, data_ms in self._endless():
-            rate = rate_factor(min(self.at.step, self.total - 1), self.total, self.per_epoch, self.config)
-            seconds = self.rule.seconds
-            due = seconds is not None and self.is_main and time.monotonic() - self._last_save >= seconds
             result = self.learner.step(
                 batch.micro_batches,
                 batch.samples,
                 batch.global_samples,
-                rate=rate,
+                rate=rate_factor(min(self.at.step, self.total - 1), self.total, self.per_epoch, self.config),
                 stop=stop.wanted,
-                save=due or self._wish,
+                save=self._is_save_due() or self._save_asked,
             )
-            self._wish = False
+            self._save_asked = False
             self.at.own_steps += 1
             before, self._seen, self.at.step = self._seen, result.step, result.step
-            self.times.add(result, data_ms)
+            times = StepTimes(result.compute_ms, result.exposed_ms, data_ms)
+            self.timings.add(times, result.pushed, bytes_pulled=result.pulled)
             self._latest = result
             self._record(result, data_ms)
             self._watch(result)
@@ -278,51 +319,30 @@ class ServedRun:
     def _record(self, result: Exchanged, data_ms: float) -> None:
         """Worker 0: write down what the steps since the last push did."""
         for text in result.news:
-            self._progress.warn(text)
+            self.progress.warn(text)
         for row in result.rows:
-            self._sound = self.config.guard or math.isfinite(row["loss"])
             record = step_record(row, result, data_ms, self.per_epoch, self.config.lr)
-            self._losses.add(record.loss, record.samples)
-            self._progress.step(record)
-            if self._writer is not None:
-                self._writer.write_step(record)
-            if record.skipped:
-                self._progress.warn(f"step {record.step}: a gradient was not finite and did not count")
+            self._note_step(record, "did not count a gradient that was not finite")
 
     def _end_of_step(self, before: int, result: Exchanged) -> None:
         """Test and save where an epoch, or the run, has ended between two answers."""
-        ended = result.step // self.per_epoch > before // self.per_epoch
-        if (ended or result.done) and (self.rules.barrier or self.is_main):
-            self._end_epoch(result)
+        step, barrier = result.step, self.rules.barrier
+        ended = step // self.per_epoch > before // self.per_epoch
+        if (ended or result.done) and (barrier or self.is_main):
+            # Without a barrier an answer may come some steps after the end of the epoch that it tells of.
+            epoch = (step - 1 if result.done else step - self.per_epoch) // self.per_epoch
+            wanted = self._note_epoch(epoch, step, self._evaluate(step), last=result.done)
+            if barrier and not result.done and wanted:
+                self._save(f"epoch-{step}")
+            elif not result.done:
+                self._save_asked |= wanted
         every = self.rule.steps
-        if result.done or not every or result.step // every == before // every:
+        if result.done or not every or step // every == before // every:
             return
-        if self.rules.barrier:
-            self._save(f"step-{result.step}")
+        if barrier:
+            self._save(f"step-{step}")
         else:
-            self._wish |= self.is_main
-
-    def _end_epoch(self, result: Exchanged) -> None:
-        evaluation = self._evaluate(result.step)
-        step = result.step
-        improved = self.at.best is None or evaluation.accuracy > self.at.best[0]
-        if improved:
-            self.at.best, self._improved = (evaluation.accuracy, step), True
-        seconds = time.monotonic() - self._epoch_began
-        # Where nobody waits an answer may come some steps after the end of the epoch that it tells of.
-        epoch = (step - 1 if result.done else step - self.per_epoch) // self.per_epoch
-        end = EpochRecord(epoch, step, evaluation.accuracy, evaluation.loss, self._losses.value, seconds)
-        self._losses, self._epoch_began = RunningMean(), time.monotonic()
-        self._progress.epoch(end)
-        if self.is_main and (news := untested(evaluation.samples, self.test.total)) is not None:
-            self._progress.warn(news)
-        if self._writer is not None:
-            self._writer.write_epoch(end)
-        wanted = self.rule.epoch or (self.rule != SaveRule() and (result.done or improved))
-        if self.rules.barrier and not result.done and wanted:
-            self._save(f"epoch-{step}")
-        elif not result.done:
-            self._wish |= wanted
+            self._save_asked |= self.is_main
 
     def _evaluate(self, step: int) -> Evaluation:
         """Accuracy and loss over the test set: with a barrier each worker tests its share, else worker 0 all of it."""
@@ -340,53 +360,55 @@ class ServedRun:
 
     def _save(self, occasion: str, *, wanted: bool = True) -> None:
         """Write a checkpoint if worker 0 has something to save; all workers come here on the same occasion."""
-        self._last_save = time.monotonic()
-        states = None
-        if self.is_main and wanted and self._sound and self._saved != self._progress_made():
+        best, states = self.at.best, None
+        if self.is_main and wanted and self._may_save(self.at.step):
             states, rows = self.state.snapshot()
             self._write_late(rows)
-            if self._improved and self.at.best is not None:  # where nobody waits it is saved some steps after its test
-                self.at.best = (self.at.best[0], int(states[0]["taken"]) // self.place.workers)
-            self._improved = False
+            # Without a barrier the best result is saved some steps after its test.
+            if best is not None and best != self._best_saved:
+                self.at.best = best[0], int(states[0]["taken"]) // self.place.workers
+        self._last_save = time.monotonic()
         try:
-            path, _ = self.state.save(occasion, self.at, states)
+            path = self.state.save(occasion, states, self.per_epoch)
         except SyncError as error:
             if self.rules.barrier:
                 raise
-            self._progress.warn(f"no checkpoint: {error.what}")
+            self.progress.warn(f"no checkpoint: {error.what}")
             return
-        if path is None:
-            if self.is_main and not self._sound:
-                self._progress.warn("no checkpoint: the loss is not finite, and the last good one must stand")
-            return
-        self._saved = self._progress_made()
-        if self.is_main:
-            best = self.at.best
-            prune_checkpoints(path.parent, self.config.keep, best[1] if best else None)
-            self._progress.message(f"checkpoint saved at {path.name.replace('-', ' ')}")
+        if path is not None:
+            self._best_saved = self.at.best
+            self._note_saved(step_of(path))
 
     def _write_late(self, rows: list[dict[str, Any]]) -> None:
         """Steps that ended since the last answer."""
         if rows and self._latest is not None:
             self.at.step = int(rows[-1]["step"])
-            self._record(replace(self._latest, rows=rows, news=()), self.times.times[-1][2])
+            self._record(replace(self._latest, rows=rows, news=()), self.timings.times[-1].data_ms)
 
     def _progress_made(self) -> tuple[object, ...]:
-        """What tells two checkpoints of a run apart."""
         return self.at.step, self.at.best
 
     # --------------------------------------------------------------------- end
 
     def _finish(self, stopped: bool) -> None:
-        # One occasion for all ways to end: where nobody waits, some workers stop while others have just finished.
+        # One occasion for all ways to end: without a barrier some workers stop while others have just finished.
         self._save("last", wanted=stopped or self.rule != SaveRule())
-        _, shares = exchange(self.state.links.links[0], "finish/0", self.times.share())
-        if self.is_main:
-            states, _ = self.state.snapshot()
-            report_run(self._facts(), self.info, self.at, states, shares, stopped)
-
-    def _facts(self) -> ServedFacts:
-        return ServedFacts(
-            *(self.config, self.model_name, self.model, self.state.fingerprint, self.place, self.rules, self.policy),
-            *(self.total, self.per_epoch, self.sample_shape, self.device, self.data_line),
-        )
+        noted = WorkerFigures(self.timings.share(), None, None)
+        _, answers = exchange(self.state.links.links[0], "finish/0", noted)
+        if not self.is_main:
+            return
+        states, _ = self.state.snapshot()
+        summary = self._summary(stopped)
+        whole = self.at.resumed_from is None
+        summary |= measured_fields(answers, self.place.workers, step_ms=summary["step_ms_median"], whole=whole)
+        ages = StalenessHistogram.of_dict(states[0]["histogram"])  # of all steps, as in metrics.jsonl
+        mean = ages.mean
+        summary["staleness"] = {
+            "mean": None if mean is None else round(mean, 4),
+            "most": ages.most,
+            "histogram": ages.to_dict(),
+        }
+        rules = self.rules
+        expected = 0.0 if rules.barrier else (rules.learners - 1) / rules.collect
+        picture = draw_staleness(self.at.directory, ages.counts, expected)
+        self._report(summary, self.at.step if stopped else None, pictures=[picture])

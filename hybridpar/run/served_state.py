@@ -1,13 +1,12 @@
-"""Why: where a run with servers stands is spread over shards, workers and files; here it is brought together and back.
+"""The state of a run with parameter servers: brought to the shards at the start, and collected for checkpoints.
 
-Shards hold weights, momentum and clocks; each worker its place in the data, its random numbers and what its codecs have
-left out. Worker 0 brings the shards what they begin with, and asks them for it when a checkpoint is written.
+Shards hold weights, momentum and clocks; each worker its place in the data, its random numbers and the residuals of its
+codecs. Worker 0 brings the shards their first state, and asks them for it when a checkpoint is written.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from hybridpar.models import model_fingerprint
 from hybridpar.observe import read_metrics
 from hybridpar.optim.build import build_optimizer, load_optimizer_state
 from hybridpar.run.directory import RunPlace, claim_place, find_place
-from hybridpar.run.position import POSITION_OPTIONS, check_position
+from hybridpar.run.position import Standing
 from hybridpar.server.checkpoints import merged_states, shard_starts
 from hybridpar.server.encoding import PushEncoder
 from hybridpar.server.link import Links
@@ -40,25 +39,6 @@ from hybridpar.train.checkpoint import (
 )
 
 
-@dataclass
-class Standing:
-    """How far a run is, as one worker knows it.
-
-    Attributes:
-        directory: The run directory.
-        step: Steps that the servers have done.
-        own_steps: Batches that this worker has computed.
-        best: Best test accuracy, and the step of its checkpoint.
-        resumed_from: Step that the run last went on from.
-    """
-
-    directory: Path = field(default_factory=Path)
-    step: int = 0
-    own_steps: int = 0
-    best: tuple[float, int] | None = None
-    resumed_from: int | None = None
-
-
 class ServedState:
     """One worker's model, and its ways to the shards.
 
@@ -68,9 +48,9 @@ class ServedState:
         model: It, on the worker's device.
         stripes: What the shards hold.
         place: What this process is.
-        policy: What pushes travel as.
+        policy: Codecs of pushes.
         barrier: Whether an update waits for all workers.
-        steps_per_epoch: Steps of an epoch.
+        at: How far the run is; what is found at the start is put there.
     """
 
     def __init__(
@@ -82,9 +62,9 @@ class ServedState:
         place: Place,
         policy: Policy,
         barrier: bool,
-        steps_per_epoch: int,
+        at: Standing,
     ) -> None:
-        self._steps_per_epoch = steps_per_epoch
+        self._at = at
         self._config, self._name, self._place = config, model_name, place
         self._stripes, self._barrier = stripes, barrier
         self.model = model
@@ -119,8 +99,8 @@ class ServedState:
 
     # ------------------------------------------------------------------- begin
 
-    def begin(self, total: int) -> Standing:
-        """Come to the shards, bring them the weights if they have none, and find out where the run stands.
+    def begin(self, total: int) -> None:
+        """Connect to the shards, bring them the weights if they have none, and find out how far the run is.
 
         Args:
             total: Steps that the run is to have.
@@ -129,29 +109,28 @@ class ServedState:
             HybridparError: The run cannot begin, or cannot go on from where it is to.
         """
         main, joins = self._place.rank == 0, self._place.joins
-        standing = Standing()
+        at = self._at
         run_place = find_place(self._config, self._name) if main else None
         written = _last_step(run_place.directory) if run_place is not None and joins else 0
         buffers = flat_buffers(self.model).numel()
         welcome = self.links.hello(buffers, written if main else None)
         if run_place is not None:
             if all(one["initialised"] for one in welcome):
-                standing.best, standing.resumed_from = _best_of(run_place.directory), written
+                at.best, at.resumed_from = _best_of(run_place.directory), written
             else:
-                self._bring(run_place, standing, total)
+                self._bring(run_place, total)
         rest = self.links.links[0].unpack_rest()
         facts = rest["facts"]
         self.model.load_state_dict(rest["tensors"], strict=False)
         self.take_weights()
-        standing.directory = Path(facts["directory"])
+        at.directory = Path(facts["directory"])
         if not main:
-            standing.best = facts["best"]  # all must agree on what is worth a checkpoint
-        standing.step = standing.own_steps = int(facts["step"])
+            at.best = facts["best"]  # all must agree on what is worth a checkpoint
+        at.step = at.own_steps = int(facts["step"])
         if joins:
-            standing.step = standing.own_steps = int(welcome[0].get("step", standing.step))
+            at.step = at.own_steps = int(welcome[0].get("step", at.step))
         elif facts["checkpoint"] is not None:
-            self._load_own(Path(facts["checkpoint"]), standing)
-        return standing
+            self._load_own(Path(facts["checkpoint"]))
 
     def take_weights(self) -> None:
         """Put into the model what the shards sent last."""
@@ -163,7 +142,7 @@ class ServedState:
                 for name, parameter in trained_parameters(self.model).items():
                     parameter.copy_(self.host[name], non_blocking=True)
 
-    def _bring(self, place: RunPlace, standing: Standing, total: int) -> None:
+    def _bring(self, place: RunPlace, total: int) -> None:
         """The weights at the start, or those of the checkpoint that the run goes on from."""
         workers = self._place.workers
         optimizer: dict[str, Any] | None = None
@@ -172,15 +151,20 @@ class ServedState:
         if place.checkpoint is not None:
             data = load_checkpoint(place.checkpoint)
             with usable(place.checkpoint):
-                extra = self._checked_position(data, place.checkpoint)
+                if data.fingerprint != self.fingerprint:
+                    raise CheckpointError(
+                        f"the checkpoint {place.checkpoint} is of another model",
+                        "Names, shapes and dtypes of all parameters and buffers must be equal.",
+                        "Name the model and the number of classes that the checkpoint was made with.",
+                    )
+                self._at.go_on_from(data.training["extra"], self._config, place.checkpoint)
                 self.model.load_state_dict(data.model)
                 optimizer = data.training["optimizer"]
                 # Only to have it refused where it is of another kind.
                 load_optimizer_state(build_optimizer(self.model, self._config), self.model, dict(optimizer or {}))
-                step = standing.resumed_from = data.step
+                step = self._at.resumed_from = data.step
                 progress = data.training.get("server", {}).get("shards", [])
                 clock = max((int(one["clock"]) for one in progress), default=step)
-            standing.best = (extra["best_accuracy"], extra["best_step"]) if extra["best_step"] is not None else None
         place = claim_place(place, self._config, self._name, {"torch": torch.__version__})
         checkpoint = None if place.checkpoint is None else str(place.checkpoint)
         self.links.initialise(
@@ -196,23 +180,12 @@ class ServedState:
                     "directory": str(place.directory),
                     "checkpoint": checkpoint,
                     "step": step,
-                    "best": standing.best,
+                    "best": self._at.best,
                 },
             )
         )
 
-    def _checked_position(self, data: CheckpointData, path: Path) -> dict[str, Any]:
-        if data.fingerprint != self.fingerprint:
-            raise CheckpointError(
-                f"the checkpoint {path} is of another model",
-                "Names, shapes and dtypes of all parameters and buffers must be equal.",
-                "Name the model and the number of classes that the checkpoint was made with.",
-            )
-        extra: dict[str, Any] = data.training["extra"]
-        check_position(extra, self._config, path)
-        return extra
-
-    def _load_own(self, path: Path, standing: Standing) -> None:
+    def _load_own(self, path: Path) -> None:
         """What belongs to this worker, where as many workers wrote it."""
         data = load_checkpoint(path, self._place.rank)
         own = data.local
@@ -222,7 +195,7 @@ class ServedState:
         with usable(path):
             restore_random_state(own["random"], self.device)
             if "server" in own:
-                standing.own_steps = int(own["server"]["own_steps"])
+                self._at.own_steps = int(own["server"]["own_steps"])
                 self.links.load_coders(own["server"]["codecs"])
 
     # -------------------------------------------------------------------- save
@@ -232,18 +205,16 @@ class ServedState:
         answers = self.links.states()
         return [state for _, state in answers], list(answers[0][0].get("rows", ()))
 
-    def save(
-        self, occasion: str, standing: Standing, states: list[dict[str, Any]] | None
-    ) -> tuple[Path | None, list[int]]:
+    def save(self, occasion: str, states: list[dict[str, Any]] | None, steps_per_epoch: int) -> Path | None:
         """Write a checkpoint; called by all workers on the same occasion.
 
         Args:
             occasion: Its name, used once.
-            standing: Where this worker is.
             states: Worker 0: what `snapshot` returned; None where there is nothing to save.
+            steps_per_epoch: Steps of an epoch.
 
         Returns:
-            The checkpoint, if one was written, and who took part.
+            The checkpoint, if one was written.
 
         Raises:
             RunDirectoryError: It cannot be written; older ones are untouched.
@@ -255,37 +226,28 @@ class ServedState:
         workers, items = exchange(link, f"{occasion}/0", taken)
         step = items[workers.index(0)] if 0 in workers else None
         if not isinstance(step, int):
-            return None, workers
+            return None
         world = PresentWorkers(link, occasion, worker, workers, self.device, self._config.timeout)
         local = {
             "random": random_state(self.device),
             "sync": {},
-            "server": {"own_steps": standing.own_steps, "codecs": self.links.coder_states()},
+            "server": {"own_steps": self._at.own_steps, "codecs": self.links.coder_states()},
         }
-        model, training = self._whole(states, standing, step) if states is not None else ({}, {})
+        self._at.epoch, self._at.epoch_step = divmod(step, steps_per_epoch)
+        model, training = self._whole(states) if states is not None else ({}, {})
         data = CheckpointData(step, self.fingerprint, model, training, local)
-        return save_checkpoint(standing.directory / "checkpoints", data, world), workers
+        return save_checkpoint(self._at.checkpoints, data, world)
 
-    def _whole(
-        self, states: list[dict[str, Any]], standing: Standing, step: int
-    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _whole(self, states: list[dict[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The model, and what else there is of it, as the shards have it."""
         model = copy.deepcopy(self.model).cpu()
         optimizer, progress = merged_states(model, self._stripes, states)
         if states[0]["buffers"].numel():
             put_buffers(model, states[0]["buffers"])
         kind = {"sgd": "SGD", "adamw": "AdamW"}[self._config.optimizer]
-        best = standing.best
-        extra = {
-            "epoch": step // self._steps_per_epoch,
-            "epoch_step": step % self._steps_per_epoch,
-            "best_accuracy": best[0] if best else None,
-            "best_step": best[1] if best else None,
-            "options": {option: getattr(self._config, option) for option in POSITION_OPTIONS},
-        }
         training = {
             "optimizer": {"kind": kind, "groups": [], "state": optimizer},
-            "extra": extra,
+            "extra": self._at.to_extra(self._config),
             "server": {"shards": progress},
         }
         return {name: tensor.detach() for name, tensor in model.state_dict().items()}, training

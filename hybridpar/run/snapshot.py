@@ -1,4 +1,4 @@
-"""Why: a trial must leave no trace, and what a training depends on is more than its weights.
+"""A copy in memory of everything that a training depends on, to be restored after a trial.
 
 As a checkpoint, but in memory and of this worker alone: weights, buffers, optimizer, what codecs did not send, what is
 on its way, and every random number generator.
@@ -27,19 +27,31 @@ class Trained(Protocol):
         """State of the optimizer by parameter name."""
 
     def load_optimizer_state(self, saved: Any) -> None:
-        """Put it back."""
+        """Put it back.
+
+        Args:
+            saved: What `optimizer_state` returned.
+        """
 
     def wire_format(self) -> Any:
-        """What gradients travel as; once it is known, codecs have their state."""
+        """Codecs of the gradients; once they are known, they have their state."""
 
     def state_dict(self) -> dict[str, Any]:
         """What else there is."""
 
     def load_state_dict(self, state: Any) -> None:
-        """Put it back."""
+        """Put it back.
+
+        Args:
+            state: What `state_dict` returned.
+        """
 
     def go_on_from(self, step: int) -> None:
-        """Say how many steps were done."""
+        """Say how many steps were done.
+
+        Args:
+            step: Number of steps done.
+        """
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,13 @@ class Snapshot:
         )
 
     def restore(self, model: nn.Module, engine: Trained, device: torch.device) -> None:
-        """Put everything back, any number of times; a collective."""
+        """Put everything back, any number of times; a collective.
+
+        Args:
+            model: The model to restore.
+            engine: What trains it.
+            device: The device.
+        """
         engine.wait()
         model.load_state_dict(self.model)
         engine.load_optimizer_state(copy.deepcopy(self.optimizer))

@@ -1,4 +1,4 @@
-"""Why: a run that compresses says at its start what each layer travels as, and leaves that behind as a table."""
+"""What a run says about the compression of its gradients: lines at the start, a table, columns of the metrics."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hybridpar.observe.files import replace_file
 from hybridpar.sync.compression_table import WireFormat, table_csv, table_lines
 from hybridpar.sync.figures import SyncFigures
 
-#: In the run directory: what each parameter travels as, and what was chosen, as a policy for other runs.
+#: In the run directory: the codec of each parameter, and what was chosen, as a policy for other runs.
 TABLE_FILE, POLICY_FILE = "compress.csv", "policy.toml"
 
 
 def wire_format_lines(wire_format: WireFormat, directory: Path | None) -> list[str]:
-    """Lines to show at the start; nothing where gradients are added as they are and nobody asked for more.
+    """Lines to show at the start; nothing where gradients are added as they are and no codec was asked for.
 
     Args:
-        wire_format: What gradients travel as.
+        wire_format: Codecs of the gradients.
         directory: Where the whole table goes; None on workers that write nothing.
 
     Raises:
@@ -36,7 +36,7 @@ def wire_format_lines(wire_format: WireFormat, directory: Path | None) -> list[s
         if wire_format.applied.changes_nothing and not wire_format.policy.changes_nothing:
             return [*lines, f"warning: --compress {policy[:60]} changes nothing: it fits no layer of this model"]
         rules = policy if len(policy) <= 60 else f"{len(wire_format.policy.rules)} rules, the first that matches counts"
-        lines += ["", f"gradients travel as {rules}", "", *table_lines(wire_format.layers)]
+        lines += ["", f"gradients are sent as {rules}", "", *table_lines(wire_format.layers)]
         lines += [f"bytes that a worker sends in a step; all layers are in {TABLE_FILE}", ""]
     return lines
 
@@ -50,13 +50,5 @@ def sync_fields(sync: SyncFigures, exposed_ms: float) -> dict[str, Any]:
     """
     if not sync.bytes_before:
         return {}
-    return {
-        "bytes_before": sync.bytes_before,
-        "bytes_after": sync.bytes_after,
-        "encode_ms": sync.encode_ms,
-        "wire_ms": sync.wire_ms,
-        "decode_ms": sync.decode_ms,
-        "sync_ms": sync.sync_ms,
-        "hidden_share": sync.hidden_share(exposed_ms),
-        "residual_norm": sync.residual_norm,
-    }
+    names = ("bytes_before", "bytes_after", "encode_ms", "wire_ms", "decode_ms", "sync_ms", "residual_norm")
+    return {name: getattr(sync, name) for name in names} | {"hidden_share": sync.hidden_share(exposed_ms)}

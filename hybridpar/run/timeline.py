@@ -1,4 +1,4 @@
-"""Why: a pipeline run says what it predicted and what really ran, at the price of two exchanges between its steps.
+"""Records the first steps of a pipeline, predicts a step from them, and writes the timeline.
 
 After the first steps all workers bring together what they recorded; rank 0 predicts a step from it and completes
 `plan.json`. The steps that follow are what the prediction is held against: with `--timeline` they are written, beside
@@ -113,7 +113,11 @@ class StageWatch:
             self._show(say)
 
     def finish(self, say: Callable[[str], object]) -> None:
-        """Do what a run that ended early has left undone."""
+        """Do what a run that ended early has left undone.
+
+        Args:
+            say: Told what was written.
+        """
         if self._engine is None or not self._recorded:
             return
         if not self._predicted:

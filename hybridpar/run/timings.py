@@ -1,4 +1,4 @@
-"""Why: the summary speaks of the run, so its figures are taken in one way, over workers and over steps.
+"""Times and bytes of the steps of a run, and their combination over workers for the summary.
 
 In a pipeline the next step is issued while one still runs, so the host cannot see how long a step had to wait for its
 data: that is the time in which this worker's lanes had nothing to do between two steps.
@@ -85,7 +85,7 @@ class StepClock:
 
 
 #: Figures that are told as medians over the steps.
-MEDIANS = ("bytes_sent", "encode_ms", "wire_ms", "decode_ms", "covered_ms")
+MEDIANS = ("bytes_sent", "bytes_pulled", "encode_ms", "wire_ms", "decode_ms", "covered_ms")
 
 #: Names in the summary, where they differ: `sync_ms` here is added over the lanes, in the summary it is not.
 _TOLD_AS = {"covered_ms": "sync_ms"}
@@ -97,6 +97,7 @@ class Timings:
 
     times: list[StepTimes] = field(default_factory=list)
     bytes_sent: list[float] = field(default_factory=list)
+    bytes_pulled: list[float] = field(default_factory=list)
     encode_ms: list[float] = field(default_factory=list)
     wire_ms: list[float] = field(default_factory=list)
     decode_ms: list[float] = field(default_factory=list)
@@ -106,17 +107,27 @@ class Timings:
     bytes_before: int = 0
     bytes_after: int = 0
 
-    def add(self, times: StepTimes, bytes_sent: int, spans: StepSpans, sync: SyncFigures | None = None) -> None:
+    def add(
+        self,
+        times: StepTimes,
+        bytes_sent: int,
+        spans: StepSpans | None = None,
+        sync: SyncFigures | None = None,
+        bytes_pulled: int | None = None,
+    ) -> None:
         """Take a step into account.
 
         Args:
             times: Its times.
             bytes_sent: What this worker sent.
-            spans: What ran in it; empty where that was not recorded.
+            spans: What ran in it, where that was recorded.
             sync: What its sync of gradients took.
+            bytes_pulled: Weights that it received from parameter servers, where there are any.
         """
         self.times.append(times)
         self.bytes_sent.append(bytes_sent)
+        if bytes_pulled is not None:
+            self.bytes_pulled.append(bytes_pulled)
         if sync is not None:
             self.bytes_before += sync.bytes_before
             self.bytes_after += sync.bytes_after
@@ -124,7 +135,7 @@ class Timings:
             for key, value in (*parts, ("covered_ms", sync.sync_ms)):
                 if value is not None:
                     getattr(self, key).append(value)
-        if spans.spans:
+        if spans is not None and spans.spans:
             self.sync_ms.append(spans.sync_ms)
             self.computed.append(spans.computed)
 
@@ -213,7 +224,12 @@ class RunningMean:
         self._sum, self._weight = 0.0, 0
 
     def add(self, value: float, weight: int) -> None:
-        """Take a value for `weight` samples into account."""
+        """Take a value for `weight` samples into account.
+
+        Args:
+            value: The value; ignored where it is not finite.
+            weight: Number of samples.
+        """
         if math.isfinite(value):
             self._sum += value * weight
             self._weight += weight

@@ -1,13 +1,12 @@
-"""Why: workers of unequal speed, or on links too slow for an all-reduce, can meet at parameter servers instead.
+"""Parameter servers: workers of unequal speed, or on slow links, send gradients to them instead of to each other.
 
 The shards' rules (`Shard`, `Rules`) know nothing of processes, and `Simulation` plays any order of arrivals through
 them. `hybridpar train --sync ps|ps-async|softsync:N` runs the same shards on processes.
 """
 
 from hybridpar.server.encoding import PushDecoder, PushEncoder
-from hybridpar.server.push import Answer, Push
 from hybridpar.server.rules import Rules
-from hybridpar.server.shard import Shard
+from hybridpar.server.shard import Answer, Push, Shard
 from hybridpar.server.simulate import Arrival, Happening, Simulation, round_robin
 from hybridpar.server.staleness import SCALES, StalenessHistogram
 from hybridpar.server.stripe_optimizer import described_parameters, optimizer_of

@@ -1,7 +1,7 @@
-"""Why: a checkpoint says nothing of shards: it holds a model and its optimizer by name, as that of any other run.
+"""Converts between the state of shards and checkpoints, which hold a model and its optimizer by parameter name.
 
-So a run on servers can be resumed on other servers, on more or fewer of them, or on none, and the other way round. What
-belongs to shards alone (clocks, counts) lies beside it and is used where the shards are the same.
+Therefore a run on servers can be resumed on other servers, on more or fewer of them, or on none, and the other way
+round. What belongs to shards alone (clocks, counts) lies beside it and is used where the shards are the same.
 """
 
 from __future__ import annotations
@@ -67,7 +67,11 @@ def shard_starts(
 
 
 def untrained(model: nn.Module) -> dict[str, Tensor]:
-    """What shards do not hold, by name: frozen parameters, and buffers that are no running statistics."""
+    """What shards do not hold, by name: frozen parameters, and buffers that are no running statistics.
+
+    Args:
+        model: The model.
+    """
     held = set(trained_parameters(model)) | {
         name for name, buffer in model.named_buffers() if any(buffer is own for own in running_buffers(model))
     }

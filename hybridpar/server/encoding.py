@@ -1,13 +1,12 @@
-"""Why: any codec can compress a push, though codecs were made for workers that all receive the same message.
+"""Compresses pushes: encodes the gradient of a stripe at the worker, and decodes it at the server.
 
-Codecs promise that what comes of the messages is the same on every worker, so it cannot depend on anything that only
-one worker has. A server that decodes pushes is therefore just one more worker, with nothing of its own to send: a
-learner plays a job of one with its coders and sends what came of each round; a twin of each coder at the server is
-given these messages and gets the very numbers that the learner's own coder decoded. The difference to the gradient is
-the learner's residual.
+Codecs guarantee that all workers decode the same numbers from the messages of a round. A server that decodes pushes
+acts as one more worker that sends nothing: the learner runs its coders as a job of one and sends the result of each
+round; a copy of each coder at the server reads these messages and decodes the same numbers as the learner's own coder.
+The difference to the gradient is the learner's residual.
 
 Messages where stripes are sharded are taken before their owner adds them up, where that makes them larger (as for
-`hylo:mode=server`, whose owners answer in full precision): the twin does the owner's part.
+`hylo:mode=server`, whose owners answer in full precision): the server's copy does the owner's part.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def _spec(piece: Piece) -> TensorSpec:
 
 
 def _plain(policy: Policy, piece: Piece) -> Coder:
-    """A piece's coder as the server has it: what is left out is remembered by whoever leaves it out."""
+    """A piece's coder as the server has it: the residual is kept by the learner."""
     codec = policy.codec_of(piece.name)
     return bind(codec.inner if isinstance(codec, ErrorFeedback) else codec, _spec(piece))
 
@@ -56,12 +55,19 @@ def _sent_size(entry: Round) -> int:
 
 
 def message_size(rounds: Sequence[Round]) -> int:
-    """Bytes of a piece's messages."""
+    """Bytes of a piece's messages.
+
+    Args:
+        rounds: Of the piece's codec.
+    """
     return sum(map(_sent_size, rounds))
 
 
 def check_for_servers(policy: Policy) -> None:
     """Check that codecs hand over gradients and nothing else.
+
+    Args:
+        policy: What pushes are encoded with.
 
     Raises:
         UsageError: Of one it is the owners of stripes that make an update of them.
@@ -82,7 +88,7 @@ class PushEncoder:
     """A learner's side: turns gradients of a stripe into messages, and keeps what they leave out.
 
     Args:
-        policy: What each parameter travels as.
+        policy: Codec of each parameter.
         stripe: The stripe.
 
     Raises:
@@ -97,7 +103,7 @@ class PushEncoder:
 
     @property
     def warm(self) -> list[int]:
-        """Numbers of the pieces that travel in full precision this time, because their codec is warming up."""
+        """Numbers of the pieces that are sent in full precision this time, because their codec is warming up."""
         return [n for n, coder in enumerate(self._coders) if isinstance(coder, FeedbackCoder) and coder.warm]
 
     @property
@@ -111,7 +117,7 @@ class PushEncoder:
         Args:
             number: Of the piece.
             gradient: 1-D float32; it stays as it is.
-            decoded: Filled with what the server will make of it, where somebody wants to know.
+            decoded: Filled with what the server will decode; None to skip that.
 
         Returns:
             1-D uint8, new.
@@ -147,7 +153,11 @@ class PushEncoder:
             coder.rollback()
 
     def rescale(self, rate: float) -> None:
-        """Say which learning rate the coming pushes have."""
+        """Say which learning rate the coming pushes have.
+
+        Args:
+            rate: Learning rate as a fraction of its peak.
+        """
         for coder in self._coders:
             coder.rescale(rate)
 
@@ -163,7 +173,11 @@ class PushEncoder:
         return {coder.spec.name: coder.state_dict() for coder in self._coders}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned of the same stripe; other pieces' state is left alone."""
+        """Restore what `state_dict` returned of the same stripe; other pieces' state is left alone.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         for coder in self._coders:
             if coder.spec.name in state:
                 coder.load_state_dict(state[coder.spec.name])
@@ -181,7 +195,7 @@ class PushDecoder:
     """A server's side, for one learner: turns its messages into the gradient that they stand for.
 
     Args:
-        policy: What each parameter travels as.
+        policy: Codec of each parameter.
         stripe: The stripe.
         state: What the learner's `PushEncoder.shared_state` was when it joined.
     """
@@ -241,8 +255,8 @@ class PushDecoder:
 
     def _decode(self, number: int, coder: Coder, message: Tensor, begin: int, out: Tensor) -> int:
         rounds = coder.rounds
-        # Codecs may decode otherwise where what is left out is kept, so there is a residual, of which nobody keeps
-        # anything.
+        # Codecs may decode otherwise where what is left out is kept, so there is a residual, which is not
+        # kept.
         residuals: Mapping[str, Residual] = NO_RESIDUAL
         if self._remembers[number]:
             sizes = coder.residuals.items()

@@ -1,9 +1,9 @@
-"""Why: anybody can connect to a server's port, so both ends first prove that they know the job's token.
+"""The handshake of a connection: both ends prove that they know the job's token.
 
-The token itself is never sent. The server greets with a random number of 32 bytes; the worker replies with one of its
-own and a code (HMAC-SHA256) over both; the server checks it and answers with a code over both. A recorded reply fits no
-other greeting. The codes are also over the server's address, so that a worker that was sent to a wrong address helps
-nobody to get in at the right one.
+The token itself is never sent. The server sends a random number of 32 bytes; the worker replies with one of its own and
+a code (HMAC-SHA256) over both; the server checks it and answers with a code over both. A recorded reply fits no other
+greeting. The codes are also over the server's address, so that a reply sent to a wrong address is of no use at the
+right one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class HandshakeError(Exception):
 
 
 def new_token() -> str:
-    """A token that nobody can guess."""
+    """A random token."""
     return secrets.token_hex(16)
 
 
@@ -68,6 +68,9 @@ class ServerHandshake:
     def proof(self, reply: bytes) -> bytes:
         """What to answer to a reply.
 
+        Args:
+            reply: What the worker sent.
+
         Raises:
             HandshakeError: The other end does not know the token.
         """
@@ -92,6 +95,9 @@ class WorkerHandshake:
     def reply(self, greeting: bytes) -> bytes:
         """What to answer to a greeting.
 
+        Args:
+            greeting: What the server sent.
+
         Raises:
             HandshakeError: It is none.
         """
@@ -103,6 +109,9 @@ class WorkerHandshake:
 
     def check(self, proof: bytes) -> None:
         """Check that the server knows the token.
+
+        Args:
+            proof: What the server sent.
 
         Raises:
             HandshakeError: It does not.

@@ -1,8 +1,8 @@
-"""Why: between two exchanges with the servers a worker does what any worker does: forward, backward, and nothing else.
+"""Computes gradients on one worker, pushes them to the shards, and takes the weights that come back.
 
-The optimizer is the servers'. A worker computes on the weights that it was given last. What it sends is, with a
+The servers run the optimizer. A worker computes on the weights that it was given last. What it sends is, with a
 barrier, its part of the gradient of the whole batch, so that the parts add up to what one process would have computed,
-and else the mean gradient of its own minibatch.
+and otherwise the mean gradient of its own minibatch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Exchanged:
         applied: Whether the gradient counts.
         staleness: Of the gradient, at shard 0.
         done: Whether the servers have taken in all that was wanted.
-        stop: Whether somebody wants all to stop.
+        stop: Whether all workers are to stop.
         save: Number of a checkpoint that all are to write now; 0 for none.
         rows: For worker 0: what the steps since the last answer did.
         news: For worker 0: what happened to other workers.
@@ -112,7 +112,11 @@ class Learner:
         return torch.autocast(device, dtype=torch.bfloat16) if self._bf16 else nullcontext()
 
     def forward(self, inputs: Tensor) -> Any:
-        """Outputs of the model."""
+        """Outputs of the model.
+
+        Args:
+            inputs: Of the search.
+        """
         return self._forward(inputs)
 
     def step(

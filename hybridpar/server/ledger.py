@@ -1,6 +1,6 @@
-"""Why: with servers nobody but a server sees all gradients, so that is where a run's steps are counted and recorded.
+"""Counts and records the steps of a run with parameter servers.
 
-A *step* is as many gradients as there are workers, whoever they came from: the work of one synchronous step, so that
+A *step* is as many gradients as there are workers, from whichever of them: the work of one synchronous step, so that
 epochs, learning rates and speeds mean the same in every mode.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-#: Rows kept for whoever writes them down; far more than are ever waiting.
+#: Rows kept until worker 0 asks for them; far more than are ever waiting.
 _MOST = 10_000
 
 
@@ -116,7 +116,11 @@ class Ledger:
         return row
 
     def rows_after(self, step: int) -> list[dict[str, Any]]:
-        """All rows past a step, as plain values; those up to it are forgotten."""
+        """All rows past a step, as plain values; those up to it are forgotten.
+
+        Args:
+            step: Number of the last step that is known already.
+        """
         while self._rows and self._rows[0].step <= step:
             self._rows.popleft()
         return [asdict(row) for row in self._rows]

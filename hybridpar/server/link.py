@@ -1,4 +1,4 @@
-"""Why: a worker talks to all shards at a time, and one that is slow must not hold up what the others are told."""
+"""A worker's connections to all shards, which are used at the same time."""
 
 from __future__ import annotations
 
@@ -32,19 +32,32 @@ class Links:
         self._futures: list[Future[dict[str, Any]]] = []
 
     def hello(self, buffers: int, rows: int | None) -> list[dict[str, Any]]:
-        """Come to all shards; see `ShardLink.hello`. Weights and statistics are then those of the shards."""
+        """Come to all shards; see `ShardLink.hello`. Weights and statistics are then those of the shards.
+
+        Args:
+            buffers: How many running statistics the model has.
+            rows: Step after which this worker wants to know what each step did; None for never.
+        """
         first, *others = self.links
         futures = [first.submit(first.hello, buffers, rows)]
         futures += [link.submit(link.hello, 0, None) for link in others]
         return _results(futures)
 
     def initialise(self, starts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Bring the weights to all shards that have none."""
+        """Bring the weights to all shards that have none.
+
+        Args:
+            starts: What each shard begins with, see `shard_starts`.
+        """
         pairs = zip(self.links, starts, strict=True)
         return _results([link.submit(link.initialise, one) for link, one in pairs if not link.has_weights])
 
     def begin_push(self, rate: float) -> None:
-        """A backward pass is about to make a gradient."""
+        """A backward pass is about to make a gradient.
+
+        Args:
+            rate: Learning rate as a fraction of its peak.
+        """
         for link in self.links:
             if link.encoder is not None:
                 link.encoder.rescale(rate)
@@ -105,7 +118,11 @@ class Links:
         return [link.encoder.state_dict() if link.encoder is not None else {} for link in self.links]
 
     def load_coders(self, states: Sequence[dict[str, Any]]) -> None:
-        """Restore what `coder_states` returned, as far as it is of the same pieces."""
+        """Restore what `coder_states` returned, as far as it is of the same pieces.
+
+        Args:
+            states: What `coder_states` returned.
+        """
         known = {name: state for own in states for name, state in own.items()}
         for link in self.links:
             if link.encoder is not None:
@@ -113,7 +130,11 @@ class Links:
         _results([link.submit(link.send_coders) for link in self.links])
 
     def close(self, *, graceful: bool = True) -> None:
-        """Leave all shards."""
+        """Leave all shards.
+
+        Args:
+            graceful: Whether to tell the shard; False after an error.
+        """
         for flight in self._flights:
             flight.finish()
         for link in self.links:

@@ -1,7 +1,7 @@
-"""Why: one thread that waits for all sockets together works through what comes in the order in which it came.
+"""Reads and writes all connections of a server on one thread.
 
-So whoever is behind it has a single writer without any lock, and nobody waits for one worker: what cannot be sent yet
-is sent when the socket takes it. A connection on which anything goes wrong is closed, and the others are served on.
+A subclass therefore needs no lock, and no worker waits for another: what cannot be sent yet is sent when the socket is
+ready. A connection on which anything goes wrong is closed, and the others are served on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_TOLD = 20
 
 
 class SocketLoop(ABC):
-    """Listens, reads frames from whoever comes, and sends.
+    """Listens, reads frames from all connections, and sends.
 
     Args:
         host: Address to listen at; the port is any that is free.
@@ -60,6 +60,10 @@ class SocketLoop(ABC):
     def handle(self, connection: Connection, frame: Frame) -> None:
         """Something came from a process that knows the token.
 
+        Args:
+            connection: The connection.
+            frame: What came.
+
         Raises:
             Garbled: It makes no sense; the connection is closed, as after any other exception.
             HybridparError: All of this server has to end.
@@ -67,14 +71,28 @@ class SocketLoop(ABC):
 
     @abstractmethod
     def most_bytes(self, connection: Connection, meta: dict[str, Any]) -> int:
-        """Most bytes that the payload of a frame may have."""
+        """Most bytes that the payload of a frame may have.
+
+        Args:
+            connection: The connection.
+            meta: Its `kind`, and what belongs to that.
+        """
 
     @abstractmethod
     def lost(self, connection: Connection, error: BaseException) -> None:
-        """A connection of a process that knows the token ended without a `drop`; it is to be dropped."""
+        """A connection of a process that knows the token ended without a `drop`; it is to be dropped.
+
+        Args:
+            connection: The connection.
+            error: The error.
+        """
 
     def turn(self, seconds: float) -> None:
-        """Wait for so long, or until something comes, and work through it."""
+        """Wait for so long, or until something comes, and work through it.
+
+        Args:
+            seconds: How long to wait at most.
+        """
         for key, events in self._selector.select(seconds):
             if key.data is None:
                 self._accept()
@@ -134,7 +152,13 @@ class SocketLoop(ABC):
             self._refuse(connection, HandshakeError(f"it sent no reply within {HANDSHAKE_SECONDS:g} s"))
 
     def send(self, connection: Connection, meta: dict[str, Any], *payload: memoryview) -> None:
-        """Send a frame, now or later; its memory must stay as it is."""
+        """Send a frame, now or later; its memory must stay as it is.
+
+        Args:
+            connection: The connection.
+            meta: Its `kind`, and what belongs to that.
+            *payload: What follows it, in pieces.
+        """
         try:
             connection.send(frame_of(meta, *payload))
             self._watch(connection)
@@ -142,7 +166,11 @@ class SocketLoop(ABC):
             self.lost(connection, error)
 
     def drop(self, connection: Connection) -> None:
-        """Close a connection. Safe to call twice."""
+        """Close a connection. Safe to call twice.
+
+        Args:
+            connection: The connection.
+        """
         self._strangers.pop(connection, None)
         self.received += connection.received
         self.sent += connection.sent
@@ -152,7 +180,12 @@ class SocketLoop(ABC):
             connection.close()
 
     def send_last(self, connection: Connection, meta: dict[str, Any]) -> None:
-        """Send a frame at once, as far as the other end still listens: there will be no other turn."""
+        """Send a frame at once, as far as the other end still listens: there will be no other turn.
+
+        Args:
+            connection: The connection.
+            meta: Its `kind`, and what belongs to that.
+        """
         try:
             connection.socket.settimeout(1.0)
             connection.send(frame_of(meta))

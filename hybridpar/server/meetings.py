@@ -1,4 +1,4 @@
-"""Why: for a checkpoint, and at the end, workers must exchange a few facts, with no group to do it on."""
+"""Collects one message of every worker, for facts that workers exchange over a server."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ class Meetings:
         occasion = tag.partition("/")[0]
         party = self._parties.setdefault(occasion, set(present))
         if worker not in party:
-            return {tag: {worker: message}}  # it came late, and meets nobody
+            return {tag: {worker: message}}  # it came late, and there is no other message for it
         self._messages.setdefault(tag, {})[worker] = message
         return self._complete()
 
     def leave(self, worker: int) -> dict[str, dict[int, Tensor]]:
         """A worker is not waited for any more.
+
+        Args:
+            worker: Its number.
 
         Returns:
             As `deposit`.

@@ -1,4 +1,4 @@
-"""Why: what a server knows of itself before anybody comes, and of each worker once it has come."""
+"""The options of a server, and what it knows of each connected worker."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from hybridpar.server.wire import Connection, Frame
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a server must know before anybody has come.
+    """What a server must know before a worker connects.
 
     Attributes:
         number: Which shard it is, from 0.
         shards: How many there are.
         rules: What to do with gradients.
         optimizer: Makes the optimizer.
-        policy: What pushes travel as.
+        policy: Codecs of pushes.
         half: Whether weights are sent as float16.
         token: What a worker must know to be let in.
         timeout: Seconds after which a silent worker is an error, where others wait for it.
@@ -53,7 +53,7 @@ class Peer:
         push: Push that has arrived but for its end.
         gradient: What that push stands for, where it has been decoded already.
         told: When it was last told anything.
-        saved: The last wish to save that it has been told.
+        saved: Number of the last request to save that it was sent.
         missed: Since when nothing has come from it, once that has been said.
         rows: Step up to which it has been told what the steps did; None for one that does not want to know.
     """
@@ -76,6 +76,10 @@ class Peer:
 
 
 def refusal(error: HybridparError) -> dict[str, Any]:
-    """An error as a frame tells it."""
+    """An error as a frame tells it.
+
+    Args:
+        error: The error.
+    """
     kind = "usage" if isinstance(error, UsageError) else "sync"
     return {"kind": "refused", "error": kind, "what": error.what, "why": error.why, "fix": error.fix}

@@ -1,8 +1,9 @@
-"""Why: every process of a job must know what it is, worker or server, and where the shards are.
+"""Which worker or server a process of a job is, and where the shards are.
 
 Of the W + K processes of a job the first W are workers and the last K are servers; with K = 0 every worker serves a
-stripe beside its own work. They meet at the store of torch.distributed that the launcher hosts (ours, torchrun's, or
-that of process 0 under any other launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`).
+stripe beside its own work. They find each other at the store of torch.distributed that the launcher hosts (ours,
+torchrun's, or that of process 0 under any other launcher that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and
+`MASTER_PORT`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Place:
         rank: Its number among all processes.
         workers: Number of workers.
         servers: Number of server processes.
-        store: Where the processes find each other; whoever reaches it can read and change it.
+        store: Where the processes find each other; any process that reaches it can read and change it.
         token: What lets a worker in at a server.
         joins: Whether it takes the place of a worker that died.
     """
@@ -62,19 +63,32 @@ class Place:
         return self.servers or self.workers
 
     def publish(self, shard: int, address: str) -> None:
-        """Tell where a shard of this process listens."""
+        """Tell where a shard of this process listens.
+
+        Args:
+            shard: Number of the shard.
+            address: `host:port` at which it listens.
+        """
         self.store.set(f"shard/{shard}", address)
 
     def wait_for(self, key: str, timeout: float) -> str:
         """What another process has set under a key, once it has.
 
+        Args:
+            key: Its name.
+            timeout: Seconds.
+
         Raises:
-            SyncError: Nobody does within the time-out.
+            SyncError: No process does within the time-out.
         """
         return wait_for_key(self.store, key, timeout)
 
     def find(self, shards: int, timeout: float) -> list[str]:
         """Address of every shard.
+
+        Args:
+            shards: How many there are.
+            timeout: Seconds.
 
         Raises:
             SyncError: One did not appear within the time-out.
@@ -84,6 +98,10 @@ class Place:
 
 def find_own_place(config: ServerConfig, timeout: float) -> Place:
     """What this process is, from the environment that a launcher made.
+
+    Args:
+        config: Options of the run.
+        timeout: Seconds.
 
     Raises:
         UsageError: There are fewer processes than servers, or the job has no token.
@@ -123,19 +141,24 @@ def own_host() -> str:
     """The address of this host by which the others of the job reach it."""
     host = address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     if host.startswith("127.") and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        return address_towards("192.0.2.1")  # by no name of ours: an address that is nobody's, RFC 5737
+        return address_towards("192.0.2.1")  # by no name of ours: an address reserved for documentation, RFC 5737
     return host
 
 
 def wait_for_key(store: Any, key: str, timeout: float) -> str:
-    """What somebody writes under a key of a store of torch.distributed, once it is there.
+    """The value of a key of a store of torch.distributed, once a process has written it.
+
+    Args:
+        store: The store of torch.distributed.
+        key: Its name.
+        timeout: Seconds.
 
     Raises:
-        SyncError: Nobody does within the time-out.
+        SyncError: No process does within the time-out.
     """
     deadline = time.monotonic() + timeout
     while not store.check([key]):
         if time.monotonic() > deadline:
-            raise SyncError(f"nobody wrote {key!r} within {timeout:g} s", "All processes of a job must be started.")
+            raise SyncError(f"no process wrote {key!r} within {timeout:g} s", "All processes of a job must be started.")
         time.sleep(0.02)
     return str(store.get(key).decode())

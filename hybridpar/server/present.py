@@ -1,7 +1,6 @@
-"""Why: what a checkpoint and the end of a run need of a world is a few facts exchanged, and servers can carry those.
+"""A `World` of the workers of a run with parameter servers, which exchange facts over shard 0.
 
-So code that was written for workers in a process group, such as the writing of checkpoints, runs unchanged for workers
-that have none.
+Code that was written for workers in a process group, such as writing checkpoints, runs unchanged with it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class PresentWorkers(World):
         self._link, self._occasion, self._number = link, occasion, 0
 
     def gather(self, item: object) -> list[object]:
-        """See `World`."""
+        """Exchange an item with all workers of the occasion."""
         self._number += 1
         workers, items = exchange(self._link, f"{self._occasion}/{self._number}", item)
         if tuple(workers) != self.members:

@@ -1,4 +1,4 @@
-"""Why: a server is a process like any other of the job, or threads beside a worker that masters a stripe itself."""
+"""Runs the shards of a process, as a server of its own or on threads beside a worker."""
 
 from __future__ import annotations
 
@@ -66,6 +66,9 @@ class OwnShards:
     def wait(self, timeout: float | None = None) -> None:
         """Wait until all workers have left.
 
+        Args:
+            timeout: Seconds.
+
         Raises:
             SyncError: An update waits for a worker that is gone.
         """
@@ -89,12 +92,21 @@ class OwnShards:
 
 
 def tell_parts(place: Place, parts: int) -> None:
-    """Worker 0: tell the servers how many shards each of them holds."""
+    """Worker 0: tell the servers how many shards each of them holds.
+
+    Args:
+        place: What this process is.
+        parts: How many.
+    """
     place.store.set(_PARTS, str(parts))
 
 
 def serve_shards(config: TrainConfig, place: Place) -> None:
     """Be a server until all workers have left.
+
+    Args:
+        config: Options of the run.
+        place: What this process is.
 
     Raises:
         SyncError: An update waits for a worker that is gone, or the store says what no worker writes.
@@ -108,7 +120,7 @@ def serve_shards(config: TrainConfig, place: Place) -> None:
         raise SyncError(
             f"{told[:20]!r} shards in a process",
             f"There are 1 to {MOST_PARTS}.",
-            "Somebody else writes to the store of this job; use a network that you trust.",
+            "Another program writes to the store of this job; use a network that you trust.",
         )
     with OwnShards(config, place, parts) as own:
         own.wait()

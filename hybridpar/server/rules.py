@@ -1,10 +1,10 @@
-"""Why: synchronous, asynchronous and soft-synchronous servers differ in two numbers: what an update waits for, and c.
+"""What a shard does with gradients: how many make an update, whether workers wait, how staleness counts.
 
 With lambda learners (S. Gupta, W. Zhang, F. Wang, "Model Accuracy and Runtime Tradeoff in Distributed Deep Learning",
 ICDM 2016; Zhang et al., IJCAI 2016):
 
 * synchronous: an update takes one gradient of each learner, and every learner waits for it;
-* n-softsync: an update takes any c = floor(lambda / n) gradients; nobody waits;
+* n-softsync: an update takes any c = floor(lambda / n) gradients; no learner waits;
 * asynchronous: every gradient is an update, which is n-softsync with n = lambda.
 """
 
@@ -42,7 +42,11 @@ class Rules:
 
     @classmethod
     def synchronous(cls, learners: int) -> Rules:
-        """One gradient of each learner; nothing is ever stale."""
+        """One gradient of each learner; nothing is ever stale.
+
+        Args:
+            learners: How many there are.
+        """
         return cls(learners, collect=learners, barrier=True)
 
     @classmethod
@@ -64,7 +68,13 @@ class Rules:
 
     @classmethod
     def asynchronous(cls, learners: int, scale: str = "inverse", bound: int | None = None) -> Rules:
-        """Every gradient is an update."""
+        """Every gradient is an update.
+
+        Args:
+            learners: How many there are.
+            scale: Name of a rule of `SCALES`.
+            bound: As in `Rules`.
+        """
         return cls.soft(learners, learners, scale, bound)
 
     @classmethod
@@ -74,6 +84,10 @@ class Rules:
         A run's learning rate is for its batch, one gradient of every worker. With fewer gradients to an update there
         are more updates: each takes its part of that rate, so that a step goes as far as a synchronous one. The papers
         start from a rate for one learner's minibatch, which comes to the same where rates grow with the batch.
+
+        Args:
+            config: Options of the run.
+            workers: Number of workers.
 
         Raises:
             UsageError: N of softsync:N is not between 1 and the number of workers.

@@ -1,4 +1,4 @@
-"""Why: running statistics of BatchNorm are no parameters, yet a model without them cannot be evaluated.
+"""The running statistics of BatchNorm in a run with parameter servers.
 
 Each worker normalises by its own minibatch, as in a run without servers. What it pushes are its running statistics
 after the step; shard 0 keeps their mean. With a barrier that is the mean over the workers. Without one each arrival
@@ -16,19 +16,32 @@ from hybridpar.server.wire import bytes_of
 
 
 def running_buffers(model: nn.Module) -> list[Tensor]:
-    """The buffers of a model that are averaged: those of floating-point numbers."""
+    """The buffers of a model that are averaged: those of floating-point numbers.
+
+    Args:
+        model: The model.
+    """
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
 def flat_buffers(model: nn.Module) -> Tensor:
-    """All of them, 1-D float32, new."""
+    """All of them, 1-D float32, new.
+
+    Args:
+        model: The model.
+    """
     parts = [buffer.detach().to(torch.float32).reshape(-1) for buffer in running_buffers(model)]
     return torch.cat(parts) if parts else torch.empty(0)
 
 
 @torch.no_grad()
 def put_buffers(model: nn.Module, values: Tensor) -> None:
-    """Overwrite them with what `flat_buffers` returned."""
+    """Overwrite them with what `flat_buffers` returned.
+
+    Args:
+        model: The model.
+        values: 1-D float32.
+    """
     begin = 0
     for buffer in running_buffers(model):
         buffer.copy_(values[begin : begin + buffer.numel()].view(buffer.shape))
@@ -53,7 +66,12 @@ class RunningBuffers:
         return self.values.numel()
 
     def take(self, worker: int, payload: Tensor) -> None:
-        """Take in a worker's statistics, as the bytes that it sent."""
+        """Take in a worker's statistics, as the bytes that it sent.
+
+        Args:
+            worker: Its number.
+            payload: 1-D uint8.
+        """
         if not self.size:
             return
         values = payload.view(torch.float32)
@@ -63,7 +81,11 @@ class RunningBuffers:
             self.values = torch.lerp(self.values, values, 1 / self._rules.learners)
 
     def meet(self, sound: bool) -> None:
-        """All workers of an update have pushed: keep their mean, unless the update did not happen."""
+        """All workers of an update have pushed: keep their mean, unless the update did not happen.
+
+        Args:
+            sound: Whether the update happened.
+        """
         if sound and self._arrived:
             total = torch.zeros_like(self.values)
             for worker in sorted(self._arrived):

@@ -1,7 +1,7 @@
-"""Why: a shard takes one call at a time, so whoever brings it messages from many workers does so from one thread.
+"""Serves one shard to workers over sockets.
 
-The server is the single writer of its stripe (`hybridpar.server.loop`). To a worker that has to wait for others it says
-so now and then, so that the worker can tell a server that waits from one that is gone.
+The server is the single writer of its stripe (`hybridpar.server.loop`). A worker that has to wait for others is
+sent a message now and then, so that it can tell a waiting server from one that is gone.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from hybridpar.server.encoding import PushDecoder
 from hybridpar.server.loop import SocketLoop
 from hybridpar.server.meetings import Meetings
 from hybridpar.server.peers import Peer, ServerOptions, refusal
-from hybridpar.server.push import Answer, Push
 from hybridpar.server.running import RunningBuffers
-from hybridpar.server.shard import Shard
+from hybridpar.server.shard import Answer, Push, Shard
 from hybridpar.server.stripes import Piece, Stripe
 from hybridpar.server.wire import Connection, Frame, Garbled, bytes_of, pack
 
@@ -75,7 +74,7 @@ class ShardServer(SocketLoop):
     # -------------------------------------------------------------------- loop
 
     def run(self, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Serve until everybody who came has left.
+        """Serve until all workers that came have left.
 
         Args:
             give_up: Asked now and then; True ends it.
@@ -94,7 +93,7 @@ class ShardServer(SocketLoop):
             self.close()
 
     def _is_over(self) -> bool:
-        """Whether everybody has said good-bye, or nobody has come back who went without."""
+        """Whether all workers have left, or none has come back whose connection was lost."""
         if not self._seen or self._peers or self._early:
             self._alone_since = None
             return False
@@ -115,7 +114,7 @@ class ShardServer(SocketLoop):
         self.send(peer.connection, meta, *payload)
 
     def lost(self, connection: Connection, error: BaseException) -> None:
-        """See `SocketLoop`: a worker is gone without a good-bye.
+        """Take a worker out whose connection ended without a good-bye.
 
         Raises:
             SyncError: An update waits for it.
@@ -148,7 +147,7 @@ class ShardServer(SocketLoop):
         self._meet(self._meetings.leave(worker))
 
     def _keep_time(self) -> None:
-        """Tell those who wait that they still do, and end it where a barrier waits for somebody silent."""
+        """Tell workers that they still wait, and end the run where a barrier waits for a silent worker."""
         shard, now = self.shard, self._now()
         if shard is None:
             for connection, _ in list(self._early.values()):
@@ -176,7 +175,7 @@ class ShardServer(SocketLoop):
         for worker in range(options.rules.learners) if options.rules.barrier else [*self._peers]:
             peer = self._peers.get(worker)
             since = self._waiting_since if peer is None else max(self._waiting_since, peer.active)
-            # Where nobody waits for its gradient, worker 0 may be testing, which takes its time.
+            # Without a barrier worker 0 may be testing, which takes some time.
             testing = worker == 0 and not options.rules.barrier and not shard.waiting
             if worker not in waiting and now - since > options.timeout * (_PATIENCE if testing else 1):
                 late.append(worker)
@@ -233,7 +232,7 @@ class ShardServer(SocketLoop):
             self._leave(worker)
 
     def _tell_all(self, error: HybridparError) -> None:
-        """Tell everybody why it ends, as far as they still listen."""
+        """Tell all workers why it ends, as far as they still listen."""
         early = [connection for connection, _ in self._early.values()]
         for connection in [*(peer.connection for peer in self._peers.values()), *early]:
             self.send_last(connection, refusal(error))
@@ -255,7 +254,7 @@ class ShardServer(SocketLoop):
         return _FACT_BYTES if kind == "gather" else 0
 
     def handle(self, connection: Connection, frame: Frame) -> None:
-        """See `SocketLoop`."""
+        """Act on a frame of a worker."""
         kind = frame.kind
         if kind == "hello":
             self._hello(connection, frame)
@@ -304,7 +303,7 @@ class ShardServer(SocketLoop):
                 f"worker {worker} and worker {self._expected['worker']} differ in "
                 f"{'the model' if {'fingerprint', 'stripe', 'buffers'} & set(difference) else '--compress'}",
                 "All workers train one model: names, shapes and dtypes of all parameters must be equal, and so must be "
-                "what gradients travel as.",
+                "the codecs of gradients.",
                 "Start all workers with the same command and the same code.",
             )
             self.send(connection, refusal(error))
@@ -417,7 +416,7 @@ class ShardServer(SocketLoop):
         """With all gradients of an update there: have the weights on their way while workers still compute.
 
         Whether a gradient is finite a worker knows when it has all of it, which is late: most of it went to other
-        shards. Until then nobody uses the new weights.
+        shards. Until then no worker uses the new weights.
         """
         shard, peers = self.shard, self._peers
         assert shard is not None
@@ -476,13 +475,13 @@ class ShardServer(SocketLoop):
         shard = self.shard
         assert shard is not None
         if self._options.rules.barrier and not self._options.half:
-            return bytes_of(shard.values)  # which change when everybody has got them and pushed again
+            return bytes_of(shard.values)  # which change when all workers have got them and pushed again
         if self._weights is None or self._weights[0] != shard.clock:
             self._weights = shard.clock, shard.values.half() if self._options.half else shard.values.clone()
         return bytes_of(self._weights[1])
 
     def _meet(self, done: dict[str, dict[int, Tensor]]) -> None:
-        """Everybody has left a message of some kind: everybody gets all of them."""
+        """All workers have left a message under a tag: send all of them to each."""
         for tag, messages in done.items():
             workers = sorted(messages)
             sizes = [messages[worker].numel() for worker in workers]

@@ -1,15 +1,15 @@
-"""Why: everything that a parameter server decides is decided here, and nothing here knows of processes or networks.
+"""A shard: a stripe of the parameters, its optimizer, and the rules by which gradients update it.
 
-A shard holds a stripe of the model, the optimizer's state for it (momentum and weight decay are the server's business:
-with momentum at the learners a stale gradient would be followed several times), and a **clock** that counts updates.
-Shards do not wait for each other; each has its own clock. What comes in are calls, one at a time, what goes out are
-`Answer`s: who may now go on, with which weights. The transport is somebody else's (`hybridpar.server.serve`), or
-nobody's (`hybridpar.server.simulate`), so that any order of arrivals can be written down and played.
+A shard holds a stripe of the model, the optimizer's state for it (momentum and weight decay are applied here: with
+momentum at the learners a stale gradient would be applied several times), and a **clock** that counts updates. Shards
+do not wait for each other; each has its own clock. It is called with one push at a time and returns `Answer`s: which
+learners may continue, with which weights. It knows nothing of processes and sockets (`hybridpar.server.serve`), so that
+any order of arrivals can be tested (`hybridpar.server.simulate`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.optim.build import fill_momentum
 from hybridpar.server.ledger import Ledger
-from hybridpar.server.push import Answer, Push
 from hybridpar.server.rules import Rules
 from hybridpar.server.snapshot import Snapshot
 from hybridpar.server.staleness import StalenessHistogram
@@ -27,6 +26,57 @@ from hybridpar.server.stripes import Stripe
 
 #: Makes the optimizer of a stripe, from groups of parameters with their weight decay (`decays`).
 OptimizerOf = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Push:
+    """What a learner says of a gradient.
+
+    Attributes:
+        learner: Who.
+        sequence: Number of this push of the learner, from 1; a repeated push has the number of the first one.
+        clock: Clock of the weights that the gradient was computed on.
+        weight: What it counts in the sum of an update, before staleness; None for 1 / c, a mean over c gradients.
+        rate: Learning rate, as a fraction of the peak rate.
+        samples: Samples that it is of.
+        loss: Their mean loss.
+        sound: Whether it is finite, on all shards. One that is not counts as a push and changes nothing; where an
+            update takes one of each learner, it does not happen.
+        unused: Numbers of the stripe's pieces for which there was no gradient.
+    """
+
+    learner: int
+    sequence: int
+    clock: int
+    weight: float | None = None
+    rate: float = 1.0
+    samples: int = 1
+    loss: float = 0.0
+    sound: bool = True
+    unused: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A learner may go on.
+
+    Attributes:
+        learner: Who.
+        sequence: Of the push that is answered.
+        clock: Clock of the weights that it gets.
+        staleness: Of its gradient.
+        applied: Whether its gradient counts, or will in the update that it waits for.
+        repeated: Whether the push had come before; it was not counted again.
+        drafted: Whether its weights are those of the draft.
+    """
+
+    learner: int
+    sequence: int
+    clock: int
+    staleness: int
+    applied: bool
+    repeated: bool = False
+    drafted: bool = False
 
 
 @dataclass
@@ -136,12 +186,20 @@ class Shard:
         return self.limit is not None and self.taken >= self.limit
 
     def sequence_of(self, learner: int) -> int:
-        """The last push of a learner that came; 0 for one that is not here."""
+        """The last push of a learner that came; 0 for one that is not here.
+
+        Args:
+            learner: Its number.
+        """
         known = self._learners.get(learner)
         return known.sequence if known is not None else 0
 
     def counted(self, learner: int) -> bool:
-        """Whether the last push of a learner counts, be it answered or not."""
+        """Whether the last push of a learner counts, be it answered or not.
+
+        Args:
+            learner: Its number.
+        """
         known = self._learners.get(learner)
         return known is not None and known.last is not None and known.last.applied
 
@@ -159,6 +217,9 @@ class Shard:
 
     def leave(self, learner: int) -> list[Answer]:
         """A learner takes part no more: it has finished, or died. What it pushed stays counted.
+
+        Args:
+            learner: Its number.
 
         Returns:
             Answers that waited for it alone.
@@ -184,7 +245,12 @@ class Shard:
     # ------------------------------------------------------------------ pushes
 
     def expects(self, learner: int, sequence: int) -> bool:
-        """Whether a push has not come before."""
+        """Whether a push has not come before.
+
+        Args:
+            learner: Its number.
+            sequence: Number of the push.
+        """
         known = self._learners.get(learner)
         return known is None or sequence > known.sequence
 
@@ -282,11 +348,15 @@ class Shard:
         return answers
 
     def arrived(self, learner: int) -> tuple[Push, Tensor] | None:
-        """The push of a learner that waits for others in front of a barrier, with its gradient; None for none."""
+        """The push of a learner that waits for others in front of a barrier, with its gradient; None for none.
+
+        Args:
+            learner: Its number.
+        """
         return self._arrived.get(learner)
 
     def draft(self, pushes: Sequence[tuple[Push, Tensor]]) -> None:
-        """Make the update of gradients of which nobody knows yet whether they count.
+        """Make the update of gradients before it is known whether they count.
 
         With a barrier, and with a gradient of every learner, in the learners' order. The weights are then those after
         the update, so that they can be on their way while the rest is found out. The pushes of the same gradients keep
@@ -328,7 +398,7 @@ class Shard:
         self.optimizer.step()
 
     def _release(self) -> list[Answer]:
-        """Answer everybody who is not too far ahead of the slowest."""
+        """Answer every learner that is not too far ahead of the slowest."""
         slowest = min((known.pushes for known in self._learners.values()), default=0)
         answers = []
         for number in self.waiting:
@@ -343,43 +413,25 @@ class Shard:
     # ------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a shard of the same stripe needs to go on as if nothing had happened; plain values, tensors.
+        """What a checkpoint keeps of the shard, as plain values and tensors; see `load_values` and `load_progress`.
 
-        Learners are not part of it, but for how far each has come: they join again.
+        Learners are not part of it, as they join again, nor are gradients that wait for the rest of an update.
         """
         state = self.optimizer.state
         return {
-            "stripe": self.stripe.fingerprint,
             "values": self.values.clone(),
             "optimizer": [_copied(state.get(piece, {})) for piece in self._pieces],
             "clock": self.clock,
             "taken": self.taken,
             "histogram": self.histogram.to_dict(),
-            "collected": {
-                "count": self._collected.count,
-                "rate": self._collected.rate,
-                "used": sorted(self._collected.used),
-                "total": self._total.clone() if self._collected.count else torch.empty(0),
-            },
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
-
-        Raises:
-            UsageError: It is of another stripe.
-        """
-        if state["stripe"] != self.stripe.fingerprint:
-            raise UsageError("the state is of a shard with another stripe", fix="Load it by the parameters' names.")
-        self.load_values(state["values"], state["optimizer"])
-        self.load_progress(state)
-        collected = state["collected"]
-        self._collected = _Collection(int(collected["count"]), float(collected["rate"]), set(collected["used"]))
-        if self._collected.count:
-            self._total.copy_(collected["total"])
-
     def load_progress(self, state: Mapping[str, Any]) -> None:
-        """Restore the counts among what `state_dict` returned, be it of this stripe or of another."""
+        """Restore the counts among what `state_dict` returned, be it of this stripe or of another.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         self.clock, self.taken = int(state["clock"]), int(state["taken"])
         self.ledger.step = self.step
         self.histogram = StalenessHistogram.of_dict(state["histogram"])
@@ -397,11 +449,6 @@ class Shard:
         for piece, own in zip(self._pieces, optimizer, strict=False):
             if own:
                 self.optimizer.state[piece] = _copied(own)
-
-
-def unused_pieces(stripe: Stripe, missing: Collection[str]) -> frozenset[int]:
-    """Numbers of the pieces of some parameters."""
-    return frozenset(number for number, piece in enumerate(stripe.pieces) if piece.name in missing)
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:

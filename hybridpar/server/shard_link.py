@@ -1,12 +1,12 @@
-"""Why: a gradient leaves for its shard while the backward pass still computes the next, and connections break.
+"""A worker's connection to one shard: sends gradients piece by piece, and receives weights.
 
 One thread per shard sends and receives, so that shards do not wait for each other. A push is one frame whose length is
 known beforehand, so its pieces leave one by one, in the order in which backward passes usually make them (from the last
-layer to the first), as soon as they are there. What the gradient turned out to be (finite or not, its loss) follows in
-a frame of its own, and only then does the push count.
+layer to the first), as soon as they are there. Whether the gradient is finite, and its loss, follow in a frame
+of their own, and only then does the push count.
 
-Where nobody waits for all, a worker whose connection breaks comes again and repeats the push under the same number, and
-the shard knows whether it has seen it. So a push is taken exactly once, or the shard is gone for good.
+Without a barrier, a worker whose connection breaks connects again and repeats the push under the same number, and the
+shard knows whether it has seen it. So a push is applied exactly once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LinkOptions:
         worker: Its number.
         shards: How many shards there are.
         fingerprint: Of the model.
-        policy: What pushes travel as, as text.
+        policy: Codecs of pushes, as text.
         token: What lets it in.
         timeout: Seconds after which a silent shard is an error.
         half: Whether weights come as float16.
@@ -76,7 +76,7 @@ class PushFlight:
         messages: The pieces as they were sent, by number.
         turn: Set when it may leave: other shards of the same process get theirs one after the other.
         gone: Set when it has left, or never will.
-        bell: Rung when the end is known: whoever waits for that may be waiting for the shard as well.
+        bell: Written to when the end is known, to wake up a thread that waits for the shard as well.
     """
 
     meta: dict[str, Any]
@@ -142,7 +142,12 @@ class ShardLink:
     # ------------------------------------------------------------------ calls
 
     def submit(self, call: Any, *arguments: Any) -> Future[Any]:
-        """Have the thread of this shard call something."""
+        """Have the thread of this shard call something.
+
+        Args:
+            call: What to call, on the thread; the arguments follow.
+            *arguments: What it is called with.
+        """
         return self._thread.submit(call, *arguments)
 
     def hello(self, buffers: int, rows: int | None) -> dict[str, Any]:
@@ -168,6 +173,9 @@ class ShardLink:
     def initialise(self, start: dict[str, Any]) -> dict[str, Any]:
         """Bring the weights to a shard that has none.
 
+        Args:
+            start: What it begins with, see `shard_starts`.
+
         Raises:
             SyncError: The shard is gone.
         """
@@ -177,6 +185,9 @@ class ShardLink:
 
     def push(self, flight: PushFlight) -> dict[str, Any]:
         """Send a gradient piece by piece, then its end, and wait for the weights.
+
+        Args:
+            flight: The push, whose pieces are handed over while it is sent.
 
         Returns:
             The answer.
@@ -204,6 +215,10 @@ class ShardLink:
     def ask(self, meta: dict[str, Any], item: Any = None) -> tuple[dict[str, Any], Tensor]:
         """Send a frame, and wait for one that is no `wait`.
 
+        Args:
+            meta: Of the frame that is sent.
+            item: Its payload; None for none.
+
         Returns:
             Its meta data and payload.
 
@@ -219,7 +234,7 @@ class ShardLink:
             return meta, payload
 
     def unpack_rest(self) -> Any:
-        """What worker 0 had this shard tell everybody."""
+        """What worker 0 left at this shard for all workers."""
         return unpack(self._rest)
 
     def send_coders(self) -> None:
@@ -229,7 +244,11 @@ class ShardLink:
                 self._send({"kind": "coders"}, pack(self.encoder.shared_state()))
 
     def close(self, *, graceful: bool = True) -> None:
-        """Leave."""
+        """Leave.
+
+        Args:
+            graceful: Whether to tell the shard; False after an error.
+        """
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 if graceful:
@@ -326,7 +345,7 @@ class ShardLink:
         flight.ready.get()
 
     def _message(self, flight: PushFlight, number: int) -> Tensor:
-        """A piece as it travels; it is encoded once, however often it is sent."""
+        """A piece as it is sent; it is encoded once, however often it is sent."""
         message = flight.messages[number]
         if self.encoder is not None and message.dtype != torch.uint8:
             message = flight.messages[number] = self.encoder.encode(number, message)
@@ -461,6 +480,6 @@ class ShardLink:
         reason = f"did not answer within {options.timeout:g} s" if silent else f"is gone ({error})"
         return SyncError(
             f"shard {self.number} of {options.shards} at {self.address} {reason}, and worker {options.worker} needs it",
-            "Each shard holds a stripe of the parameters that nobody else has.",
+            "Each shard holds a stripe of the parameters that exists nowhere else.",
             "A launched job restarts from its last checkpoint; else start it again with --resume.",
         )

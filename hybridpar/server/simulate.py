@@ -1,8 +1,7 @@
-"""Why: what staleness does to training shows with thirty learners, and must show in the same way every time.
+"""Plays a written order of arrivals through real shards, in one process and without a clock.
 
-Here learners are bookkeeping and the shards are real: `Simulation` plays a written order of arrivals (who pushes next,
-whose message is lost, doubled, or who dies) through them, in one process and without a clock. `play_timed` makes the
-order itself, from how long each learner computes, and so also finds out how much work is done in a time.
+Learners are simulated, the shards are real. An order says who pushes next, whose message is lost or doubled, and who
+dies. `play_timed` makes the order itself, from how long each learner computes, and so also measures the throughput.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from torch import Tensor
 from hybridpar.compress import Policy, parse_codec
 from hybridpar.errors import UsageError
 from hybridpar.server.encoding import PushDecoder, PushEncoder
-from hybridpar.server.push import Answer, Push
 from hybridpar.server.rules import Rules
-from hybridpar.server.shard import OptimizerOf, Shard
+from hybridpar.server.shard import Answer, OptimizerOf, Push, Shard
 from hybridpar.server.stripes import Stripe, cut_model
 
 #: Gradient of a learner: called with its number, how many it has computed, and the weights that it holds, 1-D.
@@ -78,7 +76,7 @@ class Simulation:
         optimizer: The shards' optimizers.
         gradient: What the learners compute.
         shards: Number of shards.
-        codec: What pushes travel as.
+        codec: Codec of the pushes.
     """
 
     def __init__(
@@ -133,6 +131,9 @@ class Simulation:
     def play(self, schedule: Iterable[Arrival]) -> None:
         """Play a schedule.
 
+        Args:
+            schedule: The order of arrivals.
+
         Raises:
             UsageError: A learner is to push that has not been answered.
             SyncError: As for `Shard.push` and `Shard.leave`.
@@ -142,6 +143,9 @@ class Simulation:
 
     def happen(self, arrival: Arrival) -> list[int]:
         """Play one line.
+
+        Args:
+            arrival: Whose push, and what happens to it.
 
         Returns:
             Learners that may compute on.
@@ -239,7 +243,12 @@ class Simulation:
 
 
 def round_robin(learners: int, pushes: int) -> Iterator[Arrival]:
-    """Learners push in turn, as equally fast ones do."""
+    """Learners push in turn, as equally fast ones do.
+
+    Args:
+        learners: How many there are.
+        pushes: How many pushes in all.
+    """
     for number in range(pushes):
         yield Arrival(number % learners)
 

@@ -1,4 +1,4 @@
-"""Why: an update can be made before anybody knows whether it counts, where it can be undone to the bit."""
+"""A copy of a stripe's values and optimizer state, to undo an update bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: a gradient of old weights points where the old weights should have gone, so its age must be known and may count.
+"""Rules for the weight of stale gradients, and a histogram of staleness.
 
 Staleness is counted in updates: tau = clock of the server at arrival - clock of the weights that the gradient was
 computed on (Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for Distributed Deep Learning", IJCAI 2016, section 3).
@@ -20,19 +20,34 @@ SCALES: Registry[Scale] = Registry("staleness rule")
 
 @SCALES.register("none", "every gradient counts in full, however old it is")
 def full_weight(staleness: int, expected: int) -> float:
-    """1."""
+    """1.
+
+    Args:
+        staleness: In updates.
+        expected: Mean staleness to be expected, n.
+    """
     return 1.0
 
 
 @SCALES.register("inverse", "1 / tau, and 1 where tau is 0")
 def inverse_weight(staleness: int, expected: int) -> float:
-    """1 / max(1, tau): the rule of the paper, per gradient (equation 5)."""
+    """1 / max(1, tau): the rule of the paper, per gradient (equation 5).
+
+    Args:
+        staleness: In updates.
+        expected: Mean staleness to be expected, n.
+    """
     return 1.0 / max(1, staleness)
 
 
 @SCALES.register("mean", "1 / n for n-softsync, whatever the gradient's own staleness")
 def mean_weight(staleness: int, expected: int) -> float:
-    """1 / n: the rule of Gupta, Zhang, Wang, ICDM 2016, which takes the mean staleness for every gradient's own."""
+    """1 / n: the rule of Gupta, Zhang, Wang, ICDM 2016, which takes the mean staleness for every gradient's own.
+
+    Args:
+        staleness: In updates.
+        expected: Mean staleness to be expected, n.
+    """
     return 1.0 / max(1, expected)
 
 
@@ -47,7 +62,11 @@ class StalenessHistogram:
         self.counts: Counter[int] = Counter(counts or {})
 
     def add(self, staleness: int) -> None:
-        """Count a gradient."""
+        """Count a gradient.
+
+        Args:
+            staleness: In updates.
+        """
         self.counts[staleness] += 1
 
     @property
@@ -76,5 +95,9 @@ class StalenessHistogram:
 
     @classmethod
     def of_dict(cls, counts: Mapping[str, int]) -> StalenessHistogram:
-        """What `to_dict` returned."""
+        """What `to_dict` returned.
+
+        Args:
+            counts: Counts by staleness, as text.
+        """
         return cls({int(staleness): count for staleness, count in counts.items()})

@@ -1,4 +1,4 @@
-"""Why: the optimizer of a stripe must do to its pieces what the optimizer of a run does to whole parameters."""
+"""The optimizer of a stripe, equal element by element to the optimizer of a plain run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from hybridpar.server.stripes import trained_parameters
 
 
 def optimizer_of(config: OptimizerConfig) -> OptimizerOf:
-    """What makes the optimizer of a stripe: SGD or AdamW, as `hybridpar.optim.build` makes it of a model."""
+    """What makes the optimizer of a stripe: SGD or AdamW, as `hybridpar.optim.build` makes it of a model.
+
+    Args:
+        config: Options of the run.
+    """
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         ready = [
@@ -29,7 +33,11 @@ def optimizer_of(config: OptimizerConfig) -> OptimizerOf:
 
 
 def described_parameters(model: nn.Module) -> list[tuple[str, tuple[int, ...], bool]]:
-    """Name, shape, and whether weight decay applies, of each trained parameter; see `cut_model`."""
+    """Name, shape, and whether weight decay applies, of each trained parameter; see `cut_model`.
+
+    Args:
+        model: The model.
+    """
     decaying = {
         id(parameter)
         for group in parameter_groups(model, 1.0)

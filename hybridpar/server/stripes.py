@@ -1,4 +1,4 @@
-"""Why: every process must cut the model's parameters into the same shards, and a shard must know no model.
+"""Cuts the parameters of a model into the stripes that shards hold.
 
 The parameters lie one behind the other in the model's order, shard k of K has the k-th of K nearly equal ranges
 (CaffeOnSpark's rule: [k size / K, (k + 1) size / K)), and a border within a parameter is moved to the nearest border of
@@ -108,6 +108,9 @@ def parts_of_a_host(parameters: Sequence[tuple[str, tuple[int, ...], bool]], hos
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that servers hold, by name: those that are trained.
+
+    Args:
+        model: The model.
 
     Raises:
         UsageError: One is of a type or in a layout that servers do not hold.

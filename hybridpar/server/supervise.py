@@ -1,9 +1,9 @@
-"""Why: torch's elastic launcher starts all processes again when one dies, which asynchronous workers have no need of.
+"""Starts the workers and servers of a run on this machine, and replaces those that die.
 
-So a run with servers has a launcher of its own. It hosts the store at which the processes find each other, and watches
-them:
+torch's elastic launcher restarts all processes when one dies; without a barrier that is not needed. This launcher hosts
+the store at which the processes find each other, and watches them:
 
-* a worker that dies where nobody waits for it is started again and joins the others, who never stopped;
+* a worker that dies where no update waits for it is started again and joins the others, which have not stopped;
 * any other process that dies - a server, or a worker that an update waits for - makes the launcher start all of them
   again, and they go on from the last whole checkpoint.
 

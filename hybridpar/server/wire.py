@@ -1,8 +1,8 @@
-"""Why: a server's peers come and go, and a gloo group is of no use to anybody once a member of it is dead.
+"""The wire format between workers and servers: frames over TCP sockets.
 
-So data travels over plain TCP sockets, one per worker and shard, and torch.distributed's store is only where they find
-each other. A socket tells a death at once, others are not touched by it, a newcomer is one more connection, and one
-thread can wait for whoever comes first, which a group's receive from a named peer cannot.
+There is one socket per worker and shard; torch.distributed's store is only used to find each other. A socket reports at
+once that its peer died and others are not affected, a new worker is one more connection, and one thread can wait for
+whichever worker sends first. A process group of gloo has none of that.
 
 A connection begins with a handshake (`hybridpar.server.handshake`). Then come frames: a header (magic, length of the
 meta data, length of the payload), the meta data as JSON, and the payload. What a payload means follows from the kind
@@ -65,12 +65,19 @@ class Frame:
 
 
 def pack(item: Any) -> memoryview:
-    """An object as `hybridpar.formats.messages.pack` takes it, as bytes."""
+    """An object as `hybridpar.formats.messages.pack` takes it, as bytes.
+
+    Args:
+        item: Plain values and tensors.
+    """
     return memoryview(messages.pack(item))
 
 
 def unpack(payload: Tensor) -> Any:
     """What `pack` was given.
+
+    Args:
+        payload: 1-D uint8.
 
     Raises:
         Garbled: It was given nothing like that.
@@ -82,18 +89,32 @@ def unpack(payload: Tensor) -> Any:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A contiguous tensor's memory; the tensor must outlive it."""
+    """A contiguous tensor's memory; the tensor must outlive it.
+
+    Args:
+        tensor: The tensor, on the CPU.
+    """
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 def head_of(meta: dict[str, Any], length: int) -> bytes:
-    """What stands before a payload of so many bytes."""
+    """What stands before a payload of so many bytes.
+
+    Args:
+        meta: Its `kind`, and what belongs to that.
+        length: Bytes of the payload.
+    """
     text = json.dumps(meta).encode()
     return _HEADER.pack(_MAGIC, len(text), length) + text
 
 
 def frame_of(meta: dict[str, Any], *payload: memoryview) -> list[memoryview]:
-    """A whole frame, as pieces of memory to be sent one after the other."""
+    """A whole frame, as pieces of memory to be sent one after the other.
+
+    Args:
+        meta: Its `kind`, and what belongs to that.
+        *payload: The payload, in pieces.
+    """
     return [memoryview(head_of(meta, sum(len(part) for part in payload))), *(part for part in payload if len(part))]
 
 
@@ -106,7 +127,11 @@ _ROUND_TRIP = struct.Struct("68xI")
 
 
 def tune(connection: socket.socket) -> None:
-    """Have small frames leave at once, queues stay short, and a host that vanished be noticed some day."""
+    """Have small frames leave at once, queues stay short, and a host that vanished be noticed some day.
+
+    Args:
+        connection: The connection.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_CONGESTION"):  # Linux
@@ -127,6 +152,10 @@ def _round_trip(connection: socket.socket) -> float:
 def read_exactly(connection: socket.socket, into: memoryview) -> None:
     """Fill memory from a blocking socket.
 
+    Args:
+        connection: The connection.
+        into: Where the bytes are put.
+
     Raises:
         ConnectionError: The other end is gone.
         TimeoutError: Nothing came within the socket's time-out.
@@ -140,6 +169,9 @@ def read_exactly(connection: socket.socket, into: memoryview) -> None:
 
 def read_head(connection: socket.socket) -> tuple[dict[str, Any], int]:
     """Meta data of the next frame, and the length of its payload, which is still to be read.
+
+    Args:
+        connection: The connection.
 
     Raises:
         ConnectionError: The other end is gone.
@@ -237,7 +269,7 @@ class Connection:
         Raises:
             ConnectionError: The other end is gone.
             Garbled: It sends no frames, or one that is too long.
-            HandshakeError: It is nobody of this job.
+            HandshakeError: It is no process of this job.
         """
         while self.socket.fileno() >= 0:
             try:
@@ -288,6 +320,9 @@ class Connection:
 
     def send(self, parts: Sequence[memoryview]) -> None:
         """Queue memory, which must stay as it is until it is sent, and send what can be sent now.
+
+        Args:
+            parts: What to send, in this order.
 
         Raises:
             ConnectionError: The other end is gone.

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridpar.observe.metrics import MetricsWriter
-from hybridpar.observe.plots import draw_loss, running_mean
+from hybridpar.observe.plots import draw_loss, draw_staleness, running_mean
 
 figures = pytest.importorskip("matplotlib.figure")
 image = pytest.importorskip("matplotlib.image")
@@ -147,3 +147,15 @@ def test_running_mean_is_the_mean_of_what_the_window_holds(values, window):
 
 def test_a_single_huge_loss_does_not_drown_those_after_it():
     assert running_mean(np.array([1e30, 1.0, 2.0, 3.0, 4.0]), 3)[2:].tolist() == [2.0, 3.0, 3.5]
+
+
+def test_a_picture_of_ages(tmp_path):
+    path = draw_staleness(tmp_path, {0: 3, 1: 10, 7: 1}, expected=1.5)
+    assert path == tmp_path / "staleness.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_gradients_there_is_no_picture_of_ages(tmp_path):
+    said = []
+    assert draw_staleness(tmp_path, {}, say=said.append) is None
+    assert said == ["staleness.png was not drawn: no gradient arrived"]

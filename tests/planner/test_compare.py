@@ -98,7 +98,7 @@ def test_other_bytes_and_more_memory_are_told_and_less_memory_is_not():
     told = Comparison(
         plan, as_on(plan, 1e8, bytes_sent_per_step=sent // 2, memory_bytes=2 * memory + (1 << 30))
     ).warnings()
-    assert ["did not travel as the plan says" in told[0], "allocator" in told[1]] == [True, True]
+    assert ["were not sent with the codec of the plan" in told[0], "allocator" in told[1]] == [True, True]
     for little in (memory // 3, memory + (100 << 20)):
         assert Comparison(plan, as_on(plan, 1e8, memory_bytes=little)).warnings() == []
 

@@ -107,13 +107,13 @@ def test_memory_format_and_kernels_can_be_decided():
 def test_a_codec_that_was_decided_is_used_wherever_gradients_are_exchanged(fidelity):
     everything = {f"u{unit}.weight": "fp16" for unit in range(4)}
     asked = inputs(fidelity=fidelity, fixed=Fixed(workers=2, codecs=everything))
-    names = {(one.shape.replicas, Space(asked).travels[one.travel].name) for one in all_of(asked)}
+    names = {(one.shape.replicas, Space(asked).codec_choices[one.codec].name) for one in all_of(asked)}
     assert names == {(1, "none"), (2, "fp16")}
     none = inputs(fidelity=fidelity, fixed=Fixed(workers=2, codecs={}))
-    assert {one.travel for one in all_of(none)} == {0}
+    assert {one.codec for one in all_of(none)} == {0}
     some = inputs(spec=cluster(2, 1e7), fixed=Fixed(workers=2, replicas=2, codecs={"u3.weight": "onebit:decay=0.9"}))
     chosen = find_plan(some)
-    assert chosen.evaluator.space.travels[chosen.chosen.candidate.travel].name == (
+    assert chosen.evaluator.space.codec_choices[chosen.chosen.candidate.codec].name == (
         "onebit:decay=0.9 for 1 of 4 parameters"
     )
     assert set(RATES) >= {"onebit:decay=0.9"}

@@ -50,9 +50,9 @@ def test_every_outcome_has_a_plan_that_says_what_it_is():
         assert plan.predicted.step_ms == pytest.approx(outcome.step_ms, abs=1e-3)
         assert plan.sync is not None
         rules = "; ".join(f"{rule.pattern} -> {rule.codec}" for rule in plan.sync.policy)
-        travel = answer.evaluator.space.travels[outcome.candidate.travel]
+        codec = answer.evaluator.space.codec_choices[outcome.candidate.codec]
         assert {name: read_policy(rules).text_of(name) for name in names} == {
-            name: travel.codecs.get(name, "none") for name in names
+            name: codec.codecs.get(name, "none") for name in names
         }
 
 

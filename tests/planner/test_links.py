@@ -29,7 +29,7 @@ def measured(world: World, cache: str, fresh: bool) -> tuple[str, int]:
         spec = measure_cluster(world, fresh=fresh, seconds=0.002)
     finally:
         del os.environ["HYBRIDPAR_CACHE"]
-    return spec.model_dump_json(), len(list(Path(cache).glob("links-*.json")))
+    return spec.model_dump_json(), len(list(Path(cache).glob("planner/links-*.json")))
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -56,14 +56,14 @@ def test_workers_measure_the_links_between_them_and_agree(tmp_path, shared_memor
 def test_what_was_measured_is_remembered_until_the_link_has_changed(tmp_path):
     first = run_ranks(measured, 2, str(tmp_path), True)[0]
     assert first[1] == 1
-    (path,) = tmp_path.glob("links-*.json")
+    (path,) = tmp_path.glob("planner/links-*.json")
 
     # A link a thousand times as slow as this one: somebody has moved the workers since.
     kept = json.loads(path.read_text())
-    kept["cluster"]["inside"]["bandwidth"] /= 1000
+    kept["data"]["cluster"]["inside"]["bandwidth"] /= 1000
     path.write_text(json.dumps(kept))
     again = json.loads(run_ranks(measured, 2, str(tmp_path), False)[0][0])
-    assert again["inside"]["bandwidth"] > kept["cluster"]["inside"]["bandwidth"] * 10
+    assert again["inside"]["bandwidth"] > kept["data"]["cluster"]["inside"]["bandwidth"] * 10
 
     path.write_text("damaged")
     assert json.loads(run_ranks(measured, 2, str(tmp_path), False)[0][0])["inside"]["bandwidth"] > 0
@@ -212,10 +212,10 @@ def unconfirmed(world: World, cache: str, confirmed: tuple[bool, ...]) -> tuple[
         links._levels, links._still_true = inner
         del os.environ["HYBRIDPAR_CACHE"]
     assert spec.inside is not None
-    return len(taken), spec.inside.bandwidth, len(list(Path(cache).glob("links-*.json")))
+    return len(taken), spec.inside.bandwidth, len(list(Path(cache).glob("planner/links-*.json")))
 
 
 def test_links_are_measured_again_until_messages_confirm_them_and_kept_only_then(tmp_path):
     assert run_ranks(unconfirmed, 2, str(tmp_path), (False,) * 3) == [(3, 3e6, 0)] * 2
     assert [found[:2] for found in run_ranks(unconfirmed, 2, str(tmp_path), (False, True))] == [(2, 2e6)] * 2
-    assert len(list(tmp_path.glob("links-*.json"))) == 1
+    assert len(list(tmp_path.glob("planner/links-*.json"))) == 1

@@ -27,9 +27,8 @@ from hybridpar.plan import Measured, Pipeline, Plan, Predicted, Stage, Sync, rea
 from hybridpar.planner import measure_run as run_inputs
 from hybridpar.planner import planned_run, store
 from hybridpar.planner.compare import slower_links
-from hybridpar.planner.fixed import Fixed
+from hybridpar.planner.fixed import Fixed, decided_options, fixed_by, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.measure_run import decided_options, fixed_by, not_modelled
 from hybridpar.planner.planned_run import before_joining, follow
 from hybridpar.planner.profile import SizedTimes, Variant
 from hybridpar.planner.search import find_plan
@@ -314,7 +313,7 @@ def test_a_codec_that_fits_no_layer_is_told_and_not_named():
     ]
     sent = WireFormat(read_policy("hylo"), [row, replace(row, codec="hylo", bytes_after=50)], None)
     assert str(sent.applied) == "hylo"
-    assert "gradients travel as hylo" in wire_format_lines(sent, None)
+    assert "gradients are sent as hylo" in wire_format_lines(sent, None)
 
 
 # ------------------------------------------------------------------------------------------------- files and resuming

@@ -103,9 +103,9 @@ def test_a_looser_fidelity_keeps_the_policies_of_a_stricter_one():
     profile = chain([(0.1, 0.2)] * 40 + [(1, 2)], [(128, 8)] * 40 + [(2048, 2048)])
     rates = {text: {1024: (0.25, 0.25), 1 << 20: (0.5, 0.5)} for text in STEPS_TO_TARGET if text != "none"}
     asked = inputs(profile, cluster(2, kind="cuda"), rates=rates, fidelity="close")
-    policies = {tuple(one.codecs.items()) for one in Space(asked).travels if one.rank == 2}
+    policies = {tuple(one.codecs.items()) for one in Space(asked).codec_choices if one.rank == 2}
     assert policies
-    assert policies <= {tuple(one.codecs.items()) for one in Space(asked.with_fidelity("lossy")).travels}
+    assert policies <= {tuple(one.codecs.items()) for one in Space(asked.with_fidelity("lossy")).codec_choices}
 
 
 def test_more_devices_are_never_worse_where_the_micro_batch_is_free():
@@ -192,7 +192,7 @@ def test_sums_inside_hosts_around_a_codec_keep_cores_busy():
     )
     evaluator = Evaluator(Space(inputs(spec=spec, fidelity="close")))
     plain = evaluator.space.baselines()["data parallel"]
-    (coded,) = evaluator.costs(replace(plain, travel=1)).buckets[0][:1]
+    (coded,) = evaluator.costs(replace(plain, codec=1)).buckets[0][:1]
     assert coded.core_ms > 0
 
 
@@ -241,22 +241,22 @@ def test_batch_norm_fixes_the_micro_batch_of_plain_data_parallelism():
     [("exact", {"none"}), ("close", {"none", "fp16", "bf16"}), ("lossy", {"none", "fp16", "bf16", *PROVEN})],
 )
 def test_a_fidelity_allows_its_codecs_and_no_others(fidelity: str, allowed: set[str]):
-    travels = Space(inputs(fidelity=fidelity, rates=ALL_RATES)).travels
-    used = {text for one in travels for text in one.codecs.values()} | {"none"}
+    codec_choices = Space(inputs(fidelity=fidelity, rates=ALL_RATES)).codec_choices
+    used = {text for one in codec_choices for text in one.codecs.values()} | {"none"}
     assert used == allowed
 
 
 def test_a_codec_is_ranked_by_time_to_the_same_loss():
     found = find_plan(inputs(fidelity="lossy", rates=ALL_RATES, most_stages=1), prune=False)
     for one in found.ranked:
-        texts = set(found.evaluator.space.travels[one.candidate.travel].codecs.values())
+        texts = set(found.evaluator.space.codec_choices[one.candidate.codec].codecs.values())
         assert one.score == pytest.approx(one.step_ms * max((STEPS_TO_TARGET[text] for text in texts), default=1.0))
     assert any(one.score > one.step_ms for one in found.ranked)
 
 
 def test_a_slow_link_gets_codecs_or_a_pipeline_and_a_fast_one_neither():
     slow = find_plan(inputs(spec=cluster(2, 1e7), fidelity="close")).chosen.candidate
-    assert slow.travel or slow.shape.replicas == 1
+    assert slow.codec or slow.shape.replicas == 1
     fast = find_plan(
         inputs(spec=cluster(2, 1e11, kind="cuda"), fidelity="lossy", most_micro_batches=1)
     ).chosen.candidate

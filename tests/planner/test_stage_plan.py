@@ -14,8 +14,8 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, UsageError
 from hybridpar.partition import Problem, partition_model
 from hybridpar.plan import Placement, Plan, StagePlacement
+from hybridpar.planner.space import Shape
 from hybridpar.planner.stage_plan import (
-    Shape,
     divide_workers,
     lane_threads,
     make_stage_plan,
@@ -33,16 +33,16 @@ EXAMPLE = images(2)[0]
 @pytest.mark.parametrize(
     ("options", "workers", "shape"),
     [
-        ({"stages": 2}, 1, Shape(2, 1, 1, 2, "linear")),
-        ({"stages": 2}, 2, Shape(2, 2, 1, 1, "linear")),
+        ({"stages": 2}, 1, Shape(1, 1, 2, 2, "linear")),
+        ({"stages": 2}, 2, Shape(2, 1, 2, 1, "linear")),
         ({"stages": 2}, 4, Shape(2, 2, 2, 1, "linear")),
-        ({"stages": 4}, 2, Shape(4, 2, 1, 1, "loop")),
-        ({"stages": 4, "placement": "v"}, 2, Shape(4, 2, 1, 1, "v")),
-        ({"stages": 4, "placement": "linear"}, 2, Shape(4, 2, 1, 2, "linear")),
-        ({"stages": 2, "replicas": 2}, 2, Shape(2, 1, 2, 2, "linear")),
+        ({"stages": 4}, 2, Shape(2, 1, 4, 1, "loop")),
+        ({"stages": 4, "placement": "v"}, 2, Shape(2, 1, 4, 1, "v")),
+        ({"stages": 4, "placement": "linear"}, 2, Shape(2, 1, 4, 2, "linear")),
+        ({"stages": 2, "replicas": 2}, 2, Shape(1, 2, 2, 2, "linear")),
         ({"stages": 2, "replicas": 2}, 4, Shape(2, 2, 2, 1, "linear")),
-        ({"stages": 4, "placement": "loop"}, 1, Shape(4, 1, 1, 1, "loop")),
-        ({}, 3, Shape(1, 1, 3, 1, "linear")),
+        ({"stages": 4, "placement": "loop"}, 1, Shape(1, 1, 4, 1, "loop")),
+        ({}, 3, Shape(1, 3, 1, 1, "linear")),
     ],
 )
 def test_workers_are_divided(options: dict[str, Any], workers: int, shape: Shape) -> None:
@@ -93,8 +93,8 @@ def test_the_threads_of_a_process_are_divided_among_its_lanes() -> None:
     try:
         torch.set_num_threads(4)
         device = torch.device("cpu")
-        assert [lane_threads(Shape(n, 1, 1, n, "linear"), device) for n in (1, 2, 3, 8)] == [4, 2, 1, 1]
-        assert lane_threads(Shape(2, 1, 1, 2, "linear"), torch.device("cuda:0")) == 1
+        assert [lane_threads(Shape(1, 1, n, n), device) for n in (1, 2, 3, 8)] == [4, 2, 1, 1]
+        assert lane_threads(Shape(1, 1, 2, 2, "linear"), torch.device("cuda:0")) == 1
     finally:
         torch.set_num_threads(before)
 
@@ -189,11 +189,11 @@ def test_a_placement_of_its_own_is_followed_on_one_worker() -> None:
 @pytest.mark.parametrize(
     ("places", "workers", "shape"),
     [
-        ([(1, 0), (0, 0)], 2, Shape(2, 2, 1, 1, "linear")),
+        ([(1, 0), (0, 0)], 2, Shape(2, 1, 2, 1, "linear")),
         ([(1, 0), (0, 0)], 4, Shape(2, 2, 2, 1, "linear")),
-        ([(0, 1), (0, 0)], 2, Shape(2, 1, 2, 2, "linear")),
-        ([(0, 0), (0, 0), (1, 0)], 2, Shape(3, 2, 1, 1, "linear")),
-        ([(0, 0), (1, 0), (2, 0)], 1, Shape(3, 1, 1, 3, "linear")),  # the usual one is dealt out to whoever is there
+        ([(0, 1), (0, 0)], 2, Shape(1, 2, 2, 2, "linear")),
+        ([(0, 0), (0, 0), (1, 0)], 2, Shape(2, 1, 3, 1, "linear")),
+        ([(0, 0), (1, 0), (2, 0)], 1, Shape(1, 1, 3, 3, "linear")),  # the usual one is dealt out to whoever is there
     ],
 )
 def test_workers_are_divided_by_the_placement(places: list[tuple[int, int]], workers: int, shape: Shape) -> None:

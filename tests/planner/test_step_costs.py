@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -54,19 +53,17 @@ def test_handing_over_takes_time_that_stages_pay_and_a_whole_model_does_not():
             assert slow.outcome(candidate).step_ms > plain
 
 
-def crowd(world: World, cache: Path) -> dict[int, float]:
+def crowd(world: World) -> dict[int, float]:
     store.MOST_NOISE = math.inf  # whatever else runs meanwhile
-    found = [measure_crowd(net(), torch.randn(4, 3, 8, 8), world, steps=2, cache=cache) for _ in range(2)]
-    assert found[0] == found[1], "it is remembered"
-    return found[0]
+    return measure_crowd(net(), torch.randn(4, 3, 8, 8), world, steps=2)
 
 
-def test_workers_of_a_host_are_measured_beside_each_other(tmp_path):
-    one, other = run_ranks(crowd, 2, tmp_path)
+def test_workers_of_a_host_are_measured_beside_each_other():
+    one, other = run_ranks(crowd, 2)
     assert one == other
     assert one.keys() == {2}
     assert one[2] >= 1
-    assert run_ranks(crowd, 1, tmp_path) == [{}]
+    assert run_ranks(crowd, 1) == [{}]
 
 
 def test_a_crowded_host_and_the_rest_of_a_step_are_in_the_prediction():

@@ -56,10 +56,10 @@ def test_what_slows_a_whole_round_down_hides_no_difference():
 
 def test_steps_to_the_target_count_beside_the_clock():
     answer = find_plan(inputs(spec=cluster(2, 1e7), fidelity="lossy"), keep=20, prune=False)
-    travels = answer.evaluator.space.travels
+    codec_choices = answer.evaluator.space.codec_choices
     plain = answer.baselines["data parallel"]
     assert plain is not None
-    lossy = next(one for one in answer.ranked if travels[one.candidate.travel].steps > 1)
+    lossy = next(one for one in answer.ranked if codec_choices[one.candidate.codec].steps > 1)
     times = [[100.0, 100.0, 100.0], [96.0, 96.0, 96.0]]
     assert verified(answer, [plain, lossy], times).chosen == plain, "4 % a step do not pay for 8 % more steps"
     times[1] = [80.0, 80.0, 80.0]

@@ -1,1 +1,1 @@
-"""Why: `hybridpar plan`."""
+"""The command `hybridpar plan`."""

@@ -1,4 +1,4 @@
-"""Why: `hybridpar plan`: what it runs, in which order, and what it prints where."""
+"""`hybridpar plan` without a search: cuts a model, prints the partition, writes the plan."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 def run_plan(config: PlanConfig) -> int:
     """Make a plan, print it, write what was asked for; returns the exit code.
+
+    Args:
+        config: Options of the run.
 
     Raises:
         HybridparError: The request cannot be met; the message says why and what to do.
@@ -46,7 +49,7 @@ def run_plan(config: PlanConfig) -> int:
 def _partition(config: PlanConfig, problem: Problem) -> PartitionedModel:
     from hybridpar.models import build_model, seed_everything
     from hybridpar.partition.planning import partition_model
-    from hybridpar.partition.profile_cache import cache_directory
+    from hybridpar.partition.profile_cache import profiles_directory
 
     seed_everything(config.seed)
     model, example = _on_device(config, build_model(config.model, config.classes))
@@ -59,7 +62,7 @@ def _partition(config: PlanConfig, problem: Problem) -> PartitionedModel:
             measure=config.measure,
             passes=config.passes,
             threads=config.threads,
-            cache=cache_directory() if config.cache else None,
+            cache=profiles_directory() if config.cache else None,
             name=config.model,
             progress=bar.advance,
             announce=bar.announce,
@@ -68,6 +71,10 @@ def _partition(config: PlanConfig, problem: Problem) -> PartitionedModel:
 
 def print_plan(plan: Plan, lines: Sequence[str] = ()) -> None:
     """Print the table of a plan, then some lines.
+
+    Args:
+        plan: The plan.
+        lines: What to print below it.
 
     Raises:
         UsageError: Standard output cannot be written.
@@ -149,9 +156,18 @@ class ProgressBar:
         self._progress.stop()
 
     def announce(self, line: str) -> None:
-        """Say what is being done."""
+        """Say what is being done.
+
+        Args:
+            line: What to say.
+        """
         self._progress.update(self._task, description=line)
 
     def advance(self, done: int, total: int) -> None:
-        """Say how far it is."""
+        """Say how far it is.
+
+        Args:
+            done: How much is done.
+            total: How many there are.
+        """
         self._progress.update(self._task, completed=done, total=total)

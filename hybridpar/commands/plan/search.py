@@ -1,71 +1,192 @@
-"""Why: `hybridpar plan MODEL --explain`: what is measured, in which order, and what is printed and written."""
+"""`hybridpar plan MODEL --explain`: measures, searches for the fastest plan, prints why, and runs the best ones.
+
+With several workers all of them measure together and run the finalists; the first one searches, prints and writes.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from hybridpar.comm.world import World, default_device
 from hybridpar.commands.plan.partition import ProgressBar
+from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError, UsageError
+from hybridpar.machine.cluster import default_backend, default_workers
 from hybridpar.machine.cluster_file import ClusterSpec, read_cluster_file, spec_of_measured
+from hybridpar.machine.probe import probe_cluster
+from hybridpar.machine.process import available_cores, threads_per_worker
+from hybridpar.models import build_model, require_trained, seed_everything
+from hybridpar.partition.draw import require_matplotlib
 from hybridpar.partition.request import parse_bytes, parse_shape
+from hybridpar.plan import Plan, parse_plan, read_plan
+from hybridpar.planner.draw import draw_curve
+from hybridpar.planner.explain import PARTS, curve_lines, describe, notes, rows, what_ifs
+from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
+from hybridpar.planner.measure_run import Question, measure_inputs
+from hybridpar.planner.record import plan_of
 from hybridpar.planner.request import PlanRequest
+from hybridpar.planner.scaling import KHat, Point, k_hat, scaling_curve
+from hybridpar.planner.search import Answer, find_plan
+from hybridpar.planner.verify import Verified, finalists, verdicts, verified
+from hybridpar.run.worker import tune_worker
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from hybridpar.planner.inputs import PlannerInputs
-    from hybridpar.planner.measure import Together
-    from hybridpar.planner.profile import ModelProfile
-    from hybridpar.planner.scaling import KHat, Point
-    from hybridpar.planner.search import Answer
-    from hybridpar.planner.verify import Verified
+    from hybridpar.planner.evaluate import Outcome
 
 #: Points of a scaling curve of a cluster that is at hand or small; larger ones are drawn only where asked for.
 _CURVE_WORKERS = 16
 
+#: Seconds for which workers wait for the one that measures the model and searches.
+PATIENCE = 3600.0
+
+#: Steps of each finalist, in turns, where there is time for them.
+ROUNDS = 15
+
 
 def run_search(request: PlanRequest) -> int:
-    """Search for a plan, print why, write what was asked for; returns the exit code.
+    """Search for a plan, run the best ones where that was asked for, print why, write what was asked for.
+
+    Args:
+        request: What the command line asks for. Where it is about the machine at hand, all workers of the job call
+            this, each with the same request.
+
+    Returns:
+        The exit code.
 
     Raises:
-        HybridparError: The request cannot be met; the message says why and what to do.
-    """
-    prepare(request)
-    with ProgressBar() as bar:
-        inputs = _inputs(request, bar)
-        bar.announce("searching")
-        report(request, inputs, search(inputs, bar), bar)
-    return 0
-
-
-def prepare(request: PlanRequest) -> None:
-    """Check what can be checked before anything is measured.
-
-    Raises:
-        UsageError: A value is out of range, or two options contradict each other.
+        HybridparError: The request cannot be met; the message says why and what to do. On all workers.
     """
     request.check()
     if request.draw is not None:
-        from hybridpar.partition.draw import require_matplotlib
-
         require_matplotlib()
+    world = World.join(lanes=2, timeout=PATIENCE) if request.is_here else World(device=default_device())
+    threads = torch.get_num_threads()
+    try:
+        if request.is_here and request.workers not in (None, world.size):
+            raise UsageError(
+                f"--workers {request.workers} in a job of {world.size}",
+                "The workers that measure are those that are planned for.",
+                "Leave it out, or start as many.",
+            )
+        with ProgressBar(quiet=not world.is_main) as bar:
+            _search(request, world, bar)
+    finally:
+        torch.set_num_threads(threads)
+        world.close()
+    return 0
 
 
-def search(inputs: PlannerInputs, bar: ProgressBar) -> Answer:
-    """Search, with a progress bar.
+def _search(request: PlanRequest, world: World, bar: ProgressBar) -> None:
+    model: nn.Module | None = None
+    if request.inputs is not None:
+        inputs: PlannerInputs | None = _recorded(request)
+    else:
+        model = _build(request)
+        inputs = _measured(request, model, world, bar)
+    found: list[tuple[PlannerInputs, Answer, list[Outcome]]] = []
 
-    Raises:
-        PlanError: No plan fits into the memory.
-    """
-    from hybridpar.planner.search import find_plan
+    def decide() -> list[str]:
+        assert inputs is not None
+        bar.announce("searching")
+        capped = inputs.on(_capped(inputs.cluster, request))
+        answer = find_plan(capped, progress=bar.advance)
+        found.append((capped, answer, finalists(answer, request.verify) if request.verify else []))
+        return [plan_of(answer, one).to_json() for one in found[0][2]]
 
-    bar.announce("searching")
-    return find_plan(inputs, progress=bar.advance)
+    plans = [parse_plan(json.loads(text)) for text in world.from_main(decide)]
+    times = _run(plans, model, request, world, bar) if model is not None and plans else []
+
+    def tell() -> None:
+        capped, answer, outcomes = found[0]
+        report(request, capped, answer, bar, verified(answer, outcomes, times) if times else None)
+
+    world.from_main(tell)
+
+
+def _build(request: PlanRequest) -> nn.Module:
+    seed_everything(request.seed)
+    model = build_model(request.model, request.classes)
+    require_trained(model, request.model)
+    return model
+
+
+def _measured(request: PlanRequest, model: nn.Module, world: World, bar: ProgressBar) -> PlannerInputs | None:
+    """What the search reads, measured by all workers, or for a cluster that is not at hand by this process alone."""
+    cluster: ClusterSpec | None = None
+    if request.is_here:
+        tune_worker(TrainConfig(), world)
+    elif request.cluster is not None:
+        cluster = read_cluster_file(request.cluster)
+    else:
+        bar.announce("measuring the machine")
+        found = probe_cluster()
+        cluster = spec_of_measured(found, request.workers or default_workers(found), default_backend(found))
+    if cluster is not None:
+        # With the threads that one of so many workers is given.
+        beside = cluster.hosts[0].devices if request.cluster is None else 1
+        torch.set_num_threads(threads_per_worker(beside, available_cores()))
+        if cluster.hosts[0].kind != "cuda":
+            world.device = torch.device("cpu")
+    if request.threads is not None:
+        torch.set_num_threads(request.threads)
+    shape = parse_shape(request.input)
+    asked = Question(
+        request.model, shape, request.batch_size, request.fidelity or "exact", copies=request.optimizer_copies
+    )
+    try:
+        torch.empty(max(2, min(-(-request.batch_size // world.size), 64)), *shape, device=world.device)
+        model.to(world.device)
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(
+            f"cannot put a micro-batch of {request.input} on {world.device}: {str(error).splitlines()[0]}",
+            "The model and a whole micro-batch must fit into the memory of the device that is measured.",
+            "Use a smaller --batch-size or --input.",
+        ) from error
+    return measure_inputs(
+        model,
+        asked,
+        world,
+        cluster=cluster,
+        measure=request.measure,
+        passes=request.passes,
+        cache=request.cache,
+        announce=bar.announce,
+        progress=bar.advance,
+    )
+
+
+def _run(
+    plans: Sequence[Plan], model: nn.Module, request: PlanRequest, world: World, bar: ProgressBar
+) -> list[list[float]]:
+    """Milliseconds of the steps of plans, all of which are open at the same time and take turns; a collective."""
+    from hybridpar.commands.plan.trials import FIRST_STEPS, Trial, random_batch, time_plans
+
+    images, targets = random_batch(parse_shape(request.input), request.batch_size, request.classes, world.device)
+    trials: list[Trial] = []
+    try:
+        for place, plan in enumerate(plans):
+            bar.announce(f"starting finalist {place + 1} of {len(plans)}")
+            trials.append(Trial(plan, model, images, targets, world, TrainConfig()))
+            for _ in range(FIRST_STEPS):
+                trials[-1].step()
+        bar.announce("running the finalists in turns")
+        steps = {str(place): trial.step for place, trial in enumerate(trials)}
+        times = time_plans(steps, world, rounds=ROUNDS, seconds=request.verify_seconds)
+        return [times[str(place)] for place in range(len(trials))]
+    finally:
+        for trial in trials:
+            trial.close()
 
 
 def report(
@@ -83,10 +204,6 @@ def report(
     Raises:
         HybridparError: A file or standard output cannot be written.
     """
-    from hybridpar.planner.explain import what_ifs
-    from hybridpar.planner.record import plan_of
-    from hybridpar.planner.scaling import k_hat, scaling_curve
-
     written, failed = [], []
 
     def write(what: str, place: Path | None, how: Callable[[Path], object]) -> None:
@@ -105,58 +222,12 @@ def report(
         bar.announce("numbers of workers")
         points = scaling_curve(inputs, bar.advance)
     if request.draw is not None:
-        from hybridpar.planner.draw import draw_curve
-
         title = f"{inputs.profile.info.name}, batch {inputs.batch}"
         write("picture", request.draw, partial(draw_curve, points, equation, title))
     bar.close()
     _print(inputs, answer, [one.told() for one in asked], points, equation, written, verified)
     for error in failed:
         raise error
-
-
-def _inputs(request: PlanRequest, bar: ProgressBar) -> PlannerInputs:
-    """What the search reads: recorded, or measured now."""
-    if request.inputs is not None:
-        recorded = _recorded(request)
-        cluster = recorded.cluster if request.cluster is None else read_cluster_file(request.cluster)
-        recorded = recorded.on(_capped(cluster, request))
-        return recorded if request.fidelity is None else recorded.with_fidelity(request.fidelity)
-    described = read_cluster_file(request.cluster) if request.cluster is not None else None
-    return measured_inputs(request, described or _measured_cluster(request, bar), bar)
-
-
-def measured_inputs(
-    request: PlanRequest, cluster: ClusterSpec, bar: ProgressBar, together: Together | None = None
-) -> PlannerInputs:
-    """What the search reads, with the model measured now.
-
-    Args:
-        request: What was asked for.
-        cluster: The machine.
-        bar: Tells what is being done.
-        together: What the workers of a job measured together, where one of them asks; None elsewhere.
-
-    Raises:
-        HybridparError: The model cannot be traced, or does not run.
-    """
-    from hybridpar.planner.inputs import PlannerInputs
-
-    cluster = _capped(cluster, request)
-    profile, rates = _profile(request, cluster, bar, together)
-    inputs = PlannerInputs(
-        profile,
-        cluster,
-        request.batch_size,
-        request.fidelity or "exact",
-        rates,
-        optimizer_copies=request.optimizer_copies,
-        overhead_ms=_overhead_ms(profile) if request.measure else 0.0,
-    )
-    from hybridpar.planner.calibrate import calibrated
-    from hybridpar.planner.rehearse import rehearsed
-
-    return calibrated(rehearsed(inputs, () if together is None else together.rehearsals))
 
 
 def _capped(cluster: ClusterSpec, request: PlanRequest) -> ClusterSpec:
@@ -168,19 +239,8 @@ def _capped(cluster: ClusterSpec, request: PlanRequest) -> ClusterSpec:
     return cluster.model_copy(update={"hosts": hosts})
 
 
-def _overhead_ms(profile: ModelProfile) -> float:
-    """What the host adds to every computation of a stage; that of a GPU's streams is a part of their times."""
-    import torch
-
-    from hybridpar.planner.step_costs import measure_hand_over
-
-    return measure_hand_over(torch.device("cpu")) if profile.threads is not None else 0.0
-
-
 def _recorded(request: PlanRequest) -> PlannerInputs:
-    from hybridpar.plan import read_plan
-    from hybridpar.planner.inputs import inputs_of_plan
-
+    """What the search of a plan's file read, for the cluster and the fidelity that are named."""
     assert request.inputs is not None
     plan = read_plan(request.inputs)
     if request.model and plan.model.name != request.model:
@@ -196,90 +256,10 @@ def _recorded(request: PlanRequest) -> PlannerInputs:
             "What was recorded was measured with these.",
             "Leave out --input, or measure again: leave out --inputs.",
         )
-    return inputs_of_plan(plan, str(request.inputs))
-
-
-def _measured_cluster(request: PlanRequest, bar: ProgressBar) -> ClusterSpec:
-    """This machine, as one process can measure it."""
-    from hybridpar.machine.cluster import default_backend, default_workers
-    from hybridpar.machine.probe import probe_cluster
-
-    bar.announce("measuring the machine")
-    found = probe_cluster()
-    workers = request.workers or default_workers(found)
-    return spec_of_measured(found, workers, default_backend(found))
-
-
-def _profile(
-    request: PlanRequest, cluster: ClusterSpec, bar: ProgressBar, together: Together | None
-) -> tuple[ModelProfile, dict[str, dict[int, tuple[float, float]]]]:
-    import torch
-
-    from hybridpar.machine.process import available_cores, threads_per_worker
-    from hybridpar.models import build_model, require_trained, seed_everything
-    from hybridpar.partition.profile_cache import cache_directory
-    from hybridpar.planner.measure import measure_rates, profile_model
-    from hybridpar.planner.steps import planned_codecs
-
-    seed_everything(request.seed)
-    model = build_model(request.model, request.classes)
-    require_trained(model, request.model)
-    on_gpu = cluster.hosts[0].kind == "cuda" and torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    shape = parse_shape(request.input)
-    workers = min(cluster.workers, request.batch_size)
-    here = cluster.hosts[0].devices if request.cluster is None else 1
-    # A worker of a job has been given its threads; else they are those that one of so many would be given.
-    threads = request.threads or (
-        torch.get_num_threads() if together is not None else threads_per_worker(here, available_cores())
-    )
-    try:
-        examples = [torch.randn(samples, *shape, device=device) for samples in _sizes(request.batch_size, workers)]
-        model = model.to(device)
-    except (RuntimeError, TypeError) as error:
-        raise UsageError(
-            f"cannot put a micro-batch of {request.input} on {device}: {str(error).splitlines()[0]}",
-            "The model and a whole micro-batch must fit into the memory of the device that is measured.",
-            "Use a smaller --batch-size or --input.",
-        ) from error
-    formats = ("contiguous", "channels_last") if len(shape) == 3 else ("contiguous",)
-    profile = profile_model(
-        model,
-        examples,
-        name=request.model,
-        measure=request.measure,
-        passes=request.passes,
-        threads=threads,
-        formats=formats if request.measure else formats[:1],
-        kernels=device.type == cluster.hosts[0].kind == "cpu",
-        lanes=(2,) if on_gpu or threads > 1 else (),
-        optimizer_copies=request.optimizer_copies,
-        crowd=None if together is None else together.crowd,
-        cache=cache_directory() if request.cache else None,
-        progress=bar.advance,
-        announce=bar.announce,
-    )
-    rates = {} if together is None else together.rates
-    if workers > 1 and together is None:
-        bar.announce("timing codecs")
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            # Those of a looser fidelity too: what it would gain is said.
-            kept = cache_directory() if request.cache else None
-            rates = measure_rates(planned_codecs("lossy"), profile.parameters, workers, device, cache=kept)
-        finally:
-            torch.set_num_threads(before)
-    return profile, rates
-
-
-def _sizes(batch: int, workers: int) -> list[int]:
-    """Sizes of micro-batches to profile: that of plain data parallelism, a quarter of it, and a quarter of that.
-
-    A small pass takes longer than the line through two larger ones says, or less.
-    """
-    whole = min(-(-batch // workers), 64)
-    return sorted({max(2, whole // 16), max(2, whole // 4), max(2, whole)})
+    recorded = inputs_of_plan(plan, str(request.inputs))
+    if request.cluster is not None:
+        recorded = recorded.on(read_cluster_file(request.cluster))
+    return recorded if request.fidelity is None else recorded.with_fidelity(request.fidelity)
 
 
 def _print(
@@ -296,10 +276,6 @@ def _print(
     Raises:
         UsageError: Standard output cannot be written.
     """
-    from rich.console import Console
-
-    from hybridpar.planner.explain import curve_lines, notes
-
     console = Console(width=None if sys.stdout.isatty() else 160)
     try:
         _print_table(inputs, answer, console)
@@ -325,10 +301,6 @@ def _print(
 
 
 def _print_table(inputs: PlannerInputs, answer: Answer, console: Console) -> None:
-    from rich.table import Table
-
-    from hybridpar.planner.explain import PARTS, rows
-
     cluster = inputs.cluster
     console.print(
         f"{inputs.profile.info.name}, batch {inputs.batch}, on {cluster.name}: {cluster.workers} workers, "
@@ -353,11 +325,6 @@ def _print_table(inputs: PlannerInputs, answer: Answer, console: Console) -> Non
 
 def _print_verified(answer: Answer, verified: Verified, console: Console) -> None:
     """What the finalists were predicted to take, and took."""
-    from rich.table import Table
-
-    from hybridpar.planner.explain import describe
-    from hybridpar.planner.verify import verdicts
-
     table = Table(box=None, pad_edge=False, title="run here, in turns", title_justify="left")
     table.add_column("plan", overflow="fold")
     for title in ("predicted ms", "measured ms", "difference"):

@@ -1,8 +1,8 @@
-"""Why: a prediction is an opinion until the plan has run; a few steps of each finalist, in turns, settle it.
+"""Runs plans for some steps each, in turns, and times them.
 
-Every plan runs as a training would run it, by `Trainer`, on the job's own workers. All live side by side and take one
-step each in a round, so whatever disturbs the machine hits all of them; the time of a step is that of the slowest
-worker, and of a plan the median over the rounds.
+Every plan runs as a training would run it, by `Trainer`, on the job's own workers. All are open at the same time and
+take one step each in a round, so that a disturbance of the machine affects all of them; the time of a step is that of
+the slowest worker, and of a plan the median over the rounds.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
+from hybridpar.data import Batch
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.plan import Plan
@@ -28,13 +29,6 @@ from hybridpar.train.trainer import Trainer
 FIRST_STEPS = 3
 
 
-def workers_of(plan: Plan) -> int:
-    """How many workers a plan uses."""
-    if plan.placement is None:
-        return 1
-    return plan.placement.replicas * (1 + max((stage.worker for stage in plan.placement.stages), default=0))
-
-
 def config_of_plan(plan: Plan, base: TrainConfig) -> TrainConfig:
     """The options with which a run follows a plan.
 
@@ -42,18 +36,9 @@ def config_of_plan(plan: Plan, base: TrainConfig) -> TrainConfig:
         plan: The plan.
         base: What the plan does not say: optimizer, batch size, ...
     """
-    followed = follow(base, plan, frozenset(), workers_of(plan))
+    followed = follow(base, plan, frozenset(), plan.workers or 1)
     lanes = base.sync_lanes if plan.sync is None else plan.sync.lanes
     return replace(followed, sync_lanes=lanes, kernels="auto" if plan.kernels is not None else "off")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What a worker is given in a step; see `hybridpar.train.trainer.MicroBatches`."""
-
-    micro_batches: Sequence[tuple[Tensor, Tensor]]
-    samples: int
-    global_samples: int
 
 
 class Trial:
@@ -86,7 +71,7 @@ class Trial:
         self._stack = ExitStack()
         self.trainer: Trainer | None = None
         config = config_of_plan(plan, replace(base, batch_size=len(images)))
-        workers, stages = workers_of(plan), len(plan.partition.stages)
+        workers, stages = plan.workers or 1, len(plan.partition.stages)
         if stages > 1 and 1 < workers < world.size:
             raise UsageError(
                 f"a pipeline on {workers} of {world.size} workers cannot be tried",
@@ -101,7 +86,7 @@ class Trial:
             replica = own.rank % replicas  # replicas of a stage have neighbouring ranks
             mine = images.tensor_split(replicas)[replica], targets.tensor_split(replicas)[replica]
             parts = [part.tensor_split(config.micro_batches) for part in mine]
-            self._batch = Batch(list(zip(*parts, strict=True)), len(mine[1]), len(targets))
+            self._batch = Batch(tuple(zip(*parts, strict=True)), len(mine[1]), len(targets))
             lanes = self._stack.enter_context(Lanes(own.device))
             self.trainer = Trainer(
                 copy.deepcopy(model),
@@ -120,7 +105,7 @@ class Trial:
         """The workers of the plan, of which this is one; None where it is not."""
         lanes, shared = config.sum_groups, config.shares_memory
         if workers == world.size:
-            # Codecs do not meet in shared memory.
+            # Codecs are not exchanged through shared memory.
             made = World.join(lanes=lanes, timeout=world.timeout, device=world.device, shared_memory=shared)
         else:
             parties = [list(range(workers)), *([rank] for rank in range(workers, world.size))]
@@ -176,7 +161,14 @@ def time_plans(
 
 
 def random_batch(shape: Sequence[int], samples: int, classes: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Images and labels, the same on all workers."""
+    """Images and labels, the same on all workers.
+
+    Args:
+        shape: Shape of one image.
+        samples: Number of samples.
+        classes: Number of labels.
+        device: The device.
+    """
     generator = torch.Generator().manual_seed(1)
     images = torch.randn(samples, *shape, generator=generator)
     return images.to(device), torch.randint(0, classes, (samples,), generator=generator).to(device)

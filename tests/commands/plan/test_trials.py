@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hybridpar.comm.world import World
-from hybridpar.commands.plan.trials import Trial, config_of_plan, random_batch, time_plans, workers_of
+from hybridpar.commands.plan.trials import Trial, config_of_plan, random_batch, time_plans
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.machine.cluster_file import parse_cluster
@@ -93,19 +93,19 @@ def test_plans_that_are_exact_train_the_same_model():
 
 def test_a_plan_s_options_are_those_of_a_run():
     answer = searched(4, "lossy")
-    travels = answer.evaluator.space.travels
+    codec_choices = answer.evaluator.space.codec_choices
     base = TrainConfig(lr=0.5, batch_size=BATCH)
     for outcome in answer.ranked:
         candidate, plan = outcome.candidate, plan_of(answer, outcome)
         shape, config = candidate.shape, config_of_plan(plan, base)
-        assert workers_of(plan) == shape.workers
+        assert plan.workers == shape.workers
         assert (config.stages, config.replicas, config.micro_batches) == (
             shape.stages,
             shape.replicas,
             shape.micro_batches,
         )
         assert config.lr == 0.5
-        assert config.compresses == bool(travels[candidate.travel].codecs)
+        assert config.compresses == bool(codec_choices[candidate.codec].codecs)
         assert config.schedule == (candidate.schedule if shape.stages > 1 else None)
     assert (
         config_of_plan(plan.model_copy(update={"sync": None, "pipeline": None, "placement": None}), base).replicas

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 from pathlib import Path
+from types import ModuleType
+from unittest import mock
 
 import pytest
 
 from hybridpar.comm.world import World
-from hybridpar.commands.plan.job import run_plan_job
-from hybridpar.commands.plan.trials import workers_of
+from hybridpar.commands.plan.search import run_search
 from hybridpar.errors import UsageError
 from hybridpar.plan import read_plan
+from hybridpar.planner import links, measure, measure_run, planned_run, rehearse, step_costs, store
 from hybridpar.planner.inputs import inputs_of_plan
 from hybridpar.planner.request import PlanRequest
 from tests.ranks import run_ranks
+from tests.runs import train_rank
 
 
 def planned(world: World, cache: str, verify: int, output: str) -> str:
@@ -35,7 +39,7 @@ def planned(world: World, cache: str, verify: int, output: str) -> str:
     text = io.StringIO()
     try:
         with contextlib.redirect_stdout(text):
-            assert run_plan_job(request) == 0
+            assert run_search(request) == 0
     finally:
         del os.environ["HYBRIDPAR_CACHE"]
     return text.getvalue()
@@ -56,13 +60,59 @@ def test_workers_plan_together_and_run_the_finalists(tmp_path):
     assert recorded.cluster.inside.cores is not None, "the link was measured between these workers"
     assert recorded.profile.crowd.keys() == {2}
     assert recorded.profile.update_ms is not None
-    assert workers_of(plan) in (1, 2)
+    assert plan.workers in (1, 2)
 
 
 def test_without_verify_nothing_is_run(tmp_path):
     first, _ = run_ranks(planned, 2, str(tmp_path / "cache"), 0, str(tmp_path / "plan.json"))
     assert "run here" not in first
     assert "data parallel over 2 devices" in first
+
+
+def planned_then_trained(world: World, cache: str, run_dir: Path) -> tuple[int, list[str]]:
+    """Plans and then trains; how often the first measured something, and what the second measured."""
+    parts = [
+        (measure_run, "profile_model"),
+        (step_costs, "_crowding"),
+        (links, "_levels"),
+        (measure, "_rate"),
+        (rehearse, "_steps"),
+    ]
+    taken: list[str] = []
+
+    def noted(module: ModuleType, name: str) -> object:
+        inner = getattr(module, name)
+
+        def run(*given: object, **how: object) -> object:
+            taken.append(name)
+            return inner(*given, **how)
+
+        return mock.patch.object(module, name, run)
+
+    quiet = [mock.patch.object(module, "MOST_NOISE", math.inf) for module in (measure_run, store, rehearse)]
+    certain = [mock.patch.object(links, name, 1e9) for name in ("CONFIRMED", "DRIFT")]
+    worth = [mock.patch.object(measure_run, "WORTH", 1e9), mock.patch.object(planned_run, "LEAST_STEPS", 1)]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, {"HYBRIDPAR_CACHE": cache}))
+        for one in (*quiet, *certain, *worth, *(noted(*part) for part in parts)):
+            stack.enter_context(one)
+        request = PlanRequest("tests.small_nets:plain", classes=10, input="3x8x8", batch_size=16, explain=True)
+        with contextlib.redirect_stdout(io.StringIO()):
+            assert run_search(request) == 0
+        planned = len(taken)
+        taken.clear()
+        train_rank(world, run_dir, "plain", None, {"steps": 4})
+        world.barrier()
+    return planned, taken
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_after_a_plan_for_it_measures_nothing(tmp_path, workers):
+    for planned, trained in run_ranks(planned_then_trained, workers, str(tmp_path / "cache"), tmp_path / "run"):
+        assert planned > 0
+        assert trained == []
+    plan = read_plan(tmp_path / "run" / "plan.json")
+    assert plan.inputs is not None, "the run was planned"
 
 
 @pytest.mark.parametrize(

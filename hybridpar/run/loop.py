@@ -1,0 +1,214 @@
+"""The part of a training run that does not depend on how gradients are exchanged.
+
+`RunLoop` has the display, the metrics, the rule for saving, the best result and the final report. `Run` adds workers
+that exchange gradients with each other, `ServedRun` workers that send them to parameter servers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from hybridpar.config import TrainConfig
+from hybridpar.data import TestBatches
+from hybridpar.machine.launch import StopRequest, note_orderly_end
+from hybridpar.machine.process import TUNED_VARIABLE
+from hybridpar.machine.process import describe as describe_process
+from hybridpar.observe import (
+    EpochRecord,
+    MetricsWriter,
+    Progress,
+    RunInfo,
+    StepRecord,
+    draw_loss,
+    print_report,
+    read_metrics,
+    summarize,
+    write_summary,
+)
+from hybridpar.run.data import untested
+from hybridpar.run.figures import best_fields
+from hybridpar.run.position import Standing
+from hybridpar.run.save_rule import SaveRule
+from hybridpar.run.timings import RunningMean
+from hybridpar.train.checkpoint_files import prune_checkpoints
+from hybridpar.train.evaluation import Evaluation
+
+
+class RunLoop(ABC):
+    """One worker's part of a run.
+
+    Args:
+        config: Options.
+        model_name: What the user calls the model.
+        rule: When to save.
+        progress: The display.
+        is_main: Whether this is the worker that writes files.
+        changes: Lines on options that a resumed run began with otherwise.
+    """
+
+    #: What is known before the first step.
+    info: RunInfo
+    #: This worker's share of the test set.
+    test: TestBatches
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model_name: str,
+        rule: SaveRule,
+        progress: Progress,
+        is_main: bool,
+        changes: Sequence[str] = (),
+    ) -> None:
+        self.config, self.model_name = config, model_name
+        self.rule, self.progress, self.is_main = rule, progress, is_main
+        self.at = Standing()
+        self._changes = changes
+        self._writer: MetricsWriter | None = None
+        self._sound = True
+        self._last_save = time.monotonic()
+        self._saved: object = None
+        self._begin_epoch()
+
+    def execute(self) -> int:
+        """Train to the end, or until a signal.
+
+        Returns:
+            0, or 130 or 143 where a signal stopped the run and no launcher reports it.
+        """
+        stop = StopRequest()
+        try:
+            stopped = self._train(stop)
+        finally:
+            stop.release()
+        # A launcher has received the signal too, and would take another code than 0 for a failure.
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
+        return 128 + stop.signal if stopped and stop.signal is not None and not launched else 0
+
+    def _train(self, stop: StopRequest) -> bool:
+        """Show the run, train, and report; True when a signal ended it early."""
+        with contextlib.ExitStack() as stack:
+            if self.is_main:
+                self._writer = stack.enter_context(MetricsWriter(self.at.directory, self.at.resumed_from))
+            self.progress.start(self.info, self.at.resumed_from or 0)
+            stopped = self._steps(stop)
+        self.progress.close()
+        self._finish(stopped)
+        return stopped
+
+    @abstractmethod
+    def _steps(self, stop: StopRequest) -> bool:
+        """Train; True when a signal ended it early."""
+
+    @abstractmethod
+    def _finish(self, stopped: bool) -> None:
+        """Report what all workers did; on all of them."""
+
+    @abstractmethod
+    def _progress_made(self) -> tuple[object, ...]:
+        """What differs between two checkpoints of a run."""
+
+    # ------------------------------------------------------------------- parts
+
+    def _opening_notes(self) -> list[str]:
+        tuned = [describe_process()] if os.environ.get(TUNED_VARIABLE) == "1" else []
+        return [*tuned, *self._changes]
+
+    def _begin_epoch(self) -> None:
+        self._losses, self._epoch_began = RunningMean(), time.monotonic()
+
+    def _note_step(self, record: StepRecord, skipped: str) -> None:
+        """Show and write a step; `skipped` says where its gradients did not count."""
+        self._sound = self.config.guard or math.isfinite(record.loss)  # without the guard it reaches the weights
+        self._losses.add(record.loss, record.samples)
+        self.progress.step(record)
+        if self._writer is not None:
+            self._writer.write_step(record)
+        if record.skipped:
+            self.progress.warn(f"step {record.step} {skipped}")
+
+    def _note_epoch(self, epoch: int, step: int, evaluation: Evaluation, *, last: bool) -> bool:
+        """Show and write the end of an epoch; whether there is to be a checkpoint."""
+        improved = self.at.best is None or evaluation.accuracy > self.at.best[0]
+        if improved:
+            self.at.best = (evaluation.accuracy, step)
+        seconds = time.monotonic() - self._epoch_began
+        end = EpochRecord(epoch, step, evaluation.accuracy, evaluation.loss, self._losses.value, seconds)
+        self._begin_epoch()
+        self.progress.epoch(end)
+        if (news := untested(evaluation.samples, self.test.total)) is not None:
+            self.progress.warn(news)
+        if self._writer is not None:
+            self._writer.write_epoch(end)
+        return self.rule.epoch or (self.rule != SaveRule() and (last or improved))
+
+    def _is_save_due(self) -> bool:
+        """Whether the last checkpoint is so old that rank 0 asks for another one."""
+        seconds = self.rule.seconds
+        return seconds is not None and self.is_main and time.monotonic() - self._last_save >= seconds
+
+    def _may_save(self, step: int) -> bool:
+        """Whether there is something new to save, and it is sound."""
+        self._last_save = time.monotonic()
+        if self._saved == self._progress_made():
+            return False
+        if not self._sound:
+            self.progress.warn(f"no checkpoint at step {step}: the loss is not finite; the last good one is kept")
+        return self._sound
+
+    def _note_saved(self, step: int) -> None:
+        self._saved = self._progress_made()
+        if self.is_main:
+            prune_checkpoints(self.at.checkpoints, self.config.keep, self.at.best[1] if self.at.best else None)
+        self.progress.message(f"checkpoint saved at step {step}")
+
+    def _summary(self, stopped: bool) -> dict[str, Any]:
+        """The summary, as far as metrics and checkpoints say it."""
+        ended: Literal["finished", "interrupted"] = "interrupted" if stopped else "finished"
+        versions = {"cuda": torch.version.cuda} if torch.cuda.is_available() and torch.version.cuda else {}
+        table = read_metrics(self.at.directory)
+        summary = summarize(
+            self.info,
+            table,
+            seed=self.config.seed,
+            ended=ended,
+            resumed_from=self.at.resumed_from,
+            versions=versions,
+        )
+        return summary | best_fields(self.at.directory, self.at.best)
+
+    def _report(
+        self,
+        summary: dict[str, Any],
+        stopped: int | None,
+        *,
+        pictures: Sequence[Path | None] = (),
+        files: Sequence[Path] = (),
+        warnings: Sequence[str] = (),
+    ) -> None:
+        """Write the summary and the picture of the loss, and print the report.
+
+        Args:
+            summary: Of the run.
+            stopped: Step after which a signal ended it; None where it finished.
+            pictures: Others; None for one that was not drawn.
+            files: What else is to be named.
+            warnings: What to print below the report.
+        """
+        drawn = (draw_loss(self.at.directory, self.info), *pictures)
+        written = [write_summary(self.at.directory, summary), *(one for one in drawn if one is not None)]
+        print_report(summary, [*written, self.at.checkpoints, *files])
+        for warning in warnings:
+            print(f"warning: {warning}")
+        note_orderly_end()
+        if stopped is not None:
+            print(f"stopped after step {stopped}; the same command with --resume goes on from there")
