@@ -13,8 +13,7 @@ from torch import Tensor
 
 from hybridpar.comm.collective import BackendSum, SumGroup
 from hybridpar.comm.world import World
-from hybridpar.compress.exchange import Traffic
-from hybridpar.compress.group import TorchGroup
+from hybridpar.compress.exchange import TorchGroup, Traffic
 from hybridpar.compress.hierarchy import NodeExchange, Nodes
 from hybridpar.machine.process import host_identity
 

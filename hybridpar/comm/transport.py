@@ -199,7 +199,7 @@ class _Backend:
         self._device = device
 
     def close(self) -> None:
-        """See `SendEnd`. The group ends with its owner."""
+        """Do nothing: the group belongs to its maker."""
 
     def _divide(self, memory: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None, tuple[Piece, ...]]:
         """What is transferred as it lies, the buffer in which the rest travels together, and its pieces."""
@@ -222,12 +222,12 @@ class _Backend:
 
 
 class BackendSend(_Backend):
-    """Send end over a process group. See `SendEnd`."""
+    """Send end over a process group."""
 
     bytes_sent = 0
 
     def send(self, tensors: Sequence[Tensor], parts: Sequence[MessagePart] | None = None) -> None:
-        """See `SendEnd`."""
+        """Send a message; small tensors travel in one buffer."""
         memory = payload(tensors, parts)
         alone, buffer, pieces = self._divide(memory)
         if buffer is not None:
@@ -238,10 +238,10 @@ class BackendSend(_Backend):
 
 
 class BackendReceive(_Backend):
-    """Receive end over a process group. See `ReceiveEnd`."""
+    """Receive end over a process group."""
 
     def receive(self, parts: Sequence[MessagePart]) -> list[Tensor]:
-        """See `ReceiveEnd`."""
+        """Receive the next message."""
         tensors = [part.empty(self._device) for part in parts]
         memory = [memory_of(tensor) for tensor in tensors]
         alone, buffer, pieces = self._divide(memory)

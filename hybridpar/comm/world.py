@@ -26,7 +26,7 @@ import torch.distributed as dist
 from hybridpar.comm.collective import BackendSum, SumGroup
 from hybridpar.comm.rendezvous import RollCall, enter_group, first_line, leave_group, open_roll_call
 from hybridpar.comm.shared_memory import SharedMemorySum
-from hybridpar.compress.group import open_group
+from hybridpar.compress.exchange import open_group
 from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError
 from hybridpar.formats.messages import gather_items, gather_on_first
 from hybridpar.machine.process import host_identity

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Coder, TensorSpec
-from hybridpar.compress.scratch import CHUNK, Scratch
+from hybridpar.compress.codec import CHUNK, Coder, Scratch, TensorSpec
 
 #: Noise is a multiple of 1 / GRAINS, so that adding it to a whole number of up to 255 is exact in float32.
 GRAINS = 1 << 16
@@ -91,13 +90,10 @@ class NoisyCoder(Coder):
     _noise: Noise
 
     def commit(self) -> None:
-        """See `Coder`."""
         self._noise.commit()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Coder`."""
         return self._noise.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Coder`."""
         self._noise.load_state_dict(state)

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import Codec, Collective, Round, TensorSpec
-from hybridpar.compress.exchange import Exchange, split
-from hybridpar.compress.group import Group
+from hybridpar.compress.exchange import Exchange, Group, split
 from hybridpar.compress.text import bind
 from hybridpar.machine.steady import halves_apart
 
@@ -131,16 +130,14 @@ class _Alone:
         self.size = size
 
     def all_reduce(self, tensor: Tensor, collective: Collective) -> None:
-        """See `Group`."""
+        """Leave the tensor as it is, as if the others had sent zeros."""
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
-        """See `Group`."""
         own = split(inp, in_sizes)[self.rank]
         for piece in split(out, out_sizes):
             piece.copy_(own)
 
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
-        """See `Group`."""
         out.view(self.size, -1).copy_(inp.expand(self.size, -1))
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Codec, Coder, TensorSpec
-from hybridpar.compress.residual import WORKER
+from hybridpar.compress.codec import WORKER, Codec, Coder, TensorSpec
 from hybridpar.errors import CheckpointError
 
 

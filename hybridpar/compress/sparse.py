@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Collective, Round, TensorSpec
+from hybridpar.compress.codec import Collective, Round, Scratch, TensorSpec
 from hybridpar.compress.packing import aligned
-from hybridpar.compress.scratch import Scratch
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from typing import Any, overload
 
 import torch
 
-from hybridpar.compress.owner import Kept, OwnerRule, adagrad_
+from hybridpar.compress.codec import Kept
+from hybridpar.compress.owner import OwnerRule, adagrad_
 
 
 class AdaGradSGD(torch.optim.Optimizer):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
-from hybridpar.compress.residual import NO_RESIDUAL, Residual
 
 
 @CODECS.register("none", "full precision; every codec falls back to it where it does not fit")
@@ -22,7 +21,6 @@ class NoCompression(Codec):
     castable = True
 
     def bind(self, spec: TensorSpec) -> Full:
-        """See `Codec`."""
         return Full(spec)
 
 
@@ -33,35 +31,19 @@ class Full(Coder):
     """
 
     def __init__(self, spec: TensorSpec) -> None:
-        super().__init__(spec)
+        super().__init__(spec, [Round(Collective.SUM, spec.wire, (spec.count,))])
         self._cast = spec.wire != torch.float32
-        self._rounds = (Round(Collective.SUM, spec.wire, (spec.count,)),)
-        self._gradient = self._reduced = torch.empty(0)
-
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """One sum of the parameter's size."""
-        return self._rounds
-
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        """See `Coder`."""
-        self._gradient = gradient
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
         (out,) = parts
         if self._cast:
             torch.mul(self._gradient, 1 / self.spec.workers, out=out)
         else:
             out.copy_(self._gradient)
 
-    def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
-        (self._reduced,) = parts
-
     def finish(self, out: Tensor) -> None:
-        """See `Coder`."""
+        (reduced,) = self._received
         if self._cast:
-            out.copy_(self._reduced).mul_(self.spec.workers / self.spec.divisor)
+            out.copy_(reduced).mul_(self.spec.workers / self.spec.divisor)
         else:
-            torch.div(self._reduced, self.spec.divisor, out=out)
+            torch.div(reduced, self.spec.divisor, out=out)

@@ -19,12 +19,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels
-from hybridpar.compress.codec import CODECS, Codec, Coder, TensorSpec
-from hybridpar.compress.gathered import check_meet, quantised_coder
+from hybridpar.compress.codec import CODECS, Codec, Coder, Residual, Scratch, TensorSpec
 from hybridpar.compress.packing import at_least, bits_size, count_ones, pack_bits, select, unpack_bits
-from hybridpar.compress.residual import Residual
-from hybridpar.compress.scratch import Scratch
-from hybridpar.compress.sharded import Quantiser
+from hybridpar.compress.quantised import Quantiser, check_meet, quantised_coder
 from hybridpar.errors import UsageError, nearest
 
 _GROUPS = ("row", "column")
@@ -70,7 +67,6 @@ class OneBit(Codec):
         return len(shape) > 1 and math.prod(shape) > 0 and self._length(shape) >= self.least
 
     def bind(self, spec: TensorSpec) -> Coder:
-        """See `Codec`."""
         return quantised_coder(spec, quantiser_of(self, spec.shape), self.meet)
 
     def by_columns(self, shape: Sequence[int]) -> bool:
@@ -106,7 +102,6 @@ class RowSigns(Quantiser):
         return 8 * groups + bits_size(groups * length)
 
     def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
-        """See `Quantiser`."""
         groups, length = values.shape
         lower, upper, packed = _parts(out, groups)
         if kernels.onebit_encode(values, residual, lower, upper, packed, scratch):
@@ -131,7 +126,6 @@ class RowSigns(Quantiser):
                 v.sub_(half)
 
     def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
-        """See `Quantiser`."""
         groups, length = out.shape
         lower, upper, packed = _parts(message, groups)
         if kernels.onebit_decode(lower, upper, packed, out, divisor):
@@ -144,7 +138,6 @@ class RowSigns(Quantiser):
             out[first:last] = decoded
 
     def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        """See `Quantiser`."""
         groups, length = total.shape
         lower, upper, packed = _parts(message, groups)
         if divisor != 1:
@@ -176,7 +169,6 @@ class ColumnSigns(Quantiser):
         return flat.view(self._rows, -1).t()
 
     def lay(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
-        """See `Quantiser`."""
         groups, length = shape
         return flat.view(length, groups).t()
 
@@ -186,7 +178,6 @@ class ColumnSigns(Quantiser):
         return 8 * groups + length * _row_bytes(groups)
 
     def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
-        """See `Quantiser`."""
         values = values.t()
         length, groups = values.shape
         lower, upper, packed = _parts(out, groups)
@@ -211,7 +202,6 @@ class ColumnSigns(Quantiser):
             v.sub_(self._chosen(lower, upper, packed, first, last, scratch))
 
     def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
-        """See `Quantiser`."""
         out = out.t()
         lower, upper, packed = self._divided(message, out.shape[1], divisor, scratch)
         if kernels.onebit_decode_columns(lower, upper, packed, out):
@@ -220,7 +210,6 @@ class ColumnSigns(Quantiser):
             out[first:last] = self._chosen(lower, upper, packed, first, last, scratch)
 
     def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        """See `Quantiser`."""
         total = total.t()
         lower, upper, packed = self._divided(message, total.shape[1], divisor, scratch)
         if kernels.onebit_add_columns(lower, upper, packed, total):

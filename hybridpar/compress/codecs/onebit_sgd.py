@@ -67,7 +67,6 @@ class OneBitSgd(Codec):
 
     @property
     def keeps_momentum(self) -> bool:
-        """See `Codec`."""
         return self.momentum > 0
 
     def fits(self, shape: Sequence[int]) -> bool:
@@ -75,7 +74,6 @@ class OneBitSgd(Codec):
         return math.prod(shape) > 0
 
     def bind(self, spec: TensorSpec) -> OwnerCoder:
-        """See `Codec`."""
         rule = OwnerRule(self.adagrad, self.momentum, self.memory, self.level, self.warm)
         signs = self._signs()
         quantiser = quantiser_of(signs, spec.shape) if signs.fits(spec.shape) else None

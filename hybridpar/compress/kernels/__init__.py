@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hybridpar.compress.codec import KeptResidual, Residual, Scratch
 from hybridpar.compress.kernels.cpu import CpuKernels
+from hybridpar.compress.kernels.cpu import ThresholdRule as ThresholdRule
 from hybridpar.compress.kernels.cuda import CudaKernels
-from hybridpar.compress.kernels.threshold import ThresholdRule as ThresholdRule
-from hybridpar.compress.residual import KeptResidual, Residual
-from hybridpar.compress.scratch import Scratch
 
 if TYPE_CHECKING:
     from hybridpar.compress.codec import Codec
