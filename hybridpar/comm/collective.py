@@ -1,6 +1,6 @@
-"""Why: gradient sync needs one collective, and two things can do it: a backend of torch, and shared memory.
+"""The sum over workers that gradient sync uses, and its implementation by a process group of torch.
 
-Which one a world uses is decided once, when the workers meet; everything above calls `all_reduce` and does not know.
+Which one a world uses is decided once, at the start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why: between two processes of one machine a tensor need not pass through the network stack.
+"""Sends tensors between two processes of one machine through shared memory.
 
 A channel is a ring of slots in shared memory. The sender copies a message into it slot by slot, the receiver copies it
 out, and as soon as the first slot is full both copy at the same time. A slot stays in the last-level cache on its way,
@@ -6,7 +6,7 @@ so main memory sees what it would see of a single copy. A message that fits into
 without waiting for the receiver.
 
 Each end waits on a Unix socket for a byte per slot filled or freed: waiting costs no CPU time, and a peer that dies is
-noticed at once by its closed socket. Memory and socket meet in a directory that is removed before training begins.
+noticed at once by its closed socket. Memory and socket are found in a directory that is removed before training begins.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why: a worker must find its peers once, with a time-out, and leave them cleanly.
+"""`World`: the process groups of this worker and its place among the others.
 
 Each sync lane needs a process group of its own: collectives of one group must be issued in the same order on every
 worker, and two threads (or streams) cannot promise that for a group they share. Groups are made eagerly and in a
@@ -50,7 +50,7 @@ class World:
         lane_sums: What adds gradients, one for each sync lane.
         control_sum: What adds control messages.
         control: Process group for everything that is not in a step: broadcasts at the start, facts for a checkpoint.
-        transport: What gradients travel by: `gloo`, `nccl`, `shared memory`, or `none`.
+        transport: What sends gradients: `gloo`, `nccl`, `shared memory`, or `none`.
         share_memory: Whether CPU workers of one host may exchange data through shared memory.
         members: The workers' ranks in the whole job, by rank here.
         job_size: Number of workers of the whole job.

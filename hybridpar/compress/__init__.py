@@ -1,4 +1,4 @@
-"""Why: gradients can be compressed in anybody's training loop; this package needs nothing of the trainer.
+"""Gradient codecs, error feedback and their exchange, for any training loop.
 
 A step of it::
 

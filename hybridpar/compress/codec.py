@@ -1,12 +1,12 @@
-"""Why: every codec speaks the same language, so that sync can fuse the messages of all parameters.
+"""The interface of gradient codecs: `Codec`, `Coder`, the rounds of messages, and the state that coders keep.
 
 A codec turns the gradient of one parameter into messages and back, in **rounds**. In each round every worker writes a
-message, the messages meet (they are added, say), and every worker reads what came of it. How long a message is and how
-it meets the others follows from the parameter's shape and the number of workers alone; so round i of all parameters of
+message, the messages are reduced (summed, say), and every worker reads the result. How long a message is and how
+it is reduced follows from the parameter's shape and the number of workers alone; so round i of all parameters of
 a bucket is one collective per way of collective, and bytes are known before anything is sent.
 
 `Codec` is the configuration, a frozen dataclass with one registry line. `Coder` is what it becomes for one parameter
-on one worker, with scratch and state. Error feedback is nobody's own business: it is `hybridpar.compress.feedback`.
+on one worker, with scratch and state. Error feedback is apart from them, in `hybridpar.compress.feedback`.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ NO_RESIDUAL: Mapping[str, Residual] = _Nothing()
 
 
 class Collective(enum.Enum):
-    """How the messages of all workers become one."""
+    """How messages are reduced across ranks."""
 
     #: Added element by element.
     SUM = "sum"
@@ -176,9 +176,9 @@ class Collective(enum.Enum):
     MAX = "max"
     #: Bitwise and of integer words.
     AND = "and"
-    #: Each worker sends stripe k to worker k, which merges what it gets; everybody receives all merged stripes.
+    #: Each worker sends stripe k to worker k, which merges what it receives; all workers receive all merged stripes.
     SHARD = "shard"
-    #: Everybody receives the messages of all workers, by rank.
+    #: All workers receive the messages of all workers, by rank.
     GATHER = "gather"
 
 
@@ -188,8 +188,8 @@ class Round:
 
     Attributes:
         collective: How the messages are reduced across ranks.
-        dtype: Of the elements; `torch.uint8` where they meet by SHARD.
-        sizes: Elements of each part that is written: one part, or one stripe per worker where they meet by SHARD.
+        dtype: Of the elements; `torch.uint8` for SHARD.
+        sizes: Elements of each part that is written: one part, or one stripe per worker for SHARD.
         merged: Elements of each merged stripe, where that is not what is written. SHARD only.
     """
 
@@ -229,7 +229,7 @@ class TensorSpec:
         seed: Equal on all workers; what is drawn at random follows from it, the name and the step.
         device: Where the gradient is.
         average: Whether the result is the mean over the workers, or the sum.
-        wire: The type in which floating-point messages travel.
+        wire: The type in which floating-point messages are sent.
     """
 
     name: str
@@ -463,7 +463,7 @@ class Codec(ABC):
     stateful: ClassVar[bool] = False
     #: Whether it is used with error feedback unless asked otherwise.
     feedback: ClassVar[bool] = False
-    #: Whether floating-point messages travel, which could be sent in a shorter type.
+    #: Whether it sends floating-point messages, which could be sent in a shorter type.
     castable: ClassVar[bool] = False
     #: Whether there are compiled kernels for it, see `hybridpar.compress.kernels`.
     kernels: ClassVar[bool] = False
@@ -475,7 +475,7 @@ class Codec(ABC):
     gives_sums: ClassVar[bool] = True
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a parameter of this shape should be compressed; others travel in full."""
+        """Whether a parameter of this shape should be compressed; others are sent in full."""
         return math.prod(shape) > 0
 
     @property

@@ -1,4 +1,4 @@
-"""Why: whoever trains with DistributedDataParallel should get the codecs without giving up the loop.
+"""A communication hook that gives DistributedDataParallel any codec.
 
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(*ddp_hook("onebit:warmup=100"))
@@ -50,7 +50,7 @@ def ddp_hook(
     """State and hook for `DistributedDataParallel.register_comm_hook`; a collective of all workers of the group.
 
     Args:
-        codec: What gradients travel as: a codec, a policy, or the text of one, such as `powersgd:rank=2`. A policy of
+        codec: How gradients are sent: a codec, a policy, or the text of one, such as `powersgd:rank=2`. A policy of
             names needs the model; `auto` is for hybridpar's own training alone.
         model: The model inside of DDP, whose parameters' names state is kept under. Without it they are numbered in
             the order in which DDP first hands them over, which is the same for the same model.
@@ -217,7 +217,7 @@ class CodecState:
     def gather_state_dicts(self) -> list[dict[str, Any]]:
         """The states of all workers, by rank, on worker 0, and nothing on the others; a collective.
 
-        For whoever writes one file. Tensors come on the CPU.
+        For writing one file. Tensors are on the CPU.
         """
         ranks = range(dist.get_world_size(self._group))
         return gather_on_first(_on_cpu(self.state_dict()), ranks, self._group) or []
@@ -352,7 +352,7 @@ class CodecState:
         def work() -> None:
             try:
                 future.set_result(run())
-            except Exception as error:  # handed to whoever waits for the bucket
+            except Exception as error:  # raised where the bucket is waited for
                 future.set_exception(error)  # type: ignore[arg-type]
 
         self._threads[lane].submit(work)
@@ -433,7 +433,7 @@ def _own_group(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None
     mine, own = None, dist.get_rank(group)
     for party in parties:
         if group is None or own in party:
-            # Inside of a part of the job only the members make a group: the rest knows nothing of this hook.
+            # Inside of a part of the job only the members make a group: the other workers do not call this.
             made = open_group([jobs[rank] for rank in party], timeout, members_only=group is not None)
             mine = made if own in party else mine
     return mine

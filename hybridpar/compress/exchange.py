@@ -1,4 +1,4 @@
-"""Why: codecs write messages and know nothing of networks; here messages of many parameters travel together.
+"""Exchanges the messages of many parameters over a process group, in as few collectives as possible.
 
 Round i of all coders becomes one collective per way of collective and type. Where messages cannot be added they are
 **sharded**: every worker sends stripe k to worker k, which merges what all sent, and the merged stripes go to everybody
@@ -104,12 +104,12 @@ def open_group(ranks: Sequence[int], timeout: float, *, members_only: bool = Fal
 
     Gloo lets a worker go on as soon as its own connections stand. One that fails right after that, for a reason of its
     own, closes them on workers that are still connecting, and these would report a network that does not work instead
-    of the reason. So members meet once.
+    of the reason. So members exchange a message once.
 
     Args:
         ranks: Its members' ranks in the job, the same on all of them.
         timeout: Seconds after which a silent member is an error.
-        members_only: Whether nobody else calls this; else all workers of the job make the same groups in the same
+        members_only: Whether only the members call this; else all workers of the job make the same groups in the same
             order, theirs or not.
 
     Returns:
@@ -130,7 +130,7 @@ class Phase(enum.Enum):
 
     #: Writing messages.
     ENCODE = "encode"
-    #: Messages travel, or wait for the other workers.
+    #: Sending messages, or waiting for the other workers.
     WIRE = "wire"
     #: Reading messages; at the owner of a stripe also adding them and writing the sum.
     DECODE = "decode"
@@ -263,7 +263,7 @@ class Traffic:
 
 
 class _Fused:
-    """The messages of one round that meet by one all-reduce."""
+    """The messages of one round that are reduced by one all-reduce."""
 
     def __init__(self, index: int, first: Round, members: Sequence[tuple[Coder, Round]], workers: int) -> None:
         self._index = index
@@ -287,7 +287,7 @@ class _Fused:
 
 
 class _Sharded:
-    """The messages of one round that meet stripe by stripe at the stripe's owner."""
+    """The messages of one round that are reduced stripe by stripe by the stripe's owner."""
 
     def __init__(self, index: int, members: Sequence[tuple[Coder, Round]], workers: int) -> None:
         spec = members[0][0].spec
@@ -328,7 +328,7 @@ class _Sharded:
 
 
 class _Gathered:
-    """The messages of one round that everybody receives from everybody."""
+    """The messages of one round that are gathered on all workers."""
 
     def __init__(self, index: int, first: Round, members: Sequence[tuple[Coder, Round]], workers: int) -> None:
         self._index, self._coders = index, [coder for coder, _ in members]

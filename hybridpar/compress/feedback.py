@@ -1,4 +1,4 @@
-"""Why: a biased codec converges only if what it left out is sent later, and that rule is the same for all of them.
+"""Error feedback: adds what a codec left out to the gradient of the next step.
 
 Error feedback (Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error Feedback
 Fixes SignSGD", ICML 2019):
@@ -31,7 +31,7 @@ class ErrorFeedback(Codec):
     Attributes:
         inner: The codec.
         decay: The residual is multiplied with it at every step, which damps what momentum makes unstable.
-        warmup: So many first steps travel in full precision.
+        warmup: Number of first steps that are sent in full precision.
         rescale: Multiply the residual with old / new where the learning rate changes, so that what was left out has
             the weight that it would have had.
     """

@@ -1,4 +1,4 @@
-"""Why: inside a node workers are connected so well that a codec costs more than it saves; between nodes it pays.
+"""Gradients summed in full precision inside a node, and exchanged by a codec between nodes.
 
 A bucket goes in three steps. The workers of a node add it in full precision. Each node then has one sum, and for every
 parameter one of its workers, the **leader**, exchanges that with the leaders of the other nodes through the codec.

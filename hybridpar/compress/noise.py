@@ -1,10 +1,10 @@
-"""Why: stochastic rounding is unbiased only if what it draws is independent of the gradient and of other workers.
+"""Random numbers for stochastic rounding, independent between workers and steps.
 
 Each worker draws from a generator that is seeded anew at every step by the job's seed, the parameter's name, the rank
 and the number of steps that counted. So the state is that one number, and a step that did not count can be repeated.
 
-Drawing is dear. So one chunk is drawn per message and used again, from another place, for the next chunk: each value's
-own noise stays uniform and independent of the value.
+Drawing takes long. So one chunk is drawn per message and used again, from another place, for the next chunk: each
+value's own noise stays uniform and independent of the value.
 """
 
 from __future__ import annotations

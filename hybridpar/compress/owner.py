@@ -1,4 +1,4 @@
-"""Why: whoever owns a stripe of the sum can do more with it than add, and then nobody else has to.
+"""AdaGrad and momentum applied by the owner of each stripe of the summed gradient.
 
 1-bit SGD (Seide et al., Interspeech 2014, section 3.3) divides gradients by their size over time (AdaGrad) and smooths
 them (momentum) where a stripe has been added up, before it is quantised again:
@@ -110,7 +110,7 @@ class OwnerRule:
         momentum: mu; 0 for none.
         memory: See `adagrad_`.
         level: See `adagrad_`.
-        warm: So many first steps travel in full precision; AdaGrad and momentum are the same in them.
+        warm: Number of first steps that are sent in full precision; AdaGrad and momentum are the same in them.
     """
 
     adagrad: str = "owner"

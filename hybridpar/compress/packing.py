@@ -1,4 +1,4 @@
-"""Why: torch has no type shorter than a byte, and a codec is only as good as the bits it puts on the wire.
+"""Packs values of fewer than 8 bits into bytes and words.
 
 Three layouts:
 

@@ -1,9 +1,13 @@
-"""Why: messages with scales of their own cannot be added on the way, yet bytes per worker must not grow with K.
+"""Exchange of parameters whose messages have their own scales and cannot be summed in transit: stripe by stripe, or all
+to all.
 
-So each worker owns 1/K of the tensor (Seide et al. 2014, section 3). Everyone encodes its gradient stripe by stripe and
-sends stripe k to its owner; the owner decodes what it gets, adds in float32, encodes the sum, and sends that to all.
-Everyone decodes the same bytes, so everyone has the same result. There are two quantisations and two residuals: the
-worker's, as large as the tensor, and the owner's, as large as its stripe.
+With `shard`, each worker owns 1/K of the tensor (Seide et al. 2014, section 3). Each worker encodes its gradient stripe
+by stripe and sends stripe k to its owner; the owner decodes what it gets, adds in float32, encodes the sum, and sends
+that to all. All workers decode the same bytes, so all have the same result. There are two quantisations and two
+residuals: the worker's, as large as the tensor, and the owner's, as large as its stripe.
+
+With `gather`, each worker sends its whole message to all others, which decode and add in float32. For two workers that
+is as many bytes, but one quantisation instead of two, one residual and one collective.
 
 What differs between codecs is a `Quantiser`: how a range of numbers becomes bytes.
 """
@@ -159,7 +163,7 @@ class ShardedCoder(Coder):
             stripe.add_(self.quantiser.lay(part, stripe.shape))
 
 
-#: How messages of a quantiser may meet: by whatever sends fewer bytes, stripe by stripe, or everybody's at everybody.
+#: How messages of a quantiser are exchanged: by what sends fewer bytes, stripe by stripe, or all to all.
 WAYS = ("auto", "shard", "gather")
 
 
@@ -200,7 +204,7 @@ class GatheredCoder(Coder):
 
 
 def check_meet(meet: str) -> None:
-    """Check how messages are to meet.
+    """Check the option `meet`, which says how messages are reduced.
 
     Raises:
         UsageError: There is no such way.
@@ -210,6 +214,6 @@ def check_meet(meet: str) -> None:
 
 
 def quantised_coder(spec: TensorSpec, quantiser: Quantiser, meet: str) -> ShardedCoder | GatheredCoder:
-    """A coder whose messages meet in one of `WAYS`."""
+    """A coder whose messages are exchanged in one of `WAYS`."""
     gather = meet == "gather" or (meet == "auto" and spec.workers <= 2)
     return GatheredCoder(spec, quantiser) if gather else ShardedCoder(spec, quantiser)

@@ -1,7 +1,7 @@
-"""Why: codes on a scale that all workers share can be added as they are, so the scale is agreed on before all else.
+"""Base of codecs that agree on one scale for all workers before they send codes.
 
 QSGD-MaxNorm on one grid or on several, and TernGrad, begin alike: a round in which the largest magnitude of all workers
-meets by maximum. What follows is on that scale, and is the codec's own.
+is reduced by maximum. What follows is on that scale, and is the codec's own.
 """
 
 from __future__ import annotations

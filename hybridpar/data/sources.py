@@ -1,4 +1,4 @@
-"""Why: the loader must not care whether images lie in memory or in files; both are a source of uint8 batches.
+"""The interface of data sets: sources of uint8 batches, in memory or from files.
 
 A source gives the same image for the same (seed, epoch, index), whoever asks and in whatever company. Scaling to
 floats is left to the loader: a uint8 batch is a quarter of the bytes to hand between processes and to a GPU.

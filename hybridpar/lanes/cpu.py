@@ -1,4 +1,4 @@
-"""Why: threads that obey the rules of CUDA streams let every pipeline run, and be tested, without a GPU.
+"""Lanes that are threads, with the ordering rules of CUDA streams.
 
 A lane is one thread that takes its work from a queue. PyTorch's operators give the interpreter lock back while they
 compute, and autograd runs the backward pass of CPU tensors on the thread that asks for it, so lanes run in parallel.
@@ -139,7 +139,7 @@ class _Task:
 
 
 class Worker:
-    """The thread of a lane. It knows nothing of lane and family, so that a forgotten family can be collected.
+    """The thread of a lane. It has no reference to lane and family, so that a forgotten family can be collected.
 
     Args:
         name: Name of the lane.

@@ -1,8 +1,8 @@
-"""Why: on a GPU a lane is a stream, and the one danger that streams add to threads is memory handed out too early.
+"""Lanes that are CUDA streams.
 
 The host runs submitted work at once, with the lane's stream current, and the work queues kernels. A tensor of another
 lane that the work uses is kept alive until a CUDA event behind the work is done: the allocator gives freed memory back
-to the stream that allocated it, which knows nothing of this lane. That is looked up when the lane is next used, so the
+to the stream that allocated it, which does not know this lane. That is looked up when the lane is next used, so the
 host never waits. (`Tensor.record_stream` does the same later and less predictably, and not inside graph capture.)
 """
 

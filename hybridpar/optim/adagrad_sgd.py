@@ -1,7 +1,7 @@
-"""Why: what owners of stripes do in 1-bit SGD is an update rule of its own, which one worker alone can follow, too.
+"""SGD with AdaGrad and momentum: what 1-bit SGD's owners of stripes do, for one worker.
 
-It is also the oracle: without quantisation, workers that share the rule by stripes do what this optimizer does to the
-whole gradient, but for the length that AdaGrad's steps are given, which is that of a stripe there.
+In tests it is the reference: without quantisation, workers that share the rule by stripes do what this optimizer does
+to the whole gradient, but for the length that AdaGrad's steps are given, which is that of a stripe there.
 """
 
 from __future__ import annotations

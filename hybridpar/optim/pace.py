@@ -1,4 +1,4 @@
-"""Why: where the batch size changes on the way, the learning rate must go on as a function of the samples seen.
+"""Adapts the learning rate where the batch size changes during a run.
 
 A run is made of legs, each of which has one batch size from a step on. What a step means is counted in steps of the
 first batch size: the schedule is the same function of the samples whatever the sizes, and the rate of a step is

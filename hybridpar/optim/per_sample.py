@@ -1,4 +1,4 @@
-"""Why: a learning rate and a momentum per step mean something else for each batch size; per sample they do not.
+"""Converts learning rate and momentum between per step and per sample.
 
 1-bit SGD's authors give both per sample, so that a search for the batch size changes nothing else (as CNTK's
 `learningRatesPerSample` and momentum time constants). For SGD with momentum mu on means over N samples:

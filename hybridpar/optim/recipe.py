@@ -1,4 +1,4 @@
-"""Why: what a recipe sets is ordinary options and an ordinary optimizer, so nothing below needs to know of recipes."""
+"""Expands a recipe, such as `onebit-sgd`, into ordinary options and an optimizer."""
 
 from __future__ import annotations
 

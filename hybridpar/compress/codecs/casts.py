@@ -1,4 +1,4 @@
-"""Why: half the bytes for one cheap pass is what every other codec has to beat.
+"""Codecs `fp16` and `bf16`: gradients in 16 bits; and `Cast`, which does the same to another codec's messages.
 
 The sum over workers is rounded at every addition. float16 has 11 significant bits and ends at 65504, bfloat16 has 8
 and the range of float32. A gradient that leaves the range arrives as infinity on all workers.
@@ -46,7 +46,7 @@ WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Another codec, whose floating-point messages travel in a shorter type.
+    """Another codec, whose floating-point messages are sent in a shorter type.
 
     Attributes:
         inner: The codec.

@@ -1,4 +1,4 @@
-"""Why: momentum of an optimizer forgets what a sparse gradient sends late; momentum before the choice does not.
+"""Codec `dgc`: deep gradient compression, top-k of momentum that each worker keeps.
 
 Deep Gradient Compression: Lin, Han, Mao, Wang, Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth
 for Distributed Training", ICLR 2018. On each worker, for every parameter:
@@ -10,7 +10,7 @@ keeps stale momentum from pulling twice. Local clipping bounds |g| of a paramete
 share that is sent starts at 1/4 and falls to a quarter of itself every `ramp` steps until it is `rate`: 75 %, 93.75 %,
 98.44 %, 99.6 %, 99.9 % left out, as in the paper.
 
-Vectors and small parameters are sent in full: u itself travels there, and nothing is cleared. As every parameter has
+Vectors and small parameters are sent in full: u itself is sent, and nothing is cleared. As every parameter has
 its momentum here, the optimizer must have none: SGD with momentum 0.
 """
 

@@ -1,4 +1,4 @@
-"""Why: if all workers know without a word which elements go next, no places travel and values can be added on the way.
+"""Codec `grandk_mn`: random-k elements that all workers agree on, rounded to a shared grid.
 
 GlobalRandK-MaxNorm: Vineeth S, "Quantization for Distributed Optimization", arXiv 2109.12497. All elements of a
 parameter stand in a queue, in an order drawn from a seed that workers share. Each step sends the next k of them,
@@ -47,7 +47,7 @@ class GlobalRandomK(LargeTensorCodec):
     Attributes:
         rate: Share of a parameter's elements that is sent.
         levels: Bits of the grid, or of several grids as in `qsgd_mn_ms`.
-        least: Parameters with fewer elements travel in full precision; so do vectors.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     rate: float = 0.01

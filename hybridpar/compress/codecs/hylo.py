@@ -1,4 +1,4 @@
-"""Why: a convolution is a set of filters that matter unequally, and a dense layer is not; each wants its own codec.
+"""Codec `hylo`: important filters of convolutions, and 2 bits per value of dense layers.
 
 After "Hylo: Hybrid Layer-Based Optimization to Reduce Communication in Distributed Deep Learning". Its abstract says:
 layers above a size are compressed; of a convolution some important kernels are sent, at a rate that follows the layer's
@@ -8,7 +8,7 @@ gives no formulas. Those here are this project's, with N elements of a parameter
 * N <= `least`, or neither a convolution nor a matrix: full precision.
 * A convolution of O filters sends k = ceil(rho O) of them, rho = (least / N) ** power, at least `rate` and at most 1.
   Workers agree on which: the k with the largest sum over the workers of mean v**2, of equal ones the first. So all send
-  the same filters, no indices travel, and the values are added by one all-reduce (agreed indices as in ScaleCom, Chen
+  the same filters, no indices are sent, and the values are added by one all-reduce (agreed indices as in ScaleCom, Chen
   et al., NeurIPS 2020). v of these filters is sent in full and their residual is 0; of the others v stays.
 * A matrix goes as `twobit` with an adapted threshold.
 
@@ -45,7 +45,7 @@ class Hylo(Codec):
     """A codec for each kind of layer.
 
     Attributes:
-        least: Parameters of at most so many elements travel in full precision.
+        least: Parameters of at most so many elements are sent in full precision.
         rate: Least share of filters that is sent.
         power: How fast the share falls with the size.
         delay: Most steps that a filter waits.

@@ -1,4 +1,4 @@
-"""Why: no compression is what every codec is measured against, and what travels where a codec does not fit."""
+"""Codec `none`: gradients in full precision, which is also used where another codec does not fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NoCompression(Codec):
 
 
 class Full(Coder):
-    """All elements, in the type in which the spec wants messages to travel.
+    """All elements, in the type in which the spec says messages are sent.
 
     In a type shorter than float32 each worker sends g / K, as the sum of g might leave the range of float16.
     """

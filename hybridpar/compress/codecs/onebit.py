@@ -1,4 +1,4 @@
-"""Why: one bit per value is the least that still says which way to go, and error feedback makes up for the rest.
+"""Codec `onebit`: the sign of each value and two levels per group, as in 1-bit SGD.
 
 1-bit SGD: Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
 Distributed Training of Speech DNNs", Interspeech 2014. For a group of values v_i, with b_i = [v_i >= 0]:
@@ -6,7 +6,7 @@ Distributed Training of Speech DNNs", Interspeech 2014. For a group of values v_
     a1 = mean of v_i with b_i = 1        a0 = mean of v_i with b_i = 0        C(v)_i = a1 if b_i else a0
 
 For the threshold 0 no other two values have a smaller squared error. The mean of no values is 0, so zeros arrive as
-zeros. Per group 64 bits of levels travel beside the bits: groups of n values shrink by 32 / (1 + 64 / n).
+zeros. Per group 64 bits of levels are sent beside the bits: groups of n values shrink by 32 / (1 + 64 / n).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OneBit(Codec):
         group: Which values share levels. `row`: those of one output unit or convolution filter, which lie side by
             side in memory. `column`: those that leave one input unit of a matrix, as in the paper; other than
             matrices go by rows.
-        least: A parameter whose groups have fewer values travels in full precision; so do vectors.
+        least: A parameter whose groups have fewer values is sent in full precision, and so are vectors.
         meet: `shard`: stripes are added and encoded again by their owners, as in the paper. `gather`: everybody sends
             to everybody, and nothing is encoded twice. `auto`: what sends fewer bytes, and for two workers, where both
             send as many, `gather`.
@@ -154,7 +154,7 @@ class RowSigns(Quantiser):
 class ColumnSigns(Quantiser):
     """A stripe of columns of a matrix, each a group, as [a0 of each][a1 of each][bits].
 
-    Memory is gone through row by row, as the matrix lies there. Bits and residuals of a stripe have that order, too;
+    Memory is processed in row-major order. Bits and residuals of a stripe have that order, too;
     bits of a row fill whole words of 16.
 
     Args:
@@ -234,7 +234,7 @@ class ColumnSigns(Quantiser):
         return chosen
 
     def _padded(self, scratch: Scratch, rows: int, groups: int) -> Tensor:
-        """Room for the bits of some rows, filled up with zeros."""
+        """Memory for the bits of some rows, zero beyond them."""
         bits = scratch.take("bits", rows * _row_bytes(groups) * 8, torch.bool).view(rows, -1)
         bits[:, groups:] = False
         return bits

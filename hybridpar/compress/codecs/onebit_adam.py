@@ -1,8 +1,8 @@
-"""Why: Adam is not linear in the gradient, so one bit of that is too little; of its momentum it can be enough.
+"""Codec `onebit_adam`: gradients at first, then the momentum of Adam in one bit per value.
 
 1-bit Adam: Tang, Gan, Awan, Rajbhandari, Li, Lian, Liu, Zhang, He, "1-bit Adam: Communication Efficient Large-Scale
 Training with Adam's Convergence Speed", ICML 2021 (arXiv 2102.02888), Algorithm 1. For the first `warm` steps gradients
-travel in full precision. From then on, with the momentum m that all workers share:
+are sent in full precision. From then on, with the momentum m that all workers share:
 
     m_i = beta m + (1 - beta) g_i        sent is C(m_i + d_i), kept is d_i        worker i
     mean of these, plus d, encoded again, kept is d                               owner of a stripe
@@ -38,10 +38,10 @@ class OneBitAdam(Codec):
     """Gradients in full precision, then momentum as signs.
 
     Attributes:
-        warm: So many first steps travel in full precision; the optimizer must know the same number.
+        warm: Number of first steps that are sent in full precision; the optimizer must know the same number.
         beta: Factor of the momentum, the first of Adam's betas.
         levels: `means`: as `onebit`; `norm`: one level per stripe, its norm over the root of its size, as the paper.
-        least: As of `onebit`: what has shorter groups travels in full precision, and so do vectors.
+        least: As of `onebit`: what has shorter groups is sent in full precision, and so are vectors.
     """
 
     warm: int = 0

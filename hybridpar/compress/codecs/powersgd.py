@@ -1,12 +1,12 @@
-"""Why: gradients of large layers are nearly of low rank, and the two factors of a low rank can be added on the way.
+"""Codec `powersgd`: low-rank factors of the gradient, from one step of the power method.
 
 PowerSGD: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019, algorithm 1. With M = G + E as a matrix of n rows and m columns and Q of m rows and r columns:
 
     P = mean of M Q;  P <- orthonormal columns of P;  Q = mean of M^T P;  result = P Q^T;  E = M - P Q^T
 
-One step of the power method: Q is kept for the next step, in which it starts where this one ended. Only P and Q travel,
-r (n + m) numbers instead of n m.
+One step of the power method: Q is kept for the next step, in which it starts where this one ended. Only P and Q are
+sent, r (n + m) numbers instead of n m.
 
 Q is made orthonormal before it is used, as PyTorch's hook does. That does not change the space that P spans, and keeps
 P as large as M, so that neither overflows. The factorisation by Householder reflections completes a matrix of lower

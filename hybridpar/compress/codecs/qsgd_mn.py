@@ -1,4 +1,4 @@
-"""Why: if all workers round on one grid, their codes can be added on the way, and any all-reduce will do.
+"""Codec `qsgd_mn`: stochastic rounding to a grid whose scale all workers share, so that codes can be summed.
 
 QSGD-MaxNorm: Vineeth S, "Quantization for Distributed Optimization", arXiv 2109.12497; QSGD: Alistarh, Grubic, Li,
 Tomioka, Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017. With b bits
@@ -9,7 +9,8 @@ and s = 2**b - 1 levels, and the scale w = max over workers and elements of |g_i
 E[q_i] = s g_i / w, so it is unbiased and needs no error feedback; the variance of a worker's element is at most
 (w / s)**2 / 4. Codes are whole numbers from -s to s. There are two ways for them to meet:
 
-* `sum`: w is agreed first, 4 bytes. Codes travel as q + s in fields so wide that the sum of K of them fits, log2(2 s K)
+* `sum`: w is agreed first, 4 bytes. Codes are sent as q + s in fields so wide that the sum of K of them fits, log2(2 s
+K)
   bits rounded up, packed into words (`hybridpar.compress.packing`). No field ever carries into the next.
 * `shard`: each stripe has a scale of its own and fields of b + 1 bits whatever K is; its owner adds in float32 and
   rounds again.
@@ -55,7 +56,7 @@ class QsgdMaxNorm(LargeTensorCodec):
     Attributes:
         bits: The grid has 2**bits - 1 steps from zero to the largest element.
         meet: `sum` or `shard`, see above.
-        least: Parameters with fewer elements travel in full precision; so do vectors.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     bits: int = 4

@@ -1,4 +1,4 @@
-"""Why: the range between the largest element and most of the others is too wide for two grids, where bits are few.
+"""Codec `qsgd_mn_ms`: QSGD-MaxNorm with several grids, finer ones for elements that are small on all workers.
 
 QSGD-MaxNorm with several scales: Vineeth S, "Unbiased Single-scale and Multi-scale Quantizers for Distributed
 Optimization", arXiv 2109.12497. Grid l has s_l = 2**b_l - 1 steps from zero to the agreed scale w, with b_0 < b_1 < ...
@@ -35,7 +35,7 @@ class QsgdMultiScale(LargeTensorCodec):
 
     Attributes:
         levels: Bits of the grids, coarsest first: `4/6/8` are 15, 63 and 255 steps from zero to the largest element.
-        least: Parameters with fewer elements travel in full precision; so do vectors.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     levels: str = "4/6/8"

@@ -1,4 +1,4 @@
-"""Why: most elements are far below the largest one, and on its grid they would be rounded to a few coarse values.
+"""Codec `qsgd_mn_ts`: QSGD-MaxNorm with two grids, the finer one for elements that are small on all workers.
 
 QSGD-MaxNorm with two scales: Vineeth S, "Unbiased Single-scale and Multi-scale Quantizers for Distributed
 Optimization", arXiv 2109.12497. There are two grids of s_lo = 2**bits - 1 and s_hi = 2**high - 1 steps from zero to the
@@ -28,7 +28,7 @@ class QsgdTwoScale(LargeTensorCodec):
     Attributes:
         bits: The coarse grid has 2**bits - 1 steps from zero to the largest element.
         high: The fine one has 2**high - 1.
-        least: Parameters with fewer elements travel in full precision; so do vectors.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     bits: int = 4

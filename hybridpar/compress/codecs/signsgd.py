@@ -1,12 +1,12 @@
-"""Why: if workers vote on the direction of each element, no message holds more than one bit of it, both ways.
+"""Codec `signsgd`: a majority vote on the sign of each element.
 
 signSGD with majority vote: Bernstein, Zhao, Azizzadenesheli, Anandkumar, "signSGD with Majority Vote is Communication
 Efficient and Fault Tolerant", ICLR 2019. Every worker sends the signs of its gradient; the owner of a stripe counts and
 sends the sign that most have. 0 counts as plus, and so does a tie.
 
 The paper steps by the bare sign, with a learning rate of its own. Here `level=mean` multiplies it with the mean over
-the workers of their stripe's mean |g|, so that learning rates, and parameters that travel in full, keep their meaning;
-`level=one` is the paper's. A stripe that is zero on all workers stays zero.
+the workers of their stripe's mean |g|, so that learning rates, and parameters that are sent in full, keep their
+meaning; `level=one` is the paper's. A stripe that is zero on all workers stays zero.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SignSgd(LargeTensorCodec):
 
     Attributes:
         level: What the sign is multiplied with, see above: `mean` or `one`.
-        least: Parameters with fewer elements travel in full precision; so do vectors.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     level: str = "mean"

@@ -1,4 +1,4 @@
-"""Why: gradients as three values on a scale that all workers share, whose sum over K workers is exact.
+"""Codec `terngrad`: gradients as three values on a scale that all workers share, whose sum over K workers is exact.
 
 TernGrad: Wen, Xu, Yan, Wu, Wang, Chen, Li, "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
 Learning", NeurIPS 2017. With w = max over workers and elements of |g_i|, agreed first (scaler sharing):
@@ -39,7 +39,7 @@ class TernGrad(LargeTensorCodec):
 
     Attributes:
         clip: Elements are made no larger than so many times the root mean square of their layer; 0 for no clipping.
-        least: Parameters with fewer elements travel in full precision; so do vectors.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     clip: float = 2.5

@@ -1,4 +1,4 @@
-"""Why: most of a gradient's length is in few of its elements, and what those leave out can wait.
+"""Codec `topk`: the largest elements of each worker with their places, and error feedback.
 
 Top-k sparsification with error feedback, as in Aji, Heafield, "Sparse Communication for Distributed Gradient Descent",
 EMNLP 2017, and Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018: of v = g + r each worker sends the
@@ -26,7 +26,7 @@ class TopK(LargeTensorCodec):
 
     Attributes:
         rate: Share of a parameter's elements that is sent.
-        least: Parameters with fewer elements travel in full precision; so do vectors.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     rate: float = 0.01

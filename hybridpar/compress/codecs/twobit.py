@@ -1,4 +1,4 @@
-"""Why: where most of a gradient is small, it is enough to say of each value whether it is large, and to which side.
+"""Codec `twobit`: minus, nothing or plus for each value, by a threshold.
 
 The coding of MXNet's 2-bit gradient compression (apache/mxnet, PR 8662), with v = g + r and a threshold t:
 
@@ -78,7 +78,7 @@ class TwoBit(LargeTensorCodec):
         levels: `threshold`, or `mean` for the better decoder.
         pull: `codes`: the owner of a stripe encodes the sum, too. `full`: it sends the sum in float32, as MXNet's
             server does, and little more than half of all bytes is saved.
-        least: Parameters with fewer elements travel in full precision; so do vectors.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
         meet: As that of `onebit`. `pull=full` needs owners, so it is always `shard`.
     """
 

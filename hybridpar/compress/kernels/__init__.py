@@ -1,4 +1,4 @@
-"""Why: in torch a codec is a few passes over memory, on a CPU over small chunks; compiled, it is one or two.
+"""Compiled encoding and decoding for some codecs, on a CPU and on CUDA.
 
 Each function here does what its codec otherwise does in torch, and says whether it did: it does nothing where kernels
 are switched off or cannot be had, or where tensors are not dense float32 on a CPU or a CUDA device. What is decoded is
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _CPU = torch.device("cpu")
 
-#: How much a compiler that nobody waits for yet gives way to what computes (`nice`).
+#: Niceness of a compiler that runs in the background.
 _ASIDE = 15
 
 _loading = threading.Lock()

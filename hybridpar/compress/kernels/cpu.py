@@ -1,4 +1,4 @@
-"""Why: kernels of a CPU take addresses and one thread, and leave nothing to decide but how memory is written.
+"""Calls the compiled kernels of a CPU.
 
 Methods do what the functions of the same name in `hybridpar.compress.kernels` do, which check the arguments.
 """

@@ -1,4 +1,4 @@
-"""Why: on a GPU a kernel also needs a number of blocks, and nothing may wait for the device.
+"""Launches the compiled kernels of a CUDA device.
 
 Levels, scales and sums stay on the device, so no call here waits. How many blocks there are follows from the number of
 values alone, so that sums come out the same on every GPU. Methods do what the functions of the same name in
