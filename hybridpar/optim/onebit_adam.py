@@ -22,9 +22,10 @@ from torch import Tensor
 
 from hybridpar.compress import Exchange, TensorSpec, TorchGroup, bind, parse_codec
 from hybridpar.errors import UsageError
+from hybridpar.optim.adagrad_sgd import ParameterOptimizer
 
 
-class FrozenAdam(torch.optim.Optimizer):
+class FrozenAdam(ParameterOptimizer):
     """Adam whose variance stands still after some steps.
 
     Weight decay is that of AdamW: it acts on the weights alone, as no gradient is there to add it to.
@@ -65,23 +66,6 @@ class FrozenAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
         self.freeze_steps = freeze_steps
         self._momentum_arrives = momentum_arrives
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take a step with what is in `.grad`; a parameter whose `.grad` is None stays as it is."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, group)
-        return loss
 
     def _update(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
         state, gradient = self.state[parameter], parameter.grad
