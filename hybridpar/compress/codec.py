@@ -393,6 +393,31 @@ class Coder(ABC):
         self.load_state_dict(states[self.spec.rank if len(states) == self.spec.workers else 0])
 
 
+class Full(Coder):
+    """All elements, in the type in which the spec says messages are sent.
+
+    In a type shorter than float32 each worker sends g / K, as the sum of g might leave the range of float16.
+    """
+
+    def __init__(self, spec: TensorSpec) -> None:
+        super().__init__(spec, [Round(Collective.SUM, spec.wire, (spec.count,))])
+        self._cast = spec.wire != torch.float32
+
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        (out,) = parts
+        if self._cast:
+            torch.mul(self._gradient, 1 / self.spec.workers, out=out)
+        else:
+            out.copy_(self._gradient)
+
+    def finish(self, out: Tensor) -> None:
+        (reduced,) = self._received
+        if self._cast:
+            out.copy_(reduced).mul_(self.spec.workers / self.spec.divisor)
+        else:
+            torch.div(reduced, self.spec.divisor, out=out)
+
+
 class WarmUpCoder(Coder):
     """A coder whose first steps are those of another coder, mostly in full precision.
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import NO_RESIDUAL, Codec, KeptResidual, Residual, TensorSpec, WarmUpCoder
-from hybridpar.compress.codecs.none import Full
+from hybridpar.compress.codec import NO_RESIDUAL, Codec, Full, KeptResidual, Residual, TensorSpec, WarmUpCoder
 from hybridpar.compress.redivide import divide
 from hybridpar.errors import CheckpointError, UsageError
 

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 import hybridpar.compress.codecs  # noqa: F401 - enters all codecs into the registry
-from hybridpar.compress.codec import CODECS, Codec, Coder, TensorSpec
+from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
 from hybridpar.compress.codecs.casts import Cast
-from hybridpar.compress.codecs.none import Full
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.kernels import prepare
 from hybridpar.errors import UsageError, nearest, shortened

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, TensorSpec
-from hybridpar.compress.codecs.none import Full
+from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
 from hybridpar.errors import UsageError, nearest
 
 

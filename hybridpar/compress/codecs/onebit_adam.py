@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, NO_RESIDUAL, Codec, Kept, Residual, Scratch, TensorSpec, WarmUpCoder
-from hybridpar.compress.codecs.none import Full
+from hybridpar.compress.codec import CODECS, NO_RESIDUAL, Codec, Full, Kept, Residual, Scratch, TensorSpec, WarmUpCoder
 from hybridpar.compress.codecs.onebit import OneBit, quantiser_of
 from hybridpar.compress.packing import ALIGN, at_least, bits_size, pack_bits, unpack_bits
 from hybridpar.compress.quantised import Quantiser, ShardedCoder
