@@ -41,14 +41,31 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def test_own_loop_on_two_workers(tmp_path: Path) -> None:
-    script = str(ROOT / "examples/own_loop.py")
+#: Runs scripts one after the other in the workers of one job: to start workers takes most of the time of a test.
+IN_TURN = """
+import runpy, sys
+for script, *options in {scripts!r}:
+    sys.argv = [script, *options]
+    sys.path[0] = {directory!r}
+    runpy.run_path(script, run_name="__main__")
+"""
+
+
+def test_loops_of_ones_own_on_two_workers(tmp_path: Path) -> None:
+    directory = ROOT / "examples"
+    scripts = [
+        [str(directory / "own_loop.py"), "--epochs", "2", "--samples", "256"],
+        [str(directory / "ddp_hook.py"), "--epochs", "3", "--samples", "640"],
+    ]
+    (tmp_path / "in_turn.py").write_text(IN_TURN.format(scripts=scripts, directory=str(directory)))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run([*torchrun, script, "--epochs", "2", "--samples", "256"], tmp_path)
+    done = run([*torchrun, "in_turn.py"], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("test accuracy") == 2  # rank 0 alone speaks
+    assert done.stdout.count("test accuracy") == 3  # two epochs of the first, one line of the second; from rank 0 alone
     assert "2 workers; checkpoint: runs/own-loop/step-8" in done.stdout
     assert (tmp_path / "runs/own-loop/step-8/rank-1.pt").exists()
+    saved = torch.load(tmp_path / "runs/ddp-hook-1.pt", weights_only=True)
+    assert saved["codec"]["codec"] == "onebit:warmup=10"
 
 
 def test_own_loop_learns_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,11 +79,13 @@ def test_own_loop_learns_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             sys.modules.pop(name, None)
 
 
-def test_train_resnet_passes_its_options_on(tmp_path: Path) -> None:
+def test_train_resnet_passes_its_options_on_to_a_tuned_process(tmp_path: Path) -> None:
     script = str(ROOT / "scripts/train_resnet.py")
     options = ["--data", "synthetic", "--synthetic-samples", "40", "--image-size", "16", "--batch-size", "20"]
     done = run([script, *options, "--epochs", "1", "--workers", "1", "--run-dir", "run"], tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "off with --no-tune-process" in done.stdout
+    assert not done.stderr
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["model"], summary["data"], summary["steps"]) == ("resnet18", "synthetic", 2)
 
@@ -161,16 +180,6 @@ def test_gpu_check_adds_to_its_table(gpu_check: ModuleType, tmp_path: Path) -> N
     assert [(row["device"], row["check"], row["value"], row["passed"]) for row in rows] == [
         ("H100", "equal", "1.23e-05", "True")
     ] * 3
-
-
-def test_a_ddp_loop_of_ones_own_with_a_codec(tmp_path: Path) -> None:
-    script = str(ROOT / "examples/ddp_hook.py")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = run([*torchrun, script, "--epochs", "3", "--samples", "640"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("test accuracy") == 1
-    saved = torch.load(tmp_path / "runs/ddp-hook-1.pt", weights_only=True)
-    assert saved["codec"]["codec"] == "onebit:warmup=10"
 
 
 @pytest.mark.parametrize(

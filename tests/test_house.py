@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.resources
+import inspect
 import io
 import re
 import subprocess
@@ -169,6 +170,20 @@ def test_former_names_of_modules_can_be_imported() -> None:
         with pytest.warns(DeprecationWarning, match=f"{former} is {new} now"):
             module = importlib.import_module(former)
         assert {name for name in vars(importlib.import_module(new)) if name[0] != "_"} <= set(vars(module))
+
+
+def test_public_methods_have_a_docstring_or_inherit_one() -> None:
+    for path in python_files(*(f"hybridpar/{folder}" for folder in ("comm", "compress", "data", "lanes"))):
+        if path.name.endswith("_source.py"):  # read by the kernel compiler
+            continue
+        module = importlib.import_module(f"hybridpar.{dotted(path)}")
+        for kind in vars(module).values():
+            if not inspect.isclass(kind) or kind.__module__ != module.__name__ or kind.__name__.startswith("_"):
+                continue
+            for method, value in vars(kind).items():
+                if not method.startswith("_") and (inspect.isroutine(value) or isinstance(value, property)):
+                    found = inspect.getdoc(getattr(kind, method))
+                    assert found, f"{relative(path)}: {kind.__name__}.{method} has no docstring, nor has its base"
 
 
 @pytest.mark.parametrize("path", python_files("hybridpar", "benchmarks", "scripts", "examples", "docs"), ids=relative)

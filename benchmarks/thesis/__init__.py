@@ -1,4 +1,4 @@
-"""Why: a thesis claims 1.47, 1.39 and 2.44 times the speed for its hybrid of pipelines and replicas; what is ours?
+"""A thesis claims 1.47, 1.39 and 2.44 times the speed for its hybrid of pipelines and replicas; this measures the same.
 
 `python -m benchmarks.thesis` trains ResNet-18, 34 and 50 on CIFAR-10, CIFAR-100 and Caltech-101, with everything that
 the published baseline could have been. `cells` says what is measured, and what has been already; `peers` are the

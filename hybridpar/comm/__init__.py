@@ -1,1 +1,1 @@
-"""Why: process groups, collectives and transports between workers."""
+"""Process groups, collectives and transports between workers."""

@@ -1,4 +1,4 @@
-"""Why: what workers did is compared on one time axis, and hosts do not share a clock.
+"""Puts the timestamps of workers on different hosts on one time axis.
 
 Workers of one host read the same clock. Those of other hosts are aligned by the end of something that all workers do
 together, a `World.gather`: nobody leaves it before everybody has come, so all leave it within about the time of a

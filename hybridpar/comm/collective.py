@@ -1,6 +1,6 @@
-"""Why: gradient sync needs one collective, and two things can do it: a backend of torch, and shared memory.
+"""The sum over workers that gradient sync uses, and its implementation by a process group of torch.
 
-Which one a world uses is decided once, when the workers meet; everything above calls `all_reduce` and does not know.
+Which one a world uses is decided once, at the start.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SumGroup(Protocol):
         """Leave the group. Safe to call twice."""
 
 
-class BackendSum:
+class BackendSum(SumGroup):
     """All-reduce of a process group of torch.distributed, which stays its owner's to destroy."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -35,8 +35,7 @@ class BackendSum:
         self.group = group
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """See `SumGroup`."""
         dist.all_reduce(tensor, group=self.group)
 
     def close(self) -> None:
-        """See `SumGroup`."""
+        """Do nothing: the group belongs to its maker."""

@@ -1,4 +1,4 @@
-"""Why: a dense tensor as one flat view of its memory, which is what collectives take."""
+"""Dense tensors as flat views of their memory, as collectives take them."""
 
 from __future__ import annotations
 

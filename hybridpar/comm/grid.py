@@ -1,4 +1,4 @@
-"""Why: a pipeline beside data parallelism is a grid of workers, and each worker has peers along both of its axes.
+"""Workers as a grid of pipeline positions by replicas, with the channels between stages.
 
 Along one axis are the replicas of its stages, with which it adds gradients; along the other the stages before and after
 its own, with which it exchanges activations and their gradients. Replicas of a stage have neighbouring ranks, because
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hybridpar.comm.shared_channel import Offer, take_offer
 from hybridpar.comm.transport import BackendReceive, BackendSend, MessagePart, ReceiveEnd, SendEnd
 from hybridpar.comm.world import World
-from hybridpar.compress.group import open_group
+from hybridpar.compress.exchange import open_group
 from hybridpar.errors import SyncError, UsageError
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""Why: between nodes gradients are compressed and inside a node they are not, so each worker is in two smaller worlds.
+"""For a codec used between nodes only: the group inside a node and the group across nodes.
 
-Those who add gradients with each other are a **party**: all workers, or the replicas of a stage. One of the two worlds
-is what a party has on this node, where CPU workers add through shared memory, the other those of the party with the
-same place on the other nodes. `hybridpar.compress.hierarchy` says what they do there.
+Workers that sum gradients with each other are a **party**: all workers, or the replicas of a stage. One of the two
+worlds is what a party has on this node, where CPU workers add through shared memory, the other those of the party with
+the same place on the other nodes. `hybridpar.compress.hierarchy` says what they do there.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from hybridpar.comm.collective import BackendSum, SumGroup
 from hybridpar.comm.world import World
-from hybridpar.compress.exchange import Traffic
-from hybridpar.compress.group import TorchGroup
+from hybridpar.compress.exchange import TorchGroup, Traffic
 from hybridpar.compress.hierarchy import NodeExchange, Nodes
 from hybridpar.machine.process import host_identity
 

@@ -1,4 +1,4 @@
-"""Why: time-outs, restarts, several trainers in one program and errors need more than torch's default rendezvous.
+"""How workers find each other: time-outs, restarts, and several trainers in one program.
 
 Torch's default time-out is half an hour. Its store keeps the addresses of process groups that are gone, of a dead
 attempt or of an earlier trainer, and it lets gloo listen on the loopback where other machines cannot reach it. So the

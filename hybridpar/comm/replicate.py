@@ -1,4 +1,4 @@
-"""Why: replicas that start from different weights never become equal, and nothing in a loss curve shows it."""
+"""Gives all replicas the same parameters and buffers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def broadcast_state(module: nn.Module, source: int, world: World) -> None:
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.numel() == 0:
             continue
-        # Dense memory travels as it lies, whatever its format; anything else through a copy.
+        # Dense memory is sent as it is, whatever its format; anything else through a copy.
         message = flat_view(tensor.data) if is_dense(tensor) else tensor.data.contiguous()
         dist.broadcast(message, group_src=source, group=world.control)
         if not is_dense(tensor):

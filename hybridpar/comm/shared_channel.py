@@ -1,4 +1,4 @@
-"""Why: between two processes of one machine a tensor need not pass through the network stack.
+"""Sends tensors between two processes of one machine through shared memory.
 
 A channel is a ring of slots in shared memory. The sender copies a message into it slot by slot, the receiver copies it
 out, and as soon as the first slot is full both copy at the same time. A slot stays in the last-level cache on its way,
@@ -6,7 +6,7 @@ so main memory sees what it would see of a single copy. A message that fits into
 without waiting for the receiver.
 
 Each end waits on a Unix socket for a byte per slot filled or freed: waiting costs no CPU time, and a peer that dies is
-noticed at once by its closed socket. Memory and socket meet in a directory that is removed before training begins.
+noticed at once by its closed socket. Memory and socket are found in a directory that is removed before training begins.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class _Ring:
         self._ours = 0  # slots that this end may use without waiting
 
     def close(self) -> None:
-        """See `SendEnd`. The memory goes with the last transfer."""
+        """The memory goes with the last transfer."""
         self._bell.close()
         self._slots = ()
 
@@ -122,7 +122,7 @@ class _Ring:
 
 
 class SharedSend(_Ring):
-    """Send end in shared memory. See `SendEnd`."""
+    """Send end in shared memory."""
 
     def __init__(self, memory: mmap.mmap, bell: Bell, peer: int) -> None:
         super().__init__(memory, bell, peer)
@@ -130,7 +130,7 @@ class SharedSend(_Ring):
         self.bytes_sent = 0
 
     def send(self, tensors: Sequence[Tensor], parts: Sequence[MessagePart] | None = None) -> None:
-        """See `SendEnd`."""
+        """Copy a message into slots of the ring."""
         doing = f"sending to worker {self._peer}"
         memory = payload(tensors, parts)
         for pieces in cut(tuple(one.numel() for one in memory), SLOT_BYTES):
@@ -142,14 +142,14 @@ class SharedSend(_Ring):
 
 
 class SharedReceive(_Ring):
-    """Receive end in shared memory. See `ReceiveEnd`."""
+    """Receive end in shared memory."""
 
     def __init__(self, memory: mmap.mmap, bell: Bell, peer: int) -> None:
         super().__init__(memory, bell, peer)
         self._freed = 0  # slots that the sender has not been told of
 
     def receive(self, parts: Sequence[MessagePart]) -> list[Tensor]:
-        """See `ReceiveEnd`."""
+        """Copy the next message out of slots of the ring."""
         doing = f"receiving from worker {self._peer}"
         tensors = [part.empty(_CPU) for part in parts]
         memory = [memory_of(tensor) for tensor in tensors]

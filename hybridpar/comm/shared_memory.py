@@ -1,4 +1,4 @@
-"""Why: CPU workers of one machine need no network to add their gradients.
+"""All-reduce (sum) over CPU workers of one machine through shared memory.
 
 Over TCP on the loopback device a reduced byte is copied some eight times, by the same cores that compute. Here workers
 add through shared memory: each hands the others the parts that they add up, adds its own part, and hands the sum back.
@@ -33,7 +33,9 @@ Gather = Callable[[object], list[object]]
 
 
 def shared_directory() -> tempfile.TemporaryDirectory[str]:
-    """A directory in memory where workers meet. It is removed once they have, so nothing outlives the job."""
+    """A directory in memory where workers find each other. It is removed afterwards, so that nothing is left of the
+    job.
+    """
     return tempfile.TemporaryDirectory(prefix="hybridpar-", dir=_SHARED if _SHARED.is_dir() else None)
 
 

@@ -1,4 +1,4 @@
-"""Why: between two workers of a pipeline travel the same few tensors again and again, and both ends know them.
+"""Sends lists of tensors, whose shapes both ends know, from one worker to another.
 
 A *message* is a list of tensors whose shapes, dtypes and memory formats are fixed before training, so nothing but data
 is ever sent: no header, no handshake, no pickle. Every ordered pair of workers has a channel of its own, with a send
@@ -23,7 +23,7 @@ from torch import Tensor
 from hybridpar.comm.flat import flat_view
 from hybridpar.errors import SyncError
 
-#: Tensors below this many bytes travel together. Over TCP a transfer costs about as much as copying this much twice.
+#: Tensors below this many bytes are sent together. Over TCP a transfer costs about as much as copying this much twice.
 FUSED_BYTES = 1 << 19
 
 #: The part of a fused buffer that a tensor gets is a multiple of this many bytes.
@@ -39,7 +39,7 @@ class MessagePart:
     Attributes:
         shape: Its shape.
         dtype: Its dtype.
-        channels_last: Whether it travels and arrives in `channels_last` memory format (4-D; 5-D in
+        channels_last: Whether it is sent and received in `channels_last` memory format (4-D; 5-D in
             `channels_last_3d`), else contiguous.
     """
 
@@ -68,7 +68,7 @@ class SendEnd(Protocol):
     """Where messages to one worker leave.
 
     Attributes:
-        transport: What they travel by: `shared memory`, `gloo` or `nccl`.
+        transport: What sends messages: `shared memory`, `gloo` or `nccl`.
         bytes_sent: Payload bytes sent so far.
     """
 
@@ -96,7 +96,7 @@ class ReceiveEnd(Protocol):
     """Where messages from one worker arrive.
 
     Attributes:
-        transport: What they travel by: `shared memory`, `gloo` or `nccl`.
+        transport: What sends messages: `shared memory`, `gloo` or `nccl`.
     """
 
     transport: str
@@ -119,7 +119,7 @@ def payload(tensors: Sequence[Tensor], parts: Sequence[MessagePart] | None = Non
     """The memory of tensors as 1-D uint8 views, in the order in which the message lays it out.
 
     Args:
-        tensors: A message. Tensors that are not laid out as they travel are copied.
+        tensors: A message. Tensors that are not dense in that format are copied.
         parts: What the message is expected to be; None means each tensor's own `MessagePart.of`.
 
     Raises:
@@ -199,10 +199,10 @@ class _Backend:
         self._device = device
 
     def close(self) -> None:
-        """See `SendEnd`. The group ends with its owner."""
+        """Do nothing: the group belongs to its maker."""
 
     def _divide(self, memory: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None, tuple[Piece, ...]]:
-        """What is transferred as it lies, the buffer in which the rest travels together, and its pieces."""
+        """What is transferred as it lies, the buffer in which the rest is sent together, and its pieces."""
         small = tuple(one.numel() if one.numel() < FUSED_BYTES else 0 for one in memory)
         pieces = next(iter(cut(small)), ())
         if len(pieces) < 2:
@@ -222,12 +222,12 @@ class _Backend:
 
 
 class BackendSend(_Backend):
-    """Send end over a process group. See `SendEnd`."""
+    """Send end over a process group."""
 
     bytes_sent = 0
 
     def send(self, tensors: Sequence[Tensor], parts: Sequence[MessagePart] | None = None) -> None:
-        """See `SendEnd`."""
+        """Send a message; small tensors in one buffer."""
         memory = payload(tensors, parts)
         alone, buffer, pieces = self._divide(memory)
         if buffer is not None:
@@ -238,10 +238,10 @@ class BackendSend(_Backend):
 
 
 class BackendReceive(_Backend):
-    """Receive end over a process group. See `ReceiveEnd`."""
+    """Receive end over a process group."""
 
     def receive(self, parts: Sequence[MessagePart]) -> list[Tensor]:
-        """See `ReceiveEnd`."""
+        """Receive the next message."""
         tensors = [part.empty(self._device) for part in parts]
         memory = [memory_of(tensor) for tensor in tensors]
         alone, buffer, pieces = self._divide(memory)

@@ -1,4 +1,4 @@
-"""Why: a worker must find its peers once, with a time-out, and leave them cleanly.
+"""`World`: the process groups of this worker and its place among the others.
 
 Each sync lane needs a process group of its own: collectives of one group must be issued in the same order on every
 worker, and two threads (or streams) cannot promise that for a group they share. Groups are made eagerly and in a
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from hybridpar.comm.collective import BackendSum, SumGroup
 from hybridpar.comm.rendezvous import RollCall, enter_group, first_line, leave_group, open_roll_call
 from hybridpar.comm.shared_memory import SharedMemorySum
-from hybridpar.compress.group import open_group
+from hybridpar.compress.exchange import open_group
 from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError
 from hybridpar.formats.messages import gather_items, gather_on_first
 from hybridpar.machine.process import host_identity
@@ -50,7 +50,7 @@ class World:
         lane_sums: What adds gradients, one for each sync lane.
         control_sum: What adds control messages.
         control: Process group for everything that is not in a step: broadcasts at the start, facts for a checkpoint.
-        transport: What gradients travel by: `gloo`, `nccl`, `shared memory`, or `none`.
+        transport: What sends gradients: `gloo`, `nccl`, `shared memory`, or `none`.
         share_memory: Whether CPU workers of one host may exchange data through shared memory.
         members: The workers' ranks in the whole job, by rank here.
         job_size: Number of workers of the whole job.
@@ -267,17 +267,7 @@ class World:
             HybridparError: What `decide` raised.
             SyncError: A peer did not answer within the time-out, or died.
         """
-        answer: Any = None
-        if self.rank == 0:
-            try:
-                answer = decide()
-            except HybridparError as error:
-                answer = error
-        answer = self.gather(answer)[0]
-        if isinstance(answer, HybridparError):
-            answer.is_repeated = self.rank != 0
-            raise answer
-        decided: _T = answer
+        decided: _T = self._share_errors(decide if self.rank == 0 else None, share=True)[0]
         return decided
 
     def on_all(self, act: Callable[[], _T]) -> _T:
@@ -290,20 +280,26 @@ class World:
             HybridparError: What `act` raised on the first worker on which it failed; `is_repeated` on the others.
             SyncError: A peer did not answer within the time-out, or died.
         """
-        done: list[_T] = []
-        mine: HybridparError | None = None
+        done: _T = self._share_errors(act, share=False)[self.rank]
+        return done
+
+    def _share_errors(self, act: Callable[[], Any] | None, *, share: bool) -> list[Any]:
+        """What `act` returned by rank, on all workers if `share`, else here alone; raises the first worker's error."""
+        mine: Any = None
+        problem: HybridparError | None = None
         try:
-            done.append(act())
+            mine = act() if act is not None else None
         except HybridparError as error:
-            mine = error
-        answers = self.gather(mine)
-        failed = next((rank for rank, one in enumerate(answers) if isinstance(one, HybridparError)), None)
-        if failed is None:
-            return done[0]
-        problem = answers[failed] if mine is None or failed != self.rank else mine
-        assert isinstance(problem, HybridparError)
-        problem.is_repeated = failed != self.rank
-        raise problem
+            problem = error
+        answers: list[Any] = self.gather(problem or (mine if share else None))
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, HybridparError):
+                raised = problem if problem is not None and rank == self.rank else answer
+                raised.is_repeated = rank != self.rank
+                raise raised
+        if not share:
+            answers[self.rank] = mine
+        return answers
 
     def named_errors(self, doing: str) -> _NamedErrors:
         """Context that turns a backend's error into a `SyncError` that says who waited for what."""

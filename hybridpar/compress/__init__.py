@@ -1,4 +1,4 @@
-"""Why: gradients can be compressed in anybody's training loop; this package needs nothing of the trainer.
+"""Gradient codecs, error feedback and their exchange, for any training loop.
 
 A step of it::
 
@@ -9,12 +9,10 @@ A step of it::
     exchange.commit()                                  # or rollback(), where the step does not count
 """
 
-from hybridpar.compress.cast import Cast
 from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
-from hybridpar.compress.exchange import Exchange, Traffic
+from hybridpar.compress.codecs.casts import Cast
+from hybridpar.compress.exchange import Exchange, Group, Phase, PhaseTimer, PhaseTimes, TorchGroup, Traffic
 from hybridpar.compress.feedback import ErrorFeedback
-from hybridpar.compress.group import Group, TorchGroup
-from hybridpar.compress.phases import Phase, PhaseTimer, PhaseTimes
 from hybridpar.compress.policy import Policy, read_policy
 from hybridpar.compress.text import bind, check_optimizer, format_codec, parse_codec
 from hybridpar.compress.together import run_together

@@ -1,10 +1,10 @@
-"""Why: on a fast link every codec is a loss and on a slow one a large win, so the choice is measured and predicted.
+"""Chooses a codec for each bucket of gradients by predicting the time of a step.
 
 For each layer and each codec that may be used: the time of its messages on this link and of the codec on this device.
-Layers travel in buckets, and each kind of message that a bucket holds costs the latency of a collective; so a bucket is
-given one codec, for those of its layers that it makes faster, or none. The prediction is that of the sync: lanes work
-side by side, the link serves one after the other, and what backward hides does not count where its time is known. With
-stages and without, buckets leave in the last micro-batch's backward pass, and hide behind what is left of it.
+Layers are sent in buckets, and each kind of message that a bucket holds costs the latency of a collective; so a bucket
+is given one codec, for those of its layers that it makes faster, or none. The prediction is that of the sync: lanes
+work side by side, the link serves one after the other, and what backward hides does not count where its time is known.
+With stages and without, buckets leave in the last micro-batch's backward pass, and hide behind what is left of it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ PROVEN = ("onebit:decay=0.9", "qsgd_mn:bits=4", "hylo")
 #: The learning rate at which they have: for each of them the best of a grid, 32 images a step, momentum 0.9.
 PROVEN_RATE = 0.005
 
-#: What may be chosen from. Whoever asks for no less than the exact result gets no codec.
+#: What may be chosen from. `exact` allows no codec.
 FIDELITIES: dict[str, tuple[str, ...]] = {"exact": (), "close": CLOSE, "lossy": (*CLOSE, *PROVEN)}
 
 #: A codec is chosen where the prediction is at most this part of that without: less is within the measurements' noise.
 _MARGIN = 0.9
 
-#: A parameter's name, and the codec that it travels as.
+#: A parameter's name, and its codec.
 _Rule = tuple[str, str]
 
-#: Gradients as they are.
+#: Gradients without a codec.
 PLAIN: Kind = (Collective.SUM, torch.float32)
 
 
@@ -114,7 +114,7 @@ class Layers:
 
 
 def kinds_of(codecs: Mapping[str, Codec], parts: Sequence[Layers]) -> list[Kind]:
-    """How the messages of codecs meet, those of gradients as they are included; equal on all workers."""
+    """How the messages of codecs are reduced, and those of gradients without one; equal on all workers."""
     kinds = {PLAIN: None}
     shapes = {shape for part in parts for bucket in part.buckets for _, shape in bucket}
     for codec in codecs.values():
@@ -133,8 +133,8 @@ def choose(
     """The policy with which a step is predicted to be fastest: all wait for the worker whose sync ends last.
 
     Args:
-        parts: What travels, for each pipeline position; one part without stages.
-        codecs: What it may travel as besides `none`.
+        parts: The layers of each pipeline position; one part without stages.
+        codecs: The codecs that may be chosen besides `none`.
         rates: How fast those are that fit any layer.
         link: How long each kind of message takes.
 
@@ -172,7 +172,7 @@ def _spare_hidden(
     plain: Sequence[Sequence[BucketTimes]],
     parts: Sequence[Layers],
 ) -> None:
-    """Let buckets travel as they are where nobody would wait longer for it."""
+    """Leave buckets uncompressed where that makes the step no longer."""
     least = _exposed(_predict_all(best, parts))
     for number, index in _places(parts):
         if rules[number][index]:

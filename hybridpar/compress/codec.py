@@ -1,12 +1,12 @@
-"""Why: every codec speaks the same language, so that sync can fuse the messages of all parameters.
+"""The interface of gradient codecs: `Codec`, `Coder`, the rounds of messages, and the state that coders keep.
 
 A codec turns the gradient of one parameter into messages and back, in **rounds**. In each round every worker writes a
-message, the messages meet (they are added, say), and every worker reads what came of it. How long a message is and how
-it meets the others follows from the parameter's shape and the number of workers alone; so round i of all parameters of
+message, the messages are reduced (summed, say), and every worker reads the result. How long a message is and how
+it is reduced follows from the parameter's shape and the number of workers alone; so round i of all parameters of
 a bucket is one collective per way of collective, and bytes are known before anything is sent.
 
 `Codec` is the configuration, a frozen dataclass with one registry line. `Coder` is what it becomes for one parameter
-on one worker, with scratch and state. Error feedback is nobody's own business: it is `hybridpar.compress.feedback`.
+on one worker, with scratch and state. Error feedback is apart from them, in `hybridpar.compress.feedback`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,153 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hybridpar.compress.residual import NO_RESIDUAL, Residual
-from hybridpar.compress.scratch import Scratch
+from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.registry import Registry
+
+#: Elements that a coder works on at a time: 256 KB of float32.
+CHUNK = 1 << 16
+
+
+class Scratch:
+    """Tensors that are used again and again.
+
+    Args:
+        device: Where they are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(self, use: str, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A 1-D tensor with anything in it, valid until the same use is taken again.
+
+        Args:
+            use: What for. Different uses have different memory.
+            count: Elements.
+            dtype: Their type.
+        """
+        found = self._buffers.get((use, dtype))
+        if found is None or found.numel() < count:
+            found = torch.empty(count, dtype=dtype, device=self._device)
+            self._buffers[use, dtype] = found
+        return found[:count]
+
+
+class Kept:
+    """A tensor of which a step makes a new one, which counts from `commit` on.
+
+    Args:
+        count: Elements.
+        device: Where it is.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.now, self.next = (torch.zeros(count, device=device) for _ in range(2))
+
+    def commit(self) -> None:
+        """What the step under way made is what is kept."""
+        self.now, self.next = self.next, self.now
+
+    def load(self, saved: Tensor, name: str) -> None:
+        """Take over what was saved.
+
+        Raises:
+            CheckpointError: It is of another size.
+        """
+        if saved.shape != self.now.shape:
+            raise CheckpointError(
+                f"what was kept of {name!r} has {saved.numel()} elements, and {self.now.numel()} are needed",
+                "They depend on the codec's options, the parameter's shape, the number of workers and the rank.",
+                "Resume with the options of the run that wrote the checkpoint.",
+            )
+        self.now.copy_(saved)
+
+
+#: Key of the residual of what this worker does not send.
+WORKER = "worker"
+
+
+class Residual:
+    """No memory at all: v is the gradient, and what is not sent is lost.
+
+    `keeps` says whether a coder should leave v - C(v) in what `take` returns; here it must not touch it.
+    """
+
+    keeps = False
+
+    def part(self, start: int, stop: int) -> Residual:
+        """The residual of a range of elements."""
+        return self
+
+    def take(self, values: Tensor, start: int) -> Tensor:
+        """Give v for a range of elements; to be called once in a step for each.
+
+        Args:
+            values: The gradient there, of any shape and stride.
+            start: Its first element in this residual.
+
+        Returns:
+            v, in the shape of `values`.
+        """
+        return values
+
+    def again(self, values: Tensor, start: int) -> Tensor:
+        """What `take` returned, or what has become of it since."""
+        return values
+
+
+class KeptResidual(Residual):
+    """What was not sent, in float32.
+
+    Args:
+        kept: 1-D, left by the last step that counted.
+        pending: 1-D, left by the step under way.
+        factor: What the kept half is multiplied with before it is added.
+    """
+
+    keeps = True
+
+    def __init__(self, kept: Tensor, pending: Tensor, factor: float = 1.0) -> None:
+        self.kept = kept
+        self.pending = pending
+        self.factor = factor
+
+    @classmethod
+    def zeros(cls, count: int, device: torch.device) -> KeptResidual:
+        """Nothing is kept yet."""
+        return cls(torch.zeros(count, device=device), torch.zeros(count, device=device))
+
+    def part(self, start: int, stop: int) -> KeptResidual:
+        """The residual of a range of elements; it shares the memory."""
+        return KeptResidual(self.kept[start:stop], self.pending[start:stop], self.factor)
+
+    def take(self, values: Tensor, start: int) -> Tensor:
+        """Give v = values + factor * kept, in memory that may be changed."""
+        kept = self.kept[start : start + values.numel()].view(values.shape)
+        return torch.add(values, kept, alpha=self.factor, out=self.again(values, start))
+
+    def again(self, values: Tensor, start: int) -> Tensor:
+        return self.pending[start : start + values.numel()].view(values.shape)
+
+    def commit(self) -> None:
+        """What the step under way left is what is kept."""
+        self.kept, self.pending = self.pending, self.kept
+
+
+class _Nothing(dict[str, Residual]):
+    """For every key the residual that keeps nothing."""
+
+    def __missing__(self, key: str) -> Residual:
+        return Residual()
+
+
+#: No error feedback.
+NO_RESIDUAL: Mapping[str, Residual] = _Nothing()
 
 
 class Collective(enum.Enum):
-    """How the messages of all workers become one."""
+    """How messages are reduced across ranks."""
 
     #: Added element by element.
     SUM = "sum"
@@ -36,9 +176,9 @@ class Collective(enum.Enum):
     MAX = "max"
     #: Bitwise and of integer words.
     AND = "and"
-    #: Each worker sends stripe k to worker k, which merges what it gets; everybody receives all merged stripes.
+    #: Each worker sends stripe k to worker k, which merges what it receives; all workers receive all merged stripes.
     SHARD = "shard"
-    #: Everybody receives the messages of all workers, by rank.
+    #: All workers receive the messages of all workers, by rank.
     GATHER = "gather"
 
 
@@ -48,8 +188,8 @@ class Round:
 
     Attributes:
         collective: How the messages are reduced across ranks.
-        dtype: Of the elements; `torch.uint8` where they meet by SHARD.
-        sizes: Elements of each part that is written: one part, or one stripe per worker where they meet by SHARD.
+        dtype: Of the elements; `torch.uint8` for SHARD.
+        sizes: Elements of each part that is written: one part, or one stripe per worker for SHARD.
         merged: Elements of each merged stripe, where that is not what is written. SHARD only.
     """
 
@@ -89,7 +229,7 @@ class TensorSpec:
         seed: Equal on all workers; what is drawn at random follows from it, the name and the step.
         device: Where the gradient is.
         average: Whether the result is the mean over the workers, or the sum.
-        wire: The type in which floating-point messages travel.
+        wire: The type in which floating-point messages are sent.
     """
 
     name: str
@@ -127,23 +267,28 @@ class Coder(ABC):
 
     Args:
         spec: The parameter.
+        rounds: The rounds of every step; a subclass whose rounds change overrides `rounds`.
     """
 
     #: Elements of each residual that error feedback may keep, by key.
     residuals: Mapping[str, int] = {}
 
-    def __init__(self, spec: TensorSpec) -> None:
+    def __init__(self, spec: TensorSpec, rounds: Sequence[Round] = ()) -> None:
         self.spec = spec
+        self._rounds = tuple(rounds)
         self._scratch = Scratch(spec.device)
+        self._gradient = torch.empty(0)
+        self._residual = Residual()
+        self._received: Sequence[Tensor] = ()
 
     def use(self, scratch: Scratch) -> None:
         """Borrow scratch memory that coders share which never work at the same time."""
         self._scratch = scratch
 
     @property
-    @abstractmethod
     def rounds(self) -> tuple[Round, ...]:
         """The rounds of the next step, equal on all workers."""
+        return self._rounds
 
     @property
     def lasting_rounds(self) -> tuple[Round, ...]:
@@ -154,7 +299,6 @@ class Coder(ABC):
         """Sum of squares of what this worker has not sent yet, 0-d, in a pass over it; None where nothing is kept."""
         return None
 
-    @abstractmethod
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
         """Start a step.
 
@@ -163,6 +307,7 @@ class Coder(ABC):
             residuals: What error feedback keeps. The coder takes v = gradient + residual from there, and leaves
                 v - C(v), what it does not send, until `finish` has returned.
         """
+        self._gradient, self._residual = gradient, residuals.get(WORKER, Residual())
 
     @abstractmethod
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
@@ -183,7 +328,6 @@ class Coder(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} has no sharded round {index}")
 
-    @abstractmethod
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
         """Take what came of a round.
 
@@ -191,6 +335,7 @@ class Coder(ABC):
             index: Number of the round.
             parts: The reduced message; or by rank all merged stripes, or all workers' messages.
         """
+        self._received = parts
 
     @abstractmethod
     def finish(self, out: Tensor) -> None:
@@ -248,6 +393,87 @@ class Coder(ABC):
         self.load_state_dict(states[self.spec.rank if len(states) == self.spec.workers else 0])
 
 
+class Full(Coder):
+    """All elements, in the type in which the spec says messages are sent.
+
+    In a type shorter than float32 each worker sends g / K, as the sum of g might leave the range of float16.
+    """
+
+    def __init__(self, spec: TensorSpec) -> None:
+        super().__init__(spec, [Round(Collective.SUM, spec.wire, (spec.count,))])
+        self._cast = spec.wire != torch.float32
+
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        (out,) = parts
+        if self._cast:
+            torch.mul(self._gradient, 1 / self.spec.workers, out=out)
+        else:
+            out.copy_(self._gradient)
+
+    def finish(self, out: Tensor) -> None:
+        (reduced,) = self._received
+        if self._cast:
+            out.copy_(reduced).mul_(self.spec.workers / self.spec.divisor)
+        else:
+            torch.div(reduced, self.spec.divisor, out=out)
+
+
+class WarmUpCoder(Coder):
+    """A coder whose first steps are those of another coder, mostly in full precision.
+
+    Args:
+        spec: The parameter.
+        first: What works while `warm`.
+        later: What works afterwards.
+    """
+
+    def __init__(self, spec: TensorSpec, first: Coder, later: Coder) -> None:
+        super().__init__(spec)
+        self._first, self._later = first, later
+        self._steps = 0
+
+    @property
+    @abstractmethod
+    def warm(self) -> bool:
+        """Whether the next step is one of the first."""
+
+    @property
+    def _current(self) -> Coder:
+        return self._first if self.warm else self._later
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        """Those of the coder that works in the next step."""
+        return self._current.rounds
+
+    @property
+    def lasting_rounds(self) -> tuple[Round, ...]:
+        """Those of the later coder."""
+        return self._later.lasting_rounds
+
+    def use(self, scratch: Scratch) -> None:
+        self._first.use(scratch)
+        self._later.use(scratch)
+
+    def set_batch_scale(self, samples: float) -> None:
+        self._later.set_batch_scale(samples)
+
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        self._current.write(index, parts)
+
+    def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
+        self._current.merge(index, received, out)
+
+    def read(self, index: int, parts: Sequence[Tensor]) -> None:
+        self._current.read(index, parts)
+
+    def finish(self, out: Tensor) -> None:
+        self._current.finish(out)
+
+    def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
+        self._later.spread(key, residual, out)
+
+
 class Codec(ABC):
     """How gradients are compressed: a configuration, a frozen dataclass of plain values.
 
@@ -262,7 +488,7 @@ class Codec(ABC):
     stateful: ClassVar[bool] = False
     #: Whether it is used with error feedback unless asked otherwise.
     feedback: ClassVar[bool] = False
-    #: Whether floating-point messages travel, which could be sent in a shorter type.
+    #: Whether it sends floating-point messages, which could be sent in a shorter type.
     castable: ClassVar[bool] = False
     #: Whether there are compiled kernels for it, see `hybridpar.compress.kernels`.
     kernels: ClassVar[bool] = False
@@ -274,7 +500,7 @@ class Codec(ABC):
     gives_sums: ClassVar[bool] = True
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Whether a parameter of this shape should be compressed; others travel in full."""
+        """Whether a parameter of this shape should be compressed; others are sent in full."""
         return math.prod(shape) > 0
 
     @property
@@ -285,6 +511,21 @@ class Codec(ABC):
     @abstractmethod
     def bind(self, spec: TensorSpec) -> Coder:
         """A coder for one parameter on one worker."""
+
+
+class LargeTensorCodec(Codec):
+    """A codec for matrices and convolutions of at least `least` elements; smaller parameters are sent in full."""
+
+    #: An option of the codec, whose default is its own.
+    least: int
+
+    def __post_init__(self) -> None:
+        if self.least < 1:
+            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether it is a matrix or more, and large enough."""
+        return len(shape) > 1 and math.prod(shape) >= self.least
 
 
 #: All codecs by name.

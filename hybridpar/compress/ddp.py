@@ -1,4 +1,4 @@
-"""Why: whoever trains with DistributedDataParallel should get the codecs without giving up the loop.
+"""A communication hook that gives DistributedDataParallel any codec.
 
     ddp = DistributedDataParallel(model)
     ddp.register_comm_hook(*ddp_hook("onebit:warmup=100"))
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -22,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridpar.compress.codec import Codec, Coder, TensorSpec
-from hybridpar.compress.exchange import Exchange, Traffic
+from hybridpar.compress.codec import Codec, Coder, Collective, TensorSpec
+from hybridpar.compress.exchange import Exchange, Group, TorchGroup, Traffic, open_group
 from hybridpar.compress.hierarchy import Leaders, NodeExchange, Nodes
-from hybridpar.compress.paths import open_paths, require_agreement
 from hybridpar.compress.policy import Policy, read_policy
 from hybridpar.compress.redivide import put_together, restore
 from hybridpar.errors import CheckpointError, UsageError
-from hybridpar.formats.messages import gather_on_first
+from hybridpar.formats.messages import gather_items, gather_on_first
+from hybridpar.machine.process import host_identity
 
 #: `torch.distributed.GradBucket`, which torch's stubs do not have.
 GradBucket = Any
@@ -49,7 +50,7 @@ def ddp_hook(
     """State and hook for `DistributedDataParallel.register_comm_hook`; a collective of all workers of the group.
 
     Args:
-        codec: What gradients travel as: a codec, a policy, or the text of one, such as `powersgd:rank=2`. A policy of
+        codec: How gradients are sent: a codec, a policy, or the text of one, such as `powersgd:rank=2`. A policy of
             names needs the model; `auto` is for hybridpar's own training alone.
         model: The model inside of DDP, whose parameters' names state is kept under. Without it they are numbered in
             the order in which DDP first hands them over, which is the same for the same model.
@@ -216,7 +217,7 @@ class CodecState:
     def gather_state_dicts(self) -> list[dict[str, Any]]:
         """The states of all workers, by rank, on worker 0, and nothing on the others; a collective.
 
-        For whoever writes one file. Tensors come on the CPU.
+        For writing one file. Tensors are on the CPU.
         """
         ranks = range(dist.get_world_size(self._group))
         return gather_on_first(_on_cpu(self.state_dict()), ranks, self._group) or []
@@ -351,7 +352,7 @@ class CodecState:
         def work() -> None:
             try:
                 future.set_result(run())
-            except Exception as error:  # handed to whoever waits for the bucket
+            except Exception as error:  # raised where the bucket is waited for
                 future.set_exception(error)  # type: ignore[arg-type]
 
         self._threads[lane].submit(work)
@@ -386,3 +387,76 @@ def _on_cpu(state: Any) -> Any:
     if isinstance(state, Tensor):
         return state.cpu()
     return {key: _on_cpu(value) for key, value in state.items()} if isinstance(state, dict) else state
+
+
+@dataclass(frozen=True)
+class Paths:
+    """How a lane reaches the others.
+
+    Attributes:
+        codec: Those with whom this worker exchanges by the codec; None where it leads nothing in its node.
+        inside: The node, where gradients are added there first and it has other workers.
+        groups: All process groups, to be destroyed.
+    """
+
+    codec: Group | None
+    inside: Group | None
+    groups: tuple[Any, ...]
+
+    def add(self, tensor: Tensor) -> None:
+        """Add over the node."""
+        if self.inside is not None:
+            self.inside.all_reduce(tensor, Collective.SUM)
+
+
+def open_paths(nodes: Nodes | None, group: dist.ProcessGroup | None, timeout: float) -> Paths:
+    """Make the process groups of a lane; a collective.
+
+    Args:
+        nodes: Which workers are on which node; None where the codec is used between all.
+        group: The workers; None for all of the job.
+        timeout: Seconds after which a silent worker is an error.
+    """
+    everybody = tuple(range(dist.get_world_size(group)))
+    codec = _own_group([everybody] if nodes is None else nodes.columns[: nodes.leaders], group, timeout)
+    inside = None if nodes is None else _own_group([node for node in nodes.members if len(node) > 1], group, timeout)
+    return Paths(
+        TorchGroup(codec) if codec is not None else None,
+        TorchGroup(inside) if inside is not None else None,
+        tuple(one for one in (codec, inside) if one is not None),
+    )
+
+
+def _own_group(parties: Sequence[Sequence[int]], group: dist.ProcessGroup | None, timeout: float) -> Any:
+    """Make a process group of each party of the group's ranks, and return this worker's; None where it is in none."""
+    jobs = dist.get_process_group_ranks(group) if group is not None else list(range(dist.get_world_size()))
+    mine, own = None, dist.get_rank(group)
+    for party in parties:
+        if group is None or own in party:
+            # Inside of a part of the job only the members make a group: the other workers do not call this.
+            made = open_group([jobs[rank] for rank in party], timeout, members_only=group is not None)
+            mine = made if own in party else mine
+    return mine
+
+
+def require_agreement(mine: tuple[str, int, int, bool], group: dist.ProcessGroup | None) -> list[str]:
+    """All workers use the same codec; a collective.
+
+    Args:
+        mine: Codec, seed, lanes, and whether it is hierarchical.
+        group: The workers; None for all of the job.
+
+    Returns:
+        The node of each worker.
+
+    Raises:
+        UsageError: They do not.
+    """
+    answers = gather_items((mine, host_identity()), group)
+    if len({own for own, _ in answers}) > 1:
+        table = "; ".join(
+            f"worker {rank}: {codec}, seed {seed}, {lanes} lane(s){', hierarchical' if hierarchical else ''}"
+            for rank, ((codec, seed, lanes, hierarchical), _) in enumerate(answers)
+        )
+        raise UsageError(f"the workers do not agree: {table}", "One codec is used by all.", "Start all alike.")
+    return [node for _, node in answers]

@@ -1,28 +1,199 @@
-"""Why: codecs write messages and know nothing of networks; here messages of many parameters travel together.
+"""Exchanges the messages of many parameters over a process group, in as few collectives as possible.
 
 Round i of all coders becomes one collective per way of collective and type. Where messages cannot be added they are
 **sharded**: every worker sends stripe k to worker k, which merges what all sent, and the merged stripes go to everybody
 (Seide et al. 2014, section 3: each worker owns 1/K of the sum, so that bytes per worker do not grow with K).
 
 An exchange is written as a sequence of requests, each of them one collective; who carries them out is another matter:
-a group of torch.distributed (`hybridpar.compress.group`), or one process that plays all workers
+a group of torch.distributed (`hybridpar.compress.exchange`), or one process that plays all workers
 (`hybridpar.compress.together`).
 """
 
 from __future__ import annotations
 
+import datetime
+import enum
+import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from hybridpar.compress.codec import Coder, Collective, Round, TensorSpec
-from hybridpar.compress.group import Group
-from hybridpar.compress.phases import Phase, PhaseTimer
-from hybridpar.compress.scratch import Scratch
+from hybridpar.compress.codec import Coder, Collective, Round, Scratch, TensorSpec
 from hybridpar.errors import UsageError
+
+
+class Group(Protocol):
+    """Some workers that exchange tensors. Calls come in the same order on all of them.
+
+    On a CPU a call returns when the result is there, on a GPU when it is enqueued on the current stream. Tensors are
+    1-D and contiguous.
+    """
+
+    @property
+    def size(self) -> int:
+        """How many workers there are."""
+
+    @property
+    def rank(self) -> int:
+        """This worker."""
+
+    def all_reduce(self, tensor: Tensor, collective: Collective) -> None:
+        """Replace a tensor by its sum, maximum or bitwise and over the workers, equal bit for bit on all of them."""
+
+    def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
+        """Send `in_sizes[k]` elements of `inp` to worker k, and receive `out_sizes[k]` from it into `out`."""
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> None:
+        """Receive every worker's `inp` into `out`, by rank."""
+
+
+# The newer name of torch 2.14, which warns of the older one.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_OPERATIONS = {Collective.SUM: dist.ReduceOp.SUM, Collective.MAX: dist.ReduceOp.MAX, Collective.AND: dist.ReduceOp.BAND}
+
+
+class TorchGroup(Group):
+    """A process group of torch.distributed, which stays its owner's to destroy.
+
+    Args:
+        group: The group; None for the default one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        # NCCL has no bitwise operations.
+        self._bitwise = dist.get_backend(group) != "nccl"
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self._group)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self._group)
+
+    def all_reduce(self, tensor: Tensor, collective: Collective) -> None:
+        if not tensor.numel():
+            return
+        if collective is Collective.AND and not self._bitwise:
+            self._and_by_gathering(tensor)
+            return
+        dist.all_reduce(tensor, _OPERATIONS[collective], group=self._group)
+
+    def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
+        dist.all_to_all_single(out, inp, list(out_sizes), list(in_sizes), group=self._group)
+
+    def all_gather(self, out: Tensor, inp: Tensor) -> None:
+        _all_gather(out, inp, group=self._group)
+
+    def _and_by_gathering(self, tensor: Tensor) -> None:
+        words = torch.empty(self.size * tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+        self.all_gather(words, tensor)
+        for row in words.view(self.size, -1):
+            tensor.bitwise_and_(row)
+
+
+def open_group(ranks: Sequence[int], timeout: float, *, members_only: bool = False) -> dist.ProcessGroup | None:
+    """Make a process group with threads of its own, on which all members can be reached when this returns.
+
+    Gloo lets a worker go on as soon as its own connections stand. One that fails right after that, for a reason of its
+    own, closes them on workers that are still connecting, and these would report a network that does not work instead
+    of the reason. So members exchange a message once.
+
+    Args:
+        ranks: Its members' ranks in the job, the same on all of them.
+        timeout: Seconds after which a silent member is an error.
+        members_only: Whether only the members call this; else all workers of the job make the same groups in the same
+            order, theirs or not.
+
+    Returns:
+        The group; None for a worker that is no member.
+    """
+    group = dist.new_group(
+        list(ranks), timeout=datetime.timedelta(seconds=timeout), use_local_synchronization=members_only
+    )
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    if "gloo" in dist.get_backend_config(group):  # NCCL connects on first use
+        dist.all_reduce(torch.zeros(1), group=group)
+    return group
+
+
+class Phase(enum.Enum):
+    """What an exchange is doing."""
+
+    #: Writing messages.
+    ENCODE = "encode"
+    #: Sending messages, or waiting for the other workers.
+    WIRE = "wire"
+    #: Reading messages; at the owner of a stripe also adding them and writing the sum.
+    DECODE = "decode"
+
+
+@dataclass(frozen=True)
+class PhaseTimes:
+    """Milliseconds of an exchange, or of several."""
+
+    encode: float = 0.0
+    wire: float = 0.0
+    decode: float = 0.0
+
+    def __add__(self, other: PhaseTimes) -> PhaseTimes:
+        return PhaseTimes(self.encode + other.encode, self.wire + other.wire, self.decode + other.decode)
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.encode + self.wire + self.decode
+
+
+class PhaseTimer:
+    """Measures the phases of an exchange.
+
+    Args:
+        device: Where the exchange works; a GPU's current stream is the one that it uses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[Any] = [self._now()]
+        self._phases: list[Phase] = []
+
+    def end(self, phase: Phase) -> None:
+        """End a phase, which began at the last call or at the start."""
+        self._marks.append(self._now())
+        self._phases.append(phase)
+
+    def times(self) -> PhaseTimes:
+        """Milliseconds of each phase. On a GPU this waits for the end of the last one."""
+        sums = dict.fromkeys(Phase, 0.0)
+        for phase, start, stop in zip(self._phases, self._marks, self._marks[1:], strict=False):
+            sums[phase] += self._between(start, stop)
+        return PhaseTimes(sums[Phase.ENCODE], sums[Phase.WIRE], sums[Phase.DECODE])
+
+    def span(self, origin: PhaseTimer) -> tuple[float, float]:
+        """Start and end in milliseconds since the start of another exchange of the same device."""
+        first = origin._marks[0]
+        return self._between(first, self._marks[0]), self._between(first, self._marks[-1])
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _between(self, start: Any, stop: Any) -> float:
+        if not self._on_gpu:
+            return float(stop - start) * 1e3
+        stop.synchronize()
+        return float(start.elapsed_time(stop))
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +263,7 @@ class Traffic:
 
 
 class _Fused:
-    """The messages of one round that meet by one all-reduce."""
+    """The messages of one round that are reduced by one all-reduce."""
 
     def __init__(self, index: int, first: Round, members: Sequence[tuple[Coder, Round]], workers: int) -> None:
         self._index = index
@@ -116,7 +287,7 @@ class _Fused:
 
 
 class _Sharded:
-    """The messages of one round that meet stripe by stripe at the stripe's owner."""
+    """The messages of one round that are reduced stripe by stripe by the stripe's owner."""
 
     def __init__(self, index: int, members: Sequence[tuple[Coder, Round]], workers: int) -> None:
         spec = members[0][0].spec
@@ -157,7 +328,7 @@ class _Sharded:
 
 
 class _Gathered:
-    """The messages of one round that everybody receives from everybody."""
+    """The messages of one round that are gathered on all workers."""
 
     def __init__(self, index: int, first: Round, members: Sequence[tuple[Coder, Round]], workers: int) -> None:
         self._index, self._coders = index, [coder for coder, _ in members]

@@ -1,4 +1,4 @@
-"""Why: inside a node workers are connected so well that a codec costs more than it saves; between nodes it pays.
+"""Gradients summed in full precision inside a node, and exchanged by a codec between nodes.
 
 A bucket goes in three steps. The workers of a node add it in full precision. Each node then has one sum, and for every
 parameter one of its workers, the **leader**, exchanges that with the leaders of the other nodes through the codec.
@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hybridpar.compress.codec import Coder
-from hybridpar.compress.exchange import Exchange, Traffic
-from hybridpar.compress.group import Group
+from hybridpar.compress.exchange import Exchange, Group, Traffic
 
 #: Replaces a 1-D tensor by its sum over the workers of the node, equal bit for bit on all of them.
 Add = Callable[[Tensor], None]
@@ -169,16 +168,16 @@ class NodeExchange:
         return traffic
 
     def commit(self, unused: Collection[str] = ()) -> None:
-        """See `Exchange`."""
+        """Keep the state of the step: it counts, but for the parameters named in `unused`."""
         if self._exchange is not None:
             self._exchange.commit(unused)
 
     def rollback(self) -> None:
-        """See `Exchange`."""
+        """Restore the state from before the step: it does not count."""
         if self._exchange is not None:
             self._exchange.rollback()
 
     def rescale(self, learning_rate: float) -> None:
-        """See `Exchange`."""
+        """Say which learning rate the coming steps use."""
         if self._exchange is not None:
             self._exchange.rescale(learning_rate)

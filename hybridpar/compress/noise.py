@@ -1,10 +1,10 @@
-"""Why: stochastic rounding is unbiased only if what it draws is independent of the gradient and of other workers.
+"""Random numbers for stochastic rounding, independent between workers and steps.
 
 Each worker draws from a generator that is seeded anew at every step by the job's seed, the parameter's name, the rank
 and the number of steps that counted. So the state is that one number, and a step that did not count can be repeated.
 
-Drawing is dear. So one chunk is drawn per message and used again, from another place, for the next chunk: each value's
-own noise stays uniform and independent of the value.
+Drawing takes long. So one chunk is drawn per message and used again, from another place, for the next chunk: each
+value's own noise stays uniform and independent of the value.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Coder, TensorSpec
-from hybridpar.compress.scratch import CHUNK, Scratch
+from hybridpar.compress.codec import CHUNK, Coder, Scratch, TensorSpec
 
 #: Noise is a multiple of 1 / GRAINS, so that adding it to a whole number of up to 255 is exact in float32.
 GRAINS = 1 << 16
@@ -91,13 +90,10 @@ class NoisyCoder(Coder):
     _noise: Noise
 
     def commit(self) -> None:
-        """See `Coder`."""
         self._noise.commit()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Coder`."""
         return self._noise.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Coder`."""
         self._noise.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Why: whoever owns a stripe of the sum can do more with it than add, and then nobody else has to.
+"""AdaGrad and momentum applied by the owner of each stripe of the summed gradient.
 
 1-bit SGD (Seide et al., Interspeech 2014, section 3.3) divides gradients by their size over time (AdaGrad) and smooths
 them (momentum) where a stripe has been added up, before it is quantised again:
@@ -21,48 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Coder, Round, TensorSpec
+from hybridpar.compress.codec import NO_RESIDUAL, Kept, Residual, Scratch, TensorSpec, WarmUpCoder
+from hybridpar.compress.quantised import OWNER, Quantiser, ShardedCoder
 from hybridpar.compress.redivide import places
-from hybridpar.compress.residual import NO_RESIDUAL, Residual
-from hybridpar.compress.scratch import Scratch
-from hybridpar.compress.sharded import OWNER, Quantiser, ShardedCoder
-from hybridpar.errors import CheckpointError
 
 #: Where AdaGrad may be.
 PLACEMENTS = ("owner", "worker", "after", "off")
 
 #: What is added to the root of h, against division by zero; far below any gradient, whatever its scale.
 _EPSILON = 1e-12
-
-
-class Kept:
-    """A tensor of which a step makes a new one, which counts from `commit` on.
-
-    Args:
-        count: Elements.
-        device: Where it is.
-    """
-
-    def __init__(self, count: int, device: torch.device) -> None:
-        self.now, self.next = (torch.zeros(count, device=device) for _ in range(2))
-
-    def commit(self) -> None:
-        """What the step under way made is what is kept."""
-        self.now, self.next = self.next, self.now
-
-    def load(self, saved: Tensor, name: str) -> None:
-        """Take over what was saved.
-
-        Raises:
-            CheckpointError: It is of another size.
-        """
-        if saved.shape != self.now.shape:
-            raise CheckpointError(
-                f"what was kept of {name!r} has {saved.numel()} elements, and {self.now.numel()} are needed",
-                "They depend on the codec's options, the parameter's shape, the number of workers and the rank.",
-                "Resume with the options of the run that wrote the checkpoint.",
-            )
-        self.now.copy_(saved)
 
 
 def adagrad_(values: Tensor, squares: Kept, *, memory: float = 1.0, level: bool = True) -> Tensor:
@@ -102,16 +69,13 @@ class PlainStripes(Quantiser):
         self._other = other
 
     def view(self, flat: Tensor) -> Tensor:
-        """See `Quantiser`."""
         return flat if self._other is None else self._other.view(flat)
 
     def lay(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
-        """See `Quantiser`."""
         return flat.view(shape) if self._other is None else self._other.lay(flat, shape)
 
     @property
     def unit(self) -> int:
-        """See `Quantiser`."""
         return 1 if self._other is None else self._other.unit
 
     def size(self, shape: Sequence[int]) -> int:
@@ -122,17 +86,15 @@ class PlainStripes(Quantiser):
         return count
 
     def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
-        """See `Quantiser`. Nothing is left out, so a residual that was empty stays it."""
+        """Nothing is left out, so a residual that was empty stays it."""
         self._laid(out, values.shape).copy_(values)
         if residual.keeps:
             residual.again(values, 0).zero_()
 
     def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
-        """See `Quantiser`."""
         torch.div(self._laid(message, out.shape), divisor, out=out)
 
     def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        """See `Quantiser`."""
         total.add_(self._laid(message, total.shape), alpha=1 / divisor)
 
     def _laid(self, message: Tensor, shape: Sequence[int]) -> Tensor:
@@ -148,7 +110,7 @@ class OwnerRule:
         momentum: mu; 0 for none.
         memory: See `adagrad_`.
         level: See `adagrad_`.
-        warm: So many first steps travel in full precision; AdaGrad and momentum are the same in them.
+        warm: Number of first steps that are sent in full precision; AdaGrad and momentum are the same in them.
     """
 
     adagrad: str = "owner"
@@ -158,7 +120,7 @@ class OwnerRule:
     warm: int = 0
 
 
-class OwnerCoder(Coder):
+class OwnerCoder(WarmUpCoder):
     """Exchanges one parameter stripe by stripe, and lets the owners apply a rule.
 
     Args:
@@ -169,19 +131,17 @@ class OwnerCoder(Coder):
     """
 
     def __init__(self, spec: TensorSpec, rule: OwnerRule, quantiser: Quantiser | None, bits: bool = True) -> None:
-        super().__init__(spec)
         self._rule, self._quantiser = rule, quantiser
-        self._plain = ShardedCoder(spec, PlainStripes(quantiser), process=self._apply)
-        self._coded = self._plain
+        self._plain = coded = ShardedCoder(spec, PlainStripes(quantiser), process=self._apply)
         if quantiser is not None and bits:
-            self._coded = ShardedCoder(spec, quantiser, process=self._apply)
-        self.residuals = self._coded.residuals
+            coded = ShardedCoder(spec, quantiser, process=self._apply)
+        super().__init__(spec, self._plain, coded)
+        self.residuals = coded.residuals
         own, every = self.residuals[OWNER], spec.count
         sizes = {"worker": every, "off": 0}
         self._squares = Kept(sizes.get(rule.adagrad, own), spec.device)
         self._momentum = Kept(own if rule.momentum else 0, spec.device)
         self._scaled = torch.empty(every if rule.adagrad == "worker" else 0, device=spec.device)
-        self._steps = 0
         self._samples = 1.0
 
     @property
@@ -189,53 +149,21 @@ class OwnerCoder(Coder):
         """Bytes of h and m on this worker: 1/K of what an optimizer would keep."""
         return 4 * (self._squares.now.numel() + self._momentum.now.numel())
 
-    def use(self, scratch: Scratch) -> None:
-        """See `Coder`."""
-        self._plain.use(scratch)
-        self._coded.use(scratch)
-
     @property
-    def rounds(self) -> tuple[Round, ...]:
-        """One round, sharded."""
-        return self._current.rounds
-
-    @property
-    def lasting_rounds(self) -> tuple[Round, ...]:
-        """See `Coder`."""
-        return self._coded.rounds
+    def warm(self) -> bool:
+        """Whether the next step is sent in full precision."""
+        return self._steps < self._rule.warm
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        """See `Coder`."""
         if self._rule.adagrad == "worker":
             gradient = self._adagrad(self._scaled.copy_(gradient))
         self._current.begin(gradient, residuals)
 
-    def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
-        self._current.write(index, parts)
-
-    def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
-        """See `Coder`."""
-        self._current.merge(index, received, out)
-
-    def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
-        self._current.read(index, parts)
-
-    def finish(self, out: Tensor) -> None:
-        """See `Coder`."""
-        self._current.finish(out)
-
-    def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
-        """See `Coder`."""
-        self._coded.spread(key, residual, out)
-
     def set_batch_scale(self, samples: float) -> None:
-        """See `Coder`. Momentum forgets as much per sample as before: mu becomes mu^samples."""
+        """Momentum forgets as much per sample as before: mu becomes mu^samples."""
         self._samples = samples
 
     def commit(self) -> None:
-        """See `Coder`."""
         self._squares.commit()
         self._momentum.commit()
         self._steps += 1
@@ -249,13 +177,12 @@ class OwnerCoder(Coder):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Coder`."""
         self._squares.load(state["squares"], self.spec.name)
         self._momentum.load(state["momentum"], self.spec.name)
         self._steps = int(state["steps"])
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """See `Coder`. Stripes are put together and cut anew; what each worker kept of the whole becomes the mean."""
+        """Stripes are put together and cut anew; what each worker kept of the whole becomes the mean."""
         if len(states) == self.spec.workers:
             self.load_state_dict(states[self.spec.rank])
             return
@@ -276,10 +203,6 @@ class OwnerCoder(Coder):
             spec = replace(self.spec, rank=rank, workers=len(stripes), device=torch.device("cpu"))
             ShardedCoder(spec, PlainStripes(self._quantiser)).spread(OWNER, stripe.cpu(), whole)
         return whole[places(self._plain, OWNER, size)]
-
-    @property
-    def _current(self) -> ShardedCoder:
-        return self._plain if self._steps < self._rule.warm else self._coded
 
     def _adagrad(self, values: Tensor) -> Tensor:
         return adagrad_(values, self._squares, memory=self._rule.memory, level=self._rule.level)

@@ -1,4 +1,4 @@
-"""Why: torch has no type shorter than a byte, and a codec is only as good as the bits it puts on the wire.
+"""Packs values of fewer than 8 bits into bytes and words.
 
 Three layouts:
 
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridpar.compress.scratch import CHUNK, Scratch
+from hybridpar.compress.codec import CHUNK, Scratch
 from hybridpar.errors import UsageError
 
 #: Messages begin at multiples of this, so that they can be looked at as any type.
@@ -299,7 +299,6 @@ class Planes(Fields):
 
     @property
     def in_words(self) -> Fields | None:
-        """See `Fields`."""
         return Fields(self.count, self.width, torch.int64, self.per_word) if self.width <= 8 else None
 
     @property
@@ -308,7 +307,7 @@ class Planes(Fields):
         return self.words * self.width
 
     def pack(self, out: Tensor, code: Callable[[int, int, Tensor], None], scratch: Scratch) -> None:
-        """See `Fields`; `out` has `bytes` elements."""
+        """`out` has `bytes` elements."""
         _expect(out, self.bytes)
         planes = out.view(self.width, self.words)
         for first, words in self._chunks(planes[0]):
@@ -324,7 +323,7 @@ class Planes(Fields):
                     chunk[plane, :count].bitwise_or_(part.to(torch.uint8))
 
     def unpack(self, words: Tensor, use: Callable[[int, int, Tensor], None], scratch: Scratch) -> None:
-        """See `Fields`; `words` has `bytes` elements."""
+        """`words` has `bytes` elements."""
         _expect(words, self.bytes)
         planes = words.view(self.width, self.words)
         mask = (1 << self.width) - 1

@@ -1,7 +1,7 @@
-"""Why: layers differ in what may be left out of them, so which codec a parameter travels as is a rule about its name.
+"""Policies: rules that choose the codec of a parameter by its name.
 
 A policy is a list of rules, each a pattern and a codec; of those whose pattern matches a parameter's name the first
-counts, and a parameter that none matches travels as it is. Patterns are those of a shell as Python's `fnmatchcase` has
+counts, and a parameter that none matches is not compressed. Patterns are those of a shell as Python's `fnmatchcase` has
 them: `*` stands for anything (dots too), `?` for one character, `[12]` for one of those; case counts.
 
 As text a policy is a codec (which is a rule for everything), the name of a TOML file, or the rules themselves:
@@ -49,7 +49,7 @@ _KEYS = ("pattern", "codec")
 
 @dataclass(frozen=True)
 class Rule:
-    """What the parameters of some names travel as.
+    """The codec of the parameters of some names.
 
     Attributes:
         pattern: What a name must match; see the module's header.
@@ -69,7 +69,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Policy:
-    """What each parameter travels as.
+    """The codec of each parameter.
 
     Attributes:
         rules: The first that matches counts.
@@ -95,7 +95,7 @@ class Policy:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether everything travels as it is."""
+        """Whether nothing is compressed."""
         return all(format_codec(rule.codec) == "none" for rule in self.rules)
 
     def codec_of(self, name: str) -> Codec:

@@ -1,6 +1,6 @@
-"""Why: whether a codec pays depends on this link and this device, so both are measured, for a fraction of a second.
+"""Measures how fast a link and a codec are.
 
-A link is measured by the collectives that codecs really use, each in the type in which its messages travel: how long a
+A link is measured by the collectives that codecs really use, each in the type of its messages: how long a
 small message takes, and how much longer a large one. A codec is measured by a whole exchange of a few of the model's
 shapes, over a group that sends nothing.
 """
@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress.codec import Codec, Collective, Round, TensorSpec
-from hybridpar.compress.exchange import Exchange, split
-from hybridpar.compress.group import Group
+from hybridpar.compress.exchange import Exchange, Group, split
 from hybridpar.compress.text import bind
 from hybridpar.machine.steady import halves_apart
 
-#: How a message meets the others, and its type.
+#: How a message is reduced, and its type.
 Kind = tuple[Collective, torch.dtype]
 
 _SMALL_BYTES = 4 << 10
@@ -39,7 +38,7 @@ _COLD_BYTES, _MOST_PIECES, _TRIES = 16 << 20, 16, 4
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What it takes until messages of one kind have met.
+    """What a collective of one kind costs.
 
     Attributes:
         latency_ms: Of a message of 4 KB.
@@ -63,11 +62,11 @@ class LinkCost:
 def measure_link(
     kinds: Iterable[Kind], meet: Callable[[Kind, Tensor], None], device: torch.device
 ) -> dict[Kind, LinkCost]:
-    """Measure how long messages take to meet; every worker calls this with the same kinds.
+    """Measure how long collectives take; every worker calls this with the same kinds.
 
     Args:
         kinds: What to measure.
-        meet: Lets messages meet, as `meet_over` does; it must add float64.
+        meet: Reduces a message, as `meet_over` does; it must add float64.
         device: Where messages are.
 
     Returns:
@@ -89,7 +88,7 @@ def measure_link(
 
 
 def meet_over(group: Group) -> Callable[[Kind, Tensor], None]:
-    """Messages that meet over a group as `Exchange` lets them meet; stripes are of one size."""
+    """A function that reduces messages over a group as `Exchange` does; stripes are of one size."""
 
     def meet(kind: Kind, message: Tensor) -> None:
         if kind[0] is Collective.GATHER:
@@ -131,16 +130,14 @@ class _Alone:
         self.size = size
 
     def all_reduce(self, tensor: Tensor, collective: Collective) -> None:
-        """See `Group`."""
+        """Leave the tensor as it is, as if the others had sent zeros."""
 
     def all_to_all(self, out: Tensor, inp: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int]) -> None:
-        """See `Group`."""
         own = split(inp, in_sizes)[self.rank]
         for piece in split(out, out_sizes):
             piece.copy_(own)
 
     def all_gather(self, out: Tensor, inp: Tensor) -> None:
-        """See `Group`."""
         out.view(self.size, -1).copy_(inp.expand(self.size, -1))
 
 

@@ -1,4 +1,4 @@
-"""Why: a job that goes on with more or fewer workers should still send what the workers before it had left out.
+"""Divides the state of codecs anew when a job resumes with another number of workers.
 
 The rule: what a residual would have added to the result stays the same. All old workers' residuals of a key are put
 together in the layout of the gradient. At each element the total is divided evenly among the new workers that keep a
@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Codec, Coder, TensorSpec
-from hybridpar.compress.residual import WORKER
+from hybridpar.compress.codec import WORKER, Codec, Coder, TensorSpec
 from hybridpar.errors import CheckpointError
 
 
@@ -53,7 +52,7 @@ def divide(codec: Codec, spec: TensorSpec, saved: Sequence[Mapping[str, Tensor]]
     totals = {key: _zeros(spec) for key in mine.residuals}
     for coder, residuals in zip(old, saved, strict=True):
         for key, residual in residuals.items():
-            # With two workers nobody owns a stripe: what owners had not sent is then everybody's.
+            # Two workers own no stripes: what owners had not sent is divided among all.
             coder.spread(key, residual.to("cpu", torch.float64), totals[key if key in totals else WORKER])
     divided = {}
     for key, size in mine.residuals.items():

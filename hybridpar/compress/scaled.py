@@ -1,7 +1,7 @@
-"""Why: codes on a scale that all workers share can be added as they are, so the scale is agreed on before all else.
+"""Base of codecs that agree on one scale for all workers before they send codes.
 
 QSGD-MaxNorm on one grid or on several, and TernGrad, begin alike: a round in which the largest magnitude of all workers
-meets by maximum. What follows is on that scale, and is the codec's own.
+is reduced by maximum. What follows is on that scale, and is the codec's own.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels
-from hybridpar.compress.codec import Collective, Round, TensorSpec
+from hybridpar.compress.codec import NO_RESIDUAL, Collective, Residual, Round, TensorSpec
 from hybridpar.compress.noise import Noise, NoisyCoder
 from hybridpar.compress.packing import magnitude
-from hybridpar.compress.residual import NO_RESIDUAL, WORKER, Residual
 
 
 class ScaledCoder(NoisyCoder):
@@ -28,37 +27,27 @@ class ScaledCoder(NoisyCoder):
     """
 
     def __init__(self, spec: TensorSpec, rounds: Sequence[Round]) -> None:
-        super().__init__(spec)
+        super().__init__(spec, [Round(Collective.MAX, torch.float32, (1,)), *rounds])
         self._noise = Noise(spec)
-        self._rounds = (Round(Collective.MAX, torch.float32, (1,)), *rounds)
         #: v: the gradient, and what is left from the steps before, where that is kept.
         self._values = torch.empty(0)
         #: What was agreed on, one element; infinite where a value of any worker is not finite.
         self._scale = torch.empty(0)
         #: The same to divide by: 1 where all values are 0.
         self._divisor = torch.empty(0)
-        self._residual = Residual()
-
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """The scale, then what is on it."""
-        return self._rounds
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        """See `Coder`."""
-        self._residual = residuals[WORKER]
+        super().begin(gradient, residuals)
         self._values = self._residual.take(gradient, 0)
         self._noise.begin()
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
         if index == 0:
             self._write_scale(parts[0])
         else:
             self._write_codes(index, parts)
 
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
         if index == 0:
             self._scale = parts[0]
             # Dividing first makes the largest value exactly 1, and a denormal scale harmless.
@@ -74,9 +63,9 @@ class ScaledCoder(NoisyCoder):
     def _write_codes(self, index: int, parts: Sequence[Tensor]) -> None:
         """As `write`, for the rounds after the first."""
 
-    @abstractmethod
     def _read_codes(self, index: int, parts: Sequence[Tensor]) -> None:
         """As `read`, for the rounds after the first."""
+        super().read(index, parts)
 
 
 def scale_of(values: Tensor) -> Tensor:

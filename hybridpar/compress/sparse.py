@@ -1,8 +1,8 @@
-"""Why: few values with their places cannot be added on the way, and as they grow in number sending all is cheaper.
+"""Messages of selected values with their places.
 
 A message is [values][places]. Everybody receives those of all workers, so bytes grow with their number K: (K - 1) m for
 messages of m bytes, where the sum of all N elements takes 8 N (K - 1) / K. Where m is more than 8 N / K, as with many
-workers or while little is left out, the same values travel among zeros through one sum instead.
+workers or while little is left out, the same values are sent among zeros in one sum instead.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Collective, Round, TensorSpec
+from hybridpar.compress.codec import Collective, Round, Scratch, TensorSpec
 from hybridpar.compress.packing import aligned
-from hybridpar.compress.scratch import Scratch
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Picks:
     Attributes:
         count: Elements of the parameter.
         picked: How many of them are sent.
-        wire: Type in which values travel.
+        wire: Type in which values are sent.
         workers: How many workers send.
     """
 
@@ -41,7 +40,7 @@ class Picks:
 
     @property
     def dense(self) -> bool:
-        """Whether values travel among zeros, in float32."""
+        """Whether values are sent among zeros, in float32."""
         return self.picked == self.count or self.workers * self._size > 8 * self.count
 
     @property
@@ -71,7 +70,7 @@ class Picks:
         return sent.to(torch.float32)
 
     def read(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> None:
-        """Add up what came, always in the order of ranks, and divide it; elements that nobody sent are 0."""
+        """Add up what came, always in the order of ranks, and divide it; elements that no worker sent are 0."""
         if self.dense:
             torch.div(parts[0], divisor, out=out)
             return

@@ -1,4 +1,4 @@
-"""Why: one string names a codec everywhere: on the command line, in Python, in a plan and in a policy file.
+"""Codecs as text, such as `onebit:decay=0.9,warmup=20`: parsing, formatting, binding to a parameter.
 
     name                    onebit
     name:option=value,...   onebit:decay=0.9,warmup=20    powersgd:rank=2,cast=bf16    onebit:feedback=off
@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 import hybridpar.compress.codecs  # noqa: F401 - enters all codecs into the registry
-from hybridpar.compress.cast import Cast
-from hybridpar.compress.codec import CODECS, Codec, Coder, TensorSpec
-from hybridpar.compress.codecs.none import Full
+from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
+from hybridpar.compress.codecs.casts import Cast
 from hybridpar.compress.feedback import ErrorFeedback
 from hybridpar.compress.kernels import prepare
 from hybridpar.errors import UsageError, nearest, shortened
@@ -99,7 +98,7 @@ def check_optimizer(codec: Codec, optimizer: torch.optim.Optimizer) -> None:
     """Check that no momentum is kept twice.
 
     Args:
-        codec: What gradients travel as.
+        codec: The codec of the gradients.
         optimizer: What they are given to.
 
     Raises:

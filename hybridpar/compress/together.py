@@ -1,4 +1,4 @@
-"""Why: what K workers would do to a gradient can be seen in one process, with no network and no waiting.
+"""Runs the exchange of K workers in one process, for tests and simulations.
 
 All workers take one step together, collective by collective, so that tests of any K are fast and say the same every
 time, and the loss that a codec costs can be looked at on a laptop.

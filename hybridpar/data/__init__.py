@@ -1,4 +1,4 @@
-"""Why: training needs the same images in the same steps whatever the number of workers; this package sees to that.
+"""Data sets and loaders that give the same images in the same steps for any number of workers.
 
 `load_dataset` finds a data set by name, `TrainBatches` and `TestBatches` give each worker its share, and `cut_epoch`
 says how an epoch is cut. Files, from the ground up: `sampling` (who sees what, when), `augment` (whole batches in

@@ -1,4 +1,4 @@
-"""Why: images held in memory are augmented a whole batch at a time, so that small images do not wait for Python.
+"""Augmentation of a batch of images in memory.
 
 Both functions work on any device and never make it wait for the host. What is random (offsets, flips) is drawn by the
 caller.

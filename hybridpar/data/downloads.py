@@ -1,4 +1,4 @@
-"""Why: all workers of a run load the data set at the same moment, but only one of them may download it."""
+"""Downloads a data set once, although all workers load it at the same time."""
 
 from __future__ import annotations
 

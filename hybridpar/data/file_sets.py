@@ -1,4 +1,4 @@
-"""Why: data sets of photographs do not fit in memory; here are those that are read from image files."""
+"""Data sets that are read from image files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: each worker reads its own share of every step, and the shares together are the step, whatever their number.
+"""Loads this worker's share of every step.
 
 The shares follow from numbers alone (`hybridpar.data.sampling`), so a loader holds no state: an epoch can be started at
 any step, again and again. Images in memory are gathered on the calling thread; image files are decoded ahead of time by

@@ -1,4 +1,4 @@
-"""Why: small images are fastest from memory; here are the data sets that fit there.
+"""Data sets that are held in memory.
 
 `digits` and `synthetic` need no download, so that a first run works anywhere.
 """

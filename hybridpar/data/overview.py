@@ -1,4 +1,4 @@
-"""Why: a run says at its start what its data are, and which files of them it cannot use.
+"""Describes the data of a run, with the files that cannot be used.
 
 Images are read for this, for a few seconds at most: all of them where that is enough, else some that are spread over
 the data set. What is found changes nothing in the training: the loader itself does without files it cannot read.

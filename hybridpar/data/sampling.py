@@ -1,4 +1,4 @@
-"""Why: which worker sees which sample, in which order and under which random draws, is arithmetic and not luck.
+"""Which worker reads which sample in which order, and the random seeds of its augmentation.
 
 Everything here is a pure function of numbers that all workers know. So no worker tells another what it read, a run can
 resume in the middle of an epoch, and 1, 2 or 3 workers train on the same samples in the same steps.

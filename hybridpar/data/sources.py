@@ -1,4 +1,4 @@
-"""Why: the loader must not care whether images lie in memory or in files; both are a source of uint8 batches.
+"""The interface of data sets: sources of uint8 batches, in memory or from files.
 
 A source gives the same image for the same (seed, epoch, index), whoever asks and in whatever company. Scaling to
 floats is left to the loader: a uint8 batch is a quarter of the bytes to hand between processes and to a GPU.
@@ -107,7 +107,6 @@ class MemoryImages(ImageSource):
         self.flip = flip
 
     def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Tensor:
-        """See `ImageSource.load`."""
         images = to_device(self.images[torch.from_numpy(indices)], device)
         if key is None:
             return images
@@ -163,7 +162,6 @@ class FileImages(ImageSource):
         return self.root / os.fsdecode(bytes(self._paths[index]))
 
     def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Tensor:
-        """See `ImageSource.load`."""
         with self._own_generator(key):
             return to_device(torch.stack([self._load(int(index), key) for index in indices]), device)
 

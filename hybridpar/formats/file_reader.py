@@ -1,4 +1,4 @@
-"""Why: files that may be damaged, or made by others, are read in bounded time and memory, and fail in one way.
+"""Reads files that may be damaged or hostile, in bounded time and memory.
 
 JSON, TOML and files of `torch.save`. Whatever is wrong with a file is told as one short error of the class that the
 caller names; nothing in a file is ever run. Limits are far above what this package writes: bytes of a file, depth of

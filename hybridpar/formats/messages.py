@@ -1,4 +1,4 @@
-"""Why: what processes tell each other is read without running code: plain values as JSON, tensors as their bytes.
+"""Encodes messages between processes, plain values as JSON and tensors as bytes, without running code on reading.
 
 `pickle`, and with it `torch.distributed.all_gather_object`, runs whatever the bytes that it reads name. Here a message
 can name a class only where that is a dataclass, a named tuple, a pydantic model, an enumeration or an error of this

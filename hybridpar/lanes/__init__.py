@@ -1,4 +1,4 @@
-"""Why: executor and gradient sync are written once, against lanes, and never ask what kind of device they are on.
+"""Lanes: in-order queues of work on a device, with events between them.
 
 `Lanes` is all the lanes of one process, and picks the kind by the device. What a lane is and promises is in
 `hybridpar.lanes.base`; that a program has all the waits it needs is proved on a CPU by `hybridpar.lanes.check`.
@@ -165,7 +165,7 @@ class Lanes(Family):
 
 
 def _abandon(workers: list[Worker]) -> None:
-    """End threads that nobody closed."""
+    """End threads that were not closed."""
     for worker in workers:
         worker.skip_rest()
     for worker in workers:

@@ -1,11 +1,11 @@
-"""Why: a pipeline is queues of work with arrows between them, and it must not matter whether a queue is a CUDA stream.
+"""The interface of lanes and events.
 
-This is the contract. A *lane* is an in-order queue of work on a device: a CUDA stream on a GPU, a thread on a CPU. One
+A *lane* is an in-order queue of work on a device: a CUDA stream on a GPU, a thread on a CPU. One
 host thread issues all work, in one total order. The rules are CUDA's, the stricter of the two: submitting orders
 nothing across lanes, not even what the host itself did before; only `wait` does. Because a wait names an event that was
 recorded earlier in the total order, no program written against lanes can deadlock.
 
-If work raises, its lane stops: later work on it is skipped, lanes that wait for it stop too, and the host meets the
+If work raises, its lane stops: later work on it is skipped, lanes that wait for it stop too, and the host raises the
 original exception at its next submit or wait, so that nothing hangs.
 """
 

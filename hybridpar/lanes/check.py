@@ -1,4 +1,4 @@
-"""Why: a missing wait between two streams shows on a GPU, sometimes; here it must show on a CPU, always.
+"""A lane that finds missing waits between queues on a CPU.
 
 A `Checker` gives every lane a vector clock (Fidge 1988, Mattern 1989). The clocks advance where work is *issued*, by
 one thread in one order, so they say which accesses the program has ordered and not which ones happened to come first.

@@ -1,4 +1,4 @@
-"""Why: threads that obey the rules of CUDA streams let every pipeline run, and be tested, without a GPU.
+"""Lanes that are threads, with the ordering rules of CUDA streams.
 
 A lane is one thread that takes its work from a queue. PyTorch's operators give the interpreter lock back while they
 compute, and autograd runs the backward pass of CPU tensors on the thread that asks for it, so lanes run in parallel.
@@ -31,7 +31,6 @@ class CpuEvent(Event):
         self._latch.acquire()
 
     def done(self) -> bool:
-        """See `Event.done`."""
         self.recorded_on()
         if self._passed:
             self._tell_checker()
@@ -140,7 +139,7 @@ class _Task:
 
 
 class Worker:
-    """The thread of a lane. It knows nothing of lane and family, so that a forgotten family can be collected.
+    """The thread of a lane. It has no reference to lane and family, so that a forgotten family can be collected.
 
     Args:
         name: Name of the lane.
@@ -198,25 +197,22 @@ class CpuLane(Lane):
 
     @property
     def failure(self) -> Failure | None:
-        """See `Lane.failure`."""
         return self._worker.failure
 
     def keep(self, *tensors: torch.Tensor) -> None:
-        """See `Lane.keep`. The work is done when it returns, so there is nothing to hold, only to check."""
+        """The work is done when it returns, so there is nothing to hold, only to check."""
         if threading.current_thread() is not self._worker.thread:
             raise self._misplaced_keep()
         if self._checker is not None:
             self._checker.kept(tensors)
 
     def mark(self, event: Event) -> None:
-        """See `Lane.mark`."""
         task = self._worker.task
         inside = threading.current_thread() is self._worker.thread and task is not None
         if not inside or not isinstance(event, CpuEvent) or task is None or not task.mark(event):
             raise self._misplaced_mark()
 
     def drain(self, patience: float | None = None) -> None:
-        """See `Lane.drain`."""
         self._worker.stop(patience)
 
     def _submit(self, work: Work, uses: Sequence[torch.Tensor], marks: Sequence[CpuEvent]) -> None:
@@ -243,12 +239,10 @@ class CpuCaller(Lane):
         self._marks: deque[CpuEvent] = deque()  # of the work that is running, those still to come
 
     def keep(self, *tensors: torch.Tensor) -> None:
-        """See `Lane.keep`."""
         if self._checker is not None:
             self._checker.kept(tensors)
 
     def mark(self, event: Event) -> None:
-        """See `Lane.mark`."""
         if not self._marks or self._marks[0] is not event:
             raise self._misplaced_mark()
         self._pass(self._marks.popleft())

@@ -1,8 +1,8 @@
-"""Why: on a GPU a lane is a stream, and the one danger that streams add to threads is memory handed out too early.
+"""Lanes that are CUDA streams.
 
 The host runs submitted work at once, with the lane's stream current, and the work queues kernels. A tensor of another
 lane that the work uses is kept alive until a CUDA event behind the work is done: the allocator gives freed memory back
-to the stream that allocated it, which knows nothing of this lane. That is looked up when the lane is next used, so the
+to the stream that allocated it, which does not know this lane. That is looked up when the lane is next used, so the
 host never waits. (`Tensor.record_stream` does the same later and less predictably, and not inside graph capture.)
 """
 
@@ -43,7 +43,6 @@ class CudaEvent(Event):
         self.cuda_event: torch.cuda.Event = cuda.Event()
 
     def done(self) -> bool:
-        """See `Event.done`."""
         self.recorded_on()
         return _passed(self.cuda_event)
 
@@ -81,7 +80,6 @@ class CudaLane(Lane):
         self._kept: deque[tuple[torch.cuda.Event | None, Sequence[torch.Tensor]]] = deque()
 
     def keep(self, *tensors: torch.Tensor) -> None:
-        """See `Lane.keep`."""
         if self._held is not None:
             self._held.extend(tensors)
         elif self._own is None:
@@ -90,7 +88,7 @@ class CudaLane(Lane):
             raise self._misplaced_keep()
 
     def drain(self, patience: float | None = None) -> None:
-        """See `Lane.drain`. CUDA cannot stop waiting for a stream."""
+        """CUDA cannot stop waiting for a stream."""
         self._stream().synchronize()
         self._kept.clear()
 
@@ -105,7 +103,7 @@ class CudaLane(Lane):
         return current
 
     def mark(self, event: Event) -> None:
-        """See `Lane.mark`. Also from autograd's thread, which runs the backward pass while the work waits for it."""
+        """Also from autograd's thread, which runs the backward pass while the work waits for it."""
         if not self._marks or self._marks[0] is not event:
             raise self._misplaced_mark()
         self._record(self._marks.popleft())

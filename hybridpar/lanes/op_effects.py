@@ -1,4 +1,4 @@
-"""Why: a race is two accesses to the same bytes, so the checker must know which bytes an operator reads and writes.
+"""Which tensors an operator reads and which it writes, for the checking lane.
 
 An operator's schema says which arguments it writes and which it only makes views of. Where schemas leave something out
 (collectives, the running statistics of batch normalisation, memory made outside of operators), this file knows it.

@@ -1,1 +1,1 @@
-"""Why: optimizers, learning rates and recipes."""
+"""Optimizers, learning rates and recipes."""

@@ -1,20 +1,52 @@
-"""Why: what owners of stripes do in 1-bit SGD is an update rule of its own, which one worker alone can follow, too.
+"""SGD with AdaGrad and momentum: what 1-bit SGD's owners of stripes do, for one worker.
 
-It is also the oracle: without quantisation, workers that share the rule by stripes do what this optimizer does to the
-whole gradient, but for the length that AdaGrad's steps are given, which is that of a stripe there.
+In tests it is the reference: without quantisation, workers that share the rule by stripes do what this optimizer does
+to the whole gradient, but for the length that AdaGrad's steps are given, which is that of a stripe there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
 
-from hybridpar.compress.owner import Kept, OwnerRule, adagrad_
+from hybridpar.compress.codec import Kept
+from hybridpar.compress.owner import OwnerRule, adagrad_
 
 
-class AdaGradSGD(torch.optim.Optimizer):
+class ParameterOptimizer(torch.optim.Optimizer):
+    """An optimizer that updates each parameter by itself, in `_update`."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take a step with what is in `.grad`; a parameter whose `.grad` is None stays as it is.
+
+        Args:
+            closure: Computes the loss and the gradients anew.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class AdaGradSGD(ParameterOptimizer):
     """SGD on gradients that AdaGrad has scaled, before momentum or after it; see `hybridpar.compress.owner`.
 
     Args:
@@ -37,26 +69,11 @@ class AdaGradSGD(torch.optim.Optimizer):
         self._rule = rule
         self.momentum_power = momentum_power
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take a step; a parameter whose gradient is None stays as it is."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is None:
-                        continue
-                    update = self._smooth(parameter)
-                    if group["weight_decay"]:
-                        update = update.add_(parameter, alpha=group["weight_decay"])
-                    parameter.add_(update, alpha=-group["lr"])
-        return loss
+    def _update(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> None:
+        update = self._smooth(parameter)
+        if group["weight_decay"]:
+            update = update.add_(parameter, alpha=group["weight_decay"])
+        parameter.add_(update, alpha=-group["lr"])
 
     def _smooth(self, parameter: torch.Tensor) -> torch.Tensor:
         rule, state = self._rule, self.state[parameter]

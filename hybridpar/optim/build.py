@@ -1,4 +1,4 @@
-"""Why: the optimizer and the learning rate of a run must be the same function of the step on any layout.
+"""Makes the optimizer and the learning-rate schedule of a run.
 
 The rate is computed from the step number alone and never stored, so a resumed run cannot drift from it. Optimizer
 state is saved by parameter name and not by position, so it survives another grouping or another order.

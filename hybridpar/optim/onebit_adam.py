@@ -1,4 +1,4 @@
-"""Why: Adam with one bit per parameter on the wire, in anybody's loop and in the trainer.
+"""1-bit Adam, for the trainer (`FrozenAdam`) and for any training loop (`OnebitAdam`).
 
 1-bit Adam (arXiv 2102.02888; see `hybridpar.compress.codecs.onebit_adam` for its Algorithm 1): Adam for the first
 steps, until the variance v has settled; then v stays as it is and the workers exchange the momentum m in one bit, with
@@ -22,9 +22,10 @@ from torch import Tensor
 
 from hybridpar.compress import Exchange, TensorSpec, TorchGroup, bind, parse_codec
 from hybridpar.errors import UsageError
+from hybridpar.optim.adagrad_sgd import ParameterOptimizer
 
 
-class FrozenAdam(torch.optim.Optimizer):
+class FrozenAdam(ParameterOptimizer):
     """Adam whose variance stands still after some steps.
 
     Weight decay is that of AdamW: it acts on the weights alone, as no gradient is there to add it to.
@@ -66,23 +67,6 @@ class FrozenAdam(torch.optim.Optimizer):
         self.freeze_steps = freeze_steps
         self._momentum_arrives = momentum_arrives
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Take a step with what is in `.grad`; a parameter whose `.grad` is None stays as it is."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._update(parameter, group)
-        return loss
-
     def _update(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
         state, gradient = self.state[parameter], parameter.grad
         assert gradient is not None
@@ -110,7 +94,7 @@ class FrozenAdam(torch.optim.Optimizer):
 
 
 class OnebitAdam(FrozenAdam):
-    """1-bit Adam, exchange included: the optimizer of a loop whose gradients nobody has averaged.
+    """1-bit Adam, exchange included, for a training loop that does not average gradients.
 
     Every worker calls `backward` on its own loss and then `step`. Do not wrap the model in DistributedDataParallel, or
     do so and leave its gradients alone (`no_sync`): they are averaged here. Parameters must start equal. A step in
@@ -122,7 +106,7 @@ class OnebitAdam(FrozenAdam):
         betas: As of `FrozenAdam`; the first is the same for all groups.
         eps: As of `FrozenAdam`.
         weight_decay: As of `FrozenAdam`.
-        freeze_steps: First steps, whose gradients travel in full precision. The paper takes 15 to 25 % of all.
+        freeze_steps: First steps, whose gradients are sent in full precision. The paper takes 15 to 25 % of all.
         group: The workers; default: all of them. Without `torch.distributed` it is Adam with frozen variance.
         levels: See the codec `onebit_adam`.
 

@@ -1,8 +1,8 @@
-"""Why: where the batch size changes on the way, the learning rate must go on as a function of the samples seen.
+"""Adapts the learning rate where the batch size changes during a run.
 
 A run is made of legs, each of which has one batch size from a step on. What a step means is counted in steps of the
 first batch size: the schedule is the same function of the samples whatever the sizes, and the rate of a step is
-proportional to its samples (`hybridpar.optim.per_sample`). Nothing but the legs is stored.
+proportional to its samples. Nothing but the legs is stored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why: what a recipe sets is ordinary options and an ordinary optimizer, so nothing below needs to know of recipes."""
+"""Expands a recipe, such as `onebit-sgd`, into ordinary options and an optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from hybridpar.config.recipe import RATES, warm_steps
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from hybridpar.optim.build import build_optimizer, parameter_groups
 from hybridpar.optim.onebit_adam import FrozenAdam
-from hybridpar.optim.per_sample import rate_per_step
 
 
 def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> TrainConfig:
@@ -31,8 +30,7 @@ def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> Tr
         UsageError: Options contradict each other, or the length of the run is needed and not known.
     """
     if config.lr_per_sample is not None:
-        rate = rate_per_step(config.lr_per_sample, config.batch_size)
-        config = replace(config, lr=rate, lr_per_sample=None)
+        config = replace(config, lr=config.lr_per_sample * config.batch_size, lr_per_sample=None)
     if config.recipe == "none":
         return config
     buffering = config.double_buffer

@@ -1,4 +1,4 @@
-"""Why: partitioning is useful alone: any traced model into balanced stages, for anyone's training loop.
+"""Cuts a model into balanced pipeline stages, for any training loop.
 
 Trace, measure, balance, split, draw. The names below are the public ones; they load torch when first used, so that
 the command line can describe its options without it.

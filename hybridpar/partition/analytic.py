@@ -1,8 +1,8 @@
-"""Why: a plan is wanted where nothing may run for long, or where the device is not at hand.
+"""Estimates the times of units from a device's speed, without running the model.
 
 The roofline model (Williams, Waterman and Patterson, 2009): a unit takes as long as its arithmetic at the device's
 peak or its memory traffic at the device's bandwidth, whichever is longer, and never less than what it costs to start
-it. It knows nothing of caches or of how well a kernel fits, so it serves balance, not promises.
+it. Caches and how well a kernel fits are left out, so it is good enough to balance stages, not to predict times.
 """
 
 from __future__ import annotations

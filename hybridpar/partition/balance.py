@@ -1,4 +1,4 @@
-"""Why: this decides where the model is cut.
+"""Chooses where a model is cut so that the slowest stage is as fast as possible.
 
 The load of a worker is what is balanced; for a linear placement that is the load of a stage. The order of decisions:
 least largest load under the memory caps, exactly, over the model's own order; then, for compute load alone, the
@@ -92,7 +92,8 @@ def balance_graph(
         down_sets: Give the certificate up beyond so many down-sets, see `exact_optimum`.
 
     Raises:
-        PartitionError: More stages than units, or a memory cap that nobody can meet; the message says the least cap
+        PartitionError: More stages than units, or a memory cap that no partition can keep; the message says the least
+        cap
             that works.
         UsageError: Unknown strategy.
     """

@@ -1,4 +1,4 @@
-"""Why: some models cannot be traced only because of a check or a loop around modules that run in plain order.
+"""Makes a graph from the order in which a model calls its modules, where it cannot be traced.
 
 The last rung of the ladder watches one run: which modules are called, and whether each takes exactly what the one
 before returned. Such a chain is a graph. It is then run against the model and must give the very same output.

@@ -1,4 +1,4 @@
-"""Why: two lanes on one device do not run at half speed each; how much slower they are must be measured.
+"""Measures how much lanes slow each other down on one device.
 
 A device that one lane fills makes two lanes twice as slow; one that it leaves half idle makes them no slower. The
 number decides whether lanes on one device are worth anything, so it is taken from whole training steps that run beside

@@ -1,4 +1,4 @@
-"""Why: a stage is more than the sum of its units: it receives, it sends back, it keeps activations for its schedule.
+"""What a stage costs: compute, transfers, and activations kept for the schedule.
 
 Over one topological order a stage is an interval [i, j). Every part of its cost is a matrix over all intervals, made
 in one go by two-dimensional prefix sums, so that the algorithms only look numbers up.

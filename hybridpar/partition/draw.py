@@ -1,4 +1,4 @@
-"""Why: one look must tell where the model is cut, what crosses, and whether the load is even.
+"""Draws a partition: where the model is cut, what crosses, and the load of each stage.
 
 Each stage is a row, its blocks drawn as wide as they take, so the row is the stage's bar of load; arcs above it are
 residual and dense branches. Lines between rows are the tensors that are sent, with their bytes.

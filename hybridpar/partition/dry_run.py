@@ -1,4 +1,4 @@
-"""Why: the times of units are added up to predict a stage; this measures the stage itself, as its worker will run it.
+"""Measures whole stages as their workers will run them.
 
 A stage is run as in a pipeline: received tensors are leaves, gradients exist and are accumulated into, the backward
 pass comes after the forward passes of all stages. The result is what a schedule's simulator should be fed with, and

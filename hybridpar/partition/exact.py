@@ -1,4 +1,4 @@
-"""Why: a cut of one topological order may miss the best cut; this proves how far away it is, or finds the best.
+"""Searches for the best cut over all topological orders, or bounds how far a cut is from it.
 
 A convex cut into stages is a chain of down-sets (sets of units that hold all their predecessors). For compute load
 at equal speeds the question "can K stages of at most T do it?" is that of assembly-line balancing (SALBP), answered
@@ -196,7 +196,7 @@ class _Lattice:
         return states
 
     def stages_needed(self, bound: float) -> int:
-        """Least number of stages if no stage may exceed `bound`, which every single unit meets."""
+        """Least number of stages if no stage may exceed `bound`, which no single unit exceeds."""
         return int(self._run(bound)[-1][0][0]) + 1
 
     def order(self, bound: float) -> tuple[int, ...]:

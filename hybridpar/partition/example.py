@@ -1,4 +1,4 @@
-"""Why: a graph says what is computed; how large, how shared and how mutable the values are is known only by running.
+"""Runs a graph on example inputs and records sizes, sharing and mutation of its values.
 
 One example run of the graph notes for every node what it returned, which storages it shares, which argument it
 changed in place, whether it drew random numbers, what it saved for the backward pass, and its FLOPs. Everything that

@@ -1,4 +1,4 @@
-"""Why: balancing needs costs and dependencies, not a model.
+"""The graph that is partitioned: costs and dependencies, without the model.
 
 A `UnitGraph` is all that the balancing algorithms see: units in topological order, the tensors that flow between
 them, and the storages that wait for the backward pass. It holds plain numbers, so it can be made by a profile, by the

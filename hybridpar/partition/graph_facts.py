@@ -1,4 +1,4 @@
-"""Why: splitting needs one graph of a model together with everything that its example run showed.
+"""One graph of a model with what its example run showed.
 
 A number computed from a shape is neither work nor a tensor to send: every stage computes it again from the tensor that
 it comes from (rematerialisation), so such nodes are told apart here.

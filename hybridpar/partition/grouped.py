@@ -1,4 +1,4 @@
-"""Why: where several stages share a worker or the memory of a device, the stages cannot be cut one by one.
+"""Balances stages where several share a worker or the memory of a device.
 
 The dynamic programme then carries labels: for every place where a stage may end, the loads of the workers and the
 memory of the devices that will get more stages. A label that is nowhere better than another is dropped. That is

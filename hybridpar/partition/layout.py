@@ -1,4 +1,4 @@
-"""Why: a picture of 400 operations shows nothing; a picture of what they do together does.
+"""Groups operations for the picture of a partition.
 
 Runs of units that only feed each other are drawn as one block, so that what is left is the shape of the model:
 blocks, branches, joins. Every stage is a row whose horizontal axis is time, so a row is as long as its load.

@@ -1,4 +1,4 @@
-"""Why: with the order fixed and one stage per lane, the best cut is found exactly, in milliseconds.
+"""The best cut of a fixed order with one stage per lane, by dynamic programming.
 
 Dynamic programming over (stages used, units used): the best way to end stage k at j is the best way to end stage
 k - 1 at some i, followed by the interval [i, j). All i and j at once are one matrix operation per stage.

@@ -1,4 +1,4 @@
-"""Why: what crosses a stage border is tensors, but a module may return a tuple or a dict of them.
+"""Flattens and rebuilds nested outputs of modules.
 
 A structure says how tensors were nested, so that one stage can send them one by one and the next can put them
 together again. Only plain containers count (tuple, named tuple, list, dict, OrderedDict, None); anything else stays

@@ -1,4 +1,4 @@
-"""Why: not every place of a graph may be cut; these are the rules of what must stay together.
+"""Rules of what must stay together in one stage.
 
 Nodes are pinned together where a cut would be wrong or would need something sent that is not a tensor: users of one
 trained parameter, calls of one module that has state, values that alias each other while one of them is changed in
@@ -102,7 +102,7 @@ def aliases_under_change(facts: GraphFacts) -> Iterable[list[fx.Node]]:
 
 
 def _checks(facts: GraphFacts) -> Iterable[list[fx.Node]]:
-    """An assertion has no users; it stays with whoever first uses the tensor it looks at."""
+    """An assertion has no users; it stays with the first user of its tensor."""
     members = set(facts.compute)
     for node in facts.compute:
         if facts.facts[node].tensors or node.users:

@@ -1,4 +1,4 @@
-"""Why: one call from a model to a plan and its stages, and one from a plan back to the stages.
+"""From a model to a plan and its stages, and from a plan back to the stages.
 
 Everything that the command line can do goes through these two functions.
 """
@@ -84,7 +84,7 @@ def partition_model(
 
     Raises:
         TraceError: The model cannot be traced.
-        PartitionError: No partition meets the request.
+        PartitionError: No partition satisfies the request.
         UsageError: The model refuses the inputs.
     """
     given = as_inputs(inputs)

@@ -1,4 +1,4 @@
-"""Why: a partition is as good as the times it balances, and those must be measured where the model will run.
+"""Measures the units of a model on the device where it will run.
 
 Every pass runs the whole graph at the true micro-batch, and plain steps of the unsplit model run between the passes.
 The minimum over passes is the time of a unit; a machine that others use only ever adds to it. How far two halves of

@@ -1,4 +1,4 @@
-"""Why: measuring takes many steps; the same model, measured in the same way, need not be measured twice.
+"""Caches measured profiles.
 
 A profile is one JSON file, named after everything that its times depend on. A file that is damaged, or whose units
 are not the model's, is measured again: a cache never makes a command fail. A profile that was taken while other

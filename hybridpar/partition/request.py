@@ -1,4 +1,4 @@
-"""Why: what a person types for a plan becomes a checked request, or one error that says what to type instead.
+"""Checks a request for a partition.
 
 Everything that can be known without the model is found out here, before the minutes that measuring takes.
 """

@@ -1,4 +1,4 @@
-"""Why: a list of stages must be usable in any loop; this is the shortest correct one, and the reference of the others.
+"""Runs a list of stages one after the other: the reference of the pipeline.
 
 `run_stages` is the unsplit forward pass. `StageRunner` does what a pipeline's worker does: it detaches what enters
 a stage, runs forward, and later runs backward from the gradients of what left it.

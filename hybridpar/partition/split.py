@@ -1,4 +1,4 @@
-"""Why: own splitter, because a stage must keep the model's names and must never send what is not an activation.
+"""Splits a graph into stages that keep the model's parameter names.
 
 `torch.fx.passes.split_module` renames what it splits and passes parameters between parts as inputs. Here every node
 is copied into the graph of its stage and calls the model's own module; parameters are placed with their users;

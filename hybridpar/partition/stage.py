@@ -1,4 +1,4 @@
-"""Why: a stage must train, evaluate and be saved like the part of the model that it is.
+"""A pipeline stage as a module.
 
 A `Stage` is an `fx.GraphModule` over the model's own modules and parameters, under their own names. Where the graphs
 of training and evaluation differ it holds both and follows `train()` and `eval()`. Its inputs and outputs are plain

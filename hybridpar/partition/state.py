@@ -1,4 +1,4 @@
-"""Why: measuring a model must leave it as it was.
+"""Contexts that restore a model's state after it was measured.
 
 Running a model in training mode moves BatchNorm statistics, draws random numbers, makes gradients, and does whatever
 else `forward` does: it counts in Python numbers, appends to lists, fills caches. What is run here is run inside

@@ -1,4 +1,4 @@
-"""Why: a claim of balance needs what others do beside it, under its own name, on the same costs.
+"""Other ways to cut a model, for comparison on the same costs.
 
 Each strategy cuts the model's own order. All of them can be asked for by name; only `balanced` looks at everything.
 """

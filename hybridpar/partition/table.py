@@ -1,4 +1,4 @@
-"""Why: the plan at a glance in a terminal: who runs what, for how long, and what moves.
+"""A plan as a table in a terminal: workers, times, transfers.
 
 The table fits into 80 columns; `on` is the worker, then its device and lane.
 """

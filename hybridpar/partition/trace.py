@@ -1,4 +1,4 @@
-"""Why: a model is cut on its graph, and the graph must compute what the model as the user wrote it computes.
+"""Traces a model into a graph that computes what the model computes.
 
 Tracing goes down a ladder. First `torch.fx` with its usual leaves. Where a sub-module cannot be traced (its control
 flow depends on data, or it changes state of its own), once more with that sub-module kept whole. Where the model itself

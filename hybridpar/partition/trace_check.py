@@ -1,4 +1,4 @@
-"""Why: a graph that was traced is used only after it has computed the same as the model that it was traced from.
+"""Compares a traced graph with its model before it is used.
 
 The model and its graphs run on two small random micro-batches, one after the other, in training and in evaluation, from
 the same state and the same random numbers. Outputs, loss, all gradients, buffers and parameters must be equal. On the

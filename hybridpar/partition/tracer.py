@@ -1,4 +1,4 @@
-"""Why: `torch.fx` follows Python code, and some of what decides a gradient is not in the operations that it records.
+"""The tracer: `torch.fx` with checks for what it does not record.
 
 Kept in the graph, as nodes of their own: calls of custom `autograd.Function`s, whose backward pass fx would replace by
 that of their forward pass, and `no_grad` blocks, whose results are detached.

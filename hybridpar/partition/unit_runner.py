@@ -1,4 +1,4 @@
-"""Why: a layer measured alone runs on warm caches and without its neighbours; here every unit is timed inside a step.
+"""Times each unit of a model inside a whole step.
 
 The whole graph runs forward, unit by unit, then the whole graph runs backward, unit by unit, with the true gradients.
 Between units the autograd graph is cut, so that the backward pass of each can be timed, but no tensor is copied: the

@@ -1,4 +1,4 @@
-"""Why: a unit is what a partition moves as a whole: nodes that must stay together, with what they cost.
+"""Units: nodes of a graph that stay together, with what they cost.
 
 Nodes that are pinned together are merged, and so is what lies on a path that leaves them and comes back; what is left
 is an acyclic graph of units. Attributes of the model are placed with their users.

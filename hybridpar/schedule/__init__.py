@@ -1,1 +1,1 @@
-"""Why: the actions of a training step as data: schedules, the checker, the simulator. Needs no torch."""
+"""The actions of a training step as data: schedules, the checker, the simulator. Needs no torch."""

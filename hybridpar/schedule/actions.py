@@ -1,4 +1,4 @@
-"""Why: one list of actions per lane is all that a schedule is, and four readers must understand it alike.
+"""The actions of a training step.
 
 The checker proves that it cannot deadlock, the simulator times it, the drawer draws it and the executor runs it. An
 action's text is the one that torch.distributed.pipelining reads and writes (`2F0`, `1B3`, `0SEND_F1`), so a schedule
@@ -104,7 +104,7 @@ class Edge:
     Attributes:
         source: The stage that makes it.
         target: The stage that uses it; always a later one.
-        bytes: What travels in the forward pass.
+        bytes: What is sent in the forward pass.
         gradient_bytes: What comes back in the backward pass; 0 where no gradient is needed.
     """
 

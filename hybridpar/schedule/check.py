@@ -1,7 +1,7 @@
-"""Why: a schedule that locks, forgets a micro-batch or overfills memory must be found before it runs, not by a hang.
+"""Proves that a schedule is complete, cannot deadlock and stays within memory.
 
 `check` proves a schedule on a layout; `check_program` proves lists of actions as workers issue them. Both run the
-queues themselves with transfers that hold both ends until they meet, so that a proof does not rest on buffers.
+queues themselves with transfers that block both ends until both have come, so that a proof does not rest on buffers.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def check_program(program: Program) -> None:
     """Prove that workers which issue these lists finish the step.
 
     Every action is on its own worker, once; computation has the order of the schedule; what an action needs of its own
-    worker is issued before it; and with queues that run in order, and transfers that hold both ends until they meet,
-    every queue comes to its end.
+    worker is issued before it; and with queues that run in order, and transfers that block both ends until both have
+    come, every queue comes to its end.
 
     Raises:
         ScheduleError: It does not hold.

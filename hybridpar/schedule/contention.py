@@ -1,4 +1,4 @@
-"""Why: what runs at the same time on shared cores or a shared link slows down, and a prediction must follow that.
+"""How concurrent work on shared cores or a shared link slows down, for the simulator.
 
 An event loop over jobs whose speed changes while they run. A job is a row of phases; a phase says how long it takes
 when nothing disturbs it, and which part of which resources it uses meanwhile. Where more is used than there is,

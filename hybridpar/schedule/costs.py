@@ -1,4 +1,4 @@
-"""Why: everything that a prediction depends on stands in one place, each number with its unit and how it is used."""
+"""The inputs of a prediction, each with its unit."""
 
 from __future__ import annotations
 

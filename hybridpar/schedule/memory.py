@@ -1,4 +1,4 @@
-"""Why: what a schedule holds in memory follows from the order of its lanes alone, whatever the times turn out to be."""
+"""The memory that a schedule needs on each lane."""
 
 from __future__ import annotations
 

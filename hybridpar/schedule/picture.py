@@ -1,4 +1,4 @@
-"""Why: a schedule is understood at a glance as a grid, lanes down and time across; so is the cell where it fails."""
+"""Draws a schedule as a grid of lanes by time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: a schedule says what each lane computes; what must travel, and in which order, follows from it.
+"""Turns a schedule into one list of actions per worker, with sends and receives.
 
 `lower` turns a schedule into the lists of actions that workers issue. All workers' lists are cut from one total order
 in which everything comes after what it needs. So a worker that issues its list in order never waits for an event

@@ -1,4 +1,4 @@
-"""Why: whether queues lock is decided by running them; how long things take does not matter for that.
+"""Finds out whether queues of actions deadlock.
 
 Queues run in order, and an action waits for what it needs and, if it stands in several queues, until it is the next in
 all of them. Nothing that one action does can stop another that could go on. So every run gets equally far, and one run

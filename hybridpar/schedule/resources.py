@@ -1,4 +1,4 @@
-"""Why: what an action takes depends on what it shares with others; here costs become phases on shared resources.
+"""Turns costs of actions into phases on shared resources.
 
 Every worker has cores, a way out to the network and a way in. What can never be short is left out, so that a
 simulation without contention costs nothing extra.

@@ -1,4 +1,4 @@
-"""Why: a plan is chosen by the time that it would take, before anything of it runs.
+"""Predicts the time of a step.
 
 The simulation reads the same lists of actions that the executor issues and keeps its rules: each queue in order, each
 action after what it needs, a transfer only when both ends have come to it.

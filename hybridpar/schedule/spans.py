@@ -1,4 +1,4 @@
-"""Why: what was predicted and what really ran are compared span by span, so both are told in the same record."""
+"""Spans of time, predicted or measured, in one format."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Span:
         action: What was done.
         start_ms: When it started.
         end_ms: When it ended.
-        ready_ms: For a sum of gradients: when this worker had the last of them. None where nobody noted it.
+        ready_ms: For a sum of gradients: when this worker had the last of them. None where it was not noted.
     """
 
     worker: int

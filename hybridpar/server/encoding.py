@@ -28,10 +28,9 @@ from hybridpar.compress import (
     format_codec,
     parse_codec,
 )
+from hybridpar.compress.codec import NO_RESIDUAL, KeptResidual, Residual, Scratch
 from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.packing import aligned
-from hybridpar.compress.residual import NO_RESIDUAL, KeptResidual, Residual
-from hybridpar.compress.scratch import Scratch
 from hybridpar.errors import SyncError, UsageError
 from hybridpar.server.stripes import Piece, Stripe
 

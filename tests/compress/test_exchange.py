@@ -9,7 +9,7 @@ import torch
 
 from hybridpar.compress import Collective, Exchange, TensorSpec, Traffic, bind, parse_codec, run_together
 from hybridpar.compress.exchange import AllGather, AllReduce, AllToAll
-from hybridpar.compress.sharded import cut_stripes
+from hybridpar.compress.quantised import cut_stripes
 from hybridpar.compress.together import meet
 from hybridpar.errors import UsageError
 from tests.compress.team import Team, same_bits

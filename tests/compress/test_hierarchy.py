@@ -61,7 +61,7 @@ def test_leaders_share_the_elements_and_keep_their_parameters() -> None:
 
 
 def on_nodes(names: tuple[str, ...], rank: int) -> Any:
-    return mock.patch("hybridpar.compress.paths.host_identity", return_value=names[rank])
+    return mock.patch("hybridpar.compress.ddp.host_identity", return_value=names[rank])
 
 
 def hooked(world: World, names: tuple[str, ...], codec: str) -> tuple[Tensor, int, int]:

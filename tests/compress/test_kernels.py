@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels, parse_codec
-from hybridpar.compress.codec import TensorSpec
+from hybridpar.compress.codec import CHUNK, KeptResidual, Residual, Scratch, TensorSpec
 from hybridpar.compress.codecs.onebit import ColumnSigns, RowSigns
 from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser, _Grid
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
 from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields
-from hybridpar.compress.residual import KeptResidual, Residual
+from hybridpar.compress.quantised import Quantiser
 from hybridpar.compress.scaled import scale_of
-from hybridpar.compress.scratch import CHUNK, Scratch
-from hybridpar.compress.sharded import Quantiser
 from tests.compress.team import Team, same_bits
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hybridpar.codegen import nvrtc as kernel_cuda
 from hybridpar.compress import kernels, parse_codec
-from hybridpar.compress.codec import TensorSpec
+from hybridpar.compress.codec import CHUNK, KeptResidual, Residual, Scratch, TensorSpec
 from hybridpar.compress.codecs.onebit import RowSigns
 from hybridpar.compress.codecs.qsgd_mn import LevelQuantiser, _Grid
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold
@@ -28,9 +28,7 @@ from hybridpar.compress.kernels import cuda
 from hybridpar.compress.kernels.cuda import PARAMETERS, SOURCE, THREADS, CudaKernels
 from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields
-from hybridpar.compress.residual import KeptResidual, Residual
-from hybridpar.compress.scratch import CHUNK, Scratch
-from hybridpar.compress.sharded import Quantiser
+from hybridpar.compress.quantised import Quantiser
 from tests.compress.team import same_bits
 
 CPU = torch.device("cpu")

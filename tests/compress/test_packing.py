@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridpar.compress import packing
+from hybridpar.compress.codec import CHUNK, Scratch
 from hybridpar.compress.packing import Fields, bits_size, pack_bits, pack_pairs, pair_table, pairs_size, unpack_bits
-from hybridpar.compress.scratch import CHUNK, Scratch
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import CODECS, TensorSpec, parse_codec, run_together
+from hybridpar.compress.codec import Scratch
 from hybridpar.compress.feedback import FeedbackCoder
 from hybridpar.compress.packing import Fields
-from hybridpar.compress.scratch import Scratch
 from tests.compress.team import Team, same_bits
 
 SHAPE = {"w": (64, 64)}

@@ -72,7 +72,7 @@ def test_stripes_become_one_tensor_and_are_cut_anew(text: str) -> None:
         total = torch.zeros(10 * 6 * 9)
         for coder in team.coders("conv"):
             assert isinstance(coder, FeedbackCoder)
-            coder._inner.spread("owner", coder.residual("owner"), total)
+            coder._later.spread("owner", coder.residual("owner"), total)
         return total
 
     assert bool(owners(old).any())

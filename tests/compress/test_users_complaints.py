@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.compress import CODECS, ErrorFeedback, parse_codec, run_together
+from hybridpar.compress.codec import Scratch
 from hybridpar.compress.ddp import ddp_hook
 from hybridpar.compress.packing import Fields
-from hybridpar.compress.scratch import Scratch
 from tests.compress.team import Team, equal, same_bits
 from tests.compress.test_ddp import batch as ddp_batch
 from tests.compress.test_ddp import net, weights

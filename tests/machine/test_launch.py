@@ -205,13 +205,6 @@ def test_a_worker_that_dies_again_and_again_fails_the_job(start, tmp_path):
     assert not job.members()
 
 
-def test_a_single_worker_runs_in_a_tuned_process(start, tmp_path):
-    code, output, error = start(small_arguments(tmp_path / "job", "--workers=1")).finish()
-    assert (code, error) == (0, "")
-    assert "off with --no-tune-process" in output
-    check_run(tmp_path / "job", steps=12)
-
-
 # ------------------------------------------------------------------------------------------------------------- parts
 
 

@@ -7,7 +7,6 @@ import math
 import pytest
 
 from hybridpar.errors import UsageError
-from hybridpar.optim.per_sample import momentum_per_step, rate_per_sample, rate_per_step, time_constant
 from hybridpar.train.gain import predicted_gain
 
 
@@ -37,11 +36,3 @@ def test_what_is_fixed_is_paid_twice_by_halves():
 def test_times_that_are_none(times):
     with pytest.raises(UsageError):
         predicted_gain(*times)
-
-
-def test_rates_per_sample():
-    assert rate_per_step(rate_per_sample(0.1, 64), 128) == pytest.approx(0.2)
-    constant = time_constant(0.9, 64)
-    assert momentum_per_step(constant, 64) == pytest.approx(0.9)
-    assert momentum_per_step(constant, 32) ** 2 == pytest.approx(0.9)
-    assert momentum_per_step(time_constant(0.0, 64), 64) == 0

@@ -41,10 +41,8 @@ from hybridpar.compress import (
     parse_codec,
     run_together,
 )
-from hybridpar.compress.gathered import GatheredCoder
-from hybridpar.compress.residual import NO_RESIDUAL, Residual
-from hybridpar.compress.scratch import Scratch
-from hybridpar.compress.sharded import ShardedCoder
+from hybridpar.compress.codec import NO_RESIDUAL, Residual, Scratch
+from hybridpar.compress.quantised import GatheredCoder, ShardedCoder
 from hybridpar.errors import LaunchError, UsageError
 from hybridpar.machine.process import worker_environment
 from hybridpar.models import build_model

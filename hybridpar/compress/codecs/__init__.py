@@ -1,4 +1,4 @@
-"""Why: a codec is chosen by name, and a new one is one new file in this folder.
+"""The codecs, one per file.
 
 Every module here is imported with the package, and enters its codec into `CODECS`.
 """

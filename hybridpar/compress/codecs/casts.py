@@ -1,4 +1,4 @@
-"""Why: half the bytes for one cheap pass is what every other codec has to beat.
+"""Codecs `fp16` and `bf16`: gradients in 16 bits; and `Cast`, which does the same to another codec's messages.
 
 The sum over workers is rounded at every addition. float16 has 11 significant bits and ends at 65504, bfloat16 has 8
 and the range of float32. A gradient that leaves the range arrives as infinity on all workers.
@@ -6,12 +6,13 @@ and the range of float32. A gradient that leaves the range arrives as infinity o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from hybridpar.compress.codec import CODECS, Codec, TensorSpec
-from hybridpar.compress.codecs.none import Full
+from hybridpar.compress.codec import CODECS, Codec, Coder, Full, TensorSpec
+from hybridpar.errors import UsageError, nearest
 
 
 @CODECS.register("fp16", "float16 on the wire, half the bytes; ends at 65504")
@@ -23,7 +24,6 @@ class Float16(Codec):
     biased = False
 
     def bind(self, spec: TensorSpec) -> Full:
-        """See `Codec`."""
         return Full(replace(spec, wire=torch.float16))
 
 
@@ -36,5 +36,59 @@ class BFloat16(Codec):
     biased = False
 
     def bind(self, spec: TensorSpec) -> Full:
-        """See `Codec`."""
         return Full(replace(spec, wire=torch.bfloat16))
+
+
+#: What floating-point messages can be cast to, by name.
+WIRE_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Cast(Codec):
+    """Another codec, whose floating-point messages are sent in a shorter type.
+
+    Attributes:
+        inner: The codec.
+        cast: `fp16` or `bf16`.
+    """
+
+    inner: Codec
+    cast: str
+    name = "cast"
+
+    def __post_init__(self) -> None:
+        if self.cast not in WIRE_TYPES:
+            raise UsageError(f"cast={self.cast}", "It names a 16-bit type.", nearest(self.cast, WIRE_TYPES))
+        if not self.inner.castable:
+            raise UsageError(
+                f"codec {self.inner.name!r} with cast={self.cast}",
+                "Its messages are not floating-point numbers, so there is nothing to cast.",
+                "Leave out the cast.",
+            )
+
+    @property
+    def biased(self) -> bool:  # type: ignore[override]
+        """As the codec inside, but for the rounding."""
+        return self.inner.biased
+
+    @property
+    def stateful(self) -> bool:  # type: ignore[override]
+        """As the codec inside."""
+        return self.inner.stateful
+
+    @property
+    def feedback(self) -> bool:  # type: ignore[override]
+        """As the codec inside."""
+        return self.inner.feedback
+
+    @property
+    def refuses_momentum(self) -> bool:  # type: ignore[override]
+        """As the codec inside."""
+        return self.inner.refuses_momentum
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """As the codec inside."""
+        return self.inner.fits(shape)
+
+    def bind(self, spec: TensorSpec) -> Coder:
+        return self.inner.bind(replace(spec, wire=WIRE_TYPES[self.cast]))

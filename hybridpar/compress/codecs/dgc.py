@@ -1,4 +1,4 @@
-"""Why: momentum of an optimizer forgets what a sparse gradient sends late; momentum before the choice does not.
+"""Codec `dgc`: deep gradient compression, top-k of momentum that each worker keeps.
 
 Deep Gradient Compression: Lin, Han, Mao, Wang, Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth
 for Distributed Training", ICLR 2018. On each worker, for every parameter:
@@ -10,7 +10,7 @@ keeps stale momentum from pulling twice. Local clipping bounds |g| of a paramete
 share that is sent starts at 1/4 and falls to a quarter of itself every `ramp` steps until it is `rate`: 75 %, 93.75 %,
 98.44 %, 99.6 %, 99.9 % left out, as in the paper.
 
-Vectors and small parameters are sent in full: u itself travels there, and nothing is cleared. As every parameter has
+Vectors and small parameters are sent in full: u itself is sent, and nothing is cleared. As every parameter has
 its momentum here, the optimizer must have none: SGD with momentum 0.
 """
 
@@ -24,11 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, Round, TensorSpec
+from hybridpar.compress.codec import CODECS, NO_RESIDUAL, Codec, Coder, Kept, Residual, Round, TensorSpec
 from hybridpar.compress.redivide import even_share
-from hybridpar.compress.residual import NO_RESIDUAL, Residual
 from hybridpar.compress.sparse import Picks, largest
-from hybridpar.errors import CheckpointError, UsageError
+from hybridpar.errors import UsageError
 
 #: What the share that is sent is multiplied with from one level of the warm-up to the next; also its first value.
 _FALL = 0.25
@@ -74,7 +73,6 @@ class DeepGradient(Codec):
             raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
 
     def bind(self, spec: TensorSpec) -> MomentumCoder:
-        """See `Codec`."""
         return MomentumCoder(spec, self, len(spec.shape) > 1 and spec.count >= self.least)
 
 
@@ -91,11 +89,8 @@ class MomentumCoder(Coder):
         super().__init__(spec)
         self._config, self._sparse = config, sparse
         self._steps = 0
-        self._momentum, self._next_momentum = (torch.zeros(spec.count, device=spec.device) for _ in range(2))
-        self._unsent, self._next_unsent = (
-            torch.zeros(spec.count if sparse else 0, device=spec.device) for _ in range(2)
-        )
-        self._received: Sequence[Tensor] = ()
+        self._momentum = Kept(spec.count, spec.device)
+        self._unsent = Kept(spec.count if sparse else 0, spec.device)
 
     @property
     def rate(self) -> float:
@@ -111,58 +106,42 @@ class MomentumCoder(Coder):
         return (self._picks.round,)
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        """See `Coder`."""
         if self._config.clip:
             gradient = gradient * self._shorten(gradient)
-        torch.add(gradient, self._momentum, alpha=self._config.momentum, out=self._next_momentum)
+        torch.add(gradient, self._momentum.now, alpha=self._config.momentum, out=self._momentum.next)
         if self._sparse:
-            torch.add(self._unsent, self._next_momentum, out=self._next_unsent)
+            torch.add(self._unsent.now, self._momentum.next, out=self._unsent.next)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
         if not self._sparse:
-            parts[0].copy_(self._next_momentum)
+            parts[0].copy_(self._momentum.next)
             return
         picks = self._picks
-        places = largest(self._next_unsent, picks.picked, self._scratch)
-        values = self._next_unsent.index_select(0, places)
+        places = largest(self._unsent.next, picks.picked, self._scratch)
+        values = self._unsent.next.index_select(0, places)
         sent = picks.write(values, places, parts[0])
-        self._next_unsent.index_copy_(0, places, values - sent)
-        self._next_momentum.index_fill_(0, places, 0.0)
-
-    def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
-        self._received = parts
+        self._unsent.next.index_copy_(0, places, values - sent)
+        self._momentum.next.index_fill_(0, places, 0.0)
 
     def finish(self, out: Tensor) -> None:
-        """See `Coder`."""
         self._picks.read(self._received, out, self.spec.divisor)
 
     def commit(self) -> None:
-        """See `Coder`."""
-        self._momentum, self._next_momentum = self._next_momentum, self._momentum
-        self._unsent, self._next_unsent = self._next_unsent, self._unsent
+        self._momentum.commit()
+        self._unsent.commit()
         self._steps += 1
 
     def state_dict(self) -> dict[str, Any]:
         """How many steps counted, u, and w."""
-        return {"steps": self._steps, "momentum": self._momentum.clone(), "unsent": self._unsent.clone()}
+        return {"steps": self._steps, "momentum": self._momentum.now.clone(), "unsent": self._unsent.now.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Coder`."""
-        sizes, own = [tuple(state[key].shape) for key in ("momentum", "unsent")], [self._momentum, self._unsent]
-        if sizes != [tuple(tensor.shape) for tensor in own]:
-            raise CheckpointError(
-                f"what was kept of {self.spec.name!r} has shapes {sizes}, not {[tuple(one.shape) for one in own]}",
-                "It depends on the parameter's shape, and on whether it is sent in full.",
-                "Resume with the options of the run that wrote the checkpoint.",
-            )
+        self._momentum.load(state["momentum"], self.spec.name)
+        self._unsent.load(state["unsent"], self.spec.name)
         self._steps = int(state["steps"])
-        self._momentum.copy_(state["momentum"])
-        self._unsent.copy_(state["unsent"])
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """See `Coder`. Momentum and what was not sent are divided evenly."""
+        """Momentum and what was not sent are divided evenly."""
         if len(states) == self.spec.workers:
             self.load_state_dict(states[self.spec.rank])
             return

@@ -1,4 +1,4 @@
-"""Why: if all workers know without a word which elements go next, no places travel and values can be added on the way.
+"""Codec `grandk_mn`: random-k elements that all workers agree on, rounded to a shared grid.
 
 GlobalRandK-MaxNorm: Vineeth S, "Quantization for Distributed Optimization", arXiv 2109.12497. All elements of a
 parameter stand in a queue, in an order drawn from a seed that workers share. Each step sends the next k of them,
@@ -20,25 +20,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, Round, TensorSpec
+from hybridpar.compress.codec import (
+    CODECS,
+    NO_RESIDUAL,
+    WORKER,
+    Coder,
+    KeptResidual,
+    LargeTensorCodec,
+    Residual,
+    Round,
+    Scratch,
+    TensorSpec,
+)
 from hybridpar.compress.codecs.qsgd_mn_ms import GridsCoder, read_levels
 from hybridpar.compress.packing import magnitude
-from hybridpar.compress.residual import NO_RESIDUAL, WORKER, KeptResidual, Residual
-from hybridpar.compress.scratch import Scratch
-from hybridpar.compress.sharded import cut_stripes
+from hybridpar.compress.quantised import cut_stripes
 from hybridpar.compress.sparse import share
 from hybridpar.errors import UsageError
 
 
 @CODECS.register("grandk_mn", "GlobalRandK-MaxNorm: the next elements of a queue that all workers share, rounded")
 @dataclass(frozen=True)
-class GlobalRandomK(Codec):
+class GlobalRandomK(LargeTensorCodec):
     """Elements in turn, on a grid that all workers share.
 
     Attributes:
         rate: Share of a parameter's elements that is sent.
         levels: Bits of the grid, or of several grids as in `qsgd_mn_ms`.
-        least: Parameters with fewer elements travel in full precision; so do vectors.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     rate: float = 0.01
@@ -53,15 +62,9 @@ class GlobalRandomK(Codec):
         if not 0 < self.rate <= 1:
             raise UsageError(f"rate={self.rate:g}", "It is a share, above 0 and at most 1.", "Use 0.01.")
         read_levels(self.levels)
-        if self.least < 1:
-            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
-
-    def fits(self, shape: Sequence[int]) -> bool:
-        """Whether it is a matrix or more, and large enough."""
-        return len(shape) > 1 and math.prod(shape) >= self.least
+        super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> QueueCoder:
-        """See `Codec`."""
         return QueueCoder(spec, self.rate, read_levels(self.levels))
 
 
@@ -87,10 +90,8 @@ class QueueCoder(Coder):
         self._left = KeptResidual.zeros(self._most, spec.device)
         self._places = torch.empty(0)
         self._values = torch.empty(0)
-        self._residual = Residual()
 
     def use(self, scratch: Scratch) -> None:
-        """See `Coder`."""
         super().use(scratch)
         self._inner.use(scratch)
 
@@ -100,8 +101,7 @@ class QueueCoder(Coder):
         return self._inner.rounds
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        """See `Coder`."""
-        self._residual = residuals[WORKER]
+        super().begin(gradient, residuals)
         self._values = self._residual.take(gradient, 0)
         self._places = self._next()
         self._picked.zero_()
@@ -112,17 +112,14 @@ class QueueCoder(Coder):
         self._inner.begin(self._picked, {WORKER: self._left} if self._residual.keeps else NO_RESIDUAL)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
         self._inner.write(index, parts)
         if self._residual.keeps and index == len(self.rounds) - 1:
             self._values.index_copy_(0, self._places, self._left.pending[: self._places.numel()])
 
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
         self._inner.read(index, parts)
 
     def finish(self, out: Tensor) -> None:
-        """See `Coder`."""
         self._inner.finish(self._picked)
         if not self._residual.keeps:
             self._picked.mul_(len(self._phases))
@@ -130,7 +127,6 @@ class QueueCoder(Coder):
         out.index_copy_(0, self._places, self._picked[: self._places.numel()])
 
     def commit(self) -> None:
-        """See `Coder`."""
         self._inner.commit()
         self._steps += 1
 
@@ -139,7 +135,6 @@ class QueueCoder(Coder):
         return self._inner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Coder`."""
         self._inner.load_state_dict(state)
         self._steps = int(state["steps"])
 

@@ -1,4 +1,4 @@
-"""Why: a convolution is a set of filters that matter unequally, and a dense layer is not; each wants its own codec.
+"""Codec `hylo`: important filters of convolutions, and 2 bits per value of dense layers.
 
 After "Hylo: Hybrid Layer-Based Optimization to Reduce Communication in Distributed Deep Learning". Its abstract says:
 layers above a size are compressed; of a convolution some important kernels are sent, at a rate that follows the layer's
@@ -8,7 +8,7 @@ gives no formulas. Those here are this project's, with N elements of a parameter
 * N <= `least`, or neither a convolution nor a matrix: full precision.
 * A convolution of O filters sends k = ceil(rho O) of them, rho = (least / N) ** power, at least `rate` and at most 1.
   Workers agree on which: the k with the largest sum over the workers of mean v**2, of equal ones the first. So all send
-  the same filters, no indices travel, and the values are added by one all-reduce (agreed indices as in ScaleCom, Chen
+  the same filters, no indices are sent, and the values are added by one all-reduce (agreed indices as in ScaleCom, Chen
   et al., NeurIPS 2020). v of these filters is sent in full and their residual is 0; of the others v stays.
 * A matrix goes as `twobit` with an adapted threshold.
 
@@ -30,11 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
+from hybridpar.compress.codec import CODECS, NO_RESIDUAL, WORKER, Codec, Coder, Collective, Residual, Round, TensorSpec
 from hybridpar.compress.codecs.twobit import TwoBit
 from hybridpar.compress.packing import aligned
-from hybridpar.compress.residual import NO_RESIDUAL, WORKER, Residual
-from hybridpar.compress.sharded import cut_stripes
+from hybridpar.compress.quantised import cut_stripes
 from hybridpar.errors import CheckpointError, UsageError, nearest
 
 _MODES = ("agreed", "server")
@@ -46,7 +45,7 @@ class Hylo(Codec):
     """A codec for each kind of layer.
 
     Attributes:
-        least: Parameters of at most so many elements travel in full precision.
+        least: Parameters of at most so many elements are sent in full precision.
         rate: Least share of filters that is sent.
         power: How fast the share falls with the size.
         delay: Most steps that a filter waits.
@@ -98,7 +97,6 @@ class Hylo(Codec):
         return max(math.ceil(share * count), math.ceil(count / (self.delay + 1)))
 
     def bind(self, spec: TensorSpec) -> Coder:
-        """See `Codec`."""
         if len(spec.shape) == 2:
             return self._dense().bind(spec)
         if self.mode == "server":
@@ -126,15 +124,12 @@ class _WaitingCoder(Coder):
         self.residuals = {WORKER: spec.count}
         self._waited = torch.zeros(self._filters, dtype=torch.int64, device=spec.device)
         self._values = self._chosen = torch.empty(0)
-        self._residual = Residual()
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        """See `Coder`."""
-        self._residual = residuals[WORKER]
+        super().begin(gradient, residuals)
         self._values = self._residual.take(gradient.view(self._filters, self._length), 0)
 
     def commit(self) -> None:
-        """See `Coder`."""
         self._waited += 1
         self._waited.index_fill_(0, self._chosen, 0)
 
@@ -143,7 +138,6 @@ class _WaitingCoder(Coder):
         return {"waited": self._waited.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Coder`."""
         waited: Tensor = state["waited"]
         if waited.shape != self._waited.shape or int(waited.max()) > self._delay:
             raise CheckpointError(
@@ -176,15 +170,8 @@ class FilterCoder(_WaitingCoder):
             Round(Collective.SUM, spec.wire, (sent * self._length,)),
         )
         self._share = 1 / spec.workers if spec.wire != torch.float32 else 1.0
-        self._rows = torch.empty(0)
-
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """Scores, then filters."""
-        return self._rounds
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
         (out,) = parts
         if index == 0:
             out.copy_(self._scores())
@@ -200,15 +187,12 @@ class FilterCoder(_WaitingCoder):
             self._values.index_add_(0, self._chosen, rows.float(), alpha=-1 / self._share)
 
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
         if index == 0:
             self._chosen = choose(parts[0], self._waited, self._sent, self._delay)
-        else:
-            self._rows = parts[0]
+        super().read(index, parts)
 
     def finish(self, out: Tensor) -> None:
-        """See `Coder`."""
-        rows = self._rows.to(torch.float32).view(self._sent, self._length)
+        rows = self._received[0].to(torch.float32).view(self._sent, self._length)
         out.zero_()
         out.view(self._filters, self._length).index_copy_(0, self._chosen, rows.div_(self.spec.divisor * self._share))
 
@@ -231,15 +215,8 @@ class ServedFilterCoder(_WaitingCoder):
         pushed = tuple(self._start_of_numbers(count) + aligned(4 * count) for count in sent)
         pulled = tuple(aligned(4 * (stop - start) * self._length) for start, stop in stripes)
         self._rounds = (Round(Collective.SHARD, torch.uint8, pushed, pulled),)
-        self._merged: Sequence[Tensor] = ()
-
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """One round, sharded."""
-        return self._rounds
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
         scores, chosen = self._scores(), []
         for (start, stop), count, out in zip(self._stripes, self._sent, parts, strict=True):
             own = choose(scores[start:stop], self._waited[start:stop], count, self._delay)
@@ -254,21 +231,15 @@ class ServedFilterCoder(_WaitingCoder):
         self._chosen = torch.cat(chosen)
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
-        """See `Coder`."""
         total = self._stripe(self.spec.rank, out)
         total.zero_()
         for message in received:
             rows, numbers = self._message(message, self._sent[self.spec.rank])
             total.index_add_(0, numbers, rows.to(torch.float32))
 
-    def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
-        self._merged = parts
-
     def finish(self, out: Tensor) -> None:
-        """See `Coder`."""
         filters = out.view(self._filters, self._length)
-        for rank, (message, (start, stop)) in enumerate(zip(self._merged, self._stripes, strict=True)):
+        for rank, (message, (start, stop)) in enumerate(zip(self._received, self._stripes, strict=True)):
             torch.div(self._stripe(rank, message), self.spec.divisor, out=filters[start:stop])
 
     def _start_of_numbers(self, count: int) -> int:

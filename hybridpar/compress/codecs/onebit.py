@@ -1,4 +1,4 @@
-"""Why: one bit per value is the least that still says which way to go, and error feedback makes up for the rest.
+"""Codec `onebit`: the sign of each value and two levels per group, as in 1-bit SGD.
 
 1-bit SGD: Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
 Distributed Training of Speech DNNs", Interspeech 2014. For a group of values v_i, with b_i = [v_i >= 0]:
@@ -6,7 +6,7 @@ Distributed Training of Speech DNNs", Interspeech 2014. For a group of values v_
     a1 = mean of v_i with b_i = 1        a0 = mean of v_i with b_i = 0        C(v)_i = a1 if b_i else a0
 
 For the threshold 0 no other two values have a smaller squared error. The mean of no values is 0, so zeros arrive as
-zeros. Per group 64 bits of levels travel beside the bits: groups of n values shrink by 32 / (1 + 64 / n).
+zeros. Per group 64 bits of levels are sent beside the bits: groups of n values shrink by 32 / (1 + 64 / n).
 """
 
 from __future__ import annotations
@@ -19,12 +19,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels
-from hybridpar.compress.codec import CODECS, Codec, Coder, TensorSpec
-from hybridpar.compress.gathered import check_meet, quantised_coder
+from hybridpar.compress.codec import CODECS, Codec, Coder, Residual, Scratch, TensorSpec
 from hybridpar.compress.packing import at_least, bits_size, count_ones, pack_bits, select, unpack_bits
-from hybridpar.compress.residual import Residual
-from hybridpar.compress.scratch import Scratch
-from hybridpar.compress.sharded import Quantiser
+from hybridpar.compress.quantised import Quantiser, check_meet, quantised_coder
 from hybridpar.errors import UsageError, nearest
 
 _GROUPS = ("row", "column")
@@ -44,7 +41,7 @@ class OneBit(Codec):
         group: Which values share levels. `row`: those of one output unit or convolution filter, which lie side by
             side in memory. `column`: those that leave one input unit of a matrix, as in the paper; other than
             matrices go by rows.
-        least: A parameter whose groups have fewer values travels in full precision; so do vectors.
+        least: A parameter whose groups have fewer values is sent in full precision, and so are vectors.
         meet: `shard`: stripes are added and encoded again by their owners, as in the paper. `gather`: everybody sends
             to everybody, and nothing is encoded twice. `auto`: what sends fewer bytes, and for two workers, where both
             send as many, `gather`.
@@ -70,7 +67,6 @@ class OneBit(Codec):
         return len(shape) > 1 and math.prod(shape) > 0 and self._length(shape) >= self.least
 
     def bind(self, spec: TensorSpec) -> Coder:
-        """See `Codec`."""
         return quantised_coder(spec, quantiser_of(self, spec.shape), self.meet)
 
     def by_columns(self, shape: Sequence[int]) -> bool:
@@ -106,7 +102,6 @@ class RowSigns(Quantiser):
         return 8 * groups + bits_size(groups * length)
 
     def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
-        """See `Quantiser`."""
         groups, length = values.shape
         lower, upper, packed = _parts(out, groups)
         if kernels.onebit_encode(values, residual, lower, upper, packed, scratch):
@@ -131,7 +126,6 @@ class RowSigns(Quantiser):
                 v.sub_(half)
 
     def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
-        """See `Quantiser`."""
         groups, length = out.shape
         lower, upper, packed = _parts(message, groups)
         if kernels.onebit_decode(lower, upper, packed, out, divisor):
@@ -144,7 +138,6 @@ class RowSigns(Quantiser):
             out[first:last] = decoded
 
     def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        """See `Quantiser`."""
         groups, length = total.shape
         lower, upper, packed = _parts(message, groups)
         if divisor != 1:
@@ -161,7 +154,7 @@ class RowSigns(Quantiser):
 class ColumnSigns(Quantiser):
     """A stripe of columns of a matrix, each a group, as [a0 of each][a1 of each][bits].
 
-    Memory is gone through row by row, as the matrix lies there. Bits and residuals of a stripe have that order, too;
+    Memory is processed in row-major order. Bits and residuals of a stripe have that order, too;
     bits of a row fill whole words of 16.
 
     Args:
@@ -176,7 +169,6 @@ class ColumnSigns(Quantiser):
         return flat.view(self._rows, -1).t()
 
     def lay(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
-        """See `Quantiser`."""
         groups, length = shape
         return flat.view(length, groups).t()
 
@@ -186,7 +178,6 @@ class ColumnSigns(Quantiser):
         return 8 * groups + length * _row_bytes(groups)
 
     def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
-        """See `Quantiser`."""
         values = values.t()
         length, groups = values.shape
         lower, upper, packed = _parts(out, groups)
@@ -211,7 +202,6 @@ class ColumnSigns(Quantiser):
             v.sub_(self._chosen(lower, upper, packed, first, last, scratch))
 
     def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
-        """See `Quantiser`."""
         out = out.t()
         lower, upper, packed = self._divided(message, out.shape[1], divisor, scratch)
         if kernels.onebit_decode_columns(lower, upper, packed, out):
@@ -220,7 +210,6 @@ class ColumnSigns(Quantiser):
             out[first:last] = self._chosen(lower, upper, packed, first, last, scratch)
 
     def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        """See `Quantiser`."""
         total = total.t()
         lower, upper, packed = self._divided(message, total.shape[1], divisor, scratch)
         if kernels.onebit_add_columns(lower, upper, packed, total):
@@ -245,7 +234,7 @@ class ColumnSigns(Quantiser):
         return chosen
 
     def _padded(self, scratch: Scratch, rows: int, groups: int) -> Tensor:
-        """Room for the bits of some rows, filled up with zeros."""
+        """Memory for the bits of some rows, zero beyond them."""
         bits = scratch.take("bits", rows * _row_bytes(groups) * 8, torch.bool).view(rows, -1)
         bits[:, groups:] = False
         return bits

@@ -1,8 +1,8 @@
-"""Why: Adam is not linear in the gradient, so one bit of that is too little; of its momentum it can be enough.
+"""Codec `onebit_adam`: gradients at first, then the momentum of Adam in one bit per value.
 
 1-bit Adam: Tang, Gan, Awan, Rajbhandari, Li, Lian, Liu, Zhang, He, "1-bit Adam: Communication Efficient Large-Scale
 Training with Adam's Convergence Speed", ICML 2021 (arXiv 2102.02888), Algorithm 1. For the first `warm` steps gradients
-travel in full precision. From then on, with the momentum m that all workers share:
+are sent in full precision. From then on, with the momentum m that all workers share:
 
     m_i = beta m + (1 - beta) g_i        sent is C(m_i + d_i), kept is d_i        worker i
     mean of these, plus d, encoded again, kept is d                               owner of a stripe
@@ -22,14 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, Round, TensorSpec
-from hybridpar.compress.codecs.none import Full
+from hybridpar.compress.codec import CODECS, NO_RESIDUAL, Codec, Full, Kept, Residual, Scratch, TensorSpec, WarmUpCoder
 from hybridpar.compress.codecs.onebit import OneBit, quantiser_of
-from hybridpar.compress.owner import Kept
 from hybridpar.compress.packing import ALIGN, at_least, bits_size, pack_bits, unpack_bits
-from hybridpar.compress.residual import NO_RESIDUAL, Residual
-from hybridpar.compress.scratch import Scratch
-from hybridpar.compress.sharded import Quantiser, ShardedCoder
+from hybridpar.compress.quantised import Quantiser, ShardedCoder
 from hybridpar.errors import UsageError, nearest
 
 _LEVELS = ("means", "norm")
@@ -41,10 +37,10 @@ class OneBitAdam(Codec):
     """Gradients in full precision, then momentum as signs.
 
     Attributes:
-        warm: So many first steps travel in full precision; the optimizer must know the same number.
+        warm: Number of first steps that are sent in full precision; the optimizer must know the same number.
         beta: Factor of the momentum, the first of Adam's betas.
         levels: `means`: as `onebit`; `norm`: one level per stripe, its norm over the root of its size, as the paper.
-        least: As of `onebit`: what has shorter groups travels in full precision, and so do vectors.
+        least: As of `onebit`: what has shorter groups is sent in full precision, and so are vectors.
     """
 
     warm: int = 0
@@ -74,7 +70,6 @@ class OneBitAdam(Codec):
         return math.prod(shape) > 0
 
     def bind(self, spec: TensorSpec) -> MomentumCoder:
-        """See `Codec`."""
         signs = self._signs()
         if not signs.fits(spec.shape):
             return MomentumCoder(spec, self, None)
@@ -84,7 +79,7 @@ class OneBitAdam(Codec):
         return OneBit(least=self.least)
 
 
-class MomentumCoder(Coder):
+class MomentumCoder(WarmUpCoder):
     """Exchanges the gradient of a parameter, and later its momentum.
 
     Args:
@@ -94,75 +89,40 @@ class MomentumCoder(Coder):
     """
 
     def __init__(self, spec: TensorSpec, config: OneBitAdam, quantiser: Quantiser | None) -> None:
-        super().__init__(spec)
+        full = Full(spec)
+        super().__init__(spec, full, full if quantiser is None else ShardedCoder(spec, quantiser))
         self._config = config
-        self._full = Full(spec)
-        self._coded: ShardedCoder | Full = self._full if quantiser is None else ShardedCoder(spec, quantiser)
-        self.residuals = self._coded.residuals
+        self.residuals = self._later.residuals
         self._momentum = Kept(spec.count, spec.device)
-        self._steps = 0
-
-    def use(self, scratch: Scratch) -> None:
-        """See `Coder`."""
-        self._full.use(scratch)
-        self._coded.use(scratch)
 
     @property
     def warm(self) -> bool:
         """Whether the next step exchanges a gradient."""
         return self._steps < self._config.warm
 
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """A sum at first, then a sharded round."""
-        return self._current.rounds
-
-    @property
-    def lasting_rounds(self) -> tuple[Round, ...]:
-        """See `Coder`."""
-        return self._coded.rounds
-
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        """See `Coder`."""
         if self.warm:
             for key, count in self.residuals.items():  # nothing is left out, whatever the last attempt left there
                 residual = residuals[key]
                 if residual.keeps:
                     residual.again(torch.empty(count, device="meta"), 0).zero_()
-            self._full.begin(gradient)
+            self._first.begin(gradient)
             return
         beta, spec = self._config.beta, self.spec
         # Workers' messages are added: where nothing divides the sum, each brings its part of the shared momentum.
         part = beta * spec.divisor / spec.workers
         mine = torch.mul(self._momentum.now, part, out=self._momentum.next).add_(gradient, alpha=1 - beta)
-        self._coded.begin(mine, residuals)
-
-    def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
-        self._current.write(index, parts)
-
-    def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
-        """See `Coder`."""
-        self._current.merge(index, received, out)
-
-    def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
-        self._current.read(index, parts)
+        self._later.begin(mine, residuals)
 
     def finish(self, out: Tensor) -> None:
-        """See `Coder`. The gradient, or the momentum."""
-        self._current.finish(out)
+        """The gradient, or the momentum."""
+        super().finish(out)
         if self.warm:
             torch.lerp(self._momentum.now, out, 1 - self._config.beta, out=self._momentum.next)
         else:
             self._momentum.next.copy_(out)
 
-    def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
-        """See `Coder`."""
-        self._coded.spread(key, residual, out)
-
     def commit(self) -> None:
-        """See `Coder`."""
         self._momentum.commit()
         self._steps += 1
 
@@ -171,13 +131,8 @@ class MomentumCoder(Coder):
         return {"steps": self._steps, "momentum": self._momentum.now.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Coder`."""
         self._momentum.load(state["momentum"], self.spec.name)
         self._steps = int(state["steps"])
-
-    @property
-    def _current(self) -> ShardedCoder | Full:
-        return self._full if self.warm else self._coded
 
 
 class ScaledSigns(Quantiser):
@@ -197,7 +152,7 @@ class ScaledSigns(Quantiser):
         return ALIGN + bits_size(shape[0])
 
     def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
-        """See `Quantiser`. Zero counts as plus."""
+        """Zero counts as plus."""
         count = values.numel()
         v = residual.take(values, 0)
         level, packed = _parts(out, count)
@@ -209,12 +164,10 @@ class ScaledSigns(Quantiser):
             v.sub_(_signs(bits, level, scratch))
 
     def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
-        """See `Quantiser`."""
         level, packed = _parts(message, out.numel())
         out.copy_(_signs(unpack_bits(packed, out.numel()), level / divisor, scratch))
 
     def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        """See `Quantiser`."""
         level, packed = _parts(message, total.numel())
         total.add_(_signs(unpack_bits(packed, total.numel()), level / divisor, scratch))
 

@@ -1,11 +1,11 @@
-"""Why: 1-bit SGD is more than its bits: what owners of stripes do to the sums is what makes it lose nothing.
+"""Codec `onebit_sgd`: 1-bit SGD with AdaGrad and momentum applied by the owners of stripes.
 
 Seide, Fu, Droppo, Li, Yu, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training
 of Speech DNNs", Interspeech 2014. What `onebit` sends, with AdaGrad and momentum at the owner of each stripe and first
 steps in full precision; see `hybridpar.compress.owner`. What arrives is the step to take, so the optimizer is plain
 SGD, whose weight decay acts on the weights alone.
 
-Vectors and short groups travel in full precision, stripe by stripe like all others: the rule is the same for them.
+Vectors and short groups are sent in full precision, stripe by stripe like all others: the rule is the same for them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OneBitSgd(Codec):
         momentum: Of the owners; the optimizer's own is 0. With 0 here it may have one.
         memory: 1 adds squares up, as AdaGrad does; below 1 they are a moving average.
         level: Keep the step of each stripe as large as it would be without AdaGrad.
-        warm: So many first steps travel in full precision.
+        warm: Number of first steps that are sent in full precision.
         bits: Whether anything is quantised; off leaves owners' rules alone, for the comparison.
         group: As of `onebit`.
         least: As of `onebit`.
@@ -67,7 +67,6 @@ class OneBitSgd(Codec):
 
     @property
     def keeps_momentum(self) -> bool:
-        """See `Codec`."""
         return self.momentum > 0
 
     def fits(self, shape: Sequence[int]) -> bool:
@@ -75,7 +74,6 @@ class OneBitSgd(Codec):
         return math.prod(shape) > 0
 
     def bind(self, spec: TensorSpec) -> OwnerCoder:
-        """See `Codec`."""
         rule = OwnerRule(self.adagrad, self.momentum, self.memory, self.level, self.warm)
         signs = self._signs()
         quantiser = quantiser_of(signs, spec.shape) if signs.fits(spec.shape) else None

@@ -1,12 +1,12 @@
-"""Why: gradients of large layers are nearly of low rank, and the two factors of a low rank can be added on the way.
+"""Codec `powersgd`: low-rank factors of the gradient, from one step of the power method.
 
 PowerSGD: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization",
 NeurIPS 2019, algorithm 1. With M = G + E as a matrix of n rows and m columns and Q of m rows and r columns:
 
     P = mean of M Q;  P <- orthonormal columns of P;  Q = mean of M^T P;  result = P Q^T;  E = M - P Q^T
 
-One step of the power method: Q is kept for the next step, in which it starts where this one ended. Only P and Q travel,
-r (n + m) numbers instead of n m.
+One step of the power method: Q is kept for the next step, in which it starts where this one ended. Only P and Q are
+sent, r (n + m) numbers instead of n m.
 
 Q is made orthonormal before it is used, as PyTorch's hook does. That does not change the space that P spans, and keeps
 P as large as M, so that neither overflows. The factorisation by Householder reflections completes a matrix of lower
@@ -25,9 +25,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
-from hybridpar.compress.residual import NO_RESIDUAL, WORKER, Residual
-from hybridpar.compress.scratch import CHUNK
+from hybridpar.compress.codec import (
+    CHUNK,
+    CODECS,
+    NO_RESIDUAL,
+    WORKER,
+    Codec,
+    Coder,
+    Collective,
+    Residual,
+    Round,
+    TensorSpec,
+)
 from hybridpar.errors import CheckpointError, UsageError
 
 
@@ -62,7 +71,6 @@ class PowerSgd(Codec):
         return (shape[0] + math.prod(shape[1:])) * self.rank * self.gain < math.prod(shape)
 
     def bind(self, spec: TensorSpec) -> LowRank:
-        """See `Codec`."""
         return LowRank(spec, self.rank)
 
 
@@ -75,12 +83,10 @@ class LowRank(Coder):
     """
 
     def __init__(self, spec: TensorSpec, rank: int) -> None:
-        super().__init__(spec)
         self._rows, self._columns = spec.shape[0], math.prod(spec.shape[1:])
         self._rank = min(rank, self._rows, self._columns)
-        self._rounds = tuple(
-            Round(Collective.SUM, spec.wire, (side * self._rank,)) for side in (self._rows, self._columns)
-        )
+        sides = self._rows, self._columns  # of P and of Q
+        super().__init__(spec, [Round(Collective.SUM, spec.wire, (side * self._rank,)) for side in sides])
         self.residuals = {WORKER: spec.count}
         # Factors of 16 bits are sent divided by K, so that their sum is no larger than they are.
         self._share = 1 / spec.workers if spec.wire != torch.float32 else 1.0
@@ -88,25 +94,16 @@ class LowRank(Coder):
         self._q = orthonormal(torch.randn(self._columns, self._rank, generator=draw, device="cpu").to(spec.device))
         self._next_q = self._q
         self._p = self._matrix = torch.empty(0)
-        self._residual = Residual()
-
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """First P, then Q."""
-        return self._rounds
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        """See `Coder`."""
-        self._residual = residuals[WORKER]
+        super().begin(gradient, residuals)
         self._matrix = self._residual.take(gradient.view(self._rows, self._columns), 0)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
         factor = self._matrix @ self._q if index == 0 else self._matrix.t() @ self._p
         torch.mul(factor.view(-1), self._share, out=parts[0])
 
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
         factor = parts[0].to(torch.float32).view(-1, self._rank)
         if index == 0:
             self._p = orthonormal(factor)
@@ -114,7 +111,6 @@ class LowRank(Coder):
             self._next_q = factor / (self._share * self.spec.workers)
 
     def finish(self, out: Tensor) -> None:
-        """See `Coder`."""
         result, right = out.view(self._rows, self._columns), self._next_q.t()
         step = max(CHUNK // self._columns, 1)
         for first in range(0, self._rows, step):
@@ -126,7 +122,6 @@ class LowRank(Coder):
             torch.mul(decoded, self.spec.workers / self.spec.divisor, out=result[first : first + step])
 
     def commit(self) -> None:
-        """See `Coder`."""
         self._q = orthonormal(self._next_q)
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,7 +129,6 @@ class LowRank(Coder):
         return {"q": self._q.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Coder`."""
         if state["q"].shape != self._q.shape:
             raise CheckpointError(
                 f"the factor of {self.spec.name!r} has shape {tuple(state['q'].shape)}, not {tuple(self._q.shape)}",

@@ -1,4 +1,4 @@
-"""Why: if all workers round on one grid, their codes can be added on the way, and any all-reduce will do.
+"""Codec `qsgd_mn`: stochastic rounding to a grid whose scale all workers share, so that codes can be summed.
 
 QSGD-MaxNorm: Vineeth S, "Quantization for Distributed Optimization", arXiv 2109.12497; QSGD: Alistarh, Grubic, Li,
 Tomioka, Vojnovic, "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", NeurIPS 2017. With b bits
@@ -9,7 +9,8 @@ and s = 2**b - 1 levels, and the scale w = max over workers and elements of |g_i
 E[q_i] = s g_i / w, so it is unbiased and needs no error feedback; the variance of a worker's element is at most
 (w / s)**2 / 4. Codes are whole numbers from -s to s. There are two ways for them to meet:
 
-* `sum`: w is agreed first, 4 bytes. Codes travel as q + s in fields so wide that the sum of K of them fits, log2(2 s K)
+* `sum`: w is agreed first, 4 bytes. Codes are sent as q + s in fields so wide that the sum of K of them fits, log2(2 s
+K)
   bits rounded up, packed into words (`hybridpar.compress.packing`). No field ever carries into the next.
 * `shard`: each stripe has a scale of its own and fields of b + 1 bits whatever K is; its owner adds in float32 and
   rounds again.
@@ -17,7 +18,6 @@ E[q_i] = s g_i / w, so it is unbiased and needs no error feedback; the variance 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,13 +25,21 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels
-from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
+from hybridpar.compress.codec import (
+    CODECS,
+    NO_RESIDUAL,
+    Coder,
+    Collective,
+    LargeTensorCodec,
+    Residual,
+    Round,
+    Scratch,
+    TensorSpec,
+)
 from hybridpar.compress.noise import Noise, NoisyCoder
 from hybridpar.compress.packing import Fields
-from hybridpar.compress.residual import NO_RESIDUAL, Residual
+from hybridpar.compress.quantised import Quantiser, ShardedCoder
 from hybridpar.compress.scaled import ScaledCoder, write_scale
-from hybridpar.compress.scratch import Scratch
-from hybridpar.compress.sharded import Quantiser, ShardedCoder
 from hybridpar.errors import UsageError, nearest
 
 _WAYS = ("sum", "shard")
@@ -42,13 +50,13 @@ _HEAD = 8
 
 @CODECS.register("qsgd_mn", "QSGD-MaxNorm: unbiased rounding to 2**bits - 1 levels of one agreed scale")
 @dataclass(frozen=True)
-class QsgdMaxNorm(Codec):
+class QsgdMaxNorm(LargeTensorCodec):
     """Stochastic rounding on a grid that all workers share.
 
     Attributes:
         bits: The grid has 2**bits - 1 steps from zero to the largest element.
         meet: `sum` or `shard`, see above.
-        least: Parameters with fewer elements travel in full precision; so do vectors.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     bits: int = 4
@@ -64,15 +72,9 @@ class QsgdMaxNorm(Codec):
             raise UsageError(f"bits={self.bits}", "Codes have 1 to 8 bits.", "Use 4; for 16 bits there is bf16.")
         if self.meet not in _WAYS:
             raise UsageError(f"meet={self.meet}", "It says how codes meet.", nearest(self.meet, _WAYS))
-        if self.least < 1:
-            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
-
-    def fits(self, shape: Sequence[int]) -> bool:
-        """Whether it is a matrix or more, and large enough."""
-        return len(shape) > 1 and math.prod(shape) >= self.least
+        super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> Coder:
-        """See `Codec`."""
         steps = 2**self.bits - 1
         return SummedLevels(spec, steps) if self.meet == "sum" else ShardedLevels(spec, steps)
 
@@ -144,25 +146,20 @@ class SummedLevels(ScaledCoder):
         self._fields = Fields.summable(spec.count, 2 * steps, spec.workers)
         super().__init__(spec, [Round(Collective.SUM, self._fields.word, (self._fields.words,))])
         self._grid = _Grid(steps, self._noise)
-        self._words = torch.empty(0)
 
     def _write_codes(self, index: int, parts: Sequence[Tensor]) -> None:
         self._grid.encode(self._values, self._scale, self._fields, parts[0], self._scratch)
 
-    def _read_codes(self, index: int, parts: Sequence[Tensor]) -> None:
-        self._words = parts[0]
-
     def finish(self, out: Tensor) -> None:
-        """See `Coder`."""
-        spec, steps = self.spec, self._grid.steps
+        spec, steps, (words,) = self.spec, self._grid.steps, self._received
         zero, unit = spec.workers * steps, spec.divisor * steps
-        if kernels.qsgd_decode(self._words, self._scale, self._fields, zero, unit, out, self._scratch):
+        if kernels.qsgd_decode(words, self._scale, self._fields, zero, unit, out, self._scratch):
             return
 
         def put(start: int, stop: int, values: Tensor) -> None:
             torch.mul(values, self._scale, out=out[start:stop])
 
-        self._grid.decode(self._words, self._fields, self.spec.workers, self.spec.divisor, put, self._scratch)
+        self._grid.decode(words, self._fields, self.spec.workers, self.spec.divisor, put, self._scratch)
 
 
 class ShardedLevels(NoisyCoder, ShardedCoder):
@@ -178,7 +175,6 @@ class ShardedLevels(NoisyCoder, ShardedCoder):
         super().__init__(spec, LevelQuantiser(_Grid(steps, self._noise)))
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        """See `Coder`."""
         super().begin(gradient, residuals)
         self._noise.begin()
 
@@ -202,7 +198,7 @@ class LevelQuantiser(Quantiser):
         return _HEAD + self._fields(shape[0]).bytes
 
     def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
-        """See `Quantiser`. There is no error feedback, so the residual is not looked at."""
+        """There is no error feedback, so the residual is not looked at."""
         fields = self._fields(values.numel())
         out[:_HEAD].zero_()
         scale = out[:4].view(torch.float32)
@@ -210,7 +206,6 @@ class LevelQuantiser(Quantiser):
         self._grid.encode(values, scale, fields, out[_HEAD:].view(fields.word), scratch)
 
     def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
-        """See `Quantiser`."""
         scale = message[:4].view(torch.float32)
         fields, steps = self._fields(out.numel()), self._grid.steps
         words = message[_HEAD:].view(fields.word)
@@ -223,7 +218,6 @@ class LevelQuantiser(Quantiser):
         self._grid.decode(words, fields, 1, divisor, put, scratch)
 
     def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        """See `Quantiser`."""
         scale = message[:4].view(torch.float32)
         fields, steps = self._fields(total.numel()), self._grid.steps
         words = message[_HEAD:].view(fields.word)

@@ -1,4 +1,4 @@
-"""Why: the range between the largest element and most of the others is too wide for two grids, where bits are few.
+"""Codec `qsgd_mn_ms`: QSGD-MaxNorm with several grids, finer ones for elements that are small on all workers.
 
 QSGD-MaxNorm with several scales: Vineeth S, "Unbiased Single-scale and Multi-scale Quantizers for Distributed
 Optimization", arXiv 2109.12497. Grid l has s_l = 2**b_l - 1 steps from zero to the agreed scale w, with b_0 < b_1 < ...
@@ -13,7 +13,6 @@ rounded, for the reason that `qsgd_mn_ts` gives, which is the case of two grids.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,10 +20,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, Collective, Round, TensorSpec
+from hybridpar.compress.codec import CHUNK, CODECS, Collective, LargeTensorCodec, Round, TensorSpec
 from hybridpar.compress.packing import Fields, bits_size, pack_bits, unpack_bits
 from hybridpar.compress.scaled import ScaledCoder
-from hybridpar.compress.scratch import CHUNK
 from hybridpar.errors import UsageError
 
 
@@ -32,12 +30,12 @@ from hybridpar.errors import UsageError
     "qsgd_mn_ms", "QSGD-MaxNorm with several scales: the smaller an element everywhere, the finer its grid"
 )
 @dataclass(frozen=True)
-class QsgdMultiScale(Codec):
+class QsgdMultiScale(LargeTensorCodec):
     """Stochastic rounding on several grids that all workers share.
 
     Attributes:
         levels: Bits of the grids, coarsest first: `4/6/8` are 15, 63 and 255 steps from zero to the largest element.
-        least: Parameters with fewer elements travel in full precision; so do vectors.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     levels: str = "4/6/8"
@@ -48,15 +46,9 @@ class QsgdMultiScale(Codec):
 
     def __post_init__(self) -> None:
         read_levels(self.levels)
-        if self.least < 1:
-            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
-
-    def fits(self, shape: Sequence[int]) -> bool:
-        """Whether it is a matrix or more, and large enough."""
-        return len(shape) > 1 and math.prod(shape) >= self.least
+        super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> GridsCoder:
-        """See `Codec`."""
         return GridsCoder(spec, read_levels(self.levels))
 
 
@@ -95,7 +87,7 @@ class GridsCoder(ScaledCoder):
         self._plane = bits_size(spec.count)
         agree = (Round(Collective.AND, torch.uint8, (len(self._finer) * self._plane,)),) if self._finer else ()
         super().__init__(spec, (*agree, Round(Collective.SUM, self._fields.word, (self._fields.words,))))
-        self._planes = self._words = torch.empty(0)
+        self._planes = torch.empty(0)
 
     def _write_codes(self, index: int, parts: Sequence[Tensor]) -> None:
         (out,) = parts
@@ -106,19 +98,16 @@ class GridsCoder(ScaledCoder):
             self._say_what_is_small(out)
 
     def _read_codes(self, index: int, parts: Sequence[Tensor]) -> None:
-        if index == len(self._rounds) - 1:
-            self._words = parts[0]
-        else:
+        super()._read_codes(index, parts)
+        if index < len(self._rounds) - 1:
             self._planes = parts[0]
 
     def finish(self, out: Tensor) -> None:
-        """See `Coder`."""
-
         def put(start: int, stop: int, sums: Tensor) -> None:
             sums.sub_(self.spec.workers * self._coarse).div_(self._steps(start, stop)).div_(self.spec.divisor)
             torch.mul(sums, self._scale, out=out[start:stop])
 
-        self._fields.unpack(self._words, put, self._scratch)
+        self._fields.unpack(self._received[0], put, self._scratch)
 
     def _code(self, start: int, stop: int, into: Tensor) -> None:
         values, steps = self._values[start:stop], self._steps(start, stop)

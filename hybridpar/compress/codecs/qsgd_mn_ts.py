@@ -1,4 +1,4 @@
-"""Why: most elements are far below the largest one, and on its grid they would be rounded to a few coarse values.
+"""Codec `qsgd_mn_ts`: QSGD-MaxNorm with two grids, the finer one for elements that are small on all workers.
 
 QSGD-MaxNorm with two scales: Vineeth S, "Unbiased Single-scale and Multi-scale Quantizers for Distributed
 Optimization", arXiv 2109.12497. There are two grids of s_lo = 2**bits - 1 and s_hi = 2**high - 1 steps from zero to the
@@ -13,24 +13,22 @@ elements just above the limit would use the finer grid when they happen to be ro
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybridpar.compress.codec import CODECS, Codec, TensorSpec
+from hybridpar.compress.codec import CODECS, LargeTensorCodec, TensorSpec
 from hybridpar.compress.codecs.qsgd_mn_ms import GridsCoder
 from hybridpar.errors import UsageError
 
 
 @CODECS.register("qsgd_mn_ts", "QSGD-MaxNorm with two scales: a finer grid for what is small on all workers")
 @dataclass(frozen=True)
-class QsgdTwoScale(Codec):
+class QsgdTwoScale(LargeTensorCodec):
     """Stochastic rounding on two grids that all workers share.
 
     Attributes:
         bits: The coarse grid has 2**bits - 1 steps from zero to the largest element.
         high: The fine one has 2**high - 1.
-        least: Parameters with fewer elements travel in full precision; so do vectors.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     bits: int = 4
@@ -47,13 +45,7 @@ class QsgdTwoScale(Codec):
             raise UsageError(
                 f"high={self.high} with bits={self.bits}", "The finer grid has more bits, at most 16.", "Use 8."
             )
-        if self.least < 1:
-            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
-
-    def fits(self, shape: Sequence[int]) -> bool:
-        """Whether it is a matrix or more, and large enough."""
-        return len(shape) > 1 and math.prod(shape) >= self.least
+        super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> GridsCoder:
-        """See `Codec`."""
         return GridsCoder(spec, (2**self.bits - 1, 2**self.high - 1))

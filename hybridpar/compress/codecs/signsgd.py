@@ -1,29 +1,26 @@
-"""Why: if workers vote on the direction of each element, no message holds more than one bit of it, both ways.
+"""Codec `signsgd`: a majority vote on the sign of each element.
 
 signSGD with majority vote: Bernstein, Zhao, Azizzadenesheli, Anandkumar, "signSGD with Majority Vote is Communication
 Efficient and Fault Tolerant", ICLR 2019. Every worker sends the signs of its gradient; the owner of a stripe counts and
 sends the sign that most have. 0 counts as plus, and so does a tie.
 
 The paper steps by the bare sign, with a learning rate of its own. Here `level=mean` multiplies it with the mean over
-the workers of their stripe's mean |g|, so that learning rates, and parameters that travel in full, keep their meaning;
-`level=one` is the paper's. A stripe that is zero on all workers stays zero.
+the workers of their stripe's mean |g|, so that learning rates, and parameters that are sent in full, keep their
+meaning; `level=one` is the paper's. A stripe that is zero on all workers stays zero.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import starmap
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, Collective, Round, TensorSpec
+from hybridpar.compress.codec import CHUNK, CODECS, Coder, Collective, LargeTensorCodec, Round, TensorSpec
 from hybridpar.compress.packing import ALIGN, aligned, at_least, bits_size, pack_bits, unpack_bits
-from hybridpar.compress.residual import NO_RESIDUAL, Residual
-from hybridpar.compress.scratch import CHUNK
-from hybridpar.compress.sharded import cut_stripes
+from hybridpar.compress.quantised import cut_stripes
 from hybridpar.errors import UsageError, nearest
 
 _LEVELS = ("mean", "one")
@@ -31,12 +28,12 @@ _LEVELS = ("mean", "one")
 
 @CODECS.register("signsgd", "signSGD: workers vote on each element's sign, one bit both ways")
 @dataclass(frozen=True)
-class SignSgd(Codec):
+class SignSgd(LargeTensorCodec):
     """The sign that most workers have.
 
     Attributes:
         level: What the sign is multiplied with, see above: `mean` or `one`.
-        least: Parameters with fewer elements travel in full precision; so do vectors.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     level: str = "mean"
@@ -49,15 +46,9 @@ class SignSgd(Codec):
     def __post_init__(self) -> None:
         if self.level not in _LEVELS:
             raise UsageError(f"level={self.level}", "It says how large a step is.", nearest(self.level, _LEVELS))
-        if self.least < 1:
-            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
-
-    def fits(self, shape: Sequence[int]) -> bool:
-        """Whether it is a matrix or more, and large enough."""
-        return len(shape) > 1 and math.prod(shape) >= self.least
+        super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> MajorityCoder:
-        """See `Codec`."""
         return MajorityCoder(spec, self.level == "one")
 
 
@@ -70,25 +61,12 @@ class MajorityCoder(Coder):
     """
 
     def __init__(self, spec: TensorSpec, plain: bool) -> None:
-        super().__init__(spec)
         self._plain = plain
         self._stripes = cut_stripes(spec.count, 8, spec.workers)
         sizes = tuple(aligned(ALIGN + bits_size(stop - start)) for start, stop in self._stripes)
-        self._rounds = (Round(Collective.SHARD, torch.uint8, sizes),)
-        self._gradient = torch.empty(0)
-        self._merged: Sequence[Tensor] = ()
-
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """One round, sharded."""
-        return self._rounds
-
-    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        """See `Coder`."""
-        self._gradient = gradient
+        super().__init__(spec, [Round(Collective.SHARD, torch.uint8, sizes)])
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
         for values, out in zip(starmap(self._range, self._stripes), parts, strict=True):
             level, packed = _parts(out, values.numel())
             sums = []
@@ -103,7 +81,6 @@ class MajorityCoder(Coder):
                 level.copy_(torch.where(mean > 0, 1.0, mean) + 0 * mean if self._plain else mean)
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
-        """See `Coder`."""
         start, stop = self._stripes[self.spec.rank]
         count = stop - start
         level, packed = _parts(out, count)
@@ -118,13 +95,8 @@ class MajorityCoder(Coder):
             at_least(votes, len(received) / 2, bits)
             pack_bits(bits, packed[first // 8 : first // 8 + bits_size(last - first)])
 
-    def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
-        self._merged = parts
-
     def finish(self, out: Tensor) -> None:
-        """See `Coder`."""
-        for (start, stop), message in zip(self._stripes, self._merged, strict=True):
+        for (start, stop), message in zip(self._stripes, self._received, strict=True):
             level, packed = _parts(message, stop - start)
             step = level * (self.spec.workers / self.spec.divisor)
             for first, last in _chunks(stop - start):

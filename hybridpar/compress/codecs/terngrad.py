@@ -1,4 +1,4 @@
-"""Why: gradients as three values on a scale that all workers share, whose sum over K workers is exact.
+"""Codec `terngrad`: gradients as three values on a scale that all workers share, whose sum over K workers is exact.
 
 TernGrad: Wen, Xu, Yan, Wu, Wang, Chen, Li, "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep
 Learning", NeurIPS 2017. With w = max over workers and elements of |g_i|, agreed first (scaler sharing):
@@ -19,11 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, Collective, Round, TensorSpec
+from hybridpar.compress.codec import CHUNK, CODECS, Collective, LargeTensorCodec, Round, TensorSpec
 from hybridpar.compress.packing import Fields, aligned, pack_pairs, pair_table, pairs_size, unpack_pairs
+from hybridpar.compress.quantised import cut_stripes
 from hybridpar.compress.scaled import ScaledCoder
-from hybridpar.compress.scratch import CHUNK
-from hybridpar.compress.sharded import cut_stripes
 from hybridpar.errors import UsageError
 
 #: Codes of 2 bits that fill a word; chunks begin at multiples of it.
@@ -35,12 +34,12 @@ _UNIT = 16
     "TernGrad: minus, nothing or plus the agreed largest magnitude, drawn; biased by its clipping unless clip=0",
 )
 @dataclass(frozen=True)
-class TernGrad(Codec):
+class TernGrad(LargeTensorCodec):
     """Three values, drawn.
 
     Attributes:
         clip: Elements are made no larger than so many times the root mean square of their layer; 0 for no clipping.
-        least: Parameters with fewer elements travel in full precision; so do vectors.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     clip: float = 2.5
@@ -57,15 +56,9 @@ class TernGrad(Codec):
     def __post_init__(self) -> None:
         if self.clip and not 1 <= self.clip < math.inf:
             raise UsageError(f"clip={self.clip:g}", "Below 1 all elements could be clipped.", "Use 2.5, or 0 for none.")
-        if self.least < 1:
-            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
-
-    def fits(self, shape: Sequence[int]) -> bool:
-        """Whether it is a matrix or more, and large enough."""
-        return len(shape) > 1 and math.prod(shape) >= self.least
+        super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> TernaryCoder:
-        """See `Codec`."""
         return TernaryCoder(spec, self.clip)
 
 
@@ -85,7 +78,6 @@ class TernaryCoder(ScaledCoder):
         super().__init__(spec, [Round(Collective.SHARD, torch.uint8, codes, merged)])
         self._clip = clip
         self._table = pair_table(spec.device)
-        self._merged: Sequence[Tensor] = ()
 
     def _write_codes(self, index: int, parts: Sequence[Tensor]) -> None:
         self._noise.draw(self.spec.count, self._scratch)
@@ -96,7 +88,6 @@ class TernaryCoder(ScaledCoder):
                 self._encode(values, out[at : at + pairs_size(values.numel())])
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
-        """See `Coder`."""
         fields = self._sums[self.spec.rank]
 
         def total(start: int, stop: int, into: Tensor) -> None:
@@ -108,12 +99,8 @@ class TernaryCoder(ScaledCoder):
 
         fields.pack(out[: fields.bytes].view(fields.word), total, self._scratch)
 
-    def _read_codes(self, index: int, parts: Sequence[Tensor]) -> None:
-        self._merged = parts
-
     def finish(self, out: Tensor) -> None:
-        """See `Coder`."""
-        for (begin, end), fields, message in zip(self._stripes, self._sums, self._merged, strict=True):
+        for (begin, end), fields, message in zip(self._stripes, self._sums, self._received, strict=True):
             stripe = out[begin:end]
 
             def put(start: int, stop: int, sums: Tensor, stripe: Tensor = stripe) -> None:

@@ -1,4 +1,4 @@
-"""Why: most of a gradient's length is in few of its elements, and what those leave out can wait.
+"""Codec `topk`: the largest elements of each worker with their places, and error feedback.
 
 Top-k sparsification with error feedback, as in Aji, Heafield, "Sparse Communication for Distributed Gradient Descent",
 EMNLP 2017, and Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", NeurIPS 2018: of v = g + r each worker sends the
@@ -8,27 +8,25 @@ k elements of largest magnitude with their places. Workers choose different ones
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import CODECS, Codec, Coder, Round, TensorSpec
-from hybridpar.compress.residual import NO_RESIDUAL, WORKER, Residual
+from hybridpar.compress.codec import CODECS, NO_RESIDUAL, WORKER, Coder, LargeTensorCodec, Residual, TensorSpec
 from hybridpar.compress.sparse import Picks, largest
 from hybridpar.errors import UsageError
 
 
 @CODECS.register("topk", "top-k: the largest elements of each worker with their places, error feedback")
 @dataclass(frozen=True)
-class TopK(Codec):
+class TopK(LargeTensorCodec):
     """The largest elements of each parameter.
 
     Attributes:
         rate: Share of a parameter's elements that is sent.
-        least: Parameters with fewer elements travel in full precision; so do vectors.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
     """
 
     rate: float = 0.01
@@ -41,15 +39,9 @@ class TopK(Codec):
     def __post_init__(self) -> None:
         if not 0 < self.rate <= 1:
             raise UsageError(f"rate={self.rate:g}", "It is a share, above 0 and at most 1.", "Use 0.01.")
-        if self.least < 1:
-            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
-
-    def fits(self, shape: Sequence[int]) -> bool:
-        """Whether it is a matrix or more, and large enough."""
-        return len(shape) > 1 and math.prod(shape) >= self.least
+        super().__post_init__()
 
     def bind(self, spec: TensorSpec) -> LargestCoder:
-        """See `Codec`."""
         return LargestCoder(spec, self.rate)
 
 
@@ -62,36 +54,21 @@ class LargestCoder(Coder):
     """
 
     def __init__(self, spec: TensorSpec, rate: float) -> None:
-        super().__init__(spec)
         self._picks = Picks.of(spec, rate)
-        self._rounds = (self._picks.round,)
+        super().__init__(spec, [self._picks.round])
         self.residuals = {WORKER: spec.count}
         self._values = torch.empty(0)
-        self._residual = Residual()
-        self._received: Sequence[Tensor] = ()
-
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """One, gathered; or a sum where that is cheaper."""
-        return self._rounds
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        """See `Coder`."""
-        self._residual = residuals[WORKER]
+        super().begin(gradient, residuals)
         self._values = self._residual.take(gradient, 0)
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
         places = largest(self._values, self._picks.picked, self._scratch)
         values = self._values.index_select(0, places)
         sent = self._picks.write(values, places, parts[0])
         if self._residual.keeps:
             self._values.index_copy_(0, places, values - sent)
 
-    def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
-        self._received = parts
-
     def finish(self, out: Tensor) -> None:
-        """See `Coder`."""
         self._picks.read(self._received, out, self.spec.divisor)

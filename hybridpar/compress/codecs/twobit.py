@@ -1,4 +1,4 @@
-"""Why: where most of a gradient is small, it is enough to say of each value whether it is large, and to which side.
+"""Codec `twobit`: minus, nothing or plus for each value, by a threshold.
 
 The coding of MXNet's 2-bit gradient compression (apache/mxnet, PR 8662), with v = g + r and a threshold t:
 
@@ -25,12 +25,9 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import kernels
-from hybridpar.compress.codec import CODECS, Codec, Coder, TensorSpec
-from hybridpar.compress.gathered import check_meet, quantised_coder
+from hybridpar.compress.codec import CHUNK, CODECS, Coder, LargeTensorCodec, Residual, Scratch, TensorSpec
 from hybridpar.compress.packing import magnitude, pack_pairs, pair_table, pairs_size, unpack_pairs
-from hybridpar.compress.residual import Residual
-from hybridpar.compress.scratch import CHUNK, Scratch
-from hybridpar.compress.sharded import Quantiser, ShardedCoder
+from hybridpar.compress.quantised import Quantiser, ShardedCoder, check_meet, quantised_coder
 from hybridpar.errors import UsageError, nearest
 
 _LEVELS = ("threshold", "mean")
@@ -70,7 +67,7 @@ class Threshold:
 
 @CODECS.register("twobit", "2-bit thresholds as in MXNet, fixed or adapted, error feedback, sharded exchange")
 @dataclass(frozen=True)
-class TwoBit(Codec):
+class TwoBit(LargeTensorCodec):
     """Minus, nothing or plus.
 
     Attributes:
@@ -81,7 +78,7 @@ class TwoBit(Codec):
         levels: `threshold`, or `mean` for the better decoder.
         pull: `codes`: the owner of a stripe encodes the sum, too. `full`: it sends the sum in float32, as MXNet's
             server does, and little more than half of all bytes is saved.
-        least: Parameters with fewer elements travel in full precision; so do vectors.
+        least: Parameters with fewer elements are sent in full precision, and so are vectors.
         meet: As that of `onebit`. `pull=full` needs owners, so it is always `shard`.
     """
 
@@ -105,19 +102,13 @@ class TwoBit(Codec):
             raise UsageError(
                 f"threshold={self.threshold:g} with levels=mean", "Means say what is sent.", "Leave out one of them."
             )
-        if self.least < 1:
-            raise UsageError(f"least={self.least}", "It is a number of elements.", "Use 1 or more.")
+        super().__post_init__()
         check_meet(self.meet)
         if self.pull == "full" and self.meet == "gather":
             raise UsageError("pull=full with meet=gather", "Where all send to all nobody owns a sum.", "Leave one out.")
         self._rule()
 
-    def fits(self, shape: Sequence[int]) -> bool:
-        """Whether it is a matrix or more, and large enough."""
-        return len(shape) > 1 and math.prod(shape) >= self.least
-
     def bind(self, spec: TensorSpec) -> Coder:
-        """See `Codec`."""
         quantiser = TernaryQuantiser(self._rule(), spec.device)
         if self.pull == "full":
             return ShardedCoder(spec, quantiser, requantise=False)
@@ -156,7 +147,7 @@ class TernaryQuantiser(Quantiser):
         return _HEAD + pairs_size(shape[0])
 
     def encode(self, values: Tensor, residual: Residual, out: Tensor, scratch: Scratch) -> None:
-        """See `Quantiser`. Where a value is not finite the level is NaN, and so is all that is decoded."""
+        """Where a value is not finite the level is NaN, and so is all that is decoded."""
         if kernels.twobit_encode(values, residual, self._kernel, out[:_HEAD].view(torch.float32), out[_HEAD:], scratch):
             return
         mean, largest = self._magnitudes(values, residual, scratch)
@@ -183,7 +174,6 @@ class TernaryQuantiser(Quantiser):
                 v.sub_(sign.mul_(level))
 
     def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
-        """See `Quantiser`."""
         level = message[:_HEAD].view(torch.float32)
         if kernels.twobit_decode(level, message[_HEAD:], out, divisor):
             return
@@ -192,7 +182,6 @@ class TernaryQuantiser(Quantiser):
             torch.mul(self._values(message, start, stop, scratch), level, out=out[start:stop])
 
     def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        """See `Quantiser`."""
         level = message[:_HEAD].view(torch.float32)
         if divisor != 1:
             level = level / divisor

@@ -1,4 +1,4 @@
-"""Why: in torch a codec is a few passes over memory, on a CPU over small chunks; compiled, it is one or two.
+"""Compiled encoding and decoding for some codecs, on a CPU and on CUDA.
 
 Each function here does what its codec otherwise does in torch, and says whether it did: it does nothing where kernels
 are switched off or cannot be had, or where tensors are not dense float32 on a CPU or a CUDA device. What is decoded is
@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hybridpar.compress.codec import KeptResidual, Residual, Scratch
 from hybridpar.compress.kernels.cpu import CpuKernels
+from hybridpar.compress.kernels.cpu import ThresholdRule as ThresholdRule
 from hybridpar.compress.kernels.cuda import CudaKernels
-from hybridpar.compress.kernels.threshold import ThresholdRule as ThresholdRule
-from hybridpar.compress.residual import KeptResidual, Residual
-from hybridpar.compress.scratch import Scratch
 
 if TYPE_CHECKING:
     from hybridpar.compress.codec import Codec
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 _CPU = torch.device("cpu")
 
-#: How much a compiler that nobody waits for yet gives way to what computes (`nice`).
+#: Niceness of a compiler that runs in the background.
 _ASIDE = 15
 
 _loading = threading.Lock()

@@ -1,11 +1,12 @@
-"""Why: kernels of a CPU take addresses and one thread, and leave nothing to decide but how memory is written.
+"""Calls the compiled kernels of a CPU.
 
-What the methods take was checked by `hybridpar.compress.kernels`.
+Methods do what the functions of the same name in `hybridpar.compress.kernels` do, which check the arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,29 @@ import torch
 from torch import Tensor
 
 from hybridpar.codegen.build import Function, load_kernels
-from hybridpar.compress.kernels.threshold import ThresholdRule
-from hybridpar.compress.scratch import CHUNK, Scratch
+from hybridpar.compress.codec import CHUNK, Scratch
 
 if TYPE_CHECKING:
     from hybridpar.compress.packing import Fields
+
+
+@dataclass(frozen=True)
+class ThresholdRule:
+    """How a threshold follows from the values; see `hybridpar.compress.codecs.twobit`.
+
+    Attributes:
+        mode: 0 for `fixed`; 1 for the lesser of scale * mean and cap * largest; 2 for scale * mean, with what is sent
+            decoded as the mean of what is sent.
+        fixed: A threshold.
+        scale: Of the mean magnitude.
+        cap: Of the largest magnitude.
+    """
+
+    mode: int
+    fixed: float
+    scale: float
+    cap: float
+
 
 _SOURCES = [Path(__file__).with_name(f"{name}_source.py") for name in ("onebit", "onebit_columns", "twobit", "qsgd")]
 
@@ -54,7 +73,7 @@ class CpuKernels:
         upper: Tensor,
         packed: Tensor,
     ) -> None:
-        """See `hybridpar.compress.kernels.onebit_encode`."""
+        """Encode rows as signs and two levels."""
         places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), *values.shape, _streams(values))
         if kept is None or pending is None:
             self.functions["onebit_encode"](values.data_ptr(), 0, 0, *places)
@@ -63,12 +82,12 @@ class CpuKernels:
             self.functions["onebit_encode_keep"](values.data_ptr(), *halves, *places, factor)
 
     def onebit_decode(self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int) -> None:
-        """See `hybridpar.compress.kernels.onebit_decode`."""
+        """Decode rows, divided by `divisor`."""
         places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr(), *out.shape, _streams(out))
         self.functions["onebit_decode"](*places, float(divisor))
 
     def onebit_add(self, lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> None:
-        """See `hybridpar.compress.kernels.onebit_add`."""
+        """Add decoded rows to `total`."""
         places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), total.data_ptr(), *total.shape)
         self.functions["onebit_add"](*places, _streams(total))
 
@@ -83,7 +102,7 @@ class CpuKernels:
         packed: Tensor,
         scratch: Scratch,
     ) -> None:
-        """See `hybridpar.compress.kernels.onebit_encode_columns`."""
+        """Encode columns as signs and two levels."""
         ones = scratch.take("ones", values.shape[1])
         places = (lower.data_ptr(), upper.data_ptr(), ones.data_ptr(), packed.data_ptr())
         numbers = (*values.shape, values.stride(0), _streams(values))
@@ -94,11 +113,11 @@ class CpuKernels:
             self.functions["onebit_columns_encode_keep"](values.data_ptr(), *halves, *places, *numbers, factor)
 
     def onebit_decode_columns(self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor) -> None:
-        """See `hybridpar.compress.kernels.onebit_decode_columns`."""
+        """Decode columns."""
         self._columns("decode", lower, upper, packed, out)
 
     def onebit_add_columns(self, lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> None:
-        """See `hybridpar.compress.kernels.onebit_add_columns`."""
+        """Add decoded columns to `total`."""
         self._columns("add", lower, upper, packed, total)
 
     def twobit_encode(
@@ -112,7 +131,7 @@ class CpuKernels:
         codes: Tensor,
         _scratch: Scratch,
     ) -> None:
-        """See `hybridpar.compress.kernels.twobit_encode`."""
+        """Encode values as minus, nothing or plus."""
         places = (level.data_ptr(), codes.data_ptr(), values.numel(), rule.mode, _streams(values))
         numbers = (rule.fixed, rule.scale, rule.cap)
         if kept is None or pending is None:
@@ -122,17 +141,17 @@ class CpuKernels:
             self.functions["twobit_encode_keep"](values.data_ptr(), *halves, *places, *numbers, factor)
 
     def twobit_decode(self, level: Tensor, codes: Tensor, out: Tensor, divisor: int) -> None:
-        """See `hybridpar.compress.kernels.twobit_decode`."""
+        """Decode values, divided by `divisor`."""
         places = (level.data_ptr(), codes.data_ptr(), out.data_ptr(), out.numel(), _streams(out))
         self.functions["twobit_decode"](*places, float(divisor))
 
     def twobit_add(self, level: Tensor, codes: Tensor, total: Tensor) -> None:
-        """See `hybridpar.compress.kernels.twobit_add`."""
+        """Add decoded values to `total`."""
         places = (level.data_ptr(), codes.data_ptr(), total.data_ptr(), total.numel(), _streams(total))
         self.functions["twobit_add"](*places)
 
     def largest(self, values: Tensor, out: Tensor) -> None:
-        """See `hybridpar.compress.kernels.largest`."""
+        """Write the largest magnitude."""
         self.functions["qsgd_scale"](values.data_ptr(), out.data_ptr(), values.numel())
 
     def qsgd_encode(
@@ -146,7 +165,7 @@ class CpuKernels:
         words: Tensor,
         scratch: Scratch,
     ) -> None:
-        """See `hybridpar.compress.kernels.qsgd_encode`; each run's noise begins at one of `starts` in the ring."""
+        """Round values to codes of a grid; the noise of each run begins at one of `starts` in the ring."""
         lies, planes = _in_words(fields), words
         if lies is not fields:
             words = scratch.take("plane words", lies.words, lies.word)
@@ -160,13 +179,13 @@ class CpuKernels:
     def qsgd_decode(
         self, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, scratch: Scratch
     ) -> None:
-        """See `hybridpar.compress.kernels.qsgd_decode`."""
+        """Decode codes of a grid."""
         self._qsgd("decode", words, scale, fields, zero, unit, out, scratch)
 
     def qsgd_add(
         self, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, total: Tensor, scratch: Scratch
     ) -> None:
-        """See `hybridpar.compress.kernels.qsgd_add`."""
+        """Add decoded codes of a grid to `total`."""
         self._qsgd("add", words, scale, fields, zero, unit, total, scratch)
 
     def _columns(self, name: str, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor) -> None:

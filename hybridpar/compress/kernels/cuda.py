@@ -1,8 +1,8 @@
-"""Why: on a GPU a kernel also needs a number of blocks, and nothing may wait for the device.
+"""Launches the compiled kernels of a CUDA device.
 
 Levels, scales and sums stay on the device, so no call here waits. How many blocks there are follows from the number of
-values alone, so that sums come out the same on every GPU. What the methods take was checked by
-`hybridpar.compress.kernels`.
+values alone, so that sums come out the same on every GPU. Methods do what the functions of the same name in
+`hybridpar.compress.kernels` do, which check the arguments.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from hybridpar.codegen.nvrtc import load_cuda_kernels
-from hybridpar.compress.kernels.threshold import ThresholdRule
-from hybridpar.compress.scratch import CHUNK, Scratch
+from hybridpar.compress.codec import CHUNK, Scratch
+from hybridpar.compress.kernels.cpu import ThresholdRule
 
 if TYPE_CHECKING:
     from hybridpar.compress.packing import Fields
@@ -96,7 +96,7 @@ class CudaKernels:
         upper: Tensor,
         packed: Tensor,
     ) -> None:
-        """See `hybridpar.compress.kernels.onebit_encode`."""
+        """Encode rows as signs and two levels."""
         groups, length = values.shape
         by_warps = length <= _WARP_VALUES
         kernel = "onebit_encode_warp" if by_warps else "onebit_encode_block"
@@ -105,11 +105,11 @@ class CudaKernels:
         self._launch(kernel, blocks, *places, _address(packed), groups, length, factor)
 
     def onebit_decode(self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int) -> None:
-        """See `hybridpar.compress.kernels.onebit_decode`."""
+        """Decode rows, divided by `divisor`."""
         self._onebit("onebit_decode", lower, upper, packed, out, divisor)
 
     def onebit_add(self, lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> None:
-        """See `hybridpar.compress.kernels.onebit_add`."""
+        """Add decoded rows to `total`."""
         self._onebit("onebit_add", lower, upper, packed, total, 1)
 
     def _onebit(self, kernel: str, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int) -> None:
@@ -127,7 +127,7 @@ class CudaKernels:
         codes: Tensor,
         scratch: Scratch,
     ) -> None:
-        """See `hybridpar.compress.kernels.twobit_encode`."""
+        """Encode values as minus, nothing or plus."""
         count = values.numel()
         source = (_address(values), _address(kept))
         parts = _address(scratch.take("parts", _PARTS_ROOM, torch.float64))
@@ -140,11 +140,11 @@ class CudaKernels:
         self._launch("twobit_codes", max(_blocks(count), 1), *source, *places, blocks, count, *numbers)
 
     def twobit_decode(self, level: Tensor, codes: Tensor, out: Tensor, divisor: int) -> None:
-        """See `hybridpar.compress.kernels.twobit_decode`."""
+        """Decode values, divided by `divisor`."""
         self._twobit("twobit_decode", level, codes, out, divisor)
 
     def twobit_add(self, level: Tensor, codes: Tensor, total: Tensor) -> None:
-        """See `hybridpar.compress.kernels.twobit_add`."""
+        """Add decoded values to `total`."""
         self._twobit("twobit_add", level, codes, total, 1)
 
     def _twobit(self, kernel: str, level: Tensor, codes: Tensor, out: Tensor, divisor: int) -> None:
@@ -152,7 +152,7 @@ class CudaKernels:
         self._launch(kernel, _blocks(out.numel()), *places, out.numel(), float(divisor))
 
     def largest(self, values: Tensor, out: Tensor) -> None:
-        """See `hybridpar.compress.kernels.largest`."""
+        """Write the largest magnitude."""
         out.zero_()
         count = values.numel()
         self._launch("qsgd_scale", _blocks(count, _MOST_PARTS), _address(values), _address(out), count)
@@ -168,7 +168,7 @@ class CudaKernels:
         words: Tensor,
         _scratch: Scratch,
     ) -> None:
-        """See `hybridpar.compress.kernels.qsgd_encode`; each run's noise begins at one of `starts` in the ring."""
+        """Round values to codes of a grid; the noise of each run begins at one of `starts` in the ring."""
         kernel = f"qsgd_encode_{_memory(fields)}"
         places = (_address(values), _address(scale), _address(words), _address(ring))
         # A launch takes so many chunks of words as there is room for where their noise begins.
@@ -184,13 +184,13 @@ class CudaKernels:
     def qsgd_decode(
         self, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, _scratch: Scratch
     ) -> None:
-        """See `hybridpar.compress.kernels.qsgd_decode`."""
+        """Decode codes of a grid."""
         self._qsgd("decode", words, scale, fields, zero, unit, out)
 
     def qsgd_add(
         self, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, total: Tensor, _scratch: Scratch
     ) -> None:
-        """See `hybridpar.compress.kernels.qsgd_add`."""
+        """Add decoded codes of a grid to `total`."""
         self._qsgd("add", words, scale, fields, zero, unit, total)
 
     def _qsgd(self, name: str, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor) -> None:

@@ -1,7 +1,8 @@
-"""Why: groups that are columns of a matrix lie across its rows, and value by value each would cost a line of the cache.
+"""CPU kernels of `onebit` for groups that are columns of a matrix.
 
-So all columns are worked on at once, row by row as they lie in memory. A column's sums are known only after the last
-row: what is left is written in a second pass, in which v is made again. Sums stay in the cache, as they are few.
+All columns are processed at once, in row-major order, because a column's values lie in different cache lines. A
+column's sums are known only after the last row: what is left is written in a second pass, in which v is made again.
+Sums stay in the cache, as they are few.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why: 1-bit SGD costs one pass over memory if signs, means and residual are made while a group is in the cache.
+"""CPU kernels of `onebit` for groups that are rows: signs, means and residual in one pass over memory.
 
 A group is read twice, the second time from the cache. v is not written in between but made again, so that memory is
 read at v's two parts and written once. Large tensors are written past the caches: else each line would first be read.

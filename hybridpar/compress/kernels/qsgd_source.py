@@ -1,4 +1,4 @@
-"""Why: rounding, shifting and packing take ten passes in torch, and none of them needs memory but the first and last.
+"""CPU kernels of `qsgd_mn`: rounding, packing and unpacking in one pass each.
 
 Of W words, word j holds values j, j + W, ...: a block of words is filled by one run through the values of each place,
 and stays in the cache meanwhile. The arithmetic of a value is that of the torch code, operation by operation, except

@@ -1,4 +1,4 @@
-"""Why: 2-bit thresholds take two passes, as the threshold depends on all values; each is as fast as memory is read.
+"""CPU kernels of `twobit`: two passes, as the threshold depends on all values.
 
 The first pass finds mean and largest magnitude, of v that is made on the way; the second makes v again, and writes
 codes and what is not sent. Where means say what is decoded there is a pass between them. Sums run over `BLOCK` values

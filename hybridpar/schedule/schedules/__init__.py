@@ -1,4 +1,4 @@
-"""Why: a schedule is chosen by name, and a new one is one new file in this folder.
+"""The pipeline schedules, one per file.
 
 Every module here is imported with the package, and enters its schedule into `SCHEDULES`. None of them needs torch.
 """

@@ -1,4 +1,4 @@
-"""Why: a model that is not cut runs through the same machinery, as the pipeline of one stage."""
+"""Schedule `accumulate`: gradient accumulation, the pipeline of one stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: every schedule answers the same request, so that the planner can try them all without knowing one of them."""
+"""The interface of schedules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: GPipe is the simplest pipeline, and the baseline that every other schedule is compared with."""
+"""Schedule `gpipe`: all forward passes, then all backward passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: the measured times, the link and the memory are known before a run, so the order can be made for them.
+"""Schedule `greedy`: an order built for the measured times, link and memory.
 
 No rule for building an order is best everywhere, and the fixed schedules are hard to beat where they fit. So all are
 made, the simulator times each, and the fastest is taken: by the same times it is never slower than a fixed one.
@@ -93,7 +93,7 @@ def _eager(request: ScheduleRequest, factor: int) -> Schedule:
 
 
 def _group(action: Action) -> int:
-    """Backward passes before forward passes before what nobody waits for."""
+    """Backward passes before forward passes before actions that no other waits for."""
     return {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: 2}.get(action.kind, 0)
 
 

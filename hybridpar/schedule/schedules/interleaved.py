@@ -1,4 +1,4 @@
-"""Why: several stages per lane make the pipeline's fill and drain shorter by their number."""
+"""Schedule `interleaved`: 1F1B with several stages per lane."""
 
 from __future__ import annotations
 

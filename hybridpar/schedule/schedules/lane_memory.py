@@ -1,6 +1,6 @@
-"""Why: a lane that fills its memory with early stages has none left for the late ones, and the pipeline locks.
+"""Counts the activations that a lane may hold without a deadlock.
 
-So a forward pass is let in only where every micro-batch under way can still be carried to its end, the oldest first:
+A forward pass starts only where every micro-batch under way can still be carried to its end, the oldest first:
 the safe states of Dijkstra's banker's algorithm (EWD-108), with micro-batches as customers.
 """
 

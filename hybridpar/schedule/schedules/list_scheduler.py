@@ -1,4 +1,4 @@
-"""Why: with uneven stages, slow links or little memory no fixed pattern is good; the order can be built as time runs.
+"""Builds the order of actions as simulated time passes.
 
 List scheduling (Graham 1969): whenever a lane is idle it takes, of all actions that could start, the one that a
 rule puts first. Which rule is best depends on the case, so there are several, and `greedy` tries them all.
@@ -34,7 +34,7 @@ class ListScheduler:
     def __init__(self, request: ScheduleRequest, rule: Rule, *, split: bool = False) -> None:
         layout = self._layout = request.layout
         self._count, self._rule, self._costs = request.micro_batches, rule, request.costs
-        #: The kinds in the order in which a micro-batch meets them in a stage.
+        #: The kinds in the order in which a stage runs them for a micro-batch.
         self._kinds = [Kind.FORWARD, *((Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if split else (Kind.BACKWARD,))]
         stages = range(layout.stages)
         self._stages_of = [layout.stages_on(lane) for lane in range(layout.lanes)]

@@ -1,4 +1,4 @@
-"""Why: one schedule should fit every layout: GPipe for lanes with any number of stages.
+"""Schedule `looped_bfs`: GPipe for lanes with any number of stages.
 
 Breadth first also leaves a tensor the longest time between two stages of a lane, so slow links matter least.
 """

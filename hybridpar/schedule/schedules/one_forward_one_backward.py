@@ -1,4 +1,4 @@
-"""Why: 1F1B takes the time of GPipe and holds only as many micro-batches as there are stages to come."""
+"""Schedule `1f1b`: the time of GPipe with fewer micro-batches in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: only the inputs' gradients are waited for; the parameters' gradients can fill the bubbles that are left."""
+"""Schedule `zero_bubble`: fills bubbles with the gradients of parameters."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridpar.compress import check_optimizer, parse_codec
-from hybridpar.compress.sharded import cut_stripes
+from hybridpar.compress.quantised import cut_stripes
 from hybridpar.errors import UsageError
 from tests.compress.team import Team
 

@@ -21,8 +21,8 @@ SHAPES = {"matrix": (12, 40), "bias": (7,), "filters": (5, 3, 3, 3), "wide": (2,
 def coder_of(team: Team, name: str, rank: int) -> OwnerCoder:
     coder = team.coders(name)[rank]
     assert isinstance(coder, FeedbackCoder)
-    assert isinstance(coder._inner, OwnerCoder)
-    return coder._inner
+    assert isinstance(coder._later, OwnerCoder)
+    return coder._later
 
 
 @pytest.mark.parametrize("adagrad", ["off", "owner", "after"])

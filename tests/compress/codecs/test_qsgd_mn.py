@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from hybridpar.compress import TensorSpec, parse_codec
+from hybridpar.compress.codec import CHUNK, Scratch
 from hybridpar.compress.noise import Noise
 from hybridpar.compress.packing import Fields
 from hybridpar.compress.scaled import scale_of
-from hybridpar.compress.scratch import CHUNK, Scratch
 from tests.compress.team import Team, same_bits
 
 SHAPES = {"w": (50, 20)}

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hybridpar.compress import TensorSpec, parse_codec
+from hybridpar.compress.codec import CHUNK, KeptResidual, Scratch
 from hybridpar.compress.codecs.twobit import TernaryQuantiser, Threshold, TwoBit
 from hybridpar.compress.feedback import FeedbackCoder
-from hybridpar.compress.residual import KeptResidual
-from hybridpar.compress.scratch import CHUNK, Scratch
 from tests.compress.team import Team
 
 CPU = torch.device("cpu")

@@ -1,9 +1,13 @@
-"""Why: messages with scales of their own cannot be added on the way, yet bytes per worker must not grow with K.
+"""Exchange of parameters whose messages have their own scales and cannot be summed in transit: stripe by stripe, or all
+to all.
 
-So each worker owns 1/K of the tensor (Seide et al. 2014, section 3). Everyone encodes its gradient stripe by stripe and
-sends stripe k to its owner; the owner decodes what it gets, adds in float32, encodes the sum, and sends that to all.
-Everyone decodes the same bytes, so everyone has the same result. There are two quantisations and two residuals: the
-worker's, as large as the tensor, and the owner's, as large as its stripe.
+With `shard`, each worker owns 1/K of the tensor (Seide et al. 2014, section 3). Each worker encodes its gradient stripe
+by stripe and sends stripe k to its owner; the owner decodes what it gets, adds in float32, encodes the sum, and sends
+that to all. All workers decode the same bytes, so all have the same result. There are two quantisations and two
+residuals: the worker's, as large as the tensor, and the owner's, as large as its stripe.
+
+With `gather`, each worker sends its whole message to all others, which decode and add in float32. For two workers that
+is as many bytes, but one quantisation instead of two, one residual and one collective.
 
 What differs between codecs is a `Quantiser`: how a range of numbers becomes bytes.
 """
@@ -17,10 +21,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import Coder, Collective, Round, TensorSpec
+from hybridpar.compress.codec import NO_RESIDUAL, WORKER, Coder, Collective, Residual, Round, Scratch, TensorSpec
 from hybridpar.compress.packing import aligned
-from hybridpar.compress.residual import NO_RESIDUAL, WORKER, Residual
-from hybridpar.compress.scratch import Scratch
+from hybridpar.errors import UsageError, nearest
 
 #: Key of the residual of what this worker, as owner of a stripe, does not send on.
 OWNER = "owner"
@@ -94,8 +97,8 @@ class ShardedCoder(Coder):
         requantise: bool = True,
         process: Callable[[Tensor], None] | None = None,
     ) -> None:
-        super().__init__(spec)
-        self._quantiser = quantiser
+        #: How a stripe becomes bytes.
+        self.quantiser = quantiser
         self._requantise = requantise
         self._process = process
         layout = quantiser.view(torch.empty(spec.count, device="meta"))
@@ -104,79 +107,113 @@ class ShardedCoder(Coder):
         shapes = [(stop - start, *layout.shape[1:]) for start, stop in self._stripes]
         sent = tuple(aligned(quantiser.size(shape)) if shape[0] else 0 for shape in shapes)
         full = tuple(aligned((stop - start) * self._row * 4) for start, stop in self._stripes)
-        self._rounds = (Round(Collective.SHARD, torch.uint8, sent, sent if requantise else full),)
+        super().__init__(spec, [Round(Collective.SHARD, torch.uint8, sent, sent if requantise else full)])
         self._sizes = [quantiser.size(shape) if shape[0] else 0 for shape in shapes]
         self._own = shapes[spec.rank]
         own_count = self._own[0] * self._row
         self.residuals = {WORKER: spec.count, **({OWNER: own_count} if requantise else {})}
         self._total = torch.empty(own_count, device=spec.device)
-        self._merged: Sequence[Tensor] = ()
-        self._gradient = torch.empty(0)
         self._residuals: Mapping[str, Residual] = NO_RESIDUAL
 
-    @property
-    def quantiser(self) -> Quantiser:
-        """How a stripe becomes bytes."""
-        return self._quantiser
-
-    @property
-    def rounds(self) -> tuple[Round, ...]:
-        """One round, sharded."""
-        return self._rounds
-
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        """See `Coder`."""
-        self._gradient = self._quantiser.view(gradient)
+        super().begin(self.quantiser.view(gradient), residuals)
         self._residuals = residuals
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
-        residual = self._residuals[WORKER]
         for (start, stop), size, out in zip(self._stripes, self._sizes, parts, strict=True):
             if size:
-                mine = residual.part(start * self._row, stop * self._row)
-                self._quantiser.encode(self._gradient[start:stop], mine, out[:size], self._scratch)
+                mine = self._residual.part(start * self._row, stop * self._row)
+                self.quantiser.encode(self._gradient[start:stop], mine, out[:size], self._scratch)
                 out[size:].zero_()
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
-        """See `Coder`."""
         size = self._sizes[self.spec.rank]
         if not size:
             return
         self._total.zero_()
-        total = self._quantiser.lay(self._total, self._own)
+        total = self.quantiser.lay(self._total, self._own)
         for message in received:
-            self._quantiser.add(message[:size], total, self._scratch)
+            self.quantiser.add(message[:size], total, self._scratch)
         if self._process is not None:
             self._process(self._total)
         if self._requantise:
-            self._quantiser.encode(total, self._residuals[OWNER], out[:size], self._scratch)
+            self.quantiser.encode(total, self._residuals[OWNER], out[:size], self._scratch)
             out[size:].zero_()
         else:
             out.view(torch.float32)[: total.numel()].copy_(self._total)
 
-    def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
-        self._merged = parts
-
     def finish(self, out: Tensor) -> None:
-        """See `Coder`."""
-        shaped = self._quantiser.view(out)
-        for (start, stop), size, message in zip(self._stripes, self._sizes, self._merged, strict=True):
+        shaped = self.quantiser.view(out)
+        for (start, stop), size, message in zip(self._stripes, self._sizes, self._received, strict=True):
             stripe = shaped[start:stop]
             if not size:
                 continue
             if self._requantise:
-                self._quantiser.decode(message[:size], stripe, self.spec.divisor, self._scratch)
+                self.quantiser.decode(message[:size], stripe, self.spec.divisor, self._scratch)
             else:
-                values = self._quantiser.lay(message.view(torch.float32)[: stripe.numel()], stripe.shape)
+                values = self.quantiser.lay(message.view(torch.float32)[: stripe.numel()], stripe.shape)
                 torch.div(values, self.spec.divisor, out=stripe)
 
     def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
-        """See `Coder`."""
-        shaped = self._quantiser.view(out)
+        shaped = self.quantiser.view(out)
         stripes = [self._stripes[self.spec.rank]] if key == OWNER else self._stripes
         parts = torch.split(residual, [(stop - start) * self._row for start, stop in stripes])
         for (start, stop), part in zip(stripes, parts, strict=True):
             stripe = shaped[start:stop]
-            stripe.add_(self._quantiser.lay(part, stripe.shape))
+            stripe.add_(self.quantiser.lay(part, stripe.shape))
+
+
+#: How messages of a quantiser are exchanged: by what sends fewer bytes, stripe by stripe, or all to all.
+WAYS = ("auto", "shard", "gather")
+
+
+class GatheredCoder(Coder):
+    """Exchanges one parameter through a quantiser, each worker's message to all.
+
+    Args:
+        spec: The parameter.
+        quantiser: How the tensor becomes bytes.
+    """
+
+    def __init__(self, spec: TensorSpec, quantiser: Quantiser) -> None:
+        #: How the tensor becomes bytes.
+        self.quantiser = quantiser
+        self._size = quantiser.size(quantiser.view(torch.empty(spec.count, device="meta")).shape)
+        super().__init__(spec, [Round(Collective.GATHER, torch.uint8, (aligned(self._size),))])
+        self.residuals = {WORKER: spec.count}
+
+    def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
+        super().begin(self.quantiser.view(gradient), residuals)
+
+    def write(self, index: int, parts: Sequence[Tensor]) -> None:
+        (out,) = parts
+        self.quantiser.encode(self._gradient, self._residual, out[: self._size], self._scratch)
+        out[self._size :].zero_()
+
+    def finish(self, out: Tensor) -> None:
+        """Messages are added by rank, so that all workers get the same bits."""
+        shaped, divisor = self.quantiser.view(out), self.spec.divisor
+        first, *others = (message[: self._size] for message in self._received)
+        self.quantiser.decode(first, shaped, divisor, self._scratch)
+        for message in others:
+            self.quantiser.add(message, shaped, self._scratch, divisor)
+
+    def spread(self, key: str, residual: Tensor, out: Tensor) -> None:
+        shaped = self.quantiser.view(out)
+        shaped.add_(self.quantiser.lay(residual, shaped.shape))
+
+
+def check_meet(meet: str) -> None:
+    """Check the option `meet`, which says how messages are reduced.
+
+    Raises:
+        UsageError: There is no such way.
+    """
+    if meet not in WAYS:
+        raise UsageError(f"meet={meet}", "It says how messages meet.", nearest(meet, WAYS))
+
+
+def quantised_coder(spec: TensorSpec, quantiser: Quantiser, meet: str) -> ShardedCoder | GatheredCoder:
+    """A coder whose messages are exchanged in one of `WAYS`."""
+    gather = meet == "gather" or (meet == "auto" and spec.workers <= 2)
+    return GatheredCoder(spec, quantiser) if gather else ShardedCoder(spec, quantiser)
