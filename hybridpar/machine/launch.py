@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError, shortened, user_frames
-from hybridpar.machine.process import available_cores, threads_per_worker, usable_memory
+from hybridpar.machine.process import available_cores, threads_per_worker, tune_this_process, usable_memory
 
 VERDICT_VARIABLE = "HYBRIDPAR_VERDICT"
 #: The file beside the verdict by which a worker says that it has told how the run ended.
@@ -207,12 +207,18 @@ def note_orderly_end() -> None:
         Path(os.environ[VERDICT_VARIABLE]).with_name(_TOLD).touch()
 
 
-def follow_launcher() -> None:
-    """Have the system stop this worker, in its orderly way, when our launcher dies without having stopped it.
+def prepare_worker(tune: bool) -> None:
+    """Set up this process as a worker, before it imports torch: allocator, threads, and its end with the launcher's.
 
-    Only for our own launcher, which starts workers from its main thread: the signal comes when that thread ends.
+    Args:
+        tune: Whether a CPU worker gets the allocator and thread settings for training; it may be started again for it.
     """
+    from hybridpar.machine.cluster import has_gpu
+
+    if tune and not has_gpu():
+        tune_this_process(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if VERDICT_VARIABLE in os.environ and sys.platform == "linux":
+        # The system sends SIGTERM when the main thread of our launcher ends, which started this worker.
         pr_set_pdeathsig = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
@@ -295,11 +301,11 @@ def report_verdict(verdict: Path) -> int:
 
 
 class StopRequest:
-    """Turns SIGINT and SIGTERM into a wish that the training loop reads between steps.
+    """Turns SIGINT and SIGTERM into a stop flag that the training loop reads between steps.
 
     Either signal asks the loop to end its step, save and leave. A second Ctrl-C does not wait for that; torchrun passes
-    it on as SIGTERM. Otherwise a second SIGTERM changes nothing: systems that lose patience send SIGKILL, and
-    `follow_launcher` may send SIGTERM more than once, because Linux does so for every thread of the parent that ends.
+    it on as SIGTERM. Otherwise a second SIGTERM changes nothing: the system may send SIGTERM more than once
+    (see `prepare_worker`), because Linux does so for every thread of the parent that ends.
     """
 
     def __init__(self) -> None:

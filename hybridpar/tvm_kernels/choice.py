@@ -200,7 +200,7 @@ def apart(other: KernelKey | NormKey, key: KernelKey | NormKey) -> list[str]:
 
 def how_to_tune(key: KernelKey | NormKey) -> str:
     """How to get a record, in words for an error."""
-    layout = "" if key.layout is Layout.CHANNELS_LAST else f" --layout {key.layout}"
+    layout = "" if key.layout is Layout.CHANNELS_LAST else f" --memory-format {key.layout}"
     return (
         f"Write the line `{key.shape.text}` to a file, run `hybridpar tune --shapes FILE --threads {key.threads}"
         f'{layout} -o k.jsonl`, and use k.jsonl; for a whole model `hybridpar tune MODEL --for "OPTIONS OF TRAIN" '
