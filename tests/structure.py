@@ -27,7 +27,7 @@ LAYERS: dict[str, set[str]] = {
     "sync": {"comm", "compress", "errors", "lanes"},
     "plan": {"errors", "formats"},
     "pipeline": {"comm", "errors", "lanes", "schedule", "sync"},
-    "models": {"errors"},
+    "models": {"errors", "registry"},
     "partition": {"errors", "formats", "machine", "models", "plan", "registry"},
     "config": {"errors", "schedule"},
     "planner": {

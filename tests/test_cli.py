@@ -305,6 +305,7 @@ def test_a_port_in_use_is_named(call, monkeypatch):
 )
 def test_what_is_trained_is_said_before_torch_is_loaded(tmp_path, arguments, said):
     """The launching process has said it, and loaded no torch, when it starts the workers or becomes the only one."""
+    (tmp_path / "my").mkdir()
     program = (
         "import sys\nfrom hybridpar import cli\nfrom hybridpar.commands import train\n"
         "def started(*more, **options):\n    print('torch' in sys.modules, file=sys.stderr)\n    sys.exit(7)\n"
@@ -335,6 +336,31 @@ def test_a_wrong_directory_is_refused_before_anything_is_started(call, monkeypat
     code, error = call("train", "resnet18", *options)
     assert code == 2
     assert_one_error(error, said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["resnet19"], "unknown model 'resnet19'"),
+        (["no_module:net"], "cannot import 'no_module'"),
+        (["resnet18", "--data", "digit"], "unknown data set 'digit'"),
+        (["resnet18", "--checkpoint-every", "often"], "often"),
+        (["resnet18", "--lr", "-1"], "--lr is -1"),
+    ],
+)
+def test_wrong_names_are_found_before_torch_is_loaded_and_workers_are_started(tmp_path, arguments, said):
+    program = (
+        "import sys\nfrom hybridpar import cli\nfrom hybridpar.commands import train\n"
+        "train.launch_workers = train.prepare_worker = train._announce = None\n"
+        f"code = cli.main({['train', *arguments, '--workers', '2']})\n"
+        "heavy = {'torch', 'torchvision', 'tvm', 'matplotlib', 'sklearn', 'networkx'}\n"
+        "print(code, heavy & set(sys.modules))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == "2 set()\n", done.stderr
+    assert_one_error(done.stderr, said)
 
 
 def test_a_job_that_is_not_described_is_an_error(call, monkeypatch):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated
 
 import tyro
@@ -87,6 +89,7 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
     command.check()
     named = named_options(arguments)
     if not in_job():
+        check_names(command)
         from hybridpar.machine.cluster import default_workers, has_gpu, has_gpu_driver
         from hybridpar.run.directory import before_the_start, expected_directory, find_place, recall_options
 
@@ -122,6 +125,28 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
         from hybridpar.run.run import run_training
 
     return run_training(command, command.model, named)
+
+
+def check_names(command: Train) -> None:
+    """Check the names of model and data set, and when to save, without importing torch.
+
+    Args:
+        command: The options.
+
+    Raises:
+        UsageError: A name is unknown, or `--checkpoint-every` cannot be read.
+    """
+    from hybridpar.models import check_model_name
+    from hybridpar.registry import Registry, names_in_source
+    from hybridpar.run.save_rule import SaveRule
+
+    check_model_name(command.model)
+    if "hybridpar.data" not in sys.modules:  # where it is, another set may have been registered by a program
+        known: Registry[None] = Registry("data set")
+        for name in names_in_source(Path(__file__).parents[1] / "data", "DATA_SETS.register"):
+            known.register(name, "")(None)
+        known.get(command.data)
+    SaveRule.parse(command.checkpoint_every)
 
 
 def named_options(arguments: Sequence[str]) -> frozenset[str]:
