@@ -204,6 +204,12 @@ def test_looking_costs_nothing() -> None:
     assert not loaded_after(code) & {"torch", "torchvision", "tvm", "matplotlib", "sklearn", "tensorboard"}
 
 
+def test_listing_the_commands_imports_no_large_package() -> None:
+    large = {"torch", "torchvision", "numpy", "pydantic", "rich", "networkx", "matplotlib", "sklearn", "tvm"}
+    assert not loaded_after("from hybridpar.cli import main\nassert main(['--help']) == 0") & large
+    assert not loaded_after("import hybridpar") & {*large, "tyro"}
+
+
 def train_options(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every option that `hybridpar train --help-all` names."""
     monkeypatch.setenv("COLUMNS", "120")

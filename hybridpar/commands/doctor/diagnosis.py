@@ -1,4 +1,4 @@
-"""`hybridpar doctor`: shows what this machine offers, what hybridpar will use of it, and how to mend what is missing.
+"""Examines this machine for `hybridpar doctor`, and shows the findings.
 
 Each thing looked at gives one `Finding` (`hybridpar.machine.checkup`), shown as a screen, as plain lines where the
 output is no terminal, or as JSON. Software is examined in processes of its own, which a broken installation may crash.
@@ -11,11 +11,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from hybridpar.commands import register_command
 from hybridpar.errors import LaunchError
 from hybridpar.machine.checkup import Finding, check_places, check_software, check_tools
 from hybridpar.machine.cluster import Cluster, Device, Link, default_backend, default_workers
@@ -32,16 +30,6 @@ _MARKS = {
     "warning": ("!", "warning", "yellow"),
     "failed": ("✗", "FAILED", "bold red"),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Doctor:
-    """Show what this machine offers, what hybridpar will use, and how to mend what is missing."""
-
-    fresh: bool = False
-    """Measure again instead of using cached figures."""
-    json: bool = False
-    """Print JSON."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +50,6 @@ class Diagnosis:
     def ready(self) -> bool:
         """Whether training can run."""
         return all(finding.status != "failed" for finding in self.findings)
-
-
-@register_command(
-    "doctor", "Show what this machine offers, what hybridpar will use, and how to mend what is missing.", Doctor
-)
-def _run(command: Doctor, _: Sequence[str]) -> int:
-    return run_doctor(command.fresh, command.json)
 
 
 def run_doctor(fresh: bool, as_json: bool) -> int:
