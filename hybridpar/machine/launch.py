@@ -1,4 +1,4 @@
-"""Why: one command starts all workers of a machine, and a worker that is killed costs seconds, not the job.
+"""Starts the workers of a job on this machine, restarts them after a crash, and reports how the job ended.
 
 Workers are started by torch's elastic launcher with the c10d rendezvous. (Its static rendezvous hands restarted
 workers the addresses of the dead attempt.) A worker that the system kills - signal 9, out of memory - makes the
@@ -52,7 +52,7 @@ def launched_here() -> bool:
 
 
 def check_processes(workers: int, servers: int = 0) -> None:
-    """Refuse to start more processes than the machine has room for: it would stand still for hours.
+    """Refuse to start more processes than the machine has cores and memory for.
 
     Args:
         workers: Workers of a job on this machine.
@@ -227,8 +227,8 @@ def prepare_worker(tune: bool) -> None:
 def leaving_at_once() -> Iterator[None]:
     """Context in which Ctrl-C ends this process on the spot.
 
-    For imports: they take seconds, there is nothing to save yet, and a `KeyboardInterrupt` that meets a callback in
-    them is lost.
+    For imports: they take seconds, there is nothing to save yet, and a `KeyboardInterrupt` raised inside a callback of
+    an import is lost.
     """
     before = signal.signal(signal.SIGINT, _leave)
     try:
@@ -243,10 +243,17 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def error_text(error: BaseException, debug: bool) -> str:
-    """What the user reads of an error: value, rule, what to do; with the traceback on request, or if it is a bug.
+    """The text printed for an error: value, rule, what to do; with the traceback on request, or if it is a bug.
 
     Of an exception that the user's own code raised, for instance a model in its forward pass, only the frames of that
     code are shown.
+
+    Args:
+        error: What ended the process.
+        debug: Print the traceback in any case.
+
+    Returns:
+        The text.
     """
     if isinstance(error, HybridparError) and not debug:
         return f"error: {error}"
@@ -294,7 +301,14 @@ def failure_recorded() -> bool:
 
 
 def report_verdict(verdict: Path) -> int:
-    """Print the verdict to standard error and return its exit code."""
+    """Print the verdict to standard error.
+
+    Args:
+        verdict: File that a worker wrote, see `record_failure`.
+
+    Returns:
+        The exit code in it.
+    """
     content = json.loads(verdict.read_text(encoding="utf-8"))
     print(content["text"], file=sys.stderr)
     return int(content["code"])

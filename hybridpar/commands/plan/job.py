@@ -1,4 +1,4 @@
-"""Why: `hybridpar plan` on several workers measures the links between these very workers, and can run what it finds."""
+"""`hybridpar plan` on several workers: measures the links between them, searches, and can run the best plans."""
 
 from __future__ import annotations
 

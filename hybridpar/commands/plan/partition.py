@@ -1,4 +1,4 @@
-"""Why: `hybridpar plan`: what it runs, in which order, and what it prints where."""
+"""`hybridpar plan` without a search: cuts a model as the options say, prints and writes the plan."""
 
 from __future__ import annotations
 

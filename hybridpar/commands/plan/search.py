@@ -1,4 +1,4 @@
-"""Why: `hybridpar plan MODEL --explain`: what is measured, in which order, and what is printed and written."""
+"""`hybridpar plan MODEL --explain`: measures, searches for the fastest plan, prints and writes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: a prediction is an opinion until the plan has run; a few steps of each finalist, in turns, settle it.
+"""Runs several plans for a few steps each, in turns, and times them.
 
 Every plan runs as a training would run it, by `Trainer`, on the job's own workers. All live side by side and take one
 step each in a round, so whatever disturbs the machine hits all of them; the time of a step is that of the slowest
