@@ -1,4 +1,4 @@
-"""Why: `python -m hybridpar` works where the script is not on the path, and both of them leave quietly on Ctrl-C."""
+"""`python -m hybridpar` and the script `hybridpar`: run the command line, and end quietly on Ctrl-C."""
 
 import sys
 
@@ -6,7 +6,11 @@ from hybridpar.machine.launch import leaving_at_once
 
 
 def main() -> int:
-    """Run the command line. Importing the command takes long enough to be interrupted."""
+    """Run the command line on `sys.argv`.
+
+    Returns:
+        The exit code.
+    """
     with leaving_at_once():
         from hybridpar import cli
     return cli.main()

@@ -1,4 +1,4 @@
-"""Why: every error a user can meet says three things - the value, the rule it breaks, and what to do.
+"""Errors that users see: each has the value, the rule that it breaks, and what to do.
 
 One base class carries them, so the command line can print any failure in the same three lines and pick its exit
 code, and tests can assert on the parts instead of on prose. This module imports nothing of the package.
@@ -96,7 +96,15 @@ class KernelError(HybridparError):
 
 
 def shortened(value: object, most: int = 200) -> str:
-    """A value as text of at most so many characters, for a message: of a longer one the middle is left out."""
+    """A value as text for a message; of a longer one the middle is left out.
+
+    Args:
+        value: Any value.
+        most: Number of characters at most.
+
+    Returns:
+        The text.
+    """
     text = str(value)
     if len(text) <= most:
         return text
@@ -150,6 +158,9 @@ def user_error(what: str, error: BaseException, *, fix: str = "") -> UsageError:
         what: What failed.
         error: The exception.
         fix: What to do; default: to mend the code there.
+
+    Returns:
+        The error, for the caller to raise.
     """
     # A syntax error has no frame in the file; its last lines show the place.
     text = "".join(traceback.format_exception_only(error)).strip()

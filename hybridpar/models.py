@@ -1,35 +1,68 @@
-"""Why: a model is named on the command line, fingerprinted in plans and checkpoints, and adapted to its data here.
+"""Builds a model from its name: a torchvision classification model, or a user's own as `package.module:factory`.
 
-Torchvision's classification models come by name, a user's own by `package.module:factory`. The fingerprint is what
-plans, profiles and checkpoints are keyed by.
+`check_model_name` imports neither torch nor torchvision. `model_fingerprint` identifies an architecture in plans,
+profiles and checkpoints.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
+from pathlib import Path
 from types import ModuleType
-from typing import Literal
-
-import torch
-import torchvision
-from torch import nn
-from torch.nn.parameter import is_lazy
+from typing import TYPE_CHECKING, Literal
 
 from hybridpar.errors import UsageError, nearest, shortened, user_error
+from hybridpar.registry import names_in_source
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 Stem = Literal["imagenet", "cifar"]
 
 
 def model_names() -> list[str]:
     """Names of all torchvision classification models."""
+    spec = importlib.util.find_spec("torchvision")
+    folder = Path(spec.origin).parent / "models" if spec is not None and spec.origin is not None else Path()
+    if names := names_in_source(folder, "register_model"):
+        return sorted(names)
+    import torchvision
+
     return list(torchvision.models.list_models(module=torchvision.models))
+
+
+def check_model_name(name: str) -> None:
+    """Check what can be checked of a model's name without importing it.
+
+    Args:
+        name: What the user typed.
+
+    Raises:
+        UsageError: Torchvision has no such model, or Python does not find the package of the user's own.
+    """
+    if ":" not in name:
+        names = model_names()
+        if name not in names:
+            raise UsageError(
+                f"unknown model {shortened(repr(name))}",
+                nearest(name, names),
+                "Name a torchvision classification model, or your own as package.module:factory.",
+            )
+        return
+    module_name = name.partition(":")[0]
+    _search_here()
+    package = module_name.partition(".")[0]
+    if not package.isidentifier() or (package not in sys.modules and importlib.util.find_spec(package) is None):
+        _user_module(module_name, name)  # raises
 
 
 def build_model(name: str, classes: int, *, stem: Stem = "imagenet") -> nn.Module:
@@ -42,6 +75,9 @@ def build_model(name: str, classes: int, *, stem: Stem = "imagenet") -> nn.Modul
         classes: Number of classes of the last layer.
         stem: `cifar` replaces a ResNet's 7x7 stride-2 convolution and max-pool by one 3x3 stride-1 convolution, as
             is usual for 32x32 images (He et al. 2016, section 4.2).
+
+    Returns:
+        The model, in training mode, on the CPU.
 
     Raises:
         UsageError: No such model, the factory cannot be imported or fails, or returns no module or one with lazy
@@ -72,13 +108,10 @@ def require_trained(model: nn.Module, name: str) -> None:
 
 
 def _torchvision_model(name: str, classes: int) -> nn.Module:
-    names = model_names()
-    if name not in names:
-        raise UsageError(
-            f"unknown model {shortened(repr(name))}",
-            nearest(name, names),
-            "Name a torchvision classification model, or your own as package.module:factory.",
-        )
+    check_model_name(name)
+    import torchvision
+    from torch import nn
+
     options: dict[str, object] = {"num_classes": classes}
     if name in ("googlenet", "inception_v3"):
         # Their auxiliary heads return a tuple in training, and their own initialisation takes a minute.
@@ -89,6 +122,9 @@ def _torchvision_model(name: str, classes: int) -> nn.Module:
 
 
 def _user_model(name: str, classes: int) -> nn.Module:
+    from torch import nn
+    from torch.nn.parameter import is_lazy
+
     module_name, _, factory_name = name.partition(":")
     module = _user_module(module_name, name)
     factory = getattr(module, factory_name, None)
@@ -117,8 +153,7 @@ def _user_model(name: str, classes: int) -> nn.Module:
 
 def _user_module(module_name: str, name: str) -> ModuleType:
     """Import the module that the name of a user's model begins with; the current directory is searched, too."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    _search_here()
     try:
         if not all(part.isidentifier() for part in module_name.split(".")):
             raise ModuleNotFoundError(f"{module_name!r} is no absolute module name", name=module_name)
@@ -132,6 +167,12 @@ def _user_module(module_name: str, name: str) -> ModuleType:
             "The part before the colon is a module that Python finds in the current directory or the environment.",
             "Check the spelling, or run from the directory that holds it.",
         ) from error
+
+
+def _search_here() -> None:
+    """Have Python find modules in the current directory, too."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
 
 
 def _call_factory(factory: Callable[..., object], name: str, classes: int) -> object:
@@ -163,12 +204,22 @@ def _call_factory(factory: Callable[..., object], name: str, classes: int) -> ob
 
 
 def article(value: object) -> str:
-    """The type of a value with its article: `a dict`, `an int`."""
+    """The type of a value with its article: `a dict`, `an int`.
+
+    Args:
+        value: Any value.
+
+    Returns:
+        The text.
+    """
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
 
 
 def _use_cifar_stem(model: nn.Module, name: str) -> None:
+    import torchvision
+    from torch import nn
+
     stem, pool = getattr(model, "conv1", None), getattr(model, "maxpool", None)
     if not isinstance(model, torchvision.models.ResNet) or not isinstance(stem, nn.Conv2d) or pool is None:
         raise UsageError(
@@ -183,6 +234,12 @@ def model_fingerprint(model: nn.Module) -> str:
     """Sixteen hex digits over names, shapes and dtypes of all parameters and persistent buffers, in order.
 
     Values do not count: the same architecture has the same fingerprint before and after training.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The fingerprint.
     """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
@@ -191,12 +248,25 @@ def model_fingerprint(model: nn.Module) -> str:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Number of elements in all parameters; a shared one counts once."""
+    """Number of elements in all parameters; a shared one counts once.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The number.
+    """
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch on all devices, so that a model built next is the same everywhere."""
+    """Seed torch on all devices, so that a model built next is the same everywhere.
+
+    Args:
+        seed: The seed.
+    """
+    import torch
+
     torch.manual_seed(seed)
 
 
@@ -206,5 +276,10 @@ def autocast(amp: str, device: torch.device) -> AbstractContextManager[object]:
     Args:
         amp: `none` or `bf16`, the option `--amp`.
         device: The model's device.
+
+    Returns:
+        Autocast to bfloat16, or a context that does nothing.
     """
+    import torch
+
     return nullcontext() if amp == "none" else torch.autocast(device.type, dtype=torch.bfloat16)

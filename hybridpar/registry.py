@@ -1,12 +1,13 @@
-"""Why: data sets, schedules and codecs are all chosen by name; one registry gives them the same rules.
+"""Registries: data sets, schedules, codecs and commands are chosen by name, and an unknown name is one kind of error.
 
-Each entry has a description for listings, a name can be taken only once, and asking for an unknown name is an error
-that lists the near ones.
+Each entry has a description for listings, and a name can be taken only once.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from hybridpar.errors import UsageError, nearest, shortened
@@ -32,6 +33,9 @@ class Registry(Generic[T]):
             name: The name users type.
             description: One line for listings.
 
+        Returns:
+            The decorator; it returns its argument as it is.
+
         Raises:
             ValueError: The name is taken (a programming error, so not a `UsageError`).
         """
@@ -45,7 +49,13 @@ class Registry(Generic[T]):
         return enter
 
     def get(self, name: str) -> T:
-        """The entry of that name.
+        """The entry of a name.
+
+        Args:
+            name: What the user typed.
+
+        Returns:
+            What was registered under it.
 
         Raises:
             UsageError: No such entry; the message names the nearest ones.
@@ -63,3 +73,25 @@ class Registry(Generic[T]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._entries))
+
+
+def names_in_source(folder: Path, decorator: str) -> set[str]:
+    """Names that decorators register in the modules of a folder, read from the source: nothing is imported.
+
+    Args:
+        folder: Directory of the modules.
+        decorator: How the decorators are called, as `register_model` or `DATA_SETS.register`.
+
+    Returns:
+        The first argument of each such decorator, or the name of its function where it has none.
+    """
+    found: set[str] = set()
+    for path in folder.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if f"@{decorator}(" not in text:
+            continue
+        for function in ast.walk(ast.parse(text)):
+            for call in getattr(function, "decorator_list", ()):
+                if isinstance(call, ast.Call) and ast.unparse(call.func) == decorator:
+                    found.add(str(ast.literal_eval(call.args[0])) if call.args else function.name)  # type: ignore[attr-defined]
+    return found

@@ -27,7 +27,7 @@ LAYERS: dict[str, set[str]] = {
     "sync": {"comm", "compress", "errors", "lanes"},
     "plan": {"errors", "formats"},
     "pipeline": {"comm", "errors", "lanes", "schedule", "sync"},
-    "models": {"errors"},
+    "models": {"errors", "registry"},
     "partition": {"errors", "formats", "machine", "models", "plan", "registry"},
     "config": {"errors", "schedule"},
     "planner": {
@@ -85,7 +85,9 @@ LAYERS: dict[str, set[str]] = {
         "train",
         "tvm_kernels",
     },
+    "__init__": {"config", "errors", "optim", "partition", "plan", "train"},
     "commands": {
+        "__init__",
         "codegen",
         "comm",
         "compress",
@@ -101,13 +103,14 @@ LAYERS: dict[str, set[str]] = {
         "partition",
         "plan",
         "planner",
+        "registry",
         "run",
         "schedule",
+        "server",
         "train",
         "tvm_kernels",
     },
-    "__init__": {"config", "errors", "optim", "partition", "plan", "train"},
-    "cli": {"__init__", "commands", "config", "errors", "machine", "plan", "planner", "run", "server", "tvm_kernels"},
+    "cli": {"__init__", "commands", "errors", "machine"},
     "__main__": {"cli", "machine"},
 }
 

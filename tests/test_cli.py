@@ -9,12 +9,15 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import fields
 
 import pytest
 from PIL import Image
 
 from hybridpar import __version__
-from hybridpar.cli import COMMANDS, main
+from hybridpar.cli import main
+from hybridpar.commands import COMMANDS, HELP_ALL, load_commands
+from hybridpar.commands.train import GROUPS, SHOWN, Train
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from tests.ranks import run_ranks
@@ -55,16 +58,64 @@ def test_a_command_that_is_misspelt_is_guessed(capsys):
     assert_one_error(capsys.readouterr().err, "unknown command 'trian'", "Did you mean train?")
 
 
-def help_of(command: list[str], capsys) -> str:
-    with pytest.raises(SystemExit):
-        main([*command, "--help"])
+def help_of(command: list[str], capsys, option: str = "--help") -> str:
+    with pytest.raises(SystemExit) if command else contextlib.nullcontext():
+        main([*command, option])
     return capsys.readouterr().out
 
 
 def test_every_command_is_known(capsys):
     listed = re.search(r"\{([a-z,]+)\}", help_of([], capsys))
     assert listed is not None
-    assert tuple(listed[1].split(",")) == COMMANDS
+    assert listed[1].split(",") == list(COMMANDS)
+    assert {"bench", "doctor", "plan", "show", "train", "tune"} <= set(COMMANDS)  # CONTRIBUTING.md adds another
+
+
+def test_without_a_command_the_commands_are_listed_and_the_exit_code_is_2(capsys):
+    assert main([]) == 2
+    assert "hybridpar COMMAND --help" in capsys.readouterr().err
+
+
+def options_in(text: str) -> set[str]:
+    return set(re.findall(r"^[│\s]*(--[a-z][a-z-]*)", text, flags=re.MULTILINE))
+
+
+def test_the_help_of_train_shows_the_usual_options_in_groups(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    short, full = help_of(["train"], capsys), help_of(["train"], capsys, HELP_ALL)
+    assert len(short.splitlines()) <= 120
+    assert max(map(len, short.splitlines())) <= 100
+    assert max(map(len, full.splitlines())) <= 100
+    for title in GROUPS:
+        for text in (short, full):
+            assert re.search(rf"^\W*{title} options\W*$", text, flags=re.MULTILINE)
+    assert options_in(short) == {f"--{name.replace('_', '-')}" for name in SHOWN if name != "model"}
+    own = {field.name for field in fields(Train)} - {"model", "channels_last"}
+    assert {one.replace("--no-", "--") for one in options_in(full)} == {f"--{name.replace('_', '-')}" for name in own}
+    assert "None" not in full, "a default that is no value says nothing"
+
+
+def test_every_option_of_train_is_in_one_group(capsys):
+    inside = [field.name for bases in GROUPS.values() for base in bases for field in fields(base)]
+    assert sorted([*inside, "model"]) == sorted(field.name for field in fields(Train))
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        (["train", "resnet18", "--channels-last"], ["train", "resnet18", "--memory-format", "channels_last"]),
+        (["tune", "mobilenet_v2", "--layout", "contiguous"], ["tune", "mobilenet_v2", "--memory-format", "contiguous"]),
+        (["plan", "resnet18", "--channels-last"], ["plan", "resnet18", "--memory-format", "channels_last"]),
+        (["bench", "codecs", "--codec", "fp16"], ["bench", "codecs", "--compress", "fp16"]),
+    ],
+)
+def test_former_spellings_are_read(former, now):
+    load_commands()
+    one, other = (COMMANDS.get(words[0]).parse(words[0], words[1:]) for words in (former, now))
+    if former[0] == "train":
+        assert (one.uses_channels_last, one.memory_format) == (True, other.memory_format)
+    else:
+        assert one == other
 
 
 @pytest.mark.parametrize("command", [["train"], ["plan"], ["tune"], ["bench", "sync"], ["bench", "codecs"], ["doctor"]])
@@ -254,10 +305,11 @@ def test_a_port_in_use_is_named(call, monkeypatch):
 )
 def test_what_is_trained_is_said_before_torch_is_loaded(tmp_path, arguments, said):
     """The launching process has said it, and loaded no torch, when it starts the workers or becomes the only one."""
+    (tmp_path / "my").mkdir()
     program = (
-        "import sys\nfrom hybridpar import cli\n"
+        "import sys\nfrom hybridpar import cli\nfrom hybridpar.commands import train\n"
         "def started(*more, **options):\n    print('torch' in sys.modules, file=sys.stderr)\n    sys.exit(7)\n"
-        "cli.launch_workers = cli._tune_worker = started\n"
+        "train.launch_workers = train.prepare_worker = started\n"
         f"cli.main({arguments})"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -277,11 +329,38 @@ def test_what_is_trained_is_said_before_torch_is_loaded(tmp_path, arguments, sai
     ],
 )
 def test_a_wrong_directory_is_refused_before_anything_is_started(call, monkeypatch, options, said):
-    for name in ("launch_workers", "_tune_worker", "_announce"):
-        monkeypatch.setattr(f"hybridpar.cli.{name}", lambda *more, **given: pytest.fail("something was started"))
+    for name in ("launch_workers", "prepare_worker", "_announce"):
+        monkeypatch.setattr(
+            f"hybridpar.commands.train.{name}", lambda *more, **given: pytest.fail("something was started")
+        )
     code, error = call("train", "resnet18", *options)
     assert code == 2
     assert_one_error(error, said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["resnet19"], "unknown model 'resnet19'"),
+        (["no_module:net"], "cannot import 'no_module'"),
+        (["resnet18", "--data", "digit"], "unknown data set 'digit'"),
+        (["resnet18", "--checkpoint-every", "often"], "often"),
+        (["resnet18", "--lr", "-1"], "--lr is -1"),
+    ],
+)
+def test_wrong_names_are_found_before_torch_is_loaded_and_workers_are_started(tmp_path, arguments, said):
+    program = (
+        "import sys\nfrom hybridpar import cli\nfrom hybridpar.commands import train\n"
+        "train.launch_workers = train.prepare_worker = train._announce = None\n"
+        f"code = cli.main({['train', *arguments, '--workers', '2']})\n"
+        "heavy = {'torch', 'torchvision', 'tvm', 'matplotlib', 'sklearn', 'networkx'}\n"
+        "print(code, heavy & set(sys.modules))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == "2 set()\n", done.stderr
+    assert_one_error(done.stderr, said)
 
 
 def test_a_job_that_is_not_described_is_an_error(call, monkeypatch):

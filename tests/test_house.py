@@ -37,7 +37,18 @@ from tests.structure import (
 
 #: What must answer without the seconds that torch takes.
 WITHOUT_TORCH = (
-    *("errors", "registry", "config", "cli", "machine.process", "machine.launch", "machine.cluster", "observe", "plan"),
+    *(
+        "errors",
+        "registry",
+        "config",
+        "cli",
+        "commands",
+        "machine.process",
+        "machine.launch",
+        "machine.cluster",
+        "observe",
+        "plan",
+    ),
     "schedule",
 )
 
@@ -209,12 +220,18 @@ def test_looking_costs_nothing() -> None:
     assert not loaded_after(code) & {"torch", "torchvision", "tvm", "matplotlib", "sklearn", "tensorboard"}
 
 
+def test_listing_the_commands_imports_no_large_package() -> None:
+    large = {"torch", "torchvision", "numpy", "pydantic", "rich", "networkx", "matplotlib", "sklearn", "tvm"}
+    assert not loaded_after("from hybridpar.cli import main\nassert main(['--help']) == 0") & large
+    assert not loaded_after("import hybridpar") & {*large, "tyro"}
+
+
 def train_options(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Every option that `hybridpar train --help` names."""
-    monkeypatch.setenv("COLUMNS", "200")
+    """Every option that `hybridpar train --help-all` names."""
+    monkeypatch.setenv("COLUMNS", "120")
     output = io.StringIO()
     with contextlib.redirect_stdout(output), pytest.raises(SystemExit):
-        cli.main(["train", "--help"])
+        cli.main(["train", "--help-all"])
     return re.findall(r"^\W*(?:-\w, )?(--[a-z][a-z-]*)", output.getvalue(), flags=re.MULTILINE)
 
 

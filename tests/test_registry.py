@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+import hybridpar
+from hybridpar.data import DATA_SETS
 from hybridpar.errors import UsageError
-from hybridpar.registry import Registry
+from hybridpar.registry import Registry, names_in_source
 
 
 @pytest.fixture
@@ -47,3 +51,16 @@ def test_a_name_can_be_taken_only_once(fruits):
     with pytest.raises(ValueError, match="fruit 'pear' is registered twice"):
         fruits.register("pear", "another")("X")
     assert fruits.get("pear") == "P"
+
+
+def test_names_are_read_from_the_source_without_an_import(tmp_path):
+    (tmp_path / "one.py").write_text(
+        "import nothing_that_exists\n@KINDS.register('first', 'text')\ndef _first(): ...\n"
+        "@KINDS.register()\ndef second(): ...\n@OTHER.register('third')\ndef third(): ...\n"
+    )
+    assert names_in_source(tmp_path, "KINDS.register") == {"first", "second"}
+
+
+def test_all_data_sets_of_the_package_are_found_in_its_source():
+    own = set(names_in_source(Path(hybridpar.__file__).parent / "data", "DATA_SETS.register"))
+    assert {"digits", "cifar10", "synthetic", "folder"} <= own <= set(DATA_SETS)

@@ -1,1 +1,172 @@
-"""Why: one module per command of `hybridpar` that needs more than an argument parser."""
+"""The commands of `hybridpar`, one module or folder here for each.
+
+A module registers its command with `register_command`, and imports what is heavy in the function that runs it: the
+modules are imported to list the commands, which must not take the seconds that torch takes.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, make_dataclass
+from itertools import pairwise
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import tyro
+
+from hybridpar.registry import Registry
+
+Options = TypeVar("Options")
+
+#: Option of a command with groups that prints all of its options; `--help` prints those that most users need.
+HELP_ALL = "--help-all"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command as it was registered; see `register_command`.
+
+    Attributes:
+        options: Dataclass of its options.
+        run: Function that runs it.
+        groups: Titles of its help screen, with the base classes of `options` that each shows; empty for one group.
+        shown: Names of the options that `--help` shows where there are groups; `--help-all` shows all.
+        former: Names of options that are still read, and are in neither of these help screens.
+    """
+
+    options: type
+    run: Callable[[Any, Sequence[str]], int]
+    groups: Mapping[str, tuple[type, ...]]
+    shown: Collection[str]
+    former: Collection[str]
+
+    def parse(self, name: str, arguments: Sequence[str]) -> Any:
+        """Read a command line.
+
+        Args:
+            name: What users type for the command.
+            arguments: What follows the name.
+
+        Returns:
+            An instance of `options`.
+
+        Raises:
+            SystemExit: Help was printed (code 0), or the command line cannot be read (code 2).
+        """
+        words, target = list(arguments), self.options
+        config: tuple[Any, ...] = (tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes)
+        if self.groups and {HELP_ALL, "--help", "-h"} & set(words):
+            most = {one.name for one in fields(self.options)} - set(self.former)
+            target = grouped(self.options, self.groups, most if HELP_ALL in words else self.shown)
+            words = ["--help"]
+            config = (*config, tyro.conf.DisallowNone)
+        return tyro.cli(target, args=words, prog=f"hybridpar {name}", config=config)
+
+
+COMMANDS: Registry[Command] = Registry("command")
+
+
+def register_command(
+    name: str,
+    description: str,
+    options: type[Options],
+    *,
+    groups: Mapping[str, tuple[type, ...]] | None = None,
+    shown: Collection[str] = (),
+    former: Collection[str] = (),
+) -> Callable[[Callable[[Options, Sequence[str]], int]], Callable[[Options, Sequence[str]], int]]:
+    """Decorator that makes a function a command.
+
+    The function gets the options and the whole command line, with which a command starts itself in several workers;
+    it returns the exit code.
+
+    Args:
+        name: What users type after `hybridpar`.
+        description: One sentence for `hybridpar --help`.
+        options: Dataclass whose fields are the options; their docstrings are the help.
+        groups: See `Command`.
+        shown: See `Command`.
+        former: See `Command`.
+
+    Returns:
+        The decorator; it returns the function as it is.
+    """
+
+    def enter(run: Callable[[Options, Sequence[str]], int]) -> Callable[[Options, Sequence[str]], int]:
+        COMMANDS.register(name, description)(Command(options, run, groups or {}, shown, former))
+        return run
+
+    return enter
+
+
+def find_command(name: str) -> Command:
+    """Import the module that a command is named after, or all if there is none, and look the command up.
+
+    Args:
+        name: What the user typed.
+
+    Returns:
+        The command.
+
+    Raises:
+        UsageError: There is no such command.
+    """
+    load_commands(name)
+    return COMMANDS.get(name)
+
+
+def load_commands(name: str | None = None) -> None:
+    """Import the modules of this folder, so that their commands are registered.
+
+    Args:
+        name: Import the module of that name only, if there is one.
+    """
+    modules = [module.name for module in pkgutil.iter_modules(__path__)]
+    for module in [name] if name in modules else modules:
+        importlib.import_module(f"{__name__}.{module}")
+
+
+def grouped(options: type, groups: Mapping[str, tuple[type, ...]], shown: Collection[str]) -> type:
+    """A dataclass with the options of another one in titled groups, for a help screen.
+
+    Args:
+        options: Dataclass with all options.
+        groups: Titles, and the base classes of `options` that each shows.
+        shown: Names of the options in groups that are shown.
+
+    Returns:
+        The dataclass: the fields that are in no group, and one field for each group.
+    """
+    parts: list[Any] = []
+    for number, (title, bases) in enumerate(groups.items()):
+        options_here = [_explained(base, one) for base in bases for one in fields(base) if one.name in shown]
+        group = make_dataclass(f"Group{number}", options_here)
+        hint: Any = Annotated[group, tyro.conf.OmitArgPrefixes, tyro.conf.arg(name=title, help="")]
+        parts.append((f"group_{number}", hint, field(default_factory=group)))
+    inside = {one.name for bases in groups.values() for base in bases for one in fields(base)}
+    loose = [_explained(options, one) for one in fields(options) if one.name not in inside]
+    return make_dataclass(options.__name__, [*loose, *parts], kw_only=True, namespace={"__doc__": options.__doc__})
+
+
+def _explained(owner: type, one: Field[Any]) -> tuple[str, Any, Field[Any]]:
+    """A field with its docstring as help text, without line breaks, and without a default that says nothing."""
+    hint = get_type_hints(owner, include_extras=True)[one.name]
+    if not any(getattr(part, "help", None) for part in getattr(hint, "__metadata__", ())):
+        text = " ".join(_field_docs(owner).get(one.name, "").split())
+        says_nothing = one.default is None or one.default is False
+        hint = Annotated[hint, tyro.conf.arg(help=text, help_behavior_hint="" if says_nothing else None)]
+    return one.name, hint, field() if one.default is MISSING else field(default=one.default)
+
+
+def _field_docs(owner: type) -> dict[str, str]:
+    """The strings below the fields of a dataclass, by field."""
+    (body,) = (node.body for node in ast.parse(inspect.getsource(owner)).body if isinstance(node, ast.ClassDef))
+    return {
+        above.target.id: ast.literal_eval(below.value)
+        for above, below in pairwise(body)
+        if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name)
+        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+    }

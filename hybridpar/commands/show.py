@@ -1,19 +1,21 @@
-"""Why: whatever hybridpar writes about a plan, a schedule or a run can be looked at with one command.
+"""`hybridpar show`: prints a run, a plan, a timeline or a schedule, and draws it.
 
-`hybridpar show FILE` takes the directory of a run, or knows a file by what is in it: a plan, a trace that `--timeline`
-wrote, or a schedule in the CSV format of torch.distributed.pipelining. It prints a table that fits into 80 columns, and
-draws where it is asked to.
+The argument is the directory of a run, or a file that is recognised by its content: a plan, a trace that `--timeline`
+wrote, or a schedule in the CSV format of torch.distributed.pipelining. Tables fit into 80 columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import tyro
+
+from hybridpar.commands import register_command
 from hybridpar.errors import PlanError, ScheduleError, UsageError
 from hybridpar.formats.file_reader import read_json
-from hybridpar.run.directory import RUN_FILE, read_facts
-from hybridpar.train.checkpoint_files import list_checkpoints
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,17 +28,36 @@ if TYPE_CHECKING:
 _WIDTH = 80
 _ANY_WIDTH = 10**9
 
-#: Rules of what gradients travel as that are shown.
+#: Most rules of a codec policy that are shown.
 _MOST_RULES = 12
 
 
+@dataclass(frozen=True, kw_only=True)
+class Show:
+    """Print a run, a plan, a timeline or a schedule, and draw it."""
+
+    file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+    """A run directory, a plan of `hybridpar plan` or of a run, a trace of `hybridpar train --timeline`, or a schedule
+    as CSV."""
+    draw: Path | None = None
+    """Draw it into this .svg, .png or .pdf file; of a plan, the schedule with its predicted times."""
+
+
+@register_command("show", "Print a run, a plan, a timeline or a schedule, and draw it.", Show)
+def _run(command: Show, _: Sequence[str]) -> int:
+    return run_show(command.file, command.draw)
+
+
 def run_show(path: Path, draw: Path | None = None, console: Console | None = None) -> int:
-    """Print what a file says, and draw it where that is asked for; returns the exit code.
+    """Print what is in a file, and draw it if asked to.
 
     Args:
         path: A run directory, a plan, a trace or a schedule.
         draw: Picture to draw: .svg, .png or .pdf.
         console: Where to print; default: standard output.
+
+    Returns:
+        The exit code, 0.
 
     Raises:
         UsageError: The file is none of these, cannot be read, or cannot be drawn.
@@ -81,6 +102,8 @@ def _show_run(directory: Path, console: Console) -> Plan | None:
     from hybridpar.observe import print_report, read_metrics
     from hybridpar.observe.summary import read_summary
     from hybridpar.plan import read_plan
+    from hybridpar.run.directory import RUN_FILE, read_facts
+    from hybridpar.train.checkpoint_files import list_checkpoints
 
     facts = read_facts(directory)
     if "model" not in facts:

@@ -1,4 +1,4 @@
-"""Why: the options of a training run, in the groups that `hybridpar train --help` shows.
+"""Options of a training run, in the groups that `hybridpar train --help` shows.
 
 They are frozen dataclasses: Python users fill them in, and the command line is made from them.
 """

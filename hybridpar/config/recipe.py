@@ -1,8 +1,4 @@
-"""Why: a recipe is many knobs at once, and a knob that says otherwise must be met before anything starts.
-
-What a recipe sets is plain data, decided from the options and the length of the run alone, so all workers decide alike
-without a word. Options that contradict each other are one error that names both.
-"""
+"""Options of recipes: settings that together train with less communication, and the rules that they must keep."""
 
 from __future__ import annotations
 
@@ -12,50 +8,47 @@ from typing import Literal
 
 from hybridpar.errors import UsageError
 
-#: What each recipe spends in full precision before it compresses, as a part of the run. 1-bit SGD: 24 of 309 hours of
+#: Part of the run that each recipe trains in full precision before it compresses. 1-bit SGD: 24 of 309 hours of
 #: speech, 7.8 %; 1-bit Adam: 15 to 25 % of the steps.
 WARM_PARTS = {"onebit-sgd": 0.08, "onebit-adam": 0.2}
 
-#: Learning rates where `--lr` is left alone. 1-bit Adam: that of Adam. 1-bit SGD: AdaGrad and gradients that come late
-#: bear less than plain SGD does; late ones cost ResNet-18 on digits ten points at its rate (trainings.csv).
+#: Learning rates where `--lr` has its default. 1-bit Adam: that of Adam. 1-bit SGD: AdaGrad and late gradients need
+#: a lower rate: at that of plain SGD, late ones cost ResNet-18 on digits ten points of accuracy (trainings.csv).
 RATES = {"onebit-sgd": 1e-2, "onebit-adam": 1e-3}
 
-#: Forms of double buffering in which gradients are applied late.
+#: Values of `--double-buffer` with which gradients are applied late.
 LATE = ("half", "delay", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeConfig:
-    """Ways to train with less communication, as a whole."""
+    """Recipes that train with less communication."""
 
     recipe: Literal["none", "onebit-sgd", "onebit-adam"] = "none"
-    """`onebit-sgd`: 1-bit gradients, AdaGrad and momentum at the owners of stripes, double buffering where it gains;
-    `onebit-adam`: Adam, then 1-bit momentum with the variance as it was."""
+    """`onebit-sgd`: 1-bit gradients, AdaGrad and momentum at the owners of stripes, late gradients where faster;
+    `onebit-adam`: Adam, then 1-bit momentum with a fixed variance."""
     double_buffer: Literal["off", "delay", "half", "auto"] | None = None
-    """Apply gradients late, so that they travel while the next ones are computed: by a whole step (`delay`), by half a
-    batch (`half`), or by a step where that is predicted to gain (`auto`). Default: off; auto with --recipe onebit-sgd.
-    """
+    """Send gradients while the next ones are computed, and apply them late: by a step (`delay`), by half a batch
+    (`half`), or by a step if predicted faster (`auto`). Default: off; auto with --recipe onebit-sgd."""
     warm_start_steps: int | None = None
-    """First steps that a recipe takes in full precision, and --sync local:H with all gradients exchanged. Default: a
-    part of the run with a recipe, 8 % or 20 %; none with local:H."""
-    lr_per_sample: float | None = None
-    """Learning rate per sample, in place of --lr, which is this times --batch-size."""
-    select_batch: int = 0
-    """Every so many epochs, train on a small part of the data at several batch sizes, and go on with the largest that
-    learns as well; 0: never."""
+    """First steps in full precision with a recipe, and with all gradients exchanged with --sync local:H. Default: 8 %
+    (onebit-sgd) or 20 % (onebit-adam) of the run; 0 with local:H."""
 
 
 def warm_steps(config: RecipeConfig, total: int | None) -> int:
-    """First steps in full precision.
+    """Number of first steps in full precision.
 
     Args:
-        config: The options.
-        total: Steps of the run; None where nobody knows.
+        config: Options.
+        total: Steps of the run; None if not known.
+
+    Returns:
+        The number of steps; 0 without a recipe, unless the options say otherwise.
 
     Raises:
         UsageError: It depends on the length of the run, which is not known.
     """
-    least = 1 if config.recipe == "onebit-adam" else 0  # without a step there is no variance to go on with
+    least = 1 if config.recipe == "onebit-adam" else 0  # the variance comes from these steps
     if config.warm_start_steps is not None:
         return max(least, config.warm_start_steps)
     part = WARM_PARTS.get(config.recipe)
@@ -71,5 +64,14 @@ def warm_steps(config: RecipeConfig, total: int | None) -> int:
 
 
 def refuse(one: str, other: str, why: str) -> UsageError:
-    """The error of two options that contradict each other."""
+    """The error for two options that contradict each other.
+
+    Args:
+        one: An option with its value.
+        other: The other one.
+        why: The rule that forbids the pair.
+
+    Returns:
+        The error, for the caller to raise.
+    """
     return UsageError(f"{one} with {other}", why, "Leave out one of them.")

@@ -1,4 +1,4 @@
-"""Why: how replicas are to be kept together, and what contradicts it, is known before anything heavy is imported."""
+"""Options that say how replicas are kept in step, parameter servers among them, and the rules that they must keep."""
 
 from __future__ import annotations
 
@@ -7,32 +7,30 @@ from typing import Literal
 
 from hybridpar.errors import UsageError
 
-#: What `--sync` may be.
+#: Values of `--sync`; `local` and `softsync` take a number.
 ALL_REDUCE, LOCAL, SERVER_SYNC, SERVER_ASYNC, SOFT_SYNC = "allreduce", "local", "ps", "ps-async", "softsync"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """How replicas are kept together: by each other, now and then, or by parameter servers."""
+    """How replicas are kept in step: by all-reduce, by averaging now and then, or by parameter servers."""
 
     sync: str = ALL_REDUCE
-    """How replicas are kept together. `allreduce`: by the gradients of every step; `local:H`: each trains alone, the
-    mean of their parameters being taken every H steps; `ps`: gradients meet at parameter servers, which wait for all
-    workers; `ps-async`: they wait for none; `softsync:N`: they wait for any W/N gradients of W workers."""
+    """`allreduce`: sum the gradients of every step; `local:H`: average parameters every H steps; parameter servers:
+    `ps` waits for all workers, `ps-async` for none, `softsync:N` for W/N of W workers."""
     servers: int | None = None
-    """Processes that the parameters are divided among, beside the workers; default: 1. With 0 every worker masters a
-    stripe itself."""
+    """Parameter server processes beside the workers; default: 1. With 0 every worker hosts one shard."""
     staleness: Literal["none", "inverse", "mean"] | None = None
-    """How a gradient counts that was computed on weights of T updates ago: `none`: in full; `inverse` (default):
-    1/T; `mean`: 1/N, N being the mean staleness that `--sync` leads to. Not with `ps`, where no gradient is stale."""
+    """Weight of a gradient computed on parameters of T updates ago: 1 (`none`), 1/T (`inverse`, default), or 1/N
+    (`mean`), N being the mean staleness of `--sync`. Not with `ps`, where no gradient is stale."""
     max_staleness: int | None = None
-    """Most steps that a worker may be ahead of the slowest one before it has to wait; default: any. Not with `ps`."""
+    """Most steps that a worker may be ahead of the slowest before it waits; default: no limit. Not with `ps`."""
     pull: Literal["fp32", "fp16"] = "fp32"
-    """What weights come back from parameter servers as."""
+    """Number format of parameters that workers get from parameter servers."""
 
     @property
     def uses_servers(self) -> bool:
-        """Whether gradients meet at parameter servers, be they processes of their own or not."""
+        """Whether gradients go to parameter servers, in processes of their own or in the workers."""
         return self.sync != ALL_REDUCE and self.local_steps is None
 
     @property
@@ -56,7 +54,7 @@ class ServerConfig:
 
     @property
     def server_processes(self) -> int:
-        """Processes beside the workers."""
+        """Number of server processes beside the workers."""
         return (1 if self.servers is None else self.servers) if self.uses_servers else 0
 
     def split_count(self, workers: int) -> int:
@@ -64,6 +62,9 @@ class ServerConfig:
 
         Args:
             workers: Number of workers.
+
+        Returns:
+            N; 1 where every update takes a gradient of each worker, `workers` where it takes one.
 
         Raises:
             UsageError: N is not between 1 and the number of workers.

@@ -1,7 +1,7 @@
-"""Why: the options of a training run, in one place that imports nothing heavy.
+"""The options of a training run as frozen dataclasses, one for each group that `hybridpar train --help` shows.
 
-`hybridpar --help` must answer at once, so these dataclasses know neither torch nor the modules that act on them. Each
-field's docstring is its help text on the command line, its default the command's default.
+The docstring of a field is its help text on the command line, and its default is the default there. Nothing here
+imports torch, so that the command line is read at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybridpar.schedule.schedules import SCHEDULES
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where the images come from and how they are cut into batches."""
+    """Model and data: what is trained, on which images, in batches of which size."""
 
     data: str = "digits"
     """Data set: digits, cifar10, cifar100, caltech101, folder, synthetic."""
@@ -29,23 +29,31 @@ class DataConfig:
     download: bool = False
     """Let torchvision download the data set into --data-root."""
     batch_size: int = 64
-    """Samples per step over all workers and micro-batches together."""
+    """Samples per step, over all workers and micro-batches."""
     loader_workers: int | None = None
     """Loader processes per worker; default: 0 for data held in memory, else 2."""
     image_size: int | None = None
-    """Side of the square images; default: what the data set is usually trained at."""
+    """Side of the square images, in pixels; default: the usual one of the data set."""
     synthetic_samples: int = 1024
     """Number of training samples of `--data synthetic`."""
+    stem: Literal["imagenet", "cifar"] = "imagenet"
+    """First layers of a ResNet: 7x7 stride 2 with pooling, or 3x3 stride 1 for small images."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Optimizer and learning-rate schedule."""
+    """Optimizer, learning-rate schedule, and length of the run."""
 
+    epochs: int = 10
+    """Number of epochs."""
+    steps: int | None = None
+    """Stop after this many steps in all, whatever --epochs says."""
     optimizer: Literal["sgd", "adamw"] = "sgd"
     """Optimizer."""
     lr: float = 0.02
     """Peak learning rate."""
+    lr_per_sample: float | None = None
+    """Learning rate per sample, in place of --lr: --lr becomes this times --batch-size."""
     momentum: float = 0.9
     """Momentum of SGD."""
     nesterov: bool = False
@@ -62,34 +70,18 @@ class OptimizerConfig:
     """Label smoothing of the cross-entropy."""
     clip_norm: float | None = None
     """Clip gradients to this global norm."""
+    select_batch: int = 0
+    """Every so many epochs, compare batch sizes on a small part of the data, and go on with the largest that learns as
+    well; 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig:
     """How workers exchange gradients."""
 
-    sync_lanes: int = 2
-    """Lanes (CUDA streams, or threads with a process group each) that gradients are sent on."""
-    bucket_mb: float = 8.0
-    """Gradients are sent in buckets of about this many MiB."""
-    guard: Annotated[
-        bool,
-        tyro.conf.arg(
-            help="Let a step count in which a gradient is not finite.",
-            help_behavior_hint="(default: all workers skip it)",
-        ),
-    ] = True
-    """Whether a step in which any gradient is not finite is skipped, on all workers."""
-    batch_norm: Literal["pooled", "local", "sync"] = "pooled"
-    """`pooled`: running statistics of the whole batch over replicas and micro-batches; `sync`: also normalise over the
-    replicas; `local`: stock behaviour, averaged over replicas at checkpoints."""
     compress: str = "none"
-    """What gradients travel as between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`, ...; a
-    policy file (.toml) of parameter names and codecs; or `auto`, which measures. Anything but `none` changes the
-    result."""
-    fidelity: Literal["exact", "close", "lossy"] = "exact"
-    """What `--plan auto` and `--compress auto` may choose for gradients: `exact`: only `none`; `close`: also fp16 and
-    bf16; `lossy`: also codecs that are known to keep the accuracy."""
+    """Codec of gradients between replicas: `none`, `fp16`, `onebit`, `qsgd_mn:bits=4`, `powersgd:rank=2`, ...; a .toml
+    file of parameter names and codecs; or `auto`, which measures. Anything but `none` changes the result."""
     hierarchy: Annotated[
         bool,
         tyro.conf.arg(
@@ -97,25 +89,28 @@ class SyncConfig:
             help_behavior_hint="(default: workers of a node add in full precision)",
         ),
     ] = True
-    """Where there are several nodes with several workers, add in full precision inside a node and use the codec of
-    `--compress` between nodes alone."""
-    timeout: float = 120.0
-    """Seconds after which a worker that does not answer is an error."""
-
-    @property
-    def compresses(self) -> bool:
-        """Whether gradients may travel as something else than they are."""
-        return self.compress.strip() not in ("none", "auto") or (self.chooses and self.fidelity != "exact")
+    """With several nodes of several workers: add in full precision inside a node, and use the codec of `--compress`
+    between nodes only."""
+    batch_norm: Literal["pooled", "local", "sync"] = "pooled"
+    """BatchNorm statistics. `pooled`: running statistics of the whole batch; `sync`: also normalise over all replicas;
+    `local`: per replica, averaged at checkpoints."""
+    guard: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="Do not skip steps in which a gradient is not finite.",
+            help_behavior_hint="(default: all workers skip them)",
+        ),
+    ] = True
+    """Whether a step in which any gradient is not finite is skipped, on all workers."""
+    sync_lanes: int = 2
+    """Lanes that gradients are sent on: CUDA streams, or threads with a process group each."""
+    bucket_mb: float = 8.0
+    """Size of the buckets that gradients are sent in, in MiB."""
 
     @property
     def chooses(self) -> bool:
-        """Whether what gradients travel as is to be measured."""
+        """Whether codecs are measured and chosen (`--compress auto`)."""
         return self.compress.strip() == "auto"
-
-    @property
-    def shares_memory(self) -> bool:
-        """Whether workers of one machine may add through shared memory, which is as fast as it gets, but only adds."""
-        return not self.compresses or self.chooses
 
     @property
     def sum_groups(self) -> int:
@@ -130,34 +125,75 @@ class SyncConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How the model is cut into stages, and how micro-batches flow through them."""
+    """Parallelism: workers, and the stages, replicas and micro-batches that they are used for."""
 
+    workers: int | None = None
+    """Workers on this machine; default: one per GPU, else 2 on the CPU. Under torchrun: the workers it started."""
     stages: int = 1
-    """Stages of the model. With one worker they are lanes of its device, with several they are on workers."""
+    """Stages that the model is cut into: lanes of one worker, or spread over the workers."""
     replicas: int | None = None
-    """Copies of the whole pipeline, which share each batch; default: as many as the workers give."""
+    """Copies of the whole pipeline, which share each batch; default: as many as the workers allow."""
     micro_batches: int = 1
     """Micro-batches per replica and step; their gradients are added up."""
     schedule: str | None = None
-    """Order of the micro-batches' passes: 1f1b, gpipe, interleaved, looped_bfs, zero_bubble, or another that was
-    registered; default: greedy, which tries all of them on the measured times."""
+    """Order of passes: 1f1b, gpipe, interleaved, looped_bfs, zero_bubble, or another registered one; default: greedy,
+    the fastest of all on the measured times."""
     placement: Literal["linear", "loop", "v"] | None = None
-    """Where stages go: one per lane, round and round, or up and down again; default: linear, and loop where there are
-    more stages than workers."""
-    plan: Literal["auto", "none"] | Path = "auto"
-    """`auto`: measure the machine and the model once, and search for the fastest way to train that the other options
-    leave open; `none`: nothing but what the other options say; or a plan's file, which is followed."""
+    """Stages on lanes: one per lane (`linear`), round-robin (`loop`), or V-shaped (`v`); default: linear, and loop
+    where there are more stages than workers."""
     recompute: tuple[int, ...] = ()
-    """Stages that keep only their inputs and compute their activations again in the backward pass."""
-    cuda_graph: bool = False
-    """Capture the training step as one CUDA graph and replay it; for small kernels on a GPU."""
-    timeline: Path | None = None
-    """Write what really ran, beside what was predicted, as a trace for Perfetto or chrome://tracing."""
+    """Stages that keep only their inputs, and compute their activations again in the backward pass."""
 
     @property
-    def is_staged(self) -> bool:
-        """Whether the model is to be cut into stages."""
-        return self.stages > 1 or self.plan_file is not None
+    def workers_wanted(self) -> int | None:
+        """Number of workers that stages and replicas ask for; None where they leave it open."""
+        return self.stages * self.replicas if self.stages > 1 and self.replicas is not None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig:
+    """Kernels and precision: how the model is computed on a device."""
+
+    amp: Literal["none", "bf16"] = "none"
+    """Run the forward pass in bfloat16 where autocast allows it."""
+    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
+    """Memory format of images and activations; auto: contiguous, and channels_last with --kernels."""
+    channels_last: bool = False
+    """Former spelling of `--memory-format channels_last`."""
+    kernels: str = "off"
+    """Tuned kernels for depthwise convolutions and BatchNorm, used where they are faster: `auto` for those of this
+    machine and of the package, or a file of `hybridpar tune`."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    cuda_graph: bool = False
+    """Capture the training step as one CUDA graph and replay it; for small kernels on a GPU."""
+
+    def __post_init__(self) -> None:
+        """Read the former spelling of `memory_format`."""
+        if self.channels_last and self.memory_format == "auto":
+            object.__setattr__(self, "memory_format", "channels_last")
+
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether tuned kernels may take the place of torch's."""
+        return self.kernels.strip() != "off"
+
+    @property
+    def uses_channels_last(self) -> bool:
+        """Whether images and activations are in channels_last."""
+        return self.memory_format == "channels_last" or (self.memory_format == "auto" and self.uses_kernels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanningConfig:
+    """Planning: whether the fastest way to train is searched for, and what it may change."""
+
+    plan: Literal["auto", "none"] | Path = "auto"
+    """`auto`: measure machine and model once, and search for the fastest way to train that the other options allow;
+    `none`: train as the other options say; or the file of a plan, which is followed."""
+    fidelity: Literal["exact", "close", "lossy"] = "exact"
+    """Codecs that `--plan auto` and `--compress auto` may choose: `exact`: only `none`; `close`: also fp16 and bf16;
+    `lossy`: also those that are known to keep the accuracy."""
 
     @property
     def plan_file(self) -> Path | None:
@@ -169,39 +205,11 @@ class PipelineConfig:
         """Whether the fastest plan is to be searched for."""
         return str(self.plan) == "auto"
 
-    @property
-    def workers_wanted(self) -> int | None:
-        """Number of workers that stages and replicas ask for; None where they leave it open."""
-        return self.stages * self.replicas if self.stages > 1 and self.replicas is not None else None
-
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(RecipeConfig, PipelineConfig, ServerConfig, SyncConfig, OptimizerConfig, DataConfig):
-    """Everything a training run can be told."""
+class RunConfig:
+    """Run directory and checkpoints: what a run writes, and what it goes on from."""
 
-    stem: Literal["imagenet", "cifar"] = "imagenet"
-    """Stem of ResNets: 7x7 stride 2 with pooling, or 3x3 stride 1 for small images."""
-    workers: int | None = None
-    """Local workers; default: all GPUs, else 2 on the CPU. Under torchrun: what torchrun started."""
-    epochs: int = 10
-    """Epochs to train."""
-    steps: int | None = None
-    """Stop after this many steps in all, whatever --epochs says."""
-    seed: int = 0
-    """Seed of weights, shuffling, augmentation and dropout."""
-    amp: Literal["none", "bf16"] = "none"
-    """Run forward in bfloat16 where autocast allows it."""
-    channels_last: bool = False
-    """Use the channels-last memory format."""
-    memory_format: Literal["auto", "contiguous", "channels_last"] = "auto"
-    """Memory format; auto: contiguous, but channels_last with --channels-last or with --kernels."""
-    kernels: str = "off"
-    """Run depthwise convolutions, and BatchNorm with its activation, on kernels where these are faster: `auto` for
-    those that were tuned on this machine or come with the package, or a file that `hybridpar tune` wrote."""
-    compile: bool = False
-    """Compile the model with torch.compile."""
-    deterministic: bool = False
-    """Use deterministic algorithms only."""
     run_dir: Path | None = None
     """Directory of this run; default: runs/MODEL-DATA."""
     resume: bool = False
@@ -214,6 +222,20 @@ class TrainConfig(RecipeConfig, PipelineConfig, ServerConfig, SyncConfig, Optimi
     """Checkpoints to keep besides the best one."""
     overwrite: bool = False
     """Replace a finished run in the run directory."""
+    timeline: Path | None = None
+    """Write the measured and the predicted times of a step as a trace for Perfetto or chrome://tracing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvancedConfig:
+    """Advanced: reproducibility, timeouts, process settings, debugging."""
+
+    seed: int = 0
+    """Seed of weights, shuffling, augmentation and dropout."""
+    deterministic: bool = False
+    """Use deterministic algorithms only."""
+    timeout: float = 120.0
+    """Seconds after which a worker that does not answer is an error."""
     tune_process: Annotated[
         bool,
         tyro.conf.arg(
@@ -225,27 +247,42 @@ class TrainConfig(RecipeConfig, PipelineConfig, ServerConfig, SyncConfig, Optimi
     debug: bool = False
     """Show tracebacks."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(
+    AdvancedConfig,
+    RunConfig,
+    PlanningConfig,
+    KernelConfig,
+    RecipeConfig,
+    ServerConfig,
+    SyncConfig,
+    PipelineConfig,
+    OptimizerConfig,
+    DataConfig,
+):
+    """All options of a training run."""
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the model is to be cut into stages."""
+        return self.stages > 1 or self.plan_file is not None
+
     @property
     def compresses(self) -> bool:
-        """See `SyncConfig`; every recipe does."""
-        return self.recipe != "none" or super().compresses
+        """Whether gradients may be sent compressed."""
+        named = self.compress.strip() not in ("none", "auto")
+        return self.recipe != "none" or named or (self.chooses and self.fidelity != "exact")
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether workers of one machine may add gradients through shared memory, which cannot compress."""
+        return not self.compresses or self.chooses
 
     @property
     def parts_per_step(self) -> int:
         """Micro-batches of a replica in a step; with `--double-buffer half` those of both halves."""
         return self.micro_batches * (2 if self.double_buffer == "half" else 1)
-
-    @property
-    def uses_kernels(self) -> bool:
-        """Whether tuned kernels may take the place of torch's."""
-        return self.kernels.strip() != "off"
-
-    @property
-    def uses_channels_last(self) -> bool:
-        """Whether images and activations are in channels_last."""
-        return self.memory_format == "channels_last" or (
-            self.memory_format == "auto" and (self.channels_last or self.uses_kernels)
-        )
 
     def check(self) -> None:
         """Check what can be checked without the data and the machine.

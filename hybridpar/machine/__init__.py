@@ -1,1 +1,1 @@
-"""Why: what is known of this machine and its links: description, measurements, processes."""
+"""Description and measurement of this machine and its links, and how worker processes are started on it."""

@@ -1,6 +1,6 @@
-"""Why: what `hybridpar doctor` looks at besides devices and links: software, tools of the system, and directories.
+"""Checks of `hybridpar doctor`: software, tools of the system, and directories.
 
-Every check answers with `Finding`s and never raises: a doctor that dies of what it looks for is no help. What training
+Every check returns `Finding`s and never raises. What training
 cannot do without is `failed` when missing; what a default run misses is a `warning`; the rest is just `absent`.
 """
 

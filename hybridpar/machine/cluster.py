@@ -1,4 +1,4 @@
-"""Why: what this machine can do is measured once, kept, and asked for by everything that plans.
+"""`Cluster`: the devices and links of this machine as they were measured, and the cache that keeps them.
 
 A `Cluster` is devices with their memory bandwidth and matrix rates, and links between workers with latency and
 bandwidth. `hybridpar.machine.probe` measures it; this module says what it is and keeps it as JSON in the user's cache

@@ -1,4 +1,4 @@
-"""Why: a plan is wanted for machines that are not at hand, so a cluster can be described as well as measured.
+"""Reads the description of a cluster from a TOML file, so that plans can be made for machines that are not at hand.
 
 A description is hosts with devices, and links on two levels: between the devices of a host, and between hosts. It is a
 TOML file:

@@ -1,4 +1,4 @@
-"""Why: one command starts all workers of a machine, and a worker that is killed costs seconds, not the job.
+"""Starts the workers of a job on this machine, restarts them after a crash, and reports how the job ended.
 
 Workers are started by torch's elastic launcher with the c10d rendezvous. (Its static rendezvous hands restarted
 workers the addresses of the dead attempt.) A worker that the system kills - signal 9, out of memory - makes the
@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError, shortened, user_frames
-from hybridpar.machine.process import available_cores, threads_per_worker, usable_memory
+from hybridpar.machine.process import available_cores, threads_per_worker, tune_this_process, usable_memory
 
 VERDICT_VARIABLE = "HYBRIDPAR_VERDICT"
 #: The file beside the verdict by which a worker says that it has told how the run ended.
@@ -52,7 +52,7 @@ def launched_here() -> bool:
 
 
 def check_processes(workers: int, servers: int = 0) -> None:
-    """Refuse to start more processes than the machine has room for: it would stand still for hours.
+    """Refuse to start more processes than the machine has cores and memory for.
 
     Args:
         workers: Workers of a job on this machine.
@@ -207,12 +207,18 @@ def note_orderly_end() -> None:
         Path(os.environ[VERDICT_VARIABLE]).with_name(_TOLD).touch()
 
 
-def follow_launcher() -> None:
-    """Have the system stop this worker, in its orderly way, when our launcher dies without having stopped it.
+def prepare_worker(tune: bool) -> None:
+    """Set up this process as a worker, before it imports torch: allocator, threads, and its end with the launcher's.
 
-    Only for our own launcher, which starts workers from its main thread: the signal comes when that thread ends.
+    Args:
+        tune: Whether a CPU worker gets the allocator and thread settings for training; it may be started again for it.
     """
+    from hybridpar.machine.cluster import has_gpu
+
+    if tune and not has_gpu():
+        tune_this_process(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if VERDICT_VARIABLE in os.environ and sys.platform == "linux":
+        # The system sends SIGTERM when the main thread of our launcher ends, which started this worker.
         pr_set_pdeathsig = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
@@ -221,8 +227,8 @@ def follow_launcher() -> None:
 def leaving_at_once() -> Iterator[None]:
     """Context in which Ctrl-C ends this process on the spot.
 
-    For imports: they take seconds, there is nothing to save yet, and a `KeyboardInterrupt` that meets a callback in
-    them is lost.
+    For imports: they take seconds, there is nothing to save yet, and a `KeyboardInterrupt` raised inside a callback of
+    an import is lost.
     """
     before = signal.signal(signal.SIGINT, _leave)
     try:
@@ -237,10 +243,17 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def error_text(error: BaseException, debug: bool) -> str:
-    """What the user reads of an error: value, rule, what to do; with the traceback on request, or if it is a bug.
+    """The text printed for an error: value, rule, what to do; with the traceback on request, or if it is a bug.
 
     Of an exception that the user's own code raised, for instance a model in its forward pass, only the frames of that
     code are shown.
+
+    Args:
+        error: What ended the process.
+        debug: Print the traceback in any case.
+
+    Returns:
+        The text.
     """
     if isinstance(error, HybridparError) and not debug:
         return f"error: {error}"
@@ -288,18 +301,25 @@ def failure_recorded() -> bool:
 
 
 def report_verdict(verdict: Path) -> int:
-    """Print the verdict to standard error and return its exit code."""
+    """Print the verdict to standard error.
+
+    Args:
+        verdict: File that a worker wrote, see `record_failure`.
+
+    Returns:
+        The exit code in it.
+    """
     content = json.loads(verdict.read_text(encoding="utf-8"))
     print(content["text"], file=sys.stderr)
     return int(content["code"])
 
 
 class StopRequest:
-    """Turns SIGINT and SIGTERM into a wish that the training loop reads between steps.
+    """Turns SIGINT and SIGTERM into a stop flag that the training loop reads between steps.
 
     Either signal asks the loop to end its step, save and leave. A second Ctrl-C does not wait for that; torchrun passes
-    it on as SIGTERM. Otherwise a second SIGTERM changes nothing: systems that lose patience send SIGKILL, and
-    `follow_launcher` may send SIGTERM more than once, because Linux does so for every thread of the parent that ends.
+    it on as SIGTERM. Otherwise a second SIGTERM changes nothing: the system may send SIGTERM more than once
+    (see `prepare_worker`), because Linux does so for every thread of the parent that ends.
     """
 
     def __init__(self) -> None:

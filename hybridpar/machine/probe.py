@@ -1,4 +1,4 @@
-"""Why: the machine is measured by processes of their own, so that the measuring one cannot be harmed by it.
+"""Measures devices and links in separate processes, which this module starts and supervises.
 
 The parent never imports torch for it, keeps no CUDA context, and survives a driver that crashes or a link that hangs:
 every probe has a time limit, and all its processes are stopped when one fails. What runs in those processes is

@@ -1,4 +1,4 @@
-"""Why: rates of devices and links are measured here, in processes that `hybridpar.machine.probe` starts.
+"""Measurements of devices and links that run in the processes started by `hybridpar.machine.probe`.
 
 The functions without `measure` in their name are what such a process is started for; they answer in JSON.
 

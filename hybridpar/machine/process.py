@@ -1,4 +1,4 @@
-"""Why: the system's defaults for memory and threads cost a CPU worker up to a third of its time.
+"""Memory allocator, thread counts and CPU affinity of worker processes, set for training on a CPU.
 
 **Allocator.** glibc hands large blocks back to the system when they are freed, and the next training step faults every
 page in again. MobileNetV2 at batch 32 on one core spends a third of its time there: 160 thousand page faults a step,

@@ -1,4 +1,4 @@
-"""Why: a measurement on a busy machine is repeated until its results agree, a bounded number of times.
+"""Repeats a measurement on a busy machine until its results agree, a bounded number of times.
 
 What comes out is kept for later only where they did agree: a time that a second measurement does not confirm says what
 else ran at that moment. Kernels, profiles of models, probes of devices and links all decide so.

@@ -69,8 +69,10 @@ class PlanConfig:
     """Passes of the measurement; the minimum counts."""
     threads: int | None = None
     """Intra-op threads on CPU; default: torch's."""
+    memory_format: Literal["contiguous", "channels_last"] = "contiguous"
+    """Memory format that the model is measured in."""
     channels_last: bool = False
-    """Measure in the channels_last memory format."""
+    """Former spelling of `--memory-format channels_last`."""
     cache: Annotated[
         bool,
         tyro.conf.arg(
@@ -95,6 +97,11 @@ class PlanConfig:
     """Whether the C allocator and thread counts are set as for training before anything is measured on a CPU."""
     debug: bool = False
     """Show tracebacks."""
+
+    def __post_init__(self) -> None:
+        """Read the former spelling of `memory_format`."""
+        object.__setattr__(self, "channels_last", self.channels_last or self.memory_format == "channels_last")
+        object.__setattr__(self, "memory_format", "channels_last" if self.channels_last else "contiguous")
 
     @property
     def measured_device(self) -> str:
@@ -128,7 +135,13 @@ class PlanConfig:
                 "--threads 1",
             ),
             ("--seed", self.seed, 0 <= self.seed < 2**63, "A seed is a number from 0 to 2^63 - 1.", "--seed 0"),
-            ("--channels-last", "set", images or not self.channels_last, "Only images have it.", "--input 3x224x224"),
+            (
+                "--memory-format",
+                "channels_last",
+                images or not self.channels_last,
+                "Only images have it.",
+                "--input 3x224x224",
+            ),
         ]
         for option, value, holds, rule, use in rules:
             if not holds:

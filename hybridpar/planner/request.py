@@ -14,7 +14,7 @@ from hybridpar.partition.request import PlanConfig
 #: Options that say how to cut, which the search decides itself.
 _DECIDED = ("stages", "batch", "devices", "co_run", "link", "placement", "in_flight", "micro_batches", "strategy")
 #: Options that say what is measured.
-_RECORDED = ("batch_size", "workers", "classes", "optimizer_copies", "passes", "threads", "channels_last", "seed")
+_RECORDED = ("batch_size", "workers", "classes", "optimizer_copies", "passes", "threads", "memory_format", "seed")
 
 
 @dataclass(frozen=True)

@@ -240,7 +240,7 @@ def how_to_tune(key: KernelKey) -> str:
     Args:
         key: What is to be computed.
     """
-    layout = "" if key.layout is Layout.CHANNELS_LAST else f" --layout {key.layout}"
+    layout = "" if key.layout is Layout.CHANNELS_LAST else f" --memory-format {key.layout}"
     return (
         f"Write the line `{key.shape.text}` to a file, run `hybridpar tune --shapes FILE --threads {key.threads}"
         f'{layout} -o k.jsonl`, and use k.jsonl; for a whole model `hybridpar tune MODEL --for "OPTIONS OF TRAIN" '

@@ -13,8 +13,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hybridpar.commands import doctor
-from hybridpar.commands.doctor import Diagnosis, cluster_findings, diagnose, plain_lines, run_doctor, to_json
+from hybridpar.commands.doctor import diagnosis as doctor
+from hybridpar.commands.doctor.diagnosis import (
+    Diagnosis,
+    cluster_findings,
+    diagnose,
+    plain_lines,
+    run_doctor,
+    to_json,
+)
 from hybridpar.errors import LaunchError
 from hybridpar.machine.checkup import Finding
 from hybridpar.machine.cluster import Cluster, Device, Link, host_fingerprint, write_cluster
@@ -206,7 +213,9 @@ def test_the_real_thing(monkeypatch, tmp_path):
     """The whole path in a process of its own, on figures that are known already."""
     monkeypatch.setenv("HYBRIDPAR_CACHE", str(tmp_path))
     write_cluster(cluster(host=host_fingerprint(), load=0.0))
-    program = "import sys; from hybridpar.commands.doctor import run_doctor; sys.exit(run_doctor(False, True))"
+    program = (
+        "import sys; from hybridpar.commands.doctor.diagnosis import run_doctor; sys.exit(run_doctor(False, True))"
+    )
     out = subprocess.run([sys.executable, "-c", program], env=environment(tmp_path), capture_output=True, timeout=150)
     content = json.loads(out.stdout)
     assert out.returncode == (0 if content["ready"] else 1)
@@ -219,7 +228,7 @@ def test_the_real_thing(monkeypatch, tmp_path):
 
 def test_a_terminal_gets_a_screen_and_a_pipe_gets_lines(tmp_path):
     program = (
-        "from hybridpar.commands import doctor\nfrom hybridpar.machine import checkup\n"
+        "from hybridpar.commands.doctor import diagnosis as doctor\nfrom hybridpar.machine import checkup\n"
         "doctor.diagnose = lambda fresh: doctor.Diagnosis("
         "(checkup.Finding('software', 'torch', 'failed', 'gone'),), None, '')\n"
         "raise SystemExit(doctor.run_doctor(False, False))"

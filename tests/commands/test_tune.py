@@ -15,8 +15,8 @@ import torch
 
 from hybridpar.cli import main
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.commands import tune as tune_command
-from hybridpar.commands.tune import find_work, run_tune
+from hybridpar.commands.tune import tuning as tune_command
+from hybridpar.commands.tune.tuning import find_work, run_tune
 from hybridpar.errors import KernelError
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.partition.profile_cache import profile_key

@@ -16,7 +16,7 @@ from hybridpar.codegen import cuda_driver
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder
 from hybridpar.codegen.nvrtc import compiler
-from hybridpar.commands.tune import run_tune
+from hybridpar.commands.tune.tuning import run_tune
 from hybridpar.errors import KernelError, UsageError
 from hybridpar.tvm_kernels import choice, cuda_kernel, measure
 from hybridpar.tvm_kernels.choice import Choices, kernel_for

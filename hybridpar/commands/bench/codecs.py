@@ -1,4 +1,4 @@
-"""Why: a codec that is slower than the link it saves is a loss, and its speed on one core can be told in seconds.
+"""`hybridpar bench codecs`: times how fast one core encodes and decodes the gradients of a model.
 
 All parameters of a model, in its own shapes, go through the codec as they do in training: error feedback included, K
 workers played by one process, of which the first is timed. Beside each rate stands that of copying the same bytes, the

@@ -1,4 +1,4 @@
-"""Why: what can be asked of `hybridpar bench` is known without the seconds that torch takes."""
+"""Options of `hybridpar bench`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ class BenchCodecs:
     """A torchvision classification model such as resnet18, or your own as package.module:factory."""
     classes: int = 1000
     """Outputs of the model."""
-    codec: tuple[str, ...] = ("onebit", "twobit", "qsgd_mn:meet=shard", "qsgd_mn", "powersgd:rank=4", "fp16")
-    """Codecs, as `--compress` takes them."""
+    codec: Annotated[tuple[str, ...], tyro.conf.arg(name="compress", aliases=["--codec"])] = (
+        *("onebit", "twobit", "qsgd_mn:meet=shard", "qsgd_mn", "powersgd:rank=4", "fp16"),
+    )
+    """Codecs, as `hybridpar train --compress` takes them."""
     workers: int = 2
     """Workers among which the bytes are counted."""
     repeats: int = 7
@@ -29,16 +31,18 @@ class BenchCodecs:
     """Write the figures to this file, too."""
 
     def check(self) -> None:
-        """Refuse what makes no sense.
+        """Check the options.
 
         Raises:
-            UsageError: With the value, the rule and what to do.
+            UsageError: One is out of range.
         """
         _at_least("--classes", self.classes, 1)
         _at_least("--workers", self.workers, 2)
         _at_least("--repeats", self.repeats, 1)
         if not self.codec:
-            raise UsageError("--codec without a codec", "There must be something to measure.", "Try --codec onebit.")
+            raise UsageError(
+                "--compress without a codec", "There must be something to measure.", "Try --compress onebit."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +81,15 @@ class BenchSync:
     """Write the figures to this file, too."""
 
     def check(self) -> None:
-        """Refuse what makes no sense.
+        """Check the options.
 
         Raises:
-            UsageError: With the value, the rule and what to do.
+            UsageError: One is out of range.
         """
         if self.workers == 1:
             raise UsageError(
                 "--workers 1",
-                "One worker has nobody to send gradients to.",
+                "A single worker exchanges no gradients.",
                 "Use --workers 2, or start it by torchrun.",
             )
         _at_least("--workers", self.workers, 2)

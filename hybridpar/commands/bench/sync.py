@@ -1,4 +1,4 @@
-"""Why: what compression is worth shows in whole steps on the user's own machines, and nowhere else.
+"""`hybridpar bench sync`: times whole training steps with and without compressed gradients, on all workers.
 
 Every codec trains a model of its own in the same processes, and each round takes one step of each, in an order that
 rotates, so that what disturbs the machine disturbs all alike. Beside them runs `no exchange`, the floor: a step of a

@@ -1,4 +1,4 @@
-"""Why: bytes follow from shapes, so they can be told for any model and number of workers without sending one."""
+"""Bytes that a codec sends for a model, computed from shapes alone."""
 
 from __future__ import annotations
 

@@ -1,1 +1,38 @@
-"""The command `hybridpar plan`."""
+"""`hybridpar plan`: cuts a model into stages, or searches for the fastest way to train it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridpar.commands import register_command
+from hybridpar.machine.launch import LEAVE_SECONDS, in_job, launch_workers, leaving_at_once, prepare_worker
+from hybridpar.machine.process import tune_this_process
+from hybridpar.planner.request import PlanRequest
+
+
+@register_command(
+    "plan", "Cut a model into balanced stages, or search for the fastest way to train it; write the plan.", PlanRequest
+)
+def _run(command: PlanRequest, arguments: Sequence[str]) -> int:
+    from hybridpar.machine.cluster import default_workers
+
+    command.check()
+    if command.is_here:  # planned by the workers of this machine, which are started here unless a launcher has done so
+        workers = command.workers or default_workers()
+        if workers > 1 and not in_job():
+            return launch_workers(arguments, workers, restarts=0, patience=LEAVE_SECONDS)
+        prepare_worker(command.tune_process)
+    elif command.wants_tuned_process:
+        tune_this_process(1)
+    if command.calibrate:
+        from hybridpar.planner.calibrate import run_calibrate
+
+        return run_calibrate(command.calibrate)
+    if not command.searches:
+        from hybridpar.commands.plan.partition import run_plan
+
+        return run_plan(command)
+    with leaving_at_once():
+        from hybridpar.commands.plan.search import run_search
+
+    return run_search(command)

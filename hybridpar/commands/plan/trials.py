@@ -1,4 +1,4 @@
-"""Runs plans for some steps each, in turns, and times them.
+"""Runs several plans for a few steps each, in turns, and times them.
 
 Every plan runs as a training would run it, by `Trainer`, on the job's own workers. All are open at the same time and
 take one step each in a round, so that a disturbance of the machine affects all of them; the time of a step is that of

@@ -171,7 +171,7 @@ def test_an_unknown_model_is_a_wrong_request(
     ("change", "said"),
     [
         ({"codec": ("onbit",)}, "unknown codec 'onbit'"),
-        ({"codec": ()}, "--codec"),
+        ({"codec": ()}, "--compress"),
         ({"workers": 1}, "--workers 1"),
         ({"repeats": 0}, "--repeats 0"),
     ],

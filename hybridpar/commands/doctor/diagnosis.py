@@ -1,8 +1,7 @@
-"""Why: one command tells what this machine offers, what hybridpar will use of it, and how to mend what is missing.
+"""Examines this machine for `hybridpar doctor`, and shows the findings.
 
-The software is asked in processes of its own, because a broken installation may crash whoever imports it. Each thing
-looked at gives one `Finding`; `run_doctor` shows them as a screen, as plain lines where the output is no terminal, or
-as JSON. `hybridpar.machine.checkup` does the looking.
+Each thing looked at gives one `Finding` (`hybridpar.machine.checkup`), shown as a screen, as plain lines where the
+output is no terminal, or as JSON. Software is examined in processes of its own, which a broken installation may crash.
 """
 
 from __future__ import annotations
@@ -13,10 +12,7 @@ import os
 import sys
 import time
 from dataclasses import asdict, dataclass
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from hybridpar.errors import LaunchError
 from hybridpar.machine.checkup import Finding, check_places, check_software, check_tools
@@ -24,7 +20,10 @@ from hybridpar.machine.cluster import Cluster, Device, Link, default_backend, de
 from hybridpar.machine.probe import probe_cluster
 from hybridpar.machine.process import available_cores, describe, worker_environment
 
-#: How a status is shown: on a screen that has the characters, elsewhere, and its colour.
+if TYPE_CHECKING:
+    from rich.console import Console
+
+#: How a status is shown: on a Unicode screen, elsewhere, and its colour.
 _MARKS = {
     "ok": ("✓", "ok", "green"),
     "absent": ("·", "absent", "dim"),
@@ -35,7 +34,7 @@ _MARKS = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything the doctor found.
+    """All findings of one examination.
 
     Attributes:
         findings: One per thing looked at, in the order of the screen.
@@ -63,6 +62,8 @@ def run_doctor(fresh: bool, as_json: bool) -> int:
     Returns:
         0 where training can run, 1 where it cannot.
     """
+    from rich.console import Console
+
     # FORCE_COLOR, common on build servers, would have rich take a file for a terminal.
     console = Console(force_terminal=sys.stdout.isatty(), highlight=False)
     if console.is_terminal and not as_json:
@@ -80,6 +81,9 @@ def diagnose(fresh: bool) -> Diagnosis:
 
     Args:
         fresh: Measure again instead of using cached figures.
+
+    Returns:
+        What was found; without a cluster where torch does not work or nothing could be measured.
     """
     findings = [*check_software(), *check_tools(), *check_places()]
     if any(finding.status == "failed" and finding.name == "torch" for finding in findings):
@@ -94,7 +98,14 @@ def diagnose(fresh: bool) -> Diagnosis:
 
 
 def cluster_findings(cluster: Cluster) -> list[Finding]:
-    """What was measured, as findings. A missing link is a failure where the default workers would talk on it."""
+    """What was measured, as findings.
+
+    Args:
+        cluster: Devices, links, and the problems of measuring them.
+
+    Returns:
+        One finding for each; a missing link is `failed` if the default workers would use it, else a warning.
+    """
     devices = [Finding("devices", _device_name(device), "ok", _rates(device)) for device in cluster.devices]
     links = [
         Finding("links", f"{link.world_size} workers, {link.backend}", "ok", _link_rates(link))
@@ -143,7 +154,14 @@ def _use(cluster: Cluster) -> str:
 
 
 def to_json(diagnosis: Diagnosis) -> str:
-    """The diagnosis as indented JSON with the keys `ready`, `use`, `findings` and `cluster`."""
+    """The diagnosis as indented JSON.
+
+    Args:
+        diagnosis: What was found.
+
+    Returns:
+        An object with the keys `ready`, `use`, `findings` and `cluster`.
+    """
     content = {
         "ready": diagnosis.ready,
         "use": diagnosis.use,
@@ -154,7 +172,14 @@ def to_json(diagnosis: Diagnosis) -> str:
 
 
 def plain_lines(diagnosis: Diagnosis) -> list[str]:
-    """The diagnosis as lines of plain ASCII marks and text, one per finding, for files and pipes."""
+    """The diagnosis as plain text, for files and pipes.
+
+    Args:
+        diagnosis: What was found.
+
+    Returns:
+        One line per finding, with ASCII marks, and two lines that sum them up.
+    """
     lines = []
     for finding in diagnosis.findings:
         fix = f" -> {finding.fix}" if finding.fix else ""
@@ -163,6 +188,9 @@ def plain_lines(diagnosis: Diagnosis) -> list[str]:
 
 
 def _show_screen(console: Console, diagnosis: Diagnosis) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
     symbols = console.encoding.lower().startswith("utf")
     width = max(len(finding.name) for finding in diagnosis.findings)
     for group, findings in itertools.groupby(diagnosis.findings, key=lambda finding: finding.group):

@@ -1,0 +1,189 @@
+"""`hybridpar train`: checks the request, starts the workers, and trains as one of them where they have been started."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from hybridpar import __version__
+from hybridpar.commands import register_command
+from hybridpar.config import TrainConfig
+from hybridpar.config.recipe import RecipeConfig
+from hybridpar.config.server import ServerConfig
+from hybridpar.config.train import (
+    AdvancedConfig,
+    DataConfig,
+    KernelConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    PlanningConfig,
+    RunConfig,
+    SyncConfig,
+)
+from hybridpar.errors import HybridparError, UsageError
+from hybridpar.machine.launch import in_job, launch_workers, launched_here, leaving_at_once, prepare_worker
+
+GROUPS: dict[str, tuple[type, ...]] = {
+    "Model and data": (DataConfig,),
+    "Optimisation": (OptimizerConfig,),
+    "Parallelism": (PipelineConfig,),
+    "Gradient exchange": (SyncConfig, ServerConfig, RecipeConfig),
+    "Kernels and precision": (KernelConfig,),
+    "Planning": (PlanningConfig,),
+    "Run directory and checkpoints": (RunConfig,),
+    "Advanced": (AdvancedConfig,),
+}
+
+#: Options that `--help` shows; `--help-all` shows all.
+SHOWN = (
+    *("model", "data", "data_root", "batch_size", "image_size"),
+    *("epochs", "steps", "optimizer", "lr", "momentum", "weight_decay", "lr_schedule", "warmup_epochs", "clip_norm"),
+    *("workers", "stages", "replicas", "micro_batches", "schedule"),
+    *("compress", "batch_norm", "sync", "servers", "recipe"),
+    *("amp", "memory_format", "kernels", "compile"),
+    *("plan", "fidelity"),
+    *("run_dir", "resume", "resume_from", "checkpoint_every", "overwrite", "timeline"),
+    *("seed", "deterministic", "debug"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(TrainConfig):
+    """Train a vision model on all local workers, or as a worker of a torchrun job.
+
+    For all options: `hybridpar train --help-all`.
+    """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A torchvision classification model such as resnet18, or your own as package.module:factory."""
+
+
+@register_command(
+    "train",
+    "Train a vision model on all local workers, or as a worker of a torchrun job.",
+    Train,
+    groups=GROUPS,
+    shown=SHOWN,
+    former=("channels_last",),
+)
+def run_train(command: Train, arguments: Sequence[str]) -> int:
+    """Train on this worker, or start the workers of this machine and wait for them.
+
+    Args:
+        command: The options.
+        arguments: The whole command line, which the workers are started with.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        HybridparError: The request is wrong, or the run failed.
+    """
+    command.check()
+    named = named_options(arguments)
+    if not in_job():
+        check_names(command)
+        from hybridpar.machine.cluster import default_workers, has_gpu, has_gpu_driver
+        from hybridpar.run.directory import before_the_start, expected_directory, find_place, recall_options
+
+        with before_the_start():
+            # What follows depends on the options of the run that is resumed; every worker recalls them again.
+            command, _ = recall_options(command, command.model, named)
+            place = find_place(command, command.model)
+        planned = _workers_of_plan(command)  # and whether there is such a plan
+        workers = command.workers or command.workers_wanted or planned
+        if not has_gpu_driver():
+            workers = workers or default_workers()
+        _announce(command, workers, str(expected_directory(place)))
+        workers = workers or default_workers()
+        if command.uses_servers and workers + command.server_processes > 1:
+            from hybridpar.server.supervise import launch_with_servers
+
+            command.split_count(workers)
+            program = ["-m", "hybridpar", *arguments]
+            tune = command.tune_process and not has_gpu()
+            return launch_with_servers(
+                program, workers, command.server_processes, patient=command.waits_for_all, tune=tune
+            )
+        if workers > 1:
+            return launch_workers(arguments, workers)
+    elif os.environ["RANK"] == "0" and not launched_here():
+        from hybridpar.run.directory import expected_directory, find_place
+
+        with contextlib.suppress(HybridparError):  # all workers report an error together, once they are connected
+            place = find_place(command, command.model)
+            _announce(command, int(os.environ["WORLD_SIZE"]), str(expected_directory(place)))
+    prepare_worker(command.tune_process)
+    with leaving_at_once():
+        from hybridpar.run.run import run_training
+
+    return run_training(command, command.model, named)
+
+
+def check_names(command: Train) -> None:
+    """Check the names of model and data set, and when to save, without importing torch.
+
+    Args:
+        command: The options.
+
+    Raises:
+        UsageError: A name is unknown, or `--checkpoint-every` cannot be read.
+    """
+    from hybridpar.models import check_model_name
+    from hybridpar.registry import Registry, names_in_source
+    from hybridpar.run.save_rule import SaveRule
+
+    check_model_name(command.model)
+    if "hybridpar.data" not in sys.modules:  # where it is, another set may have been registered by a program
+        known: Registry[None] = Registry("data set")
+        for name in names_in_source(Path(__file__).parents[1] / "data", "DATA_SETS.register"):
+            known.register(name, "")(None)
+        known.get(command.data)
+    SaveRule.parse(command.checkpoint_every)
+
+
+def named_options(arguments: Sequence[str]) -> frozenset[str]:
+    """The options of a training run that a command line names, whatever value it gives them.
+
+    Args:
+        arguments: The command line.
+
+    Returns:
+        Names of fields of `TrainConfig`.
+    """
+    words = {word.partition("=")[0][2:].replace("-", "_") for word in arguments if word.startswith("--")}
+    if "channels_last" in words:
+        words.add("memory_format")
+    return frozenset(field.name for field in fields(TrainConfig) if {field.name, f"no_{field.name}"} & words)
+
+
+def _announce(command: Train, workers: int | None, directory: str) -> None:
+    """Say what is about to be trained, before the seconds that importing torch takes."""
+    count = "a worker per GPU" if workers is None else f"{workers} worker{'' if workers == 1 else 's'}"
+    lines = f"hybridpar {__version__}: training {command.model} on {command.data}, {count}, in {directory}"
+    with contextlib.suppress(OSError):  # a closed pipe does not end the training
+        print(f"{lines}\nloading torch{'' if workers == 1 else ' and starting the workers'} ...", flush=True)
+
+
+def _workers_of_plan(command: Train) -> int | None:
+    """Workers that the plan's file asks for; None if it leaves their number open, or no file is named."""
+    if command.plan_file is None:
+        return None
+    from hybridpar.plan import read_plan
+
+    if not command.plan_file.exists():
+        raise UsageError(
+            f"--plan {command.plan_file}: there is no such file",
+            "It is `auto`, which searches, `none`, or the file of a plan.",
+            "Correct it, or write a plan: `hybridpar plan MODEL --explain -o plan.json`.",
+        )
+    plan = read_plan(command.plan_file)
+    placed = plan.placement is not None and not plan.placement.is_usual
+    return plan.workers if placed or plan.inputs is not None else None
