@@ -23,9 +23,11 @@ import pytest
 
 from hybridpar import cli
 from hybridpar.commands import find_command
+from hybridpar.compress import CODECS
 from hybridpar.data import DATA_SETS
 from hybridpar.observe import summary_schema
 from hybridpar.schedule.schedules import SCHEDULES
+from hybridpar.tvm_kernels import operation
 from tests.runs import restored_modes
 
 ROOT = Path(__file__).parents[1]
@@ -87,8 +89,9 @@ def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "examples.user_model", raising=False)
-    for registry in (DATA_SETS, SCHEDULES):
+    for registry in (CODECS, DATA_SETS, SCHEDULES):
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # a block may register one
+    monkeypatch.setattr(operation, "_OPERATIONS", dict(operation._OPERATIONS))
     for block in blocks(document):
         if not block.runs:
             continue

@@ -33,7 +33,7 @@ from hybridpar.partition.profile import measure_backward_ms
 from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
 from hybridpar.pipeline.engine import PipelineEngine
-from hybridpar.pipeline.local_stage import first_bad_parameter
+from hybridpar.pipeline.local_stage import OptimizerStep, first_bad_parameter
 from hybridpar.pipeline.options import WHOLE
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
 from hybridpar.pipeline.step import LateOutcome, StepState
@@ -143,7 +143,7 @@ class Engine:
         warm_ups = WARM_UPS if self._world.size == 1 else WARM_UPS_WITH_PEERS
         return StepGraph(self, self._lanes, self.optimizers, parameters, warm_ups)
 
-    def _step_of(self, module: nn.Module) -> Callable[[float | None, Tensor | None], None] | None:
+    def _step_of(self, module: nn.Module) -> OptimizerStep | None:
         """What steps the parameters of a stage or of the model; None where it has none.
 
         Raises:

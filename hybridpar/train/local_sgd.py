@@ -22,6 +22,7 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.lanes import Lanes
 from hybridpar.optim.build import load_optimizer_state, optimizer_state
+from hybridpar.pipeline.local_stage import OptimizerStep
 from hybridpar.sync.control import StepOutcome, all_reduce_bytes
 from hybridpar.sync.figures import SyncFigures
 from hybridpar.train.engine import Engine, Loss, OptimizerFactory, sync_options
@@ -107,6 +108,7 @@ class LocalSgdEngine(Engine):
         self._alone = World(device=world.device, timeout=world.timeout, share_memory=world.share_memory)
         self._steps = 0
         self._flags = [False, False]
+        self._own_step: OptimizerStep | None = None
         super().__init__(model, None, optimizer, loss, config, world if self._together else self._alone, lanes)
         if not self._together:
             replicate(model, world, agree=(sync_options(config), config.micro_batches, every))
@@ -228,5 +230,7 @@ class LocalSgdEngine(Engine):
             self._world, self.pipeline = self._team, self._shared
             self.pipeline.attach()
 
-    def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        return self.optimizers[0] if self.optimizers else super()._make_optimizer(module)
+    def _step_of(self, module: nn.Module) -> OptimizerStep | None:
+        # One optimizer, with the rates that it began with, for steps together and alone.
+        self._own_step = self._own_step or super()._step_of(module)
+        return self._own_step
