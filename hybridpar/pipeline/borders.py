@@ -95,6 +95,8 @@ class BorderTable:
 
     def follow_trainable(self) -> None:
         """Forget all facts where parameters were frozen or thawed since they were found."""
+        if self._is_whole:
+            return
         trainable = tuple(
             parameter.requires_grad for stage in self._stages for parameter in module_of(stage).parameters()
         )

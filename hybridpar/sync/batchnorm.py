@@ -103,8 +103,7 @@ class BatchNormPool:
         deviations = (sums[channels : 2 * channels] - values * mean * mean).clamp_(min=0)
         variance = deviations / (values - 1).clamp(min=1)
         ran = counts > 0 if where is None else (counts > 0) & (where > 0)
-        for layer, one in zip(self.layers, ran.to(torch.int64).unbind(), strict=True):
-            layer.num_batches_tracked += one
+        torch._foreach_add_([layer.num_batches_tracked for layer in self.layers], list(ran.to(torch.int64).unbind()))
         factor = self._factors()
         moves = ran[self._layer_of_channel]
         for kind, pooled in (("running_mean", mean), ("running_var", variance)):
@@ -112,8 +111,7 @@ class BatchNormPool:
             old = torch.cat(buffers).double()
             # `where` and not a product: a rolled-back step may have left an inf in the pooled moments.
             new = torch.where(moves, old + factor * (pooled - old), old)
-            for running, part in zip(buffers, torch.split(new, self._widths), strict=True):
-                running.copy_(part)
+            torch._foreach_copy_(buffers, list(torch.split(new, self._widths)))
         self.discard()
 
     def _factors(self) -> Tensor:

@@ -216,7 +216,7 @@ class Engine:
             UsageError: Another worker refuses the step.
             SyncError: A worker died or did not answer in time.
         """
-        if self.plan is None:
+        if self.plan is None and not self.model.training:
             self.model.train()
         if global_samples is None and self.pipeline.replicas == 1:
             global_samples = samples
