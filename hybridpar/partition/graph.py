@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-import networkx as nx
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,8 @@ class UnitGraph:
 
     def dag(self) -> nx.DiGraph:
         """The graph for networkx: nodes are unit names with the attribute `unit`, edges have `values` and `bytes`."""
+        import networkx as nx  # takes 0.3 s, which a run without stages has no use for
+
         dag = nx.DiGraph()
         for unit in self.units:
             dag.add_node(unit.name, unit=unit)

@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import networkx as nx
 import torch
 from torch import fx, nn
 
@@ -74,6 +73,8 @@ def find_units(traced: TracedModel, inputs: Sequence[torch.Tensor]) -> ModelUnit
 
 def _ordered_groups(facts: GraphFacts, pinned: list[list[fx.Node]]) -> tuple[tuple[fx.Node, ...], ...]:
     """Merge pinned groups, close them under paths that leave and come back, and order them as the model runs."""
+    import networkx as nx
+
     place = {node: index for index, node in enumerate(facts.compute)}
     together = nx.utils.UnionFind(range(len(place)))
     for group in pinned:

@@ -1,5 +1,6 @@
 import builtins
 import hashlib
+import importlib.util
 import logging
 import os
 import pickle
@@ -451,6 +452,7 @@ def test_digits_without_scikit_learn_say_what_to_install(monkeypatch):
             raise ImportError("No module named 'sklearn'")
         return imported(name, *args, **kwargs)
 
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(DataError) as caught:
         load_dataset(DataConfig(data="digits"))
