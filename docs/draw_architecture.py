@@ -1,4 +1,4 @@
-"""Why: draws docs/images/architecture.svg from the imports of the package, so that it cannot differ from the code.
+"""Draws docs/images/architecture.svg from the imports of the package.
 
     python docs/draw_architecture.py
 

@@ -1,4 +1,4 @@
-"""Why: the pictures in the README are of a run that really happened, and one command makes them again.
+"""Makes the pictures of the README from a real run.
 
     make images
 

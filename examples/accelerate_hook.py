@@ -1,4 +1,4 @@
-"""Why: Accelerate hands out DDP as it is, so its gradients are compressed by the same line.
+"""Compressed gradients for Accelerate, by the same line as for DDP.
 
 accelerate launch --cpu --num_processes 2 examples/accelerate_hook.py --codec onebit:warmup=10
 """

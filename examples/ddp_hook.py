@@ -1,4 +1,4 @@
-"""Why: whoever trains with DistributedDataParallel gets compressed gradients by one line.
+"""Compressed gradients for DistributedDataParallel, by one line.
 
     torchrun --standalone --nproc-per-node 2 examples/ddp_hook.py --codec onebit:warmup=10
 

@@ -1,4 +1,4 @@
-"""Why: Lightning Fabric wraps the model in DDP itself; a strategy of one method gives that DDP the hook.
+"""Compressed gradients for Lightning Fabric, by a strategy of one method.
 
 python examples/lightning_hook.py --codec onebit:warmup=10
 """

@@ -1,4 +1,4 @@
-"""Why: whoever has a training loop keeps it; `Trainer` replaces the four lines that compute a step.
+"""`Trainer` in a training loop of your own, for the four lines that compute a step.
 
 Alone, and on two workers:
 

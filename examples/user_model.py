@@ -1,4 +1,4 @@
-"""Why: any model can be trained from the command line; it only needs a function that builds it.
+"""A model of your own for the command line: a function that builds it.
 
     hybridpar train examples.user_model:small_net --data digits
 

@@ -1,4 +1,7 @@
-"""Why: `python scripts/autotune_kernels.py mobilenet_v2 -o k.jsonl` works in a fresh clone, uninstalled."""
+"""`hybridpar tune` from a fresh clone, uninstalled.
+
+python scripts/autotune_kernels.py mobilenet_v2 -o k.jsonl
+"""
 
 from __future__ import annotations
 

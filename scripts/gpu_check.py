@@ -1,4 +1,4 @@
-"""Why: what only a GPU can tell is asked by one command, on whatever machine has one.
+"""Runs every check and timing that needs a GPU.
 
     make gpu-check
 

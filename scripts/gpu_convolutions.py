@@ -1,4 +1,4 @@
-"""Why: what the depthwise kernels compute on a GPU, and how fast beside torch, is known only where there is one.
+"""Checks the depthwise kernels on a GPU and times them against torch.
 
     python scripts/gpu_convolutions.py --prebuild DIR [--gpu h200]   # anywhere: compile what a GPU is to run
     python scripts/gpu_convolutions.py [--prebuilt DIR]              # with a GPU; also a part of `make gpu-check`

@@ -1,4 +1,4 @@
-"""Why: what the codecs' kernels for a GPU compute, and how fast, is known only where there is one.
+"""Checks and times the codecs' kernels on a GPU.
 
     python scripts/gpu_kernels.py                 # also a part of `make gpu-check`
     python scripts/gpu_kernels.py --device cpu    # the same comparisons with the kernels of this CPU

@@ -1,4 +1,4 @@
-"""Why: streams, graphs and NCCL can only be wrong on a GPU, so what the pipeline makes of them is compared there.
+"""Checks the pipeline on GPUs: streams, CUDA graphs, NCCL.
 
     python scripts/gpu_pipeline.py                 # also a part of `make gpu-check`
     python scripts/gpu_pipeline.py --device cpu    # the same comparisons on lanes of a CPU; the rest is skipped

@@ -1,4 +1,4 @@
-"""Why: the database that comes with the package is made from tuned ones, and the next release's the same way.
+"""Makes the database of kernels that comes with the package from tuned ones.
 
 From the root of the repository: python scripts/package_kernels.py k.jsonl other.jsonl
 """

@@ -1,4 +1,7 @@
-"""Why: `python scripts/partition_model.py resnet50 --stages 4` works in a fresh clone, before anything is installed."""
+"""`hybridpar plan` from a fresh clone, uninstalled.
+
+python scripts/partition_model.py resnet50 --stages 4
+"""
 
 from __future__ import annotations
 

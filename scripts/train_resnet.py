@@ -1,4 +1,4 @@
-"""Why: a checkout can train a ResNet without knowing the command; `hybridpar train` does the work.
+"""Trains a ResNet from a checkout; `hybridpar train` does the work.
 
     python scripts/train_resnet.py                            # ResNet-18 on digits
     python scripts/train_resnet.py resnet34 --data cifar10 --stem cifar

@@ -1,1 +1,1 @@
-"""Why: everything that happens between the first micro-batch of a step and the optimizer lives in this package."""
+"""Runs the actions of a training step, from the first micro-batch to the optimizer."""

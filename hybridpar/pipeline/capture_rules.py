@@ -1,4 +1,4 @@
-"""Why: what no step can be captured of is told before training, with what to do, and not by an error code of CUDA."""
+"""Checks, before training, that a step can be captured as a CUDA graph; each error says what to change."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Why: where kernels are small a GPU waits for the host that launches them; a graph launches a whole step at once.
+"""Runs training steps as CUDA graphs: where kernels are small, a GPU waits for the host that launches them.
 
 A `StepGraph` runs steps of one shape a few times, captures one over all lanes, and from then on replays it. What
 differs between steps is read from memory that is filled before: images and targets, learning rates, the flags to stop
-or save. What the host may know is copied out of it afterwards. Steps of other shapes, such as the last of an epoch, are
-left to whoever asks, and so is everything if the capture fails; results are the same either way.
+or save. What the host may know is copied out of it afterwards. Steps of other shapes, such as the last of an epoch, run
+without the graph, and so do all steps if the capture fails; results are the same either way.
 
 The rules of a capture (CUDA C++ Programming Guide, "Creating a Graph Using Stream Capture"; PyTorch's notes on CUDA
 graphs): it begins on a stream that is not the default one; every lane joins it by waiting for an event of that stream,

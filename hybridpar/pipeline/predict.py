@@ -1,9 +1,9 @@
-"""Why: a step is predicted from what was measured, and each figure is taken from where it is cleanest.
+"""Predicts the time of a step from measurements.
 
 Computation comes from the profile of the stages, where each ran without the others. Transfers, sums of gradients, the
 optimizer and the agreement of the workers depend on the machine under load, so they come from the first steps of the
-run itself. What is predicted then is how all of this falls into place in time: the steps that follow are compared with
-it, not the ones it was taken from.
+run itself. The simulator then predicts how these overlap. Predictions are compared with later steps, not with those
+they were taken from.
 """
 
 from __future__ import annotations

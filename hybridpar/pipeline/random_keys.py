@@ -1,4 +1,4 @@
-"""Why: dropout must not depend on which lane happened to come first.
+"""Random operations of stages, such as dropout, that do not depend on the order in which lanes run.
 
 All threads of a process draw from torch's one generator, so masks would depend on the interleaving of stages, and a
 forward pass that is run again for its activations would draw others. Here every random operation of a stage is keyed

@@ -1,4 +1,4 @@
-"""Why: overlap that nobody measured is a belief. Every action of a step notes when it started and ended.
+"""Records when every action of a step started and ended.
 
 On a CPU that costs two readings of a clock per action. On a GPU it costs two events, so it is done only on request.
 """

@@ -1,4 +1,4 @@
-"""Why: splitting a backward pass in two fills bubbles, and on convolutional networks it can cost more than it fills.
+"""Measures what it costs to split the backward pass of a stage in two, which fills bubbles of a pipeline.
 
 The two halves walk the same graph twice: what the gradients of the inputs and of the parameters have in common is
 computed in both (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", leaves that to the framework). So the halves are

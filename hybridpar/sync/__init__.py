@@ -1,1 +1,1 @@
-"""Why: gradient synchronisation between replicas."""
+"""Gradient synchronisation between replicas."""

@@ -1,4 +1,4 @@
-"""Why: running statistics must not depend on how a batch was divided over micro-batches and replicas.
+"""BatchNorm statistics that do not depend on how a batch was divided over micro-batches and replicas.
 
 Stock BatchNorm updates its running statistics once per forward call. With M micro-batches that is M updates per step
 (an effective momentum of 1 - (1 - m)^M), and with replicas each keeps the statistics of its own shard. Here the sums

@@ -1,8 +1,8 @@
-"""Why: gradients travel in buckets, and all workers must cut the same buckets in the same order.
+"""Buckets of gradients, which must be the same, in the same order, on all workers.
 
-A bucket is the unit that leaves while the backward pass still computes. Small tensors are fused into one flat buffer,
-because a collective's latency costs more than the copy; a tensor that fills a bucket alone travels as it is, without
-a copy. The cut is a pure function of the order and the sizes, so that agreeing on the order is agreeing on the cut.
+A bucket is what is sent while the backward pass still computes. Small tensors are fused into one flat buffer, because
+a collective's latency costs more than the copy; a tensor that fills a bucket alone is sent as it is, without a copy.
+The cut is a pure function of the order and the sizes, so that agreeing on the order is agreeing on the cut.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def cut_buckets(sizes: Sequence[int], limit: int) -> list[list[int]]:
 
 
 class Bucket:
-    """Gradients that travel together: equal dtype and device, in one flat tensor.
+    """Gradients that are sent together: equal dtype and device, in one flat tensor.
 
     Args:
-        index: The bucket's number, equal on all workers; buckets leave in this order.
+        index: The bucket's number, equal on all workers; buckets are sent in this order.
         slots: The parameters.
     """
 

@@ -1,4 +1,4 @@
-"""Why: `--compress auto` measures between the workers, decides on one of them, and says what it expects of it."""
+"""`--compress auto`: measures the link between the workers and the codecs, chooses one, and predicts its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: buckets are cut anew while training goes on, and what a codec keeps of a parameter must outlive them.
+"""Sums gradients over workers as messages of codecs, and keeps what codecs remember of each parameter.
 
 Coders are made once per parameter and live as long as training; the `Exchange` of a bucket lives as long as the buckets
 are cut as they are. It runs on the sync lane that the bucket's sum would have run on. A bucket of which nothing is

@@ -1,4 +1,4 @@
-"""Why: before a run that compresses begins, everybody should see what each layer travels as, and what that saves."""
+"""The table of what each layer is sent as, and what that saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: a number that the host knows and a GPU needs is a copy, which stalls a stream and cannot be captured.
+"""Numbers that the host knows, copied to a device once: a copy per step would stall a stream and cannot be captured.
 
 The numbers of a step (sizes of micro-batches, momenta, which parameters were used) are the same in nearly every step,
 so each list of them is copied once and found again by its values.

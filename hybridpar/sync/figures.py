@@ -1,7 +1,7 @@
-"""Why: what the sync of a step cost is spread over buckets and lanes, and is wanted as a few numbers afterwards.
+"""What the sync of a step cost, added up over buckets and lanes.
 
-Sync lanes leave what they know of their buckets; nobody adds it up before somebody asks, when the step is over. Nothing
-here makes a host wait for a GPU within a step.
+Sync lanes note the cost of each bucket; it is added up when it is read, after the step. Nothing here makes the host
+wait for a GPU within a step.
 """
 
 from __future__ import annotations

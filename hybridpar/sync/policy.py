@@ -1,7 +1,7 @@
-"""Why: workers that compress by different rules read each other's messages wrongly, so they compare them beforehand.
+"""Agrees between workers on which codec each parameter uses, before anything is sent.
 
-Every worker reads what it was given, a file of its own perhaps; then all tell each other what they read. One worker's
-problem is everybody's, and nobody is left waiting.
+Workers that compress by different rules would read each other's messages wrongly. Every worker reads the rules it was
+given, maybe a file of its own; then all compare them. An error of one worker is raised on all of them.
 """
 
 from __future__ import annotations

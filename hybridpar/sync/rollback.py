@@ -1,4 +1,4 @@
-"""Why: a step that is rolled back must leave no trace, but its forward pass has written to buffers by then.
+"""Puts the buffers of a model back when a step is rolled back.
 
 Stock BatchNorm moves its running statistics in every forward call, and one NaN in them would stay for ever: training
 goes on unharmed, and every evaluation after it is ruined. So the buffers that a forward pass may write to are copied

@@ -1,9 +1,9 @@
-"""Why: where micro-batches are small, their own moments are too noisy to normalise by.
+"""BatchNorm that normalises over replicas, for micro-batches whose own moments are too noisy.
 
 With `batch_norm="sync"` a layer normalises each micro-batch by the moments over all replicas' micro-batches of the same
 number (Peng et al. 2018, "MegDet", section 3.3), so R replicas of b samples train as one replica of R b samples does.
-It costs one small message per layer in each direction, which stands in the middle of the computation: nothing can
-hide it. Torch's own `SyncBatchNorm` needs a GPU; this one runs wherever gradients can be summed.
+It costs one small message per layer in each direction, which cannot overlap with the computation around it. Torch's own
+`SyncBatchNorm` needs a GPU; this one runs wherever gradients can be summed.
 
 Every compute lane needs a group of its own to add on, because lanes run beside each other and the sums of one group
 must come in one order on all replicas. Within a lane the schedule is that order.

@@ -1,1 +1,1 @@
-"""Why: the trainer, its engines, checkpoints."""
+"""The trainer, the training step, checkpoints."""

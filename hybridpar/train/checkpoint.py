@@ -1,4 +1,4 @@
-"""Why: a run that dies must lose seconds, and a file that is half written must never pass for a whole one.
+"""Writes and reads checkpoints; one that is half written is never read as a whole one.
 
 A checkpoint is a directory `step-N`:
 

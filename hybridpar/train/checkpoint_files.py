@@ -1,4 +1,4 @@
-"""Why: which checkpoints lie in a directory is found, and a wrong one refused, without the seconds that torch takes."""
+"""Finds and checks the checkpoints of a directory without importing torch."""
 
 from __future__ import annotations
 

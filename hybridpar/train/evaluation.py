@@ -1,4 +1,4 @@
-"""Why: an accuracy is only worth something if every test image counts once, on any number of workers."""
+"""Accuracy and loss over a test set divided among workers, in which every sample counts once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: predicts whether double buffering makes a training faster, before it is tried.
+"""Predicts whether double buffering makes a training faster, before it is tried.
 
 Double buffering hides the exchange behind computing, but pays the fixed cost of an update once more per half batch
 (Seide et al., Interspeech 2014, section 3.2).

@@ -1,4 +1,4 @@
-"""Why: a model whose outputs do not fit the classes is refused before the first step, with one error that says why.
+"""Checks before the first step that the outputs of a model fit the classes of the data.
 
 The command line trains with cross-entropy, so a model must turn a batch of images into one tensor of shape
 (batch, classes). Torch trains a head of 1,000 outputs on 10 classes without a word, and answers other misfits with an

@@ -1,4 +1,4 @@
-"""Why: workers that meet every H steps send 1/H of what they would, and nothing between (local SGD, Stich 2019).
+"""Averages of parameters every H steps (local SGD, Stich 2019).
 
 What is averaged are parameters. Momentum stays each worker's own, as in torch's post-local SGD, and so do the buffers
 of a model until somebody asks for the model: then all that is a floating-point number in it is the mean over the
