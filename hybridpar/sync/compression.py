@@ -66,7 +66,7 @@ class Decision:
 
     @property
     def committed(self) -> bool:
-        """See `Committed`."""
+        """Whether the step counts; reading it waits for the copy from the device."""
         if self._copied is not None:
             self._copied.synchronize()
         return float(self._copy) > 0

@@ -362,7 +362,7 @@ class GradientReducer:
         self._trainable = ()
 
     def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
-        """See `Compression.bytes_by_parameter`; empty where gradients are added as they are."""
+        """Codec, bytes before and bytes after of each parameter's gradient; empty where gradients are added as they are."""
         self.follow_trainable()
         return {} if self.compression is None else self.compression.bytes_by_parameter()
 

@@ -151,7 +151,7 @@ class TimedCoder(Coder):
         self.encode = self.merging = self.decode = 0.0
 
     def use(self, scratch: Scratch) -> None:
-        """See `Coder`."""
+        """Lend the coder inside memory."""
         self._inner.use(scratch)
 
     @property
@@ -160,41 +160,41 @@ class TimedCoder(Coder):
         return self._inner.rounds
 
     def begin(self, gradient: Tensor, residuals: Mapping[str, Residual] = NO_RESIDUAL) -> None:
-        """See `Coder`."""
+        """Begin a gradient; counts as encoding."""
         begin = time.process_time()
         self._inner.begin(gradient, residuals)
         self.encode += time.process_time() - begin
 
     def write(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
+        """Write a message; counts as encoding."""
         begin = time.process_time()
         self._inner.write(index, parts)
         self.encode += time.process_time() - begin
 
     def merge(self, index: int, received: Sequence[Tensor], out: Tensor) -> None:
-        """See `Coder`."""
+        """Merge received messages into one; counts as merging."""
         begin = time.process_time()
         self._inner.merge(index, received, out)
         self.merging += time.process_time() - begin
 
     def read(self, index: int, parts: Sequence[Tensor]) -> None:
-        """See `Coder`."""
+        """Read received messages; counts as decoding."""
         begin = time.process_time()
         self._inner.read(index, parts)
         self.decode += time.process_time() - begin
 
     def finish(self, out: Tensor) -> None:
-        """See `Coder`."""
+        """Write the result; counts as decoding."""
         begin = time.process_time()
         self._inner.finish(out)
         self.decode += time.process_time() - begin
 
     def commit(self) -> None:
-        """See `Coder`."""
+        """Keep what the step left in the coder inside."""
         self._inner.commit()
 
     def rollback(self) -> None:
-        """See `Coder`."""
+        """Undo what the step left in the coder inside."""
         self._inner.rollback()
 
 

@@ -1,4 +1,4 @@
-// Why: in torch a codec is ten passes over a GPU's memory; here it is as few as its arithmetic allows.
+// Kernels of the codecs on a GPU: in torch a codec is ten passes over memory, here as few as its arithmetic allows.
 //
 // The same functions as onebit_source.py, twobit_source.py and qsgd_source.py, to the byte: what is decoded from given
 // bytes is equal bit for bit on all devices, which needs a compiler that does not make one operation of a product and a
