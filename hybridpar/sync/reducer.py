@@ -362,7 +362,7 @@ class GradientReducer:
         self._trainable = ()
 
     def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
-        """Codec, bytes before and bytes after of each parameter's gradient; empty where gradients are added as they are."""
+        """Codec, bytes as it is and bytes sent of each parameter's gradient; empty where no codec is used."""
         self.follow_trainable()
         return {} if self.compression is None else self.compression.bytes_by_parameter()
 
