@@ -44,7 +44,7 @@ class Agreement:
     def __init__(
         self, stages: Mapping[int, LocalStage], world: World, replicas: World, lanes: Lanes, *, whole: bool = False
     ) -> None:
-        # One worker alone has nobody to wait for.
+        # One worker alone waits for no other.
         self.lane = lanes.caller if whole and world.size == 1 else lanes.open("control", priority=-1)
         self._stages = stages
         self._world = world

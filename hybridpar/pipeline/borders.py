@@ -90,7 +90,7 @@ class BorderTable:
         self._consumers = [consumers_of(stages, index) for index in range(len(stages))]
 
     def names(self, source: int, target: int) -> list[str]:
-        """What a stage uses of an earlier one, in the order in which it travels."""
+        """What a stage uses of an earlier one, in the order in which it is sent."""
         return self._consumers[source].get(target, [])
 
     def follow_trainable(self) -> None:
@@ -160,7 +160,7 @@ class BorderTable:
                     shapes = ", ".join(str(tuple(leaf.shape)) for leaf in leaves)
                     raise UsageError(
                         f"stage {stage.index} cannot run on inputs of shape {shapes}: {error}",
-                        "Stages are run once on a micro-batch of every size to learn what travels between them.",
+                        "Stages are run once on a micro-batch of every size to learn what is sent between them.",
                         "Train with the shape of inputs that the model was partitioned for.",
                     ) from error
                 finally:

@@ -61,7 +61,7 @@ class Captured(Protocol[_Issued_co]):
         """Let the host wait until everything that was issued is done."""
 
     def give_up(self) -> None:
-        """Forget what a step that was issued in vain has left."""
+        """Forget what a step that was given up has left."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class StepGraph(Generic[_Issued]):
         self._warm_ups = warm_ups
         self._stream = cuda.Stream(lanes.device)
         self._flags = torch.zeros(2, dtype=torch.float64, device=lanes.device)
-        self._wished = (False, False)
+        self._requested = (False, False)
         self._shape: _Shape | None = None
         self._trainable: tuple[bool, ...] = ()
         self._static: list[tuple[Tensor, Tensor]] = []
@@ -181,7 +181,7 @@ class StepGraph(Generic[_Issued]):
         self._shape, self._trainable = shape, trainable
         self._static = [(torch.empty_like(inputs), torch.empty_like(targets)) for inputs, targets in micro_batches]
 
-    def _fill(self, micro_batches: MicroBatches, rate_factor: float, wished: tuple[bool, bool]) -> None:
+    def _fill(self, micro_batches: MicroBatches, rate_factor: float, requested: tuple[bool, bool]) -> None:
         """Put what is new in this step where the captured step reads it."""
         if self._away:
             self._return()
@@ -189,10 +189,10 @@ class StepGraph(Generic[_Issued]):
             for target, source in zip(static, given, strict=True):
                 target.copy_(source, non_blocking=True)
         self._engine.set_rates(rate_factor)
-        if wished != self._wished:
-            for index, wish in enumerate(wished):
-                self._flags[index].fill_(float(wish))
-            self._wished = wished
+        if requested != self._requested:
+            for index, flag in enumerate(requested):
+                self._flags[index].fill_(float(flag))
+            self._requested = requested
 
     def _return(self) -> None:
         """After steps that ran without the graph: they may still be reading, and have left gradients of their own."""

@@ -126,7 +126,7 @@ class PipelineEngine:
         names = dict(model.named_parameters())
         policy = agree_on_policy(options.sync.codec, names, world, options.sync.fidelity)
         options = self.options = replace(options, sync=replace(options.sync, codec=policy))
-        #: What was measured and chosen for gradients to travel as, where that was asked for.
+        #: What was measured and chosen for gradients to be sent as, where that was asked for.
         self.choice: Choice | None = None
         # How many cores a host has is its own affair.
         shared = replace(options, threads=1)
@@ -305,7 +305,7 @@ class PipelineEngine:
         return self._executor.adopt(step)
 
     def give_up(self) -> None:
-        """Forget what a step that was issued in vain has left."""
+        """Forget what a step that was given up has left."""
         self._executor.give_up()
 
     def wait(self) -> None:

@@ -167,7 +167,7 @@ class Executor:
         return self._outcome(replace(step, number=self.steps + 1, host_values=values, decided=end, ends=[end]))
 
     def give_up(self) -> None:
-        """Forget what a step that was issued in vain has left between the stages."""
+        """Forget what a step that was given up has left between the stages."""
         self._mailbox.clear()
 
     def _outcome(self, step: StepState) -> LateOutcome:
@@ -281,7 +281,7 @@ class Executor:
 
         def report() -> None:
             step.squares[index] = stage.local_squares()
-            # Taken here: where nobody waits for the decision, the next step may begin before that is made.
+            # Taken here: where no lane waits for the decision, the next step may begin before that is made.
             step.losses[index] = stage.run.loss_sum
 
         marks = reducer.marks(flight) if reducer is not None and flight is not None else []

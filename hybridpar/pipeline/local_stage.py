@@ -210,7 +210,7 @@ class LocalStage:
 
         Args:
             values: Loss, samples, stop, save, commit (1 or 0) and squared norm, as all workers know them; None where
-                every step counts and nobody needs the norm.
+                every step counts and the norm is not needed.
             sums: BatchNorm sums over the replicas; None without replicas.
             users: Number of replicas that used each parameter, in the order of the buckets; None without replicas.
             factor: Of the learning rate; None where the rates have been set.

@@ -31,7 +31,7 @@ class PipelineOptions:
         latency_ms: Of a transfer between workers.
         bytes_per_second: Of a transfer between workers; None where transfers take no time.
         saved_bytes: For every stage the activations that a micro-batch keeps for its backward pass.
-        memory_cap: Most bytes of activations that a worker may keep; None for no limit. Only `greedy` obeys it.
+        memory_cap: Most bytes of activations that a worker may keep; None for no limit. Only `greedy` respects it.
         capture: Steps are to be captured, so the host must not decide on them.
         record: On a GPU, note when every action ran, by two events each. On a CPU that is always done.
     """

@@ -88,7 +88,7 @@ class RandomKeys:
 
 @contextmanager
 def numbers_of_its_own(device: torch.device, compiled: bool = False) -> Iterator[None]:
-    """Inside, this thread draws random numbers that nobody misses, and others draw what they would have drawn anyway.
+    """Inside, this thread draws random numbers of its own; those of other threads do not change.
 
     For example runs. On a CPU another thread may draw meanwhile, so torch's one generator is not even saved and put
     back.

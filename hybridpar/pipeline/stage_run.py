@@ -2,7 +2,7 @@
 
 A `StageRun` cuts the autograd graph at the borders of its stage: what enters becomes a leaf, what leaves is handed on
 detached, and the backward pass starts from the gradients that came back. Tensors change hands through a `Mailbox`, in
-which every user of a tensor has an entry of its own, so that whoever takes one last lets it go.
+which every user of a tensor has an entry of its own, so that the last user frees it.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class LateOutcome(StepOutcome):
         return self._values
 
     def _wait_for(self, event: Event, doing: str) -> None:
-        """Wait. Work on a CPU has named its errors itself, and one of the model's own is nobody else's fault."""
+        """Wait. Work on a CPU has named its errors itself, and one of the model's own is not a peer's."""
         with self._world.named_errors(doing) if event.family.device.type == "cuda" else nullcontext():
             event.synchronize()
 

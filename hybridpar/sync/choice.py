@@ -21,9 +21,9 @@ class Choice:
     """What was measured and chosen.
 
     Attributes:
-        policy: What gradients travel as.
+        policy: What gradients are sent as.
         lines: What to tell the user.
-        predicted: What the sync of a step is predicted to take on rank 0; None where nothing travels.
+        predicted: What the sync of a step is predicted to take on rank 0; None where nothing is sent.
         backward_ms: Time of the whole model's backward pass on a micro-batch, where that was measured for the choice.
     """
 

@@ -80,11 +80,11 @@ class Compression:
     next step's first `add`.
 
     Args:
-        policy: What gradients travel as.
+        policy: What gradients are sent as.
         world: The workers, at least two.
         groups: What the sync lanes add on.
         seed: For what codecs draw at random; equal on all workers.
-        nodes: Where gradients travel in full precision inside of nodes, and as the policy says between them. Workers
+        nodes: Where gradients are sent in full precision inside of nodes, and as the policy says between them. Workers
             that are all on one node of several then compress nothing. They stay their owner's, and open.
 
     Raises:
@@ -180,7 +180,7 @@ class Compression:
         self._steps += 1
 
     def forget(self) -> None:
-        """All buckets were added in vain: what codecs keep is as it was before; for an exchange that is made again."""
+        """Drop the sums of all buckets: what codecs keep is as it was before, for an exchange that is made again."""
         for exchange in self._exchanges.values():
             exchange.rollback()
 
@@ -212,7 +212,7 @@ class Compression:
             coder.set_batch_scale(samples)
 
     def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
-        """For each parameter the codec that it travels as, and bytes of a step: as it is, and as that codec.
+        """For each parameter the codec that it is sent as, and bytes of a step: as it is, and as that codec.
 
         What a worker sends to others, as `SyncFigures` counts it; with nodes what the leader of the parameter sends to
         other nodes, and a collective of the node. Warm-ups are over.
@@ -240,7 +240,7 @@ class Compression:
         return {"codec": str(self.policy), **place, **leaders, "parameters": parameters}
 
     def _row(self, coder: Coder) -> tuple[str, int, int]:
-        """What a parameter travels as, and its bytes as it is and as that."""
+        """What a parameter is sent as, and its bytes as it is and as that."""
         workers = self._party.size
         full = all_reduce_bytes(4 * coder.spec.count, workers)
         if _is_plain(coder):
@@ -287,7 +287,7 @@ class Compression:
         if not (whole or self.fits(state)):
             return
         if self._on_one_node:
-            self._tell_lost(state, "all workers are on one node, where gradients travel in full precision")
+            self._tell_lost(state, "all workers are on one node, where gradients are sent in full precision")
             return
         self._saved = dict(state["parameters"])
         if self._nodes is not None and "leaders" in state:
@@ -307,7 +307,7 @@ class Compression:
         self.load_state_dict(put_together(states))
 
     def _changes(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether a parameter travels as something else than it is; equal on all workers, whoever leads it."""
+        """Whether a parameter is sent compressed; equal on all workers, whoever leads it."""
         codec = self.policy.codec_of(name)
         return codec.fits(shape) and format_codec(codec) != "none"
 

@@ -26,13 +26,13 @@ _NORMS = (
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """What one parameter travels as.
+    """What one parameter is sent as.
 
     Attributes:
         layer: Its name.
         kind: `conv`, `depthwise`, `linear`, `norm`, `bias`, `embedding` or `other`.
         size: Its number of elements.
-        codec: What it travels as, as text.
+        codec: What it is sent as, as text.
         bytes_before: What a worker sends of it in a step as it is.
         bytes_after: What it sends as the codec.
     """

@@ -72,7 +72,7 @@ class StepOutcome(ABC):
 
     @property
     def grad_norm(self) -> float | None:
-        """Global norm of the reduced gradient before clipping; None where nobody needed it."""
+        """Global norm of the reduced gradient before clipping; None where it was not needed."""
         squares = self._value(5)
         return None if squares < 0 else math.sqrt(squares) if math.isfinite(squares) else math.inf
 

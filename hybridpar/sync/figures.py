@@ -21,7 +21,7 @@ class BucketCost:
     Attributes:
         full: Bytes that this worker would have sent in an all-reduce of float32, or of the type that the bucket has.
         sent: Bytes that it sent.
-        timer: Where the time went; None where nobody noted it.
+        timer: Where the time went; None where it was not measured.
     """
 
     full: int
@@ -36,8 +36,8 @@ class SyncFigures:
     Attributes:
         bytes_before: What it would have sent in an all-reduce of the gradients as they are.
         bytes_after: What it sent.
-        encode_ms: Time in which messages were written, over all lanes; None where nobody noted it. So are the next.
-        wire_ms: Time in which messages travelled, or waited for the other workers.
+        encode_ms: Time in which messages were written, over all lanes; None where it was not measured. So are the next.
+        wire_ms: Time in which messages were sent, or waited for the other workers.
         decode_ms: Time in which they were read.
         sync_ms: Time in which any lane was at it.
         residual_norm: Norm of all that this worker has not sent yet; None in most steps.
@@ -68,7 +68,7 @@ class SyncCosts:
 
     Attributes:
         buckets: By the bucket's number.
-        residuals: Sums of squares of what was not sent, 0-d; empty in steps in which nobody asks.
+        residuals: Sums of squares of what was not sent, 0-d; empty in most steps.
     """
 
     buckets: dict[int, BucketCost] = field(default_factory=dict)

@@ -31,7 +31,7 @@ class LocalGradients:
             parameter.grad = None
 
     def squares(self) -> Tensor:
-        """Sum of squares of all gradients, 0-d float64; 0 where nobody needs it.
+        """Sum of squares of all gradients, 0-d float64; 0 where it is not needed.
 
         It is not finite exactly where an element is not; where float32 overflows it is taken again in float64.
         """

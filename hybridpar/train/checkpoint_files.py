@@ -66,7 +66,7 @@ def prune_checkpoints(directory: Path, keep: int, best: int | None) -> None:
     kept = {*found[-keep:], directory / f"step-{best}"}
     for path in directory.glob("step-*"):
         if path not in kept and path.is_dir():
-            # The manifest goes first: from then on nobody takes the rest for a checkpoint.
+            # The manifest goes first: without it the rest is no checkpoint.
             (path / "manifest.json").unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)
 

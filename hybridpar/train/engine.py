@@ -102,7 +102,7 @@ class Engine:
         except BaseException:
             self.pipeline.close()
             raise
-        # Without the guard every step counts, so nobody has to wait for a GPU to say so.
+        # Without the guard every step counts, so the host need not wait for a GPU's decision.
         fused = all(getattr(one, "_step_supports_amp_scaling", False) for one in self.optimizers)
         on_gpu = world.device.type == "cuda" and (fused or not config.guard)
         self.late = plan is not None or config.cuda_graph or on_gpu
@@ -271,7 +271,7 @@ class Engine:
         self._lanes.caller.synchronize()
 
     def give_up(self) -> None:
-        """Forget what a step that was issued in vain has left."""
+        """Forget what a step that was given up has left."""
         self.pipeline.give_up()
 
     def wait(self) -> None:

@@ -33,7 +33,7 @@ class OwnOutcome(StepOutcome):
     """What a worker knows of a step that it took alone.
 
     Args:
-        own: The outcome of the step here; on a GPU nobody has waited for it.
+        own: The outcome of the step here; on a GPU it may still run.
         samples: Of all workers.
         full: Bytes that an all-reduce of the gradients would have sent.
     """
@@ -168,7 +168,7 @@ class LocalSgdEngine(Engine):
         return MetOutcome(agreed, (time.perf_counter() - started) * 1e3, sent, self._full_bytes)
 
     def refuse(self) -> None:
-        """Tell the others that this worker cannot do the step; workers on their own tell nobody."""
+        """Tell the others that this worker cannot do the step; workers on their own tell no other."""
         if not self.parted:
             super().refuse()
 
