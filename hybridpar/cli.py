@@ -95,7 +95,7 @@ def with_nested_options(arguments: Sequence[str]) -> list[str]:
 
 def _place_torchs_cache() -> None:
     """Keep what torch compiles beside our own cache. Torch makes the directory in any case, else a temporary one."""
-    from hybridpar.machine.cluster import cache_directory
+    from hybridpar.formats.cache import cache_directory
 
     place = cache_directory() / "torchinductor"
     with contextlib.suppress(OSError):

@@ -17,7 +17,7 @@ LAYERS: dict[str, set[str]] = {
     "errors": set(),
     "formats": {"errors"},
     "machine": {"errors", "formats"},
-    "codegen": {"machine"},
+    "codegen": {"formats"},
     "tvm_kernels": {"codegen", "errors", "formats", "machine"},
     "registry": {"errors"},
     "schedule": {"errors", "formats", "registry"},
@@ -110,7 +110,7 @@ LAYERS: dict[str, set[str]] = {
         "train",
         "tvm_kernels",
     },
-    "cli": {"__init__", "commands", "errors", "machine"},
+    "cli": {"__init__", "commands", "errors", "formats", "machine"},
     "__main__": {"cli", "machine"},
 }
 

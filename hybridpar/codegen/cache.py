@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hybridpar.machine.cluster import cache_directory
+from hybridpar.formats.cache import cache_directory
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridpar.errors import LaunchError
-from hybridpar.machine.cluster import cache_directory
+from hybridpar.formats.cache import cache_directory
 from hybridpar.machine.probe import Programs, start_torch_probe
 
 Status = Literal["ok", "absent", "warning", "failed"]

@@ -22,6 +22,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from hybridpar.errors import UsageError
+from hybridpar.formats.cache import cache_directory
 from hybridpar.formats.file_reader import read_json
 from hybridpar.machine.process import available_cores, threads_per_worker, usable_memory
 
@@ -226,18 +227,6 @@ def cpu_name() -> str:
         if key.strip() == "model name":
             return value.strip()
     return platform.processor() or platform.machine() or "unknown"
-
-
-def cache_directory() -> Path:
-    """Where measurements are kept: `HYBRIDPAR_CACHE`, else hybridpar/ in `XDG_CACHE_HOME`, else in ~/.cache."""
-    if own := os.environ.get("HYBRIDPAR_CACHE"):
-        return Path(own)
-    if base := os.environ.get("XDG_CACHE_HOME"):
-        return Path(base) / "hybridpar"
-    try:
-        return Path.home() / ".cache" / "hybridpar"
-    except RuntimeError:  # a user without an entry in the password file and without HOME
-        return Path(tempfile.gettempdir()) / f"hybridpar-{os.getuid()}"
 
 
 def cluster_path(host: dict[str, str]) -> Path:

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 
 from hybridpar.errors import UsageError
+from hybridpar.formats.cache import cache_directory
 from hybridpar.formats.file_reader import read_json
-from hybridpar.machine.cluster import cache_directory, cpu_name
+from hybridpar.machine.cluster import cpu_name
 from hybridpar.machine.process import describe_allocator
 from hybridpar.machine.steady import MOST_NOISE, repeat_until_steady
 from hybridpar.models import model_fingerprint

@@ -18,8 +18,8 @@ from typing import Any
 
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
+from hybridpar.formats.cache import cache_directory
 from hybridpar.formats.file_reader import read_json
-from hybridpar.machine.cluster import cache_directory
 from hybridpar.machine.steady import MOST_NOISE, repeat_until_steady
 
 _log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hybridpar.errors import UsageError
+from hybridpar.formats.cache import cache_directory
 from hybridpar.formats.file_reader import parse_json, read_text
-from hybridpar.machine.cluster import cache_directory
 from hybridpar.tvm_kernels.operation import KernelKey, named_operation
 from hybridpar.tvm_kernels.record import RECORD_VERSION, KernelRecord, Record
 

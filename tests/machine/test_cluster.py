@@ -16,7 +16,6 @@ from hybridpar.machine.cluster import (
     Cluster,
     Device,
     Link,
-    cache_directory,
     cluster_path,
     default_backend,
     default_workers,
@@ -126,27 +125,6 @@ def test_a_failed_write_keeps_what_was_there(monkeypatch, cache):
     write_cluster(cluster(gpu(0)))
     assert read_cluster(HOST) == cluster()
     assert len(list(cache.iterdir())) == 1, "the file aside is removed"
-
-
-def test_where_the_cache_is(monkeypatch):
-    assert cache_directory().name == "cache"
-    monkeypatch.delenv("HYBRIDPAR_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
-    assert cache_directory() == Path("/elsewhere/hybridpar")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/me")
-    assert cache_directory() == Path("/home/me/.cache/hybridpar")
-
-
-def test_a_user_without_a_home_still_has_a_cache(monkeypatch):
-    monkeypatch.delenv("HYBRIDPAR_CACHE")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", homeless)
-    assert cache_directory().name.startswith("hybridpar-")
 
 
 @pytest.mark.parametrize(
