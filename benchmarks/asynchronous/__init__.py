@@ -1,1 +1,1 @@
-"""Why: what is gained where workers do not wait for each other in every step, or not for everything."""
+"""Benchmarks of asynchronous and partly synchronous gradient exchange: late gradients and parameter servers."""

@@ -1,4 +1,6 @@
-"""Why: late gradients are worth their staleness only where they save time that overlap within a step does not.
+"""Measures the step time of double buffering (gradients applied one step late) on a shaped link.
+
+Stale gradients pay only if they save time that overlap within a step does not already save.
 
 The setting of the paper: a link on which one exchange takes about as long as half a batch is computed. Its rate follows
 from a first run on the loopback: bytes of a step, over half the time of computing less what writing and reading take.

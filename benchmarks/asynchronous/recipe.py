@@ -1,4 +1,4 @@
-"""Why: one command takes the tables of 1-bit SGD's recipe: double buffering, the paper's ablations, best worker counts.
+"""Command for the tables of 1-bit SGD: double buffering, the paper's ablations, and the best number of workers.
 
 python -m benchmarks.asynchronous.recipe                    # all three, as root for the shaped links
 python -m benchmarks.asynchronous.recipe --table buffering  # one of them

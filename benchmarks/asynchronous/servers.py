@@ -1,4 +1,4 @@
-"""Why: servers cost something on equal workers and pay on unequal ones; one command measures both.
+"""Command for the tables of parameter servers: their cost on equal workers, their gain on unequal ones.
 
 python -m benchmarks.asynchronous.servers                       # both tables, as root for the shaped link
 python -m benchmarks.asynchronous.servers --table cost --links loopback

@@ -1,4 +1,4 @@
-"""Why: what counts of a way to exchange gradients is the network that comes out, by the command that users type.
+"""Trains a network with every way to exchange gradients and compares the results, with `hybridpar train`.
 
     python -m benchmarks.asynchronous.trainings                    # all ways, half an hour
     python -m benchmarks.asynchronous.trainings --only softsync onebit-sgd --seeds 3

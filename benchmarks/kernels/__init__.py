@@ -1,1 +1,1 @@
-"""Why: what kernels promise is measured per shape, against torch at its best, beside what memory allows."""
+"""Benchmarks of the generated CPU kernels: times per shape against torch's fastest, and the limit set by memory."""

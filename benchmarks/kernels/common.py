@@ -1,4 +1,4 @@
-"""Why: all tables of kernels are taken under the same settings, and every row says which."""
+"""Allocator settings, machine description and output of tables, shared by all benchmarks of kernels."""
 
 from __future__ import annotations
 

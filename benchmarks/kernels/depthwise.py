@@ -1,4 +1,6 @@
-"""Why: a kernel that was fast in its own search may be so by luck; here it is timed anew, as users call it.
+"""Times tuned depthwise convolutions against torch's, per shape and direction, called as users call them.
+
+They are timed anew because the fastest time of a search may be partly luck.
 
 Seventeen convolutions of MobileNetV2, EfficientNet-B0 and ConvNeXt-T, or some drawn at random, in all directions, each
 tuned beforehand for a number of seconds. The operation, on whatever its records choose, against torch in both memory
@@ -104,7 +106,7 @@ class Row:
         ratio: Median over the rounds of the faster torch over the operation; `low` to `high` is its 95 % interval.
         best_ratio: The same of the shortest times.
         error: Largest difference of the operation from float64, relative to the largest value.
-        loaded: Whether somebody else used the cores meanwhile.
+        loaded: Whether other processes used the cores meanwhile.
     """
 
     shapes: str

@@ -1,4 +1,6 @@
-"""Why: BatchNorm reads what a convolution has just written, only to sum it up; the convolution can do that itself.
+"""Times depthwise convolutions that also compute the sums that the following BatchNorm needs.
+
+BatchNorm's first pass only reads what the convolution has just written, so the convolution can save it that pass.
 
 Depthwise convolutions of MobileNetV2 and the BatchNorm with ReLU6 behind them, forward in training, batch 32,
 channels_last, one thread, as the swapped layers run: on the kernel of each alone, and with a convolution that leaves

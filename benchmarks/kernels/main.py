@@ -1,4 +1,4 @@
-"""Why: all tables of kernels are made again by one command; each stands alone, and is a module of its own.
+"""Command for all tables of kernels; each table is also a module that runs on its own.
 
 python -m benchmarks.kernels.main            # hours on two cores; stopped, the long ones go on where they were
 """

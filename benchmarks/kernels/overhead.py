@@ -1,6 +1,8 @@
-"""Why: a kernel that saves 50 us is no gain where calling it costs 60, or where the run must wait for it at its start.
+"""Measures the overhead of calling a tuned kernel and of loading the kernels when a training run starts.
 
-Calls: depthwise convolutions so small that nothing but the way to the kernel counts, once through the operation on its
+A faster kernel is a gain only if it saves more than both cost.
+
+Calls: depthwise convolutions so small that only the call overhead counts, once through the operation on its
 tuned kernel and once through torch, in the same rounds: forward alone without gradients, and forward with backward;
 with kernels for all directions, for the gradients alone, and for none.
 

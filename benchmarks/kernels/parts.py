@@ -1,8 +1,8 @@
-"""Why: a faster step says little; where its time went before and after says what was gained, and what is left.
+"""Splits the time of a training step into depthwise convolutions, norms with activation, and the rest.
 
 Operations are timed where autograd hands them to torch's dispatcher, with everything that they do inside, and those of
-fused norms where they begin. Times are of the thread that runs them, so this is for one thread. The rest is what is
-left of a step that nobody looked into, with what Python does between operations: looking itself takes time there.
+fused norms where they begin. Times are of the thread that runs them, so this is for one thread. The rest is not
+measured separately, including Python between operations; the measurement itself adds time there.
 """
 
 from __future__ import annotations

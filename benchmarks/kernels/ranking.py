@@ -1,9 +1,12 @@
-"""Why: a search compiles only what the cost model likes, so it is no better than the order that the model gives.
+"""Measures how well the cost model ranks candidates for a kernel.
+
+A search compiles only the candidates that the model ranks best, so its result depends on that ranking.
 
 For some convolutions, in all directions and both layouts: the candidates that the model likes best and others drawn at
-random are built and timed, each in pairs with the model's first choice, so that the machine's mood cancels out. Two
-numbers say how good the order is: Spearman's correlation of predicted cycles and time, over those drawn at random; and
-the regret of k, by how much the best of the model's k best is slower than the best of all that were measured.
+random are built and timed, each in pairs with the model's first choice, so that changes of the machine's speed cancel
+out. Two numbers say how good the order is: Spearman's correlation of predicted cycles and time, over those drawn at
+random; and the regret of k, by how much the best of the model's k best is slower than the best of all that were
+measured.
 
 Run from the root of the repository, on an idle machine, for about ten minutes; stopped, it goes on where it was:
     python -m benchmarks.kernels.ranking [--threads N] [--liked 8] [--drawn 14]

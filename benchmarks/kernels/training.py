@@ -1,14 +1,16 @@
-"""Why: kernels that win alone must win in a training step, among the layers that they leave as they are.
+"""Times whole training steps on the CPU with tuned kernels against torch.
+
+A kernel that is faster alone may not be so in a step, next to layers that are left unchanged.
 
 A whole step (forward, cross-entropy, backward, SGD with momentum) of one network on the CPU: torch as it is, in
 whichever memory format is faster for it, against `hybridpar.tvm_kernels.optimize` with the records of depthwise
 convolutions alone, of norms alone, and of both. All methods run in one process with the same allocator settings, on the
 same batches and random numbers, step by step in an order that changes from round to round. On one thread the time
 counts that the thread ran. In each round all start from where torch's step has led, and their losses and gradients must
-agree: an untrained network amplifies rounding, so that free runs part after a few steps, whoever computes.
+agree: an untrained network amplifies rounding, so that free runs part after a few steps, with any kernels.
 
 Then a few steps are taken apart: how long depthwise convolutions, BatchNorm with its activation, and the rest take with
-torch and with kernels. The table also has what the records promised.
+torch and with kernels. The table also has the gain that the records predict.
 
 Run from the root of the repository, on an idle machine; what the database lacks is tuned first:
     python -m benchmarks.kernels.training --database kernels.jsonl [--models mobilenet_v2] [--threads 1] [--budget 15m]

@@ -1,1 +1,1 @@
-"""Why: the claims of `hybridpar.partition`, each with the program that checks it and what it showed."""
+"""Benchmarks and checks of `hybridpar.partition`, with their results."""

@@ -1,4 +1,4 @@
-"""Why: one check of a split against the unsplit model, used by the sweep and by the test suite.
+"""Compares a training step of a model split into stages with the unsplit model, for the sweep and the tests.
 
 The split runs as a pipeline does: every stage's backward pass alone, from the gradients of what it sent. Loss weights
 are random, because a plain sum has a gradient that BatchNorm cancels to rounding noise.

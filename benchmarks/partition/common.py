@@ -1,4 +1,4 @@
-"""Why: every row of a result says where it was measured."""
+"""Machine, versions and commit that are written to every row of a result."""
 
 from __future__ import annotations
 

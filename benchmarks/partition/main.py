@@ -1,4 +1,4 @@
-"""Why: the claims about balance, certificate and prediction, measured on one machine in one run.
+"""Measures balance, certificate and predicted times of partitions, on one machine in one run.
 
 For each model at batch 4, 224x224, one thread: profile once; cut into K = 2 to 8 stages with every strategy; for some
 K also split and run every cut, in turns, and take the slowest stage. Writes results/balance.csv (one line per model, K

@@ -1,4 +1,4 @@
-"""Why: one list of models for the sweep and the tables, each at the smallest input that it takes as it is."""
+"""The models of the sweep and of the tables, each with the smallest input that it accepts unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Why: a partition is asked for again and again by whoever searches over plans, so cutting must take no time.
+"""Measures how long it takes to partition a model.
+
+A search over plans partitions the same model many times, so this must be short.
 
 For each model, and for random graphs of 500 units, K = 2 to 8: milliseconds to balance without and with the
 certificate, the least of three, and how the certificate ended. Times of units are the roofline's: how long the

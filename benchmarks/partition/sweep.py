@@ -1,4 +1,4 @@
-"""Why: the claim "any traced model, any convex cut, the same training" is checked on many models and many cuts.
+"""Checks on many models and random convex cuts that the split model trains the same as the unsplit one.
 
 Writes one line per model to results/sweep.csv: how many random convex cuts (K = 2 to 8, ten seeds each) gave the same
 forward pass, buffers, evaluation and state dict bit for bit, how many the same gradients bit for bit, and the largest

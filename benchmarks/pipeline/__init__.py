@@ -1,1 +1,1 @@
-"""Why: the pipeline is measured against every alternative that a user has, and its own promises are checked."""
+"""Benchmarks of pipeline parallelism against the alternatives, and checks of its predictions and memory."""

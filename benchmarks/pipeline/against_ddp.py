@@ -1,8 +1,10 @@
-"""Why: on a slow link a pipeline sends activations where data parallelism sends all gradients.
+"""Times pipeline parallelism against DistributedDataParallel on two ranks.
 
-Two ranks, the same model and global batch. The peer is DistributedDataParallel in its fastest documented form:
+On a slow link a pipeline can be faster: it sends activations where data parallelism sends all gradients.
+
+Two ranks, the same model and global batch. The baseline is DistributedDataParallel in its fastest documented form:
 gradients are views of its buckets, no buffers are broadcast, the graph is static. On the loopback, where both have all
-the bandwidth that they can use, the ratio is reported and nothing is promised.
+the bandwidth that they can use, the ratio is reported without a target.
 """
 
 from __future__ import annotations

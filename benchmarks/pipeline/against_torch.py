@@ -1,4 +1,4 @@
-"""Why: torch's own pipelining is what a user would take otherwise, so every schedule of it is a peer.
+"""Times pipeline parallelism against `torch.distributed.pipelining`, with every schedule that it has.
 
 Two ranks on one machine, torch over gloo, hybridpar over gloo and over the shared memory that it takes by default.
 First the same two stages under the same schedule; then the best that each of the two can do. The best are found in two

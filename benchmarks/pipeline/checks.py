@@ -1,4 +1,4 @@
-"""Why: predictions, hidden time and memory are no ratios of two methods, so their rows say value, rule and verdict."""
+"""Rows for results that are no ratio of two methods (predictions, hidden time, memory): value, rule, verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: a prediction is as good as the costs that it is made from, and those are measured here without the pipeline.
+"""Measures the inputs of a prediction, compute and communication times, without running the pipeline.
 
 `DryRun` does all computation of one worker in the order of its program, with made-up tensors in place of those that
 would arrive, while the other workers do the same: so caches, memory and fresh gradients are as in a real step, and

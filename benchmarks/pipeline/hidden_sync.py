@@ -1,16 +1,16 @@
-"""Why: gradients that travel while something still computes cost nothing, and that is to be seen, not believed.
+"""Measures how much of the gradient synchronisation overlaps with computation in a pipeline with replicas.
 
 Two stages times two replicas: four processes, each in a network namespace of its own, on shaped links, so that a sum of
 gradients is wire time and not core time. What is hidden is read from the spans of real steps: the time in which a
-stage's gradients travel while any worker of the step still computes.
+stage's gradients are sent while any worker of the step still computes.
 
-What is *hideable* of a stage's sums is what would lie before the end of the last computation of anyone if each began at
-once when the last replica had gathered its bucket, or when the sum before it was over. A late start, a wait for another
-stage's sums and a link that stands idle all count as not hidden.
+What is *hideable* of a stage's sums is what would lie before the end of the last computation of any worker if each
+began at once when the last replica had gathered its bucket, or when the sum before it was over. A late start, a wait
+for another stage's sums and an idle link all count as not hidden.
 
-The second promise is about all of it, where M = 2 and the larger stage's sums take as long as the last backward pass of
-a micro-batch in the other stage. The link's rate is changed until these two times agree in the very steps that are
-judged.
+The second target is that all of it is hidden, where M = 2 and the larger stage's sums take as long as the last backward
+pass of a micro-batch in the other stage. The link's rate is changed until these two times agree in the very steps that
+are judged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why: each claim about the pipeline is one table, taken apart from the others on a quiet machine.
+"""Command for all tables of the pipeline; run it on an idle machine.
 
 python -m benchmarks.pipeline.main                    # all tables, as root for the shaped links
 python -m benchmarks.pipeline.main --table A          # one of them

@@ -1,4 +1,4 @@
-"""Why: a schedule that promises to hold less must be seen to hold less, by a measure that is not its own.
+"""Measures the memory of saved activations under 1F1B and GPipe, and compares it with the prediction.
 
 Four stages as lanes of one process. The independent measure hooks every tensor that autograd saves in a real step and
 counts distinct storages as long as anything holds them; parameters and buffers are left out.

@@ -1,4 +1,4 @@
-"""Why: hybridpar, torch's pipelining and a loop by hand are set up once, each behind the same three calls."""
+"""Sets up hybridpar, `torch.distributed.pipelining` and a hand-written loop behind the same three calls."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Ours:
         return self.outcome.loss
 
     def transport(self) -> str:
-        """What activations travel by."""
+        """The transport by which activations are sent."""
         ends = self.engine.grid.senders.values() if self.engine.grid is not None else ()
         return next((end.transport for end in ends), "none")
 

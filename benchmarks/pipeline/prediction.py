@@ -1,7 +1,7 @@
-"""Why: a planner that trusts the simulator must know how far to trust it.
+"""Compares the simulator's predicted step times with measured ones, over many configurations.
 
 Every configuration is predicted from a dry run and a probe, neither of which runs the pipeline, and then measured, in
-turns: dry run, steps, dry run, so that whatever the machine does hits both. The error is that of each turn. The
+turns: dry run, steps, dry run, so that changes of the machine's speed affect both. The error is that of each turn. The
 configurations of a model on a link take their turns together, because the best of them is to be found.
 """
 

@@ -1,6 +1,6 @@
-"""Why: every table compares the same work, so model, cut, data and optimizer are made in one place.
+"""Models, partitions, data and optimizers that all tables of the pipeline share.
 
-A `Setting` says what is trained. `cut_on_main` cuts its model once, on rank 0, and everybody follows that cut: ours,
+A `Setting` says what is trained. `cut_on_main` cuts its model once, on rank 0, and all methods use that cut: hybridpar,
 torch.distributed.pipelining, and a loop by hand.
 """
 

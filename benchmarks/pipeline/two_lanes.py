@@ -1,7 +1,7 @@
-"""Why: with one process and two cores, two lanes must beat one thread that does the same micro-batches.
+"""Times two pipeline lanes in one process against one thread that runs the same micro-batches, on two cores.
 
-And because micro-batches cost something themselves, the whole batch at once stands in the table too, on one and on two
-intra-op threads: whoever can take the whole batch should know what that gives.
+Micro-batches have a cost of their own, so the table also has the whole batch at once, on one and on two intra-op
+threads, for users whose memory allows it.
 """
 
 from __future__ import annotations

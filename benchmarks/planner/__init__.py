@@ -1,5 +1,5 @@
-"""Why: a planner is believed when its predictions have been held against clocks, and its choices against all others.
+"""Benchmarks of the planner: predictions against measured steps, and its choice against the other plans.
 
-`predicted` holds predictions against measured steps, `regret` the chosen plan against the others, `emulated` more
+`predicted` compares predictions with measured steps, `regret` the chosen plan against the others, `emulated` more
 workers than there are cores, `search_time` the seconds of a search, and `to_target` a whole training against DDP.
 """

@@ -1,7 +1,7 @@
-"""Why: what a user reads at the end of a run is the promise itself, so the command is run as a user runs it.
+"""Runs `hybridpar train` as a user does and compares the predicted step time with the measured one.
 
 `hybridpar train resnet18 --data digits --workers 2`, again and again, each time with an empty cache: it measures,
-plans, trains, and holds what it predicted against what it measured. On a shaped link the same command runs once in
+plans, trains, and compares what it predicted with what it measured. On a shaped link the same command runs once in
 every host, as it does under a launcher. Errors are those of the prediction: over what was measured, less one.
 """
 

@@ -1,4 +1,4 @@
-"""Why: every table plans the same models on the same machine, so what is planned with is measured in one place."""
+"""Settings, planner inputs and drawn plans that all tables of the planner share."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Why: a machine with two cores cannot compute as four devices, but it can wait as they do, and exchange for real.
+"""Compares predicted with measured steps of four workers on two cores, with emulated computation.
 
 Every worker trains a net with the parameters of the real one, whose layers wait as long as the real ones compute, and
-whose gradients are there when theirs would be. What is exchanged, codecs included, is real. So the links are what is
-held against the prediction, with four workers on each of them.
+whose gradients are ready when theirs would be. What is exchanged, codecs included, is real. So the
+prediction of communication is what is tested, with four workers on each of them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CONFIG = TrainConfig(lr=RATE, weight_decay=0.0)
 
 
 class _Device:
-    """Computes one thing after the other, from the start of a pass on; whoever is late does not hold it up."""
+    """Computes one thing after the other, from the start of a pass on; a late caller does not delay it."""
 
     def __init__(self) -> None:
         self._done = 0.0

@@ -1,4 +1,4 @@
-"""Why: one command takes all tables of what the planner promises.
+"""Command for all tables of the planner.
 
 python -m benchmarks.planner.main   # all tables, as root for shaped links
 python -m benchmarks.planner.main --table predicted --links 1gbit --models resnet18 --plans 8

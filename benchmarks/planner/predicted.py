@@ -1,4 +1,4 @@
-"""Why: what the planner says a step takes is held against what it takes, and what it chooses against everything else.
+"""Compares predicted with measured step times of many plans, and the chosen plan with the best one.
 
 Plans over the whole predicted range take turns, torch's DDP among them, each alone in its processes for some steps as
 in a training. From the same steps come two tables: the error of every prediction, and how much slower the chosen plan
@@ -222,7 +222,7 @@ def error_row(
         times: Milliseconds of its steps, or of visits.
         load: How busy the machine was otherwise, in words.
         slower: How much slower the machine was than when it was measured for the prediction; told, and not corrected
-            for. None where nobody looked.
+            for. None where it was not measured.
         rehearsed: It ran before anything was predicted.
     """
     real = statistics.median(times)

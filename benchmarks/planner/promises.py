@@ -1,4 +1,4 @@
-"""Why: what is promised of predictions is promised over all settings, so it is judged over all rows of a table."""
+"""Judges the targets for prediction errors and choices over all rows of a table, thus over all settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Why: a prediction may be wrong everywhere and still choose well, or right and choose badly; so choices are judged."""
+"""Rows that say how much slower the chosen plan is than the best measured one.
+
+They are separate from prediction errors: wrong predictions can still lead to a good choice, and the reverse.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: what counts in the end is the time to an accuracy, planning included, against DDP with the best of its hooks.
+"""Measures the time to a target accuracy, planning included, against DDP with the best of its hooks.
 
 ResNet-18 on digits, two workers, with weights, order and augmentation by seed. How many steps a method takes to 97 % of
 the test images does not depend on the link, so that is found once per seed, on the loopback; how long a step takes on

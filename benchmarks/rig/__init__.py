@@ -1,4 +1,4 @@
-"""Why: every benchmark table is taken in the same way, so the way is written once.
+"""Shared tools of the benchmarks: shaped links, processes, paired timing, statistics and tables.
 
 `network` makes shaped links out of network namespaces, and `launch` starts one process per rank on them. `rank` is what
 each of those processes does first and last, `paired` times methods against each other inside them while `load` watches

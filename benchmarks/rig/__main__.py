@@ -1,4 +1,4 @@
-"""Why: `python -m benchmarks.rig` shows in a minute whether this machine can take the tables that the project shows."""
+"""Command `python -m benchmarks.rig`: checks in a minute whether this machine can take the project's tables."""
 
 from __future__ import annotations
 

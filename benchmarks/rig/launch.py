@@ -1,4 +1,4 @@
-"""Why: all sides of a comparison must start under the same conditions, and a rank that dies must take the rest along.
+"""Starts one process per rank, all under the same settings, and ends all of them if one fails.
 
 The settings here are those that move a CPU training step most: the number of threads, and what the C allocator does
 with large tensors. By default glibc gives large blocks back to the kernel and pays for the page faults again in the

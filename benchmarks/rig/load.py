@@ -1,4 +1,4 @@
-"""Why: a round that shared its cores with somebody else measures the somebody else.
+"""Measures the CPU load that other processes cause during a round; such a round is not counted.
 
 Foreign load is what the machine did in processes, less what the ranks did. Two of the kernel's accounts say what the
 machine did, and each misses something. The account of the CPUs sees other containers too, and what the hypervisor took

@@ -1,8 +1,8 @@
-"""Why: a claim about 1 Gbit/s needs a link that really carries 1 Gbit/s, on a machine that has no such link.
+"""Emulates links of a given bandwidth between ranks of one machine, with network namespaces.
 
 One network namespace per rank, joined by veth, each egress shaped by a token bucket. Two ranks are wired directly. More
-meet at a bridge in a namespace of its own, whose ports are shaped too: a real switch also delivers no faster than the
-cable to the receiver, which counts as soon as several ranks send to one.
+are joined by a bridge in a namespace of its own, whose ports are shaped too: a real switch also delivers no faster than
+the cable to the receiver, which counts as soon as several ranks send to one.
 
 Latency, jitter and loss are not emulated. Nothing but the namespaces made here is ever touched, and they go away
 however their owner ends: an exception, SIGINT, SIGTERM or SIGHUP runs the context manager's exit; after SIGKILL the
@@ -89,7 +89,7 @@ def sweep() -> list[str]:
 
 
 class Network:
-    """Where the ranks of one benchmark meet; a context manager.
+    """The network that connects the ranks of one benchmark; a context manager.
 
     Args:
         ranks: Number of ranks; at least 2 where the rate is shaped.
@@ -161,7 +161,7 @@ class Network:
         A packet that the kernel would segment counts with one header, so this is payload and about 0.1 %.
 
         Raises:
-            UsageError: The network is the loopback, whose one counter is shared by all ranks and everybody else.
+            UsageError: The network is the loopback, whose one counter is shared by all processes of the machine.
         """
         if self._bits is None:
             raise UsageError("tx_bytes on the loopback", "Only ranks with an interface of their own can be counted.")
@@ -224,7 +224,7 @@ class Network:
         if threading.current_thread() is not threading.main_thread():
             return  # Python delivers signals to the main thread only; atexit is what is left.
         for number in _ENDING_SIGNALS:
-            # Somebody else's handler, or nohup's "ignore", stays in place.
+            # Another handler, or nohup's "ignore", stays in place.
             if signal.getsignal(number) is signal.SIG_DFL:
                 self._replaced[number] = signal.signal(number, _exit_on_signal)
 

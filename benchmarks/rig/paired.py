@@ -1,7 +1,9 @@
-"""Why: two methods timed one after the other compare the machine's moods; only interleaved rounds compare the methods.
+"""Times several methods in interleaved rounds.
+
+Methods timed one after the other would differ also by what the machine did in the meantime.
 
 Every round runs one step of every method, in an order that changes from round to round and is the same on all ranks,
-and ratios are taken within rounds. Rounds during which somebody else used the CPUs are dropped and taken again.
+and ratios are taken within rounds. Rounds during which other processes used the CPUs are dropped and taken again.
 """
 
 from __future__ import annotations
@@ -127,7 +129,7 @@ def paired(
         (busy if window.load > foreign_load else quiet).append(window)
         if size * len(quiet) >= rounds:
             break
-    # Sorted by load and not by time, so that what is kept favours nobody.
+    # Sorted by load and not by time, so that what is kept favours no method.
     lacking = max(0, math.ceil((rounds - size * len(quiet)) / size))
     kept = quiet + sorted(busy, key=lambda window: window.load)[:lacking]
     return Paired(

@@ -1,4 +1,4 @@
-"""Why: what every measuring process does first and last, so that no benchmark forgets a part of it."""
+"""Sets up and tears down the process group of a measuring process; reads its link and the bytes it sent."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def link() -> str:
 def sent_bytes() -> int:
     """Bytes that this rank's interface has sent so far.
 
-    The difference over some steps is what they put on the wire. On the loopback it counts everybody on the machine.
+    The difference over some steps is what they put on the wire. On the loopback it counts all processes of the machine.
 
     Raises:
         LaunchError: This process was not started as a rank, or has no such interface.

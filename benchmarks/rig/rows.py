@@ -1,4 +1,4 @@
-"""Why: a number in a table is only worth as much as what stands beside it: against what, on what, how often, how sure.
+"""Defines a row of a table: the measured value, the baseline, the machine, the number of rounds and the spread.
 
 One schema for all claims. A row is one method against one baseline in one paired run.
 """

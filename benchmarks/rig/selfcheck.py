@@ -1,4 +1,4 @@
-"""Why: before the rig judges anything, it shows that its links carry what they are said to carry.
+"""Checks that the shaped links deliver their nominal bandwidth.
 
 Runs inside the ranks, started by `python -m benchmarks.rig`.
 """
@@ -115,7 +115,7 @@ def _check_link(rounds: int, ranks: int, console: Console) -> bool:
 def _measure_ddp(rounds: int, rank: int) -> tuple[Paired, dict[str, int]]:
     """DistributedDataParallel with and without its gradient exchange, and the bytes that this rank sends in a step.
 
-    No bytes on the loopback: its one counter is everybody's.
+    No bytes on the loopback: its one counter is shared by all processes.
     """
     criterion = nn.CrossEntropyLoss()
     torch.manual_seed(rank)

@@ -1,4 +1,4 @@
-"""Why: a ratio without its spread is a rumour; here are the spread, and the only words a table may use about it."""
+"""Computes ratios of times with bootstrap confidence intervals, and the verdicts that tables may use."""
 
 from __future__ import annotations
 

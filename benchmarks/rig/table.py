@@ -1,4 +1,4 @@
-"""Why: tables are kept and compared over years, so one writer makes them and one validator holds them to the rules."""
+"""Writes, validates and prints the CSV tables of all benchmarks."""
 
 from __future__ import annotations
 

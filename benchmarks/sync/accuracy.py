@@ -1,4 +1,6 @@
-"""Why: a codec that is fast and loses accuracy is no gain, and one run says nothing about a point of accuracy.
+"""Measures the test accuracy of trainings with compressed gradients against full precision.
+
+One run is too noisy to show a difference of one percentage point, so there are several per method.
 
 ResNet-18 on all 1,797 digits in five folds, three seeds each: 15 runs per method, paired by fold and seed with full
 precision. Learning rates are tuned per method on one fold with a seed of its own.
@@ -7,7 +9,7 @@ precision. Learning rates are tuned per method on one fold with a seed of its ow
     python -m benchmarks.sync.accuracy --jobs 2           # the table, at the best rate of each method
     python -m benchmarks.sync.accuracy --report           # what the rows that are there say
 
-Two workers are played by one process: each computes the gradients of its half of the batch, with BatchNorm of its own
+Two workers are emulated in one process: each computes the gradients of its half of the batch, with BatchNorm of its own
 half as under DDP, and `run_together` exchanges them, so that a run says the same on any machine that computes alike.
 Rows are written as runs end, and what is there is not done again.
 """

@@ -1,8 +1,10 @@
-"""Why: what a codec saves on the wire it may lose on the core, so the step is timed, on links of three rates.
+"""Times training steps with every compression method on links of three rates.
 
-All methods live in the same processes and take one step each per round (`benchmarks/README.md`). Before that, each has
+A codec sends fewer bytes but costs CPU time, so the whole step is timed.
+
+All methods run in the same processes and take one step each per round (`benchmarks/README.md`). Before that, each has
 taken its first steps untimed: shapes are found, buckets are cut anew, and PowerSGD begins to compress. Two more steps
-are counted by the interface, and beside them stand the bytes that a method says it sends.
+are counted by the interface, and shown beside the bytes that a method declares.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why: one command takes all tables of what compression costs and gains, losses included.
+"""Command for all tables of gradient compression, losses included.
 
 python -m benchmarks.sync.main --peers DIR                     # all tables, as root for the shaped links
 python -m benchmarks.sync.main --table links --links 1gbit     # one of them

@@ -1,4 +1,4 @@
-"""Why: all methods train one model in one way and differ in what happens to its gradients, and in nothing else.
+"""Sets up the compared methods, which train the same model and differ only in how gradients are exchanged.
 
 A method is a name, as it stands in the table:
 
@@ -161,7 +161,7 @@ def make_method(name: str, place: Workplace) -> Method:
 
 
 def codec_of(name: str) -> str | None:
-    """The codec of one of our methods; None where it is somebody else's."""
+    """The codec of one of our methods; None for the methods of other projects."""
     for prefix in (_OWN, _HOOK):
         if name.startswith(prefix):
             return split_lanes(name.removeprefix(prefix))[0]
@@ -197,7 +197,7 @@ class _ByHand(Method):
 
 
 class _Epfml(Method):
-    """epfml/powersgd as its README says: it keeps its error in `.grad`, which nobody sets to zero."""
+    """epfml/powersgd as its README says: it keeps its error in `.grad`, which is not set to zero."""
 
     note = f"full precision in the first {FULL_STEPS} steps"
 

@@ -1,4 +1,4 @@
-"""Why: the codecs of other projects are measured as they are, from their own checkouts, and called as they document.
+"""Adapters for the codecs of other projects, used from their own checkouts as their documentation says.
 
 None of them is on PyPI. `--peers DIR` names a folder with unchanged clones:
 

@@ -1,4 +1,4 @@
-"""Why: what was promised was written down before it was measured, and a fast step with a bad loss is no success.
+"""Judges step times against targets that were set before measuring, for codecs with an acceptable loss.
 
 The best codec is the fastest of ours whose loss after a hundred steps is no worse than that of torch's PowerSGD of rank
 4, by the table of `benchmarks.sync.losses`. Where that has not been measured, all take part, and the rows say so.
@@ -26,7 +26,7 @@ REFERENCE = "ddp-psgd4"
 
 @dataclass(frozen=True)
 class Promise:
-    """Our best step against somebody else's.
+    """Our best step against another project's.
 
     Attributes:
         over: Names of the others; the fastest of them counts.

@@ -1,6 +1,6 @@
-"""Why: what a codec can do at best is told by one core alone, before links and backward passes come into it.
+"""Measures the throughput of each codec on one core, without links or backward passes.
 
-`hybridpar bench codecs` on ResNet-18, with the rates that were promised: for one core with AVX-512, which `extra` says
+`hybridpar bench codecs` on ResNet-18, with the target rates: for one core with AVX-512, which `extra` says
 of the machine at hand.
 """
 

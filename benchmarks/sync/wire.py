@@ -1,4 +1,4 @@
-"""Why: how much less is sent follows from the shapes alone, for any model and number of workers, without a run.
+"""Computes from shapes alone how many bytes a method sends, for any model and number of workers.
 
 The same rule for both sides: bytes that a worker sends, by each collective's own factor, over those of an all-reduce of
 float32. That what is declared is what leaves the machine is checked in `benchmarks.sync.links`, by the interface.

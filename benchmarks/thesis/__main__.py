@@ -1,4 +1,4 @@
-"""Why: one command on a machine with several GPUs says how this project stands to what the thesis published.
+"""Command that compares hybridpar with the speed-ups published in the thesis, on a machine with several GPUs.
 
     make bench-thesis DATA_ROOT=~/data              # all GPUs; hours; goes on where it was stopped
     python -m benchmarks.thesis --small             # minutes on two CPU workers: does it all work?

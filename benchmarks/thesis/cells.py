@@ -1,4 +1,4 @@
-"""Why: command, workers, table and a run that goes on later must mean the same by a setting, a method, and "done"."""
+"""Settings and methods of the table, and which of them are already measured."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Why: hybridpar's own part of the table: which layout of stages and replicas is best is measured, then that one runs.
+"""hybridpar's part of the table: measures which layout of stages and replicas is fastest, then runs it.
 
 Stages times replicas is the number of devices; on a single device stages are lanes of it. The choice is made on a few
-steps of each layout, before anything that reaches the table, so luck in the choice cannot flatter it.
+steps of each layout, before anything that reaches the table, so luck in the choice cannot improve it.
 """
 
 from __future__ import annotations

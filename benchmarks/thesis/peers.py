@@ -1,4 +1,6 @@
-"""Why: the published baseline is not known, so all that it could have been is here, each set up as its manual says.
+"""The baselines, each set up as its documentation says.
+
+The published baseline is not known, so all likely candidates are here.
 
 One loop serves them all, because they differ in what wraps the model and in whether a step is replayed from a graph.
 Learning rates, optimizer and batches are hybridpar's own; nothing in a step makes the host wait for a GPU.

@@ -1,4 +1,4 @@
-"""Why: the table has a row per seed and comparison; people ask how many times as fast, at which accuracy, over what."""
+"""Prints the results as speed-ups over each baseline, with accuracies, from one row per seed and comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: epochs of all methods are timed in turn, and each must train for the same number of them.
+"""Times epochs of all methods in turn; each method trains for the same number of epochs.
 
 The rig's `paired` drops a busy round and takes it again. An epoch of training cannot be taken again, so here every
 round trains, and the busy ones are only left out of the times, by the rig's own rule.

@@ -1,4 +1,4 @@
-"""Why: every method must train the same model on the same samples in the same order, at the same rates."""
+"""Model, data order, batches and learning rates that are the same for every method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: all methods live in the same processes, so that their epochs can be timed in turn."""
+"""The measuring process: it holds all methods, so that their epochs can be timed in turn."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Why: before anything is made faster, the trainer itself must cost nothing.
+"""Times the trainer against a hand-written loop (one worker) and DistributedDataParallel (two workers).
+
+It should add no cost of its own.
 
 One worker against a loop written by hand; two workers against DistributedDataParallel, on the loopback and on a shaped
 link. Same model, data, optimizer, threads and allocator on both sides. The trainer's guard against non-finite gradients
-and its pooled BatchNorm statistics are on, as they are by default; the peers have neither.
+and its pooled BatchNorm statistics are on, as they are by default; the baselines have neither.
 
     python -m benchmarks.trainer.main                    # all settings, as root for the shaped link
     python -m benchmarks.trainer.main --links loopback
