@@ -1,4 +1,4 @@
-"""Why: every test starts from the same place: one thread, known seeds, and a cache of its own."""
+"""Fixtures for all tests: one thread, fixed seeds, and a cache directory that only this test session uses."""
 
 from __future__ import annotations
 

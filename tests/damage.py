@@ -1,4 +1,4 @@
-"""Why: files are damaged in more ways than tests can name, so random damage is done to a good one of every kind.
+"""Damages good files of every kind at random, and checks that readers refuse them with a short error.
 
     python -m tests.damage --mutants 100000
 

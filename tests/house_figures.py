@@ -1,4 +1,4 @@
-"""Why: measures how simple the layout of the package is, and prints the table of docs/architecture.md.
+"""Measures how simple the layout of the package is, and prints the table of docs/architecture.md.
 
     python -m tests.house_figures            print the table
     python -m tests.house_figures --write    put it into docs/architecture.md

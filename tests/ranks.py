@@ -1,4 +1,6 @@
-"""Why: starting a worker process costs seconds, and most tests need two or three of them for a moment.
+"""Runs functions in several worker processes, which are kept for the whole test session.
+
+Starting a process costs seconds, and most tests need two or three of them for a moment.
 
 One pool of processes serves the whole test session. A test hands over a top-level function; each rank calls it with a
 `World` of its own and the results come back by rank. A rank that fails makes the call fail with its traceback; a call

@@ -1,4 +1,4 @@
-"""Why: many tests train for a moment and then ask the same questions of the run directory.
+"""Functions with which tests start short training runs and check their run directories.
 
 Every run that a test finishes goes through `check_run`, so the files a user relies on are checked for each of them.
 """

@@ -1,4 +1,4 @@
-"""Why: a run in a test wants a model that trains in milliseconds, and now and then one that misbehaves on time.
+"""Models that train in milliseconds, and a fault that can be set for one step of one rank.
 
 The models are named on command lines as `tests.small_nets:NAME`. `SMALL_NET_FAULT` in the environment makes one of
 them misbehave: `TERM@1:9` sends SIGTERM to the process of rank 1 in its ninth training forward, `KILL@...` kills it,

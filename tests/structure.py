@@ -1,4 +1,4 @@
-"""Why: reads the package's own imports, which the tests of its layout and the figures in docs/architecture.md share."""
+"""Reads the package's own imports, for the tests of its layout and the figures in docs/architecture.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: what the documents tell readers to type is typed here, so that it goes on working.
+"""Runs the commands and the code in the documents, and checks their links.
 
 Every fenced block is code of a known kind. `python` and `bash` blocks are run, in order, in one directory per document
 that has the examples in it, as a checkout has. A comment above a block changes that:

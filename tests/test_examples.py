@@ -1,4 +1,4 @@
-"""Why: scripts and examples are copied by those who start; they are run as such a person would."""
+"""Tests the examples and their scripts, run as a user would run them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: rules that every file must keep are checked by reading the files, so that nobody has to remember them."""
+"""Tests rules for the whole package: imports, layers, dependencies, public names, docstrings, options."""
 
 from __future__ import annotations
 

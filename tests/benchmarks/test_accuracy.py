@@ -1,4 +1,7 @@
-"""Why: accuracy decides which codec may be chosen, so its folds, its pairs and its interval must be right."""
+"""Tests the accuracy benchmark: folds, choice of the learning rate, pairs, confidence interval and report.
+
+The table decides which codec may be chosen.
+"""
 
 import math
 import multiprocessing

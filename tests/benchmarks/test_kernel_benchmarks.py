@@ -1,4 +1,4 @@
-"""Why: a table of kernels must add up, take steps apart rightly, and never compare two different computations."""
+"""Tests the kernel benchmarks: sums over layers, parts of a training step, and the check that all methods agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Why: a table that is taken once a year must still run, and its arithmetic must be right when it does."""
+"""Tests the pipeline benchmark: short runs on the loopback and on shaped links, and the arithmetic of its table.
+
+A full table is made rarely, so errors would be found late.
+"""
 
 from __future__ import annotations
 

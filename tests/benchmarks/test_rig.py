@@ -1,4 +1,4 @@
-"""Why: every speed claim rests on this arithmetic: rounds, loads, ratios, verdicts."""
+"""Tests the arithmetic that all benchmarks share: rounds, system load, ratios with bootstrap intervals, verdicts."""
 
 from __future__ import annotations
 

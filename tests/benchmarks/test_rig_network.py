@@ -1,4 +1,4 @@
-"""Why: the rig makes namespaces and processes on somebody's machine; none may be left, and its links must be true."""
+"""Tests the network of the benchmark rig: namespaces, rates of shaped links, ranks, and the removal of all of it."""
 
 from __future__ import annotations
 

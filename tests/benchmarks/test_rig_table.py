@@ -1,4 +1,7 @@
-"""Why: tables outlive the run that made them, so every row must come back as it was, and no wrong one may pass."""
+"""Tests the CSV tables of the benchmark rig: rows are read as they were written, and wrong rows are refused.
+
+Tables are read long after the run that made them.
+"""
 
 from __future__ import annotations
 

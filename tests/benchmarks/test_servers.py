@@ -1,4 +1,7 @@
-"""Why: a benchmark that no longer runs, or judges wrongly, is found out when a table is wanted; here it is before."""
+"""Tests the parameter server benchmark: short runs, its ratios, and the comparison with plain training.
+
+A full benchmark is run rarely, so errors would be found late.
+"""
 
 from __future__ import annotations
 

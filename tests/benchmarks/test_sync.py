@@ -1,4 +1,7 @@
-"""Why: a table of an hour must still run when it is wanted, and judge by the numbers that it took."""
+"""Tests the benchmark of gradient synchronisation: short runs of its tables, bytes on the wire, and verdicts.
+
+A full table takes an hour, so errors would be found late.
+"""
 
 from __future__ import annotations
 

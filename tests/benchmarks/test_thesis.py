@@ -1,4 +1,7 @@
-"""Why: the thesis's benchmark runs for hours on machines that no test has, so all but its GPUs is tried here."""
+"""Tests the benchmark of the thesis, without its GPUs: methods, layouts, comparisons, and how a job goes on.
+
+The benchmark itself runs for hours on machines that the tests do not have.
+"""
 
 from __future__ import annotations
 

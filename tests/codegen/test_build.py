@@ -1,4 +1,4 @@
-"""Why: a cache of machine code is trusted only as far as it was checked, and a missing one must cost speed alone."""
+"""Tests the cache of compiled kernels: reuse, checks of cached files, and the fallback where nothing can be built."""
 
 from __future__ import annotations
 

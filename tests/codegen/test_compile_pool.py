@@ -1,4 +1,4 @@
-"""Why: a compiler that crashes or hangs must cost the one thing that it was compiling, and no more."""
+"""Tests the pool of compiler processes: errors, crashes and time-outs lose one request each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: code for a GPU is compiled, kept, loaded and launched by rules that need no GPU to be tested.
+"""Tests how CUDA kernels are compiled, cached, loaded and launched, on machines without a GPU.
 
 The driver is a library that stands for libcuda and runs kernels on the CPU, see `tests/emulated`.
 """

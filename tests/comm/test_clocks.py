@@ -1,4 +1,4 @@
-"""Why: a picture of several workers lies if their clocks differ, and nobody would notice."""
+"""Tests the alignment of the clocks of several processes, on which timelines of several workers depend."""
 
 from __future__ import annotations
 

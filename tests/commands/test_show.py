@@ -1,4 +1,4 @@
-"""Why: `hybridpar show` is given any file that lies around; it must know it, or say what it wants."""
+"""Tests `hybridpar show`: traces, schedules, plans, run directories, and the refusal of other files."""
 
 from __future__ import annotations
 

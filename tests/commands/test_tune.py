@@ -1,4 +1,4 @@
-"""Why: what `hybridpar tune` searches must be what training will ask for, and wrong requests must cost no minute."""
+"""Tests `hybridpar tune`: which shapes it searches, what it keeps when interrupted, and wrong requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Why: a chain of collectives that starts in another order on one worker hangs once in a thousand steps, and silently.
+"""Trains with every codec under random delays of workers, to find collectives that deadlock.
+
+Collectives that one worker starts in another order hang once in a thousand steps, without an error.
 
     python -m tests.compress.hang_hunt --steps 500
 

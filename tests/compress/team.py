@@ -1,4 +1,4 @@
-"""Why: tests of codecs want several workers, several parameters and some steps, in one line."""
+"""`Team`: several workers that exchange gradients within one process, for tests of codecs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: what must hold for every codec is said once; a codec that is registered is tested here without being named."""
+"""Tests what must hold for every registered codec; a new codec is tested here without being named."""
 
 from __future__ import annotations
 

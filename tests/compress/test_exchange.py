@@ -1,4 +1,4 @@
-"""Why: fusing messages must save collectives and change nothing else."""
+"""Tests the exchange of gradients: fused messages save collectives and change no result."""
 
 from __future__ import annotations
 

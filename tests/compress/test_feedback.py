@@ -1,4 +1,7 @@
-"""Why: error feedback is what makes biased codecs converge, and a residual wrong by a little is never noticed."""
+"""Tests error feedback: residuals, decay, warm-up, learning rate, and state.
+
+Biased codecs need it to converge, and a residual that is slightly wrong is not noticed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: what holds among workers that one process plays must hold among processes that really talk."""
+"""Tests the exchange of compressed gradients between processes against the one that a single process simulates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: a kernel must do what the torch code does, for every shape, and must not be noticed where it is missing."""
+"""Tests the codecs' kernels against the torch code, for all shapes, and the fallback where kernels are missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: no GPU runs these tests, so what one would run is compiled for two kinds of them, and executed on a CPU.
+"""Tests the codecs' CUDA kernels without a GPU: compiled for two architectures, and executed on a CPU.
 
 What kernels of all devices must do is in `test_kernels.py`, which runs these as well. Here is what only they can get
 wrong: the way work is divided among blocks, places in memory, and bits where torch and CUDA agree to the last.

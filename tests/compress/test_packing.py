@@ -1,4 +1,7 @@
-"""Why: one wrong bit on the wire is a wrong gradient that no error reports."""
+"""Tests packing of bits, pairs and fields into bytes, with and without NumPy.
+
+One wrong bit is a wrong gradient that no error reports.
+"""
 
 from __future__ import annotations
 

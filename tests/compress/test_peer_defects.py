@@ -1,4 +1,4 @@
-"""Why: these went wrong in public implementations that people train with; each is a property that a codec can break.
+"""Tests that codecs do not have the defects that were found in public implementations of gradient compression.
 
 The author's code for arXiv 2109.12497 (vineeths96/Gradient-Compression), GRACE (sands-lab/grace) and byteps. That a
 model is broadcast at the start and that accuracy is counted over the whole test set is tested elsewhere.

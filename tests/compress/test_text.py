@@ -1,4 +1,4 @@
-"""Why: the text of a codec is typed by people and kept in files; a slip must be named, and one meaning has one text."""
+"""Tests the text form of codecs and their options: parsing, one canonical form, errors that name the mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: CUDA code is run by tests on machines without a GPU: compiled for the CPU, behind the driver's own functions."""
+"""Runs CUDA code on the CPU: a library with the functions of the CUDA driver, for tests without a GPU."""
 
 from __future__ import annotations
 

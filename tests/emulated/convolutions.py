@@ -1,4 +1,6 @@
-"""Why: the depthwise kernels' generated source runs on a CPU, many variants in one library, as each costs a second.
+"""Compiles the generated source of depthwise convolutions for the CPU, many variants in one library.
+
+Compiling each variant alone would take a second.
 
 `emulated_kernels` compiles the sources of some variants together. The kernels that it returns are launched by
 hybridpar's own launcher, and take addresses of the CPU.

@@ -1,4 +1,4 @@
-"""Why: several tests run the codecs' kernels for a GPU on a CPU, and compiling them for that takes seconds."""
+"""Fixtures that run the codecs' CUDA kernels on a CPU; they are compiled once, as that takes seconds."""
 
 from __future__ import annotations
 

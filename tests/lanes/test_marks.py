@@ -1,4 +1,4 @@
-"""Why: work that others may start on before it has ended must hand over exactly what it says, and in order."""
+"""Tests events that work in a lane marks before it ends: other lanes start then, in order, and races are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Why: what is kept for months rests on these few lines, so they must stop, and must not take chance for agreement."""
+"""Tests the repetition of a measurement until its results agree or the time is up.
+
+Its results are kept for months.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: every test of this folder needs records; most care about one field of them."""
+"""Fixtures for tests of observation: records of steps and epochs, information on the run, a clock."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Why: what counts on a terminal is what the screen shows after all control codes, so a small screen plays them."""
+"""Tests the progress bar on a terminal, by what an emulated screen shows after all control codes."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""Why: the record of a run must survive crashes, resumes and full disks, and be JSON at every moment."""
+"""Tests the metrics file: one JSON object for each step, also after crashes, resumes and full disks."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Why: the picture is drawn from whatever a run left behind, so it must cope with all of it."""
+"""Tests the plot of a run's metrics, also of runs that are short, odd or incomplete."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Why: log files are read by people and by scripts, so the plain lines are pinned to the letter."""
+"""Tests the progress lines of a run, letter by letter, as people and scripts read them."""
 
 import io
 import math

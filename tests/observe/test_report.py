@@ -1,4 +1,4 @@
-"""Why: the last thing a user sees of a run must be right, fit eighty columns, and survive a pipe."""
+"""Tests the table that is printed at the end of a run: its figures, its width, and broken pipes."""
 
 import io
 import re

@@ -1,4 +1,7 @@
-"""Why: other programs rely on `summary.json`; its keys, units and the way its numbers are taken are pinned here."""
+"""Tests `summary.json`: its keys, its units, and how its numbers are computed.
+
+Other programs rely on it.
+"""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""Why: a trace is read by other people's viewers, and by ourselves; both must find in it what really ran."""
+"""Tests recording of timelines and their trace files, which other programs' viewers and this package read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: a timeline is for people; what they see must fit their screen and be what ran."""
+"""Tests the views of a timeline: text that fits the screen, and pictures."""
 
 from __future__ import annotations
 

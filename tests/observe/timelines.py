@@ -1,4 +1,4 @@
-"""Why: tests of all views of a timeline want the same few timelines, made without training anything."""
+"""Small timelines for tests of their views, made without training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: random unit graphs, and the definition of their costs spelled out, to test the fast algorithms against."""
+"""Random unit graphs, and their costs computed by definition, to test the fast algorithms against."""
 
 from __future__ import annotations
 

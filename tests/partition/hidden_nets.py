@@ -1,4 +1,4 @@
-"""Why: small models that do something which operations on tensors alone do not show, so that a graph would lack it.
+"""Small models that do something which a graph of tensor operations does not show.
 
 Each is a body between two linear layers. `Within` has it as a sub-module, which can be kept whole; `Itself` has the
 same code in the model's own forward, where it is in the graph or the model is refused.

@@ -1,4 +1,4 @@
-"""Why: small models, each with one thing that makes splitting hard."""
+"""Small models, each with one thing that makes splitting hard."""
 
 from __future__ import annotations
 

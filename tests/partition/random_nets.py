@@ -1,4 +1,4 @@
-"""Why: random models, because the hard case is the combination that nobody thought of."""
+"""Generates random models, for combinations of layers that no test names."""
 
 from __future__ import annotations
 

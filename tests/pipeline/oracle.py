@@ -1,4 +1,4 @@
-"""Why: whatever is cut, scheduled and sent, one process with the unsplit model must have computed the same.
+"""Trains the unsplit model in one process and the pipeline's stages, and compares the results.
 
 The oracle here is a loop that anybody would write: forward, backward, step. It shares no code with the pipeline but
 the optimizer of torch. `Run` is what both leave behind, and `assert_equal` compares all of it.

@@ -1,4 +1,4 @@
-"""Why: a graph replays work without the host; a CPU can do that too, so what a replay computes is tested without a GPU.
+"""Stand-ins for CUDA streams, events and graphs that run on the CPU, to test what a replay computes without a GPU.
 
 `StandInCuda` is the part of `torch.cuda` that lanes and graphs use. Work on its streams runs at once on the CPU. It
 knows the rules of a capture: a stream takes part from when it has waited for an event of one that does, nothing else

@@ -1,4 +1,4 @@
-"""Why: laws of the search are tested on spaces that are small enough to enumerate."""
+"""Small inputs of the planner's search, whose whole search space can be enumerated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: a run with kernels must train as one without, say what ran on them, why the rest did not, and the gain."""
+"""Tests runs with compiled kernels: the same training as without, and what the plan and the summary say of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: what a pipeline run says of itself - plan, summary, timeline - must agree, and must never cost the run."""
+"""Tests what a pipeline run writes of itself: plan, summary and timeline agree, and errors there do not end the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: where the time of a step went must add up to the time that passed, whatever overlaps what."""
+"""Tests how the time of a step is divided: the parts add up to the time that passed, whatever overlaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: a script for machines with a GPU must not be tried there for the first time."""
+"""Tests the script that checks and times depthwise convolutions on a GPU, on a machine without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: tests of whole runs with servers need processes that are forked and not started, and a store where they meet."""
+"""Starts forked processes and their store, for tests of whole runs with parameter servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: tests of servers want models of a few numbers, and one that really learns."""
+"""Training problems for tests of parameter servers: models of a few numbers, and one that really learns."""
 
 from __future__ import annotations
 

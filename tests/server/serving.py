@@ -1,4 +1,4 @@
-"""Why: with servers and workers on threads, and real sockets between them, a test has all of them in its hand."""
+"""Runs parameter servers and workers on threads of one process, connected by real sockets, for tests."""
 
 from __future__ import annotations
 

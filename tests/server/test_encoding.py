@@ -1,4 +1,7 @@
-"""Why: a server that decodes a push otherwise than the worker meant it trains another model, and nothing says so."""
+"""Tests that a parameter server decodes compressed pushes as the worker encoded them.
+
+A difference would train another model without an error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: a request that contradicts itself is refused before anything is started, with the rule and what to do."""
+"""Tests the options of runs with parameter servers; contradictions are refused before anything is started."""
 
 from __future__ import annotations
 

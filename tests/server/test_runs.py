@@ -1,4 +1,4 @@
-"""Why: a run with servers must leave what every run leaves, whoever dies, and be resumed by whatever comes next."""
+"""Tests whole runs with parameter servers: their files, processes that die, and resuming in any layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: what holds for shards that are called must hold for shards behind sockets, where things break half-way."""
+"""Tests parameter servers behind sockets: the same training as in one process, and connections that break."""
 
 from __future__ import annotations
 

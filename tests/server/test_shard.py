@@ -1,4 +1,4 @@
-"""Why: what a server does to weights, clocks and waiting learners is pinned here call by call."""
+"""Tests one shard of a parameter server call by call: weights, clocks, and learners that wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Why: the published behaviour of parameter servers is played with thirty learners in one process, always the same."""
+"""Tests the simulation of parameter servers with up to thirty learners in one process.
+
+The published behaviour is reproduced, with the same result each time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: every process cuts the model by itself, so the cut must be whole, even, and the same everywhere."""
+"""Tests how a model's parameters are divided among servers: completely, evenly, and alike in every process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: what the launcher of a run with servers does when a process dies is tried with processes that only die."""
+"""Tests what the launcher of a run with servers does when a process dies; its processes do not train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: how much a connection has on its way decides whether a link can be used both ways at a time."""
+"""Tests how much data a connection keeps in flight, which decides whether a link can be used in both directions."""
 
 from __future__ import annotations
 

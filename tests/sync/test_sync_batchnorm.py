@@ -1,4 +1,7 @@
-"""Why: R replicas of b samples must normalise as one replica of R b samples does, in both directions."""
+"""Tests synchronised BatchNorm: R replicas of b samples give what one replica of R b samples gives.
+
+Outputs and gradients are compared.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: what recipes do to a training is checked on a net of microseconds, by ranks and by an oracle of one process."""
+"""A small net, its data and an oracle of one process, for tests of training recipes on several ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: here kernels are on; compiling is replaced wherever a test does not need it, and done once where one does."""
+"""Fixtures for tests of compiled kernels: kernels are enabled, and a compiler is started once where one is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: what is true of BatchNorm and an activation is computed in float64, by torch, for all tests alike."""
+"""Reference for BatchNorm with an activation: results and gradients in float64, computed by torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: the op, the choice and the swap must be right whatever computes, so here numpy does, by addresses and ranges.
+"""Kernels written in NumPy that stand in for compiled ones, for tests of the op, the choice and the swap.
 
 A kernel of this module keeps the contract of compiled ones: it gets addresses and a range, checks nothing, and writes
 each row of its result once. It adds up taps in float32, so it is also an oracle that shares no code with torch.

@@ -1,4 +1,4 @@
-"""Why: what is decided once for all calls of a form must not be taken for a call of another form."""
+"""Tests the cached decision which kernel runs for a call; calls of another form need their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: a pair's record must be of what would run, of parts that won, and must cost a small part of a tune."""
+"""Tests the measurement of a convolution with the norm behind it: what is measured, when, and what is recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: what was tuned on a GPU must be what the op runs there, in torch's order and with its memory."""
+"""Tests tuned CUDA kernels on a GPU: the op runs them on torch's stream and with its memory."""
 
 from __future__ import annotations
 

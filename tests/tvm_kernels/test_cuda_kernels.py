@@ -1,4 +1,4 @@
-"""Why: kernels for a GPU are written and compiled everywhere, so what they compute must not wait for one to be tested.
+"""Tests the generated CUDA kernels of convolutions on a CPU, against float64.
 
 The generated source runs on the CPU (`tests/emulated`), with threads as fibers that meet at barriers only.
 """

@@ -1,4 +1,4 @@
-"""Why: what is compiled without a GPU must never run by itself, and what is measured on one must be found again."""
+"""Tests tuning for CUDA: candidates compiled without a GPU never run unmeasured, and records are found again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: what is packaged reaches everybody, so it must be small, readable, allowed, and in the wheel."""
+"""Tests the tuning records that come with the package: how they are selected, their size, and the wheel."""
 
 from __future__ import annotations
 

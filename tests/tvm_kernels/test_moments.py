@@ -1,4 +1,4 @@
-"""Why: a norm that takes what a convolution says of its result must take nothing else, and be as exact as without."""
+"""Tests convolutions that leave the sums of their result for the norm that follows: exactness and reuse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: what decides between kernels and torch must be a record of this very shape on this machine, and nothing else."""
+"""Tests the choice between fused norms and torch, made by records of the same shape on the same machine."""
 
 from __future__ import annotations
 

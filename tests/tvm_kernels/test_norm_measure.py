@@ -1,4 +1,4 @@
-"""Why: records of norms are made of these numbers, so they must be of the right computation, paired, and kept."""
+"""Tests the measurement of fused norms: checked results, paired times, and the records that are kept."""
 
 from __future__ import annotations
 

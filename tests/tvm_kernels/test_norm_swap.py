@@ -1,4 +1,4 @@
-"""Why: a model with fused norms must be the same model: names, state, numbers, and what others do with its layers."""
+"""Tests how norms and activations of a model are replaced by fused ones: names, state and results stay the same."""
 
 from __future__ import annotations
 

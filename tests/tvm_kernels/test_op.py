@@ -1,4 +1,4 @@
-"""Why: wherever torch's convolution may stand, the op must stand, and say the same."""
+"""Tests the depthwise convolution op against torch's convolution: results, layouts, gradients, edge cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: a new operation must be one class that is searched, checked, recorded and chosen as the others are."""
+"""Tests that a new operation needs one class to be searched, checked, recorded and chosen."""
 
 from __future__ import annotations
 

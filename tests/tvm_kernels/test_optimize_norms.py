@@ -1,4 +1,4 @@
-"""Why: `optimize` swaps convolutions and norms together, each by its record, and `restore` gives both back."""
+"""Tests `optimize` and `restore` with norms: convolutions and norms are swapped together, each by its record."""
 
 from __future__ import annotations
 

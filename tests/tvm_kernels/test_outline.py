@@ -1,4 +1,4 @@
-"""Why: layers that are found without computing anything must be those that a real pass would show."""
+"""Tests how layers and their shapes are found without computing, against a pass with fake tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: a model that ranks badly must look bad in the table, and a benchmark that was stopped must go on."""
+"""Tests the benchmark of the cost model's ranking: its figures, and how an interrupted benchmark goes on."""
 
 from __future__ import annotations
 

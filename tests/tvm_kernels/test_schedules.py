@@ -1,4 +1,7 @@
-"""Why: a tile's borders, tails and strides are decided while compiling, so many tiles are run against a plain sum."""
+"""Tests schedules of convolution kernels against a plain sum, for many tiles, borders and strides.
+
+Borders, tails and strides of a tile are decided while compiling.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: tuning takes minutes to hours, so what was found must survive whatever ends it, and nothing is done twice."""
+"""Tests tuning of several shapes: how time is divided, what is skipped, and what stays after an interruption."""
 
 from __future__ import annotations
 

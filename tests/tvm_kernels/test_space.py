@@ -1,4 +1,7 @@
-"""Why: a record's parameters become machine code that checks nothing, so what the space lets through must be sound."""
+"""Tests the space of schedules: what it contains, and which parameters of a record it refuses.
+
+Records become machine code that checks nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: every row is computed once, whatever the number of threads, and nothing is left running."""
+"""Tests how rows are spread over threads: each is computed once, errors come back, and forks work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: a model that was swapped must be the same model in every respect but speed."""
+"""Tests how convolutions of a model are swapped: only the class and the speed change."""
 
 from __future__ import annotations
 

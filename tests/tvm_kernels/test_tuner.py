@@ -1,4 +1,4 @@
-"""Why: a search that a user stops, or whose candidates fail, must keep what it has and never pass on a wrong kernel."""
+"""Tests the search for one shape: interruptions, candidates that fail, and wrong kernels."""
 
 from __future__ import annotations
 

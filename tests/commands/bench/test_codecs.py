@@ -1,4 +1,4 @@
-"""Why: a rate is only worth something if the whole exchange was run, and the bytes beside it are the real ones."""
+"""Tests `hybridpar bench` for codecs: measured rates and bytes of the whole exchange, its table, wrong requests."""
 
 from __future__ import annotations
 

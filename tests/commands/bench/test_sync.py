@@ -1,4 +1,4 @@
-"""Why: the advice that users follow must come from their own steps, and every step from a whole exchange."""
+"""Tests `hybridpar bench` for gradient synchronisation: steps on all workers, advice, table, wrong requests."""
 
 from __future__ import annotations
 

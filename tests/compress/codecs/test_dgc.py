@@ -1,4 +1,7 @@
-"""Why: DGC replaces the optimizer's momentum; if its own is wrong by a factor, training is slow and nobody knows."""
+"""Tests the codec DGC (deep gradient compression): momentum correction, warm-up of the rate, clipping, options.
+
+DGC replaces the optimizer's momentum; a wrong factor there makes training slow without an error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: a queue that workers share without talking has to be one queue, and what waits in it must not be lost."""
+"""Tests the codec GRandK-MN: all workers send the same elements in turn, and values that wait are not lost."""
 
 from __future__ import annotations
 

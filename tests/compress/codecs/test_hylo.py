@@ -1,4 +1,4 @@
-"""Why: which filters go, and that each goes in time, is all that Hylo adds; both are checked against its rules."""
+"""Tests the codec Hylo: rate by layer size, choice of the filters to send, and the longest time a filter waits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: what is not compressed must be what it would be without this package, and half precision must be honest."""
+"""Tests training without compression, and the casts to half precision: results, rounding, overflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: 1-bit SGD is held to the numbers that follow from its paper, not to itself."""
+"""Tests the codec 1-bit SGD against numbers that follow from its paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Why: PowerSGD is held to the identities of the power method, of which a plausible bug breaks one."""
+"""Tests the codec PowerSGD against identities of the power method.
+
+A plausible bug breaks at least one of them.
+"""
 
 from __future__ import annotations
 

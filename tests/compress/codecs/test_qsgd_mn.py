@@ -1,4 +1,7 @@
-"""Why: what makes stochastic rounding usable - no bias, bounded error, no overflow - is not seen in a run."""
+"""Tests the codec QSGD-MN: no bias, bounded error, no overflow of sums.
+
+A single training run shows none of these.
+"""
 
 from __future__ import annotations
 

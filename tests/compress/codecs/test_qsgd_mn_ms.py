@@ -1,4 +1,4 @@
-"""Why: the finest grid that fits on all workers is an agreement, and it has to leave the rounding without bias."""
+"""Tests the codec QSGD-MN-MS: workers agree on the finest grid that fits each element, and rounding has no bias."""
 
 from __future__ import annotations
 

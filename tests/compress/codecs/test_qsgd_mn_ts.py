@@ -1,4 +1,4 @@
-"""Why: two grids are worth their extra round only if small elements gain, and only if there is still no bias."""
+"""Tests the codec QSGD-MN-TS, which has two grids: smaller errors of small elements, and rounding without bias."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why: a vote is decided by how many, not by how loud, and a tie must be one on all workers."""
+"""Tests the codec signSGD with majority vote: votes, ties, scale, and bytes in both directions."""
 
 from __future__ import annotations
 

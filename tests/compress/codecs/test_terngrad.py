@@ -1,4 +1,7 @@
-"""Why: three values are enough only without bias, and a sum that is rounded again would have more noise."""
+"""Tests the codec TernGrad: three values without bias, exact sums of codes, clipping.
+
+A sum that is rounded again would have more noise.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Why: top-k is the peer that others are measured against, so it has to be the textbook's."""
+"""Tests the codec top-k against the definition in textbooks: elements, residuals, bytes, options.
+
+Other codecs are measured against it.
+"""
 
 from __future__ import annotations
 

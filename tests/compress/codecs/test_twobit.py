@@ -1,4 +1,7 @@
-"""Why: 2-bit codes are held to MXNet's test vector, and the adapted threshold to what made a fixed one unusable."""
+"""Tests 2-bit compression against MXNet's test vector, and its adaptive threshold.
+
+With a fixed threshold, training stalls on small gradients.
+"""
 
 from __future__ import annotations
 
