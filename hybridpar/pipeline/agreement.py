@@ -82,7 +82,7 @@ class Agreement:
         return read
 
     def share_forward(self, step: StepState, index: int) -> None:
-        """Issue the message of a stage after its last forward pass; sets `step.reported` and, on its lane, `reports`.
+        """Issue the forward report of a stage; sets `reported` of its flight now and `step.reports` when the lane runs.
 
         Args:
             step: The step.
@@ -177,7 +177,7 @@ class Agreement:
             step.host_values = start_copy(step.values)
 
     def _sum(self, message: Tensor, group: SumGroup, doing: str, workers: World, step: StepState | None = None) -> None:
-        """On the lane: sum a message over some workers, in place."""
+        """On the lane: sum a message over some workers, in place, and note the bytes sent in a step."""
         with self._world.named_errors(doing):
             group.all_reduce(message)
         if step is not None:

@@ -378,12 +378,10 @@ class Executor:
                 stage.lane.wait(event)
         if index in step.shared:
             stage.lane.wait(step.shared[index])
-        if stage.measured:
+        if stage.measured or self._whole:  # of a whole model, the decision also says who used what
             assert step.decided is not None
             stage.lane.wait(step.decided)
         if self._whole:
-            assert step.decided is not None
-            stage.lane.wait(step.decided)  # it also says who used what
             step.waited_ms = (time.perf_counter() - began) * 1e3 if self._world.size > 1 else 0.0
 
         def apply() -> None:
