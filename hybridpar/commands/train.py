@@ -14,14 +14,12 @@ import tyro
 
 from hybridpar import __version__
 from hybridpar.commands import register_command
-from hybridpar.config import TrainConfig
+from hybridpar.config import DataConfig, OptimizerConfig, TrainConfig
 from hybridpar.config.recipe import RecipeConfig
 from hybridpar.config.server import ServerConfig
 from hybridpar.config.train import (
     AdvancedConfig,
-    DataConfig,
     KernelConfig,
-    OptimizerConfig,
     PipelineConfig,
     PlanningConfig,
     RunConfig,

@@ -3,6 +3,8 @@
 They are frozen dataclasses: Python users fill them in, and the command line is made from them.
 """
 
-from hybridpar.config.train import DataConfig, OptimizerConfig, PipelineConfig, SyncConfig, TrainConfig, check_recipe
+from hybridpar.config.data import DataConfig
+from hybridpar.config.optimizer import OptimizerConfig
+from hybridpar.config.train import PipelineConfig, SyncConfig, TrainConfig, check_recipe
 
 __all__ = ["DataConfig", "OptimizerConfig", "PipelineConfig", "SyncConfig", "TrainConfig", "check_recipe"]

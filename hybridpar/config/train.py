@@ -12,67 +12,13 @@ from typing import Annotated, Literal
 
 import tyro
 
+from hybridpar.config.data import DataConfig, data_rules
+from hybridpar.config.optimizer import OptimizerConfig, optimizer_rules
 from hybridpar.config.recipe import LATE, RecipeConfig, refuse
+from hybridpar.config.rule import Rule
 from hybridpar.config.server import ServerConfig
 from hybridpar.errors import UsageError
 from hybridpar.schedule.schedules import SCHEDULES
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Model and data: what is trained, on which images, in batches of which size."""
-
-    data: str = "digits"
-    """Data set: digits, cifar10, cifar100, caltech101, folder, synthetic."""
-    data_root: Path = Path("data")
-    """Directory of the data set's files; for `folder` it holds train/ and test/ (or val/)."""
-    download: bool = False
-    """Let torchvision download the data set into --data-root."""
-    batch_size: int = 64
-    """Samples per step, over all workers and micro-batches."""
-    loader_workers: int | None = None
-    """Loader processes per worker; default: 0 for data held in memory, else 2."""
-    image_size: int | None = None
-    """Side of the square images, in pixels; default: the usual one of the data set."""
-    synthetic_samples: int = 1024
-    """Number of training samples of `--data synthetic`."""
-    stem: Literal["imagenet", "cifar"] = "imagenet"
-    """First layers of a ResNet: 7x7 stride 2 with pooling, or 3x3 stride 1 for small images."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """Optimizer, learning-rate schedule, and length of the run."""
-
-    epochs: int = 10
-    """Number of epochs."""
-    steps: int | None = None
-    """Stop after this many steps in all, whatever --epochs says."""
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """Optimizer."""
-    lr: float = 0.02
-    """Peak learning rate."""
-    lr_per_sample: float | None = None
-    """Learning rate per sample, in place of --lr: --lr becomes this times --batch-size."""
-    momentum: float = 0.9
-    """Momentum of SGD."""
-    nesterov: bool = False
-    """Use Nesterov momentum."""
-    weight_decay: float = 5e-4
-    """Weight decay; never applied to biases and normalisation layers."""
-    lr_schedule: Literal["cosine", "step", "constant"] = "cosine"
-    """Learning-rate schedule after the warm-up."""
-    step_epochs: tuple[float, ...] = (0.5, 0.75)
-    """Fractions of the run at which `--lr-schedule step` divides the rate by ten."""
-    warmup_epochs: float = 1.0
-    """Epochs of linear warm-up from zero."""
-    label_smoothing: float = 0.0
-    """Label smoothing of the cross-entropy."""
-    clip_norm: float | None = None
-    """Clip gradients to this global norm."""
-    select_batch: int = 0
-    """Every so many epochs, compare batch sizes on a small part of the data, and go on with the largest that learns as
-    well; 0: never."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,28 +236,17 @@ class TrainConfig(
         Raises:
             UsageError: A value is out of range, with the rule it breaks.
         """
-        rules: list[tuple[str, object, bool, str]] = [
-            ("--batch-size", self.batch_size, self.batch_size >= 1, "at least 1"),
-            ("--epochs", self.epochs, self.epochs >= 1, "at least 1"),
-            ("--steps", self.steps, self.steps is None or self.steps >= 1, "at least 1"),
-            ("--workers", self.workers, self.workers is None or self.workers >= 1, "at least 1"),
-            ("--stages", self.stages, self.stages >= 1, "at least 1"),
-            ("--replicas", self.replicas, self.replicas is None or self.replicas >= 1, "at least 1"),
-            ("--micro-batches", self.micro_batches, self.micro_batches >= 1, "at least 1"),
-            ("--lr", self.lr, self.lr > 0, "greater than 0"),
-            ("--momentum", self.momentum, 0 <= self.momentum < 1, "at least 0 and less than 1"),
-            ("--weight-decay", self.weight_decay, self.weight_decay >= 0, "at least 0"),
-            ("--warmup-epochs", self.warmup_epochs, self.warmup_epochs >= 0, "at least 0"),
-            ("--step-epochs", self.step_epochs, all(0 < f < 1 for f in self.step_epochs), "fractions between 0 and 1"),
-            ("--label-smoothing", self.label_smoothing, 0 <= self.label_smoothing < 1, "at least 0 and less than 1"),
-            ("--clip-norm", self.clip_norm, self.clip_norm is None or self.clip_norm > 0, "greater than 0"),
-            ("--sync-lanes", self.sync_lanes, 1 <= self.sync_lanes <= 8, "1 to 8"),
-            ("--bucket-mb", self.bucket_mb, self.bucket_mb > 0, "greater than 0"),
-            ("--timeout", self.timeout, self.timeout > 0, "greater than 0"),
-            ("--keep", self.keep, self.keep >= 1, "at least 1"),
-            ("--image-size", self.image_size, self.image_size is None or self.image_size >= 8, "at least 8"),
-            ("--synthetic-samples", self.synthetic_samples, self.synthetic_samples >= 2, "at least 2"),
-            ("--loader-workers", self.loader_workers, (self.loader_workers or 0) >= 0, "at least 0"),
+        rules = [
+            *data_rules(self),
+            *optimizer_rules(self),
+            Rule("--workers", self.workers, self.workers is None or self.workers >= 1, "at least 1"),
+            Rule("--stages", self.stages, self.stages >= 1, "at least 1"),
+            Rule("--replicas", self.replicas, self.replicas is None or self.replicas >= 1, "at least 1"),
+            Rule("--micro-batches", self.micro_batches, self.micro_batches >= 1, "at least 1"),
+            Rule("--sync-lanes", self.sync_lanes, 1 <= self.sync_lanes <= 8, "1 to 8"),
+            Rule("--bucket-mb", self.bucket_mb, self.bucket_mb > 0, "greater than 0"),
+            Rule("--timeout", self.timeout, self.timeout > 0, "greater than 0"),
+            Rule("--keep", self.keep, self.keep >= 1, "at least 1"),
         ]
         for option, value, holds, rule in rules:
             if not holds:

@@ -1,0 +1,48 @@
+"""Options of a run: model, data, and batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hybridpar.config.rule import Rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Model and data: what is trained, on which images, in batches of which size."""
+
+    data: str = "digits"
+    """Data set: digits, cifar10, cifar100, caltech101, folder, synthetic."""
+    data_root: Path = Path("data")
+    """Directory of the data set's files; for `folder` it holds train/ and test/ (or val/)."""
+    download: bool = False
+    """Let torchvision download the data set into --data-root."""
+    batch_size: int = 64
+    """Samples per step, over all workers and micro-batches."""
+    loader_workers: int | None = None
+    """Loader processes per worker; default: 0 for data held in memory, else 2."""
+    image_size: int | None = None
+    """Side of the square images, in pixels; default: the usual one of the data set."""
+    synthetic_samples: int = 1024
+    """Number of training samples of `--data synthetic`."""
+    stem: Literal["imagenet", "cifar"] = "imagenet"
+    """First layers of a ResNet: 7x7 stride 2 with pooling, or 3x3 stride 1 for small images."""
+
+
+def data_rules(config: DataConfig) -> list[Rule]:
+    """What the values of these options must be.
+
+    Args:
+        config: The options.
+
+    Returns:
+        The rules, each with whether it holds.
+    """
+    return [
+        Rule("--batch-size", config.batch_size, config.batch_size >= 1, "at least 1"),
+        Rule("--loader-workers", config.loader_workers, (config.loader_workers or 0) >= 0, "at least 0"),
+        Rule("--image-size", config.image_size, config.image_size is None or config.image_size >= 8, "at least 8"),
+        Rule("--synthetic-samples", config.synthetic_samples, config.synthetic_samples >= 2, "at least 2"),
+    ]
