@@ -5,8 +5,8 @@
 A function or method with parameters has an `Args:` section that names each one, and a `Returns:` or `Yields:` section
 where it hands something back, unless its docstring begins with what that is ("Bytes of ...") or has the word "returns".
 A class says in `Args:` what its `__init__` takes; a dataclass, named tuple or pydantic model describes its fields in
-`Attributes:`, in `Args:`, or in a string or comment beside each. A method that overrides another may leave it all to the
-docstring of the base class.
+`Attributes:`, in `Args:`, or in a string or comment beside each. A method that overrides another may leave it all to
+the docstring of the base class.
 """
 
 from __future__ import annotations
