@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -23,10 +23,7 @@ from hybridpar.comm.collective import BackendSum
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
-from hybridpar.partition.planning import require_model
 from hybridpar.plan import Plan, Sync, parse_plan, read_plan
-from hybridpar.planner.evaluate import Outcome
-from hybridpar.planner.explain import brief, caveats
 from hybridpar.planner.fixed import (
     decided_options,
     fixed_by,
@@ -35,15 +32,14 @@ from hybridpar.planner.fixed import (
     not_modelled,
     optimizer_copies,
 )
-from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_of_plan
-from hybridpar.planner.link_ways import PLAIN_WAYS
-from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.measure import has_tuned_kernels
-from hybridpar.planner.measure_run import LEAST_STEPS, Question, measure_inputs
-from hybridpar.planner.record import is_as_recorded, plan_of
-from hybridpar.planner.search import Answer, find_plan
-from hybridpar.planner.space import Shape
 from hybridpar.planner.stage_plan import follow_stages, read_own_plan, shape_of
+from hybridpar.schedule.actions import Shape
+
+if TYPE_CHECKING:  # a run without a search does not import the planner
+    from hybridpar.planner.evaluate import Outcome
+    from hybridpar.planner.inputs import PlannerInputs
+    from hybridpar.planner.measure_run import Question
+    from hybridpar.planner.search import Answer
 
 _log = logging.getLogger(__name__)
 
@@ -139,6 +135,9 @@ def plan_run(
     elif option := not_modelled(config):
         found = PlannedRun(plain, lines=_unplanned(f"no prediction knows {option}"))
     else:
+        from hybridpar.planner.measure import has_tuned_kernels
+        from hybridpar.planner.measure_run import Question
+
         fixed = fixed_by(config, decided, world.size, [path for path, _ in model.named_parameters()], named)
         if fixed.kernels == "tuned" and not has_tuned_kernels(model):
             fixed = replace(fixed, kernels=None)  # of a model without such layers stock and tuned are the same
@@ -297,6 +296,12 @@ def _follow_given(
     name: str,
     sample_shape: Sequence[int] | None,
 ) -> PlannedRun:
+    from hybridpar.partition.planning import require_model
+    from hybridpar.planner.inputs import check_made_for
+    from hybridpar.planner.link_ways import PLAIN_WAYS
+    from hybridpar.planner.links import measure_cluster
+    from hybridpar.planner.record import is_as_recorded
+
     require_model(plan, model, name)
     if plan.inputs is not None:
         check_made_for(plan, measure_cluster(world, ways=PLAIN_WAYS))
@@ -312,6 +317,8 @@ def _follow_given(
 
 def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int] | None) -> str:
     """What a plan was searched for and this run is not, so that it takes other steps than were predicted."""
+    from hybridpar.planner.inputs import inputs_of_plan
+
     inputs = inputs_of_plan(plan)
     told = []
     if inputs.batch != config.batch_size:
@@ -381,6 +388,8 @@ def _usable(place: Path) -> Plan | None:
 
 
 def _not_worth(sample_shape: Sequence[int] | None, steps: int | None) -> str:
+    from hybridpar.planner.measure_run import LEAST_STEPS
+
     if sample_shape is None:
         return "there is no example of inputs, in floating point, to measure with"
     if steps is None:
@@ -403,6 +412,10 @@ def _search(
     announce: Callable[[str], None],
 ) -> PlannedRun:
     """Measure, and follow the fastest plan; where that fails the run goes on without a plan."""
+    from hybridpar.planner.measure_run import measure_inputs
+    from hybridpar.planner.record import plan_of
+    from hybridpar.planner.search import find_plan
+
     begun = time.perf_counter()
     try:
         inputs = measure_inputs(model, question, world, announce=announce)
@@ -438,6 +451,8 @@ def _expected(plan: Plan) -> str:
 
 def _told(answer: Answer, inputs: PlannerInputs, seconds: float) -> tuple[str, ...]:
     """Which plan was chosen, and how much slower the next best is."""
+    from hybridpar.planner.explain import brief, caveats
+
     chosen = answer.chosen
     line = f"plan     {brief(chosen.candidate, answer)}, about {_ms(chosen.step_ms)} a step"
     others = (one for one in answer.ranked if _kind(one) != _kind(chosen))
@@ -466,6 +481,8 @@ def _fewer_workers(answer: Answer, inputs: PlannerInputs) -> str:
 
     On a CPU they are predicted with their own cores alone, though they would get those of the others as well.
     """
+    from hybridpar.planner.search import find_plan
+
     fixed = inputs.fixed
     if inputs.workers == 1 or fixed.replicas is not None or fixed.stages not in (None, 1):
         return ""

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,16 +20,15 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.machine.process import available_cores, threads_per_worker
-from hybridpar.partition.cost import PlacementKind, Problem, Worker
-from hybridpar.partition.nest import tensor_leaves
-from hybridpar.partition.planning import partition_model, stages_from_plan
-from hybridpar.partition.profile_cache import profiles_directory
-from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.options import PipelineOptions
-from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, BackwardCost, may_split, measure_backward
 from hybridpar.plan import Placement, Plan, parse_plan, read_plan
-from hybridpar.planner.space import Shape
+from hybridpar.schedule.actions import Shape
 from hybridpar.sync.options import SyncOptions
+
+if TYPE_CHECKING:  # a model that is not cut needs none of these
+    from hybridpar.partition.cost import PlacementKind
+    from hybridpar.partition.stage import Stage
+    from hybridpar.pipeline.split_cost import BackwardCost
 
 _log = logging.getLogger(__name__)
 
@@ -179,6 +178,8 @@ def make_stage_plan(
         PlanError: The plan cannot be read, is for another model, or differs between workers.
         PartitionError: The model cannot be cut into so many stages.
     """
+    from hybridpar.partition.planning import stages_from_plan
+
     given, scale = plan or read_own_plan(config, world), 1.0
     if given is None:
         shape = divide_workers(config, world.size)
@@ -206,6 +207,7 @@ def _devices(device: torch.device, shape: Shape, world: World) -> tuple[str, ...
 
 def _measure_halves(stages: list[Stage], example: torch.Tensor, world: World) -> tuple[BackwardCost, ...]:
     """Whether splitting backward passes pays, as rank 0 finds it."""
+    from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, may_split, measure_backward
 
     def measure() -> tuple[BackwardCost, ...]:
         for stage in stages:
@@ -228,6 +230,8 @@ def _measure_halves(stages: list[Stage], example: torch.Tensor, world: World) ->
 
 def _any_loss(output: Any, target: Any) -> torch.Tensor:
     """Something to go backward from, for any kind of output."""
+    from hybridpar.partition.nest import tensor_leaves
+
     return torch.stack([leaf.float().square().mean() for _, leaf in tensor_leaves(output)]).sum()
 
 
@@ -267,6 +271,9 @@ def _made_by_main(
     model: nn.Module, example: torch.Tensor, config: TrainConfig, shape: Shape, world: World, name: str | None
 ) -> Plan:
     """Measure and cut on rank 0; an error there is raised on all workers."""
+    from hybridpar.partition.cost import Problem, Worker
+    from hybridpar.partition.planning import partition_model
+    from hybridpar.partition.profile_cache import profiles_directory
 
     def make() -> str:
         device = example.device.type
@@ -326,6 +333,8 @@ def pipeline_options(plan: StagePlan, config: TrainConfig, sync: SyncOptions, de
         sync: Options of the exchange of gradients.
         device: The device.
     """
+    from hybridpar.pipeline.split_cost import may_split
+
     sections = plan.plan.partition.stages
     bad = [stage for stage in config.recompute if not 0 <= stage < len(sections)]
     if bad:

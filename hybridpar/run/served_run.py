@@ -23,8 +23,11 @@ from hybridpar.data import Batch, ImageData, describe_data, load_dataset
 from hybridpar.errors import SyncError, TrainingError
 from hybridpar.machine.launch import StopRequest, record_failure
 from hybridpar.models import parameter_count
-from hybridpar.observe import Progress, RunInfo, StepRecord, draw_staleness, open_progress
 from hybridpar.observe.files import replace_file
+from hybridpar.observe.live import open_progress
+from hybridpar.observe.plots import draw_staleness
+from hybridpar.observe.progress import Progress
+from hybridpar.observe.records import RunInfo, StepRecord
 from hybridpar.optim.build import build_optimizer, rate_factor
 from hybridpar.optim.recipe import expand
 from hybridpar.plan import ModelInfo, Pipeline, trivial_plan

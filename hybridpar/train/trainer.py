@@ -40,14 +40,11 @@ from hybridpar.train.checkpoint import (
     save_checkpoint,
     usable,
 )
-from hybridpar.train.delayed import DoubleBufferEngine
 from hybridpar.train.engine import Engine
 from hybridpar.train.evaluation import Evaluation as Evaluation
 from hybridpar.train.evaluation import evaluate
-from hybridpar.train.local_sgd import LocalSgdEngine
 from hybridpar.train.step_result import BadSteps
 from hybridpar.train.step_result import StepResult as StepResult
-from hybridpar.tvm_kernels import optimize
 
 _log = logging.getLogger(__name__)
 
@@ -165,6 +162,8 @@ class Trainer:
             self.model.to(memory_format=torch.channels_last)
         if self.config.uses_kernels:
             chosen = self.config.kernels.strip()
+            from hybridpar.tvm_kernels import optimize
+
             optimize(self.model, None if chosen == "auto" else chosen)
         self.fingerprint = model_fingerprint(self.model)
         self._loss = loss or nn.CrossEntropyLoss(label_smoothing=self.config.label_smoothing)
@@ -189,8 +188,12 @@ class Trainer:
             timed = self._place(example) if example is not None and self.config.chooses else None
             given = make, self._loss, self.config, self.world, self.lanes
             if self.config.local_steps is not None:
+                from hybridpar.train.local_sgd import LocalSgdEngine
+
                 return LocalSgdEngine(self.model, *given)
             if self.config.double_buffer in LATE:
+                from hybridpar.train.delayed import DoubleBufferEngine
+
                 return DoubleBufferEngine(self.model, *given, timed)
             return Engine(self.model, None, *given, timed)
         if self._asked.double_buffer in LATE or self._asked.local_steps is not None:
