@@ -26,7 +26,8 @@ from hybridpar.config.train import (
     SyncConfig,
 )
 from hybridpar.errors import HybridparError, UsageError
-from hybridpar.machine.launch import in_job, launch_workers, launched_here, leaving_at_once, prepare_worker
+from hybridpar.machine.launch import in_job, launched_here, leaving_at_once, prepare_worker
+from hybridpar.machine.supervise import launch_workers
 
 GROUPS: dict[str, tuple[type, ...]] = {
     "Model and data": (DataConfig,),
@@ -88,7 +89,7 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
     named = named_options(arguments)
     if not in_job():
         check_names(command)
-        from hybridpar.machine.cluster import default_workers, has_gpu, has_gpu_driver
+        from hybridpar.machine.cluster import default_workers, has_gpu_driver
         from hybridpar.run.directory import before_the_start, expected_directory, find_place, recall_options
 
         with before_the_start():
@@ -101,17 +102,13 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
             workers = workers or default_workers()
         _announce(command, workers, str(expected_directory(place)))
         workers = workers or default_workers()
-        if command.uses_servers and workers + command.server_processes > 1:
-            from hybridpar.server.supervise import launch_with_servers
-
+        servers, patient = 0, True
+        if command.uses_servers:
             command.split_count(workers)
-            program = ["-m", "hybridpar", *arguments]
-            tune = command.tune_process and not has_gpu()
-            return launch_with_servers(
-                program, workers, command.server_processes, patient=command.waits_for_all, tune=tune
-            )
-        if workers > 1:
-            return launch_workers(arguments, workers)
+            servers = command.server_processes
+            patient = command.waits_for_all or not servers
+        if workers + servers > 1:
+            return launch_workers(arguments, workers, servers, patient=patient)
     elif os.environ["RANK"] == "0" and not launched_here():
         from hybridpar.run.directory import expected_directory, find_place
 
