@@ -28,6 +28,7 @@ from hybridpar.config.train import (
 from hybridpar.errors import HybridparError, UsageError
 from hybridpar.machine.launch import in_job, launched_here, leaving_at_once, prepare_worker
 from hybridpar.machine.supervise import launch_workers
+from hybridpar.registry import Registry, names_in_source
 
 GROUPS: dict[str, tuple[type, ...]] = {
     "Model and data": (DataConfig,),
@@ -123,25 +124,48 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
 
 
 def check_names(command: Train) -> None:
-    """Check the names of model and data set, and when to save, without importing torch.
+    """Check what can be known of names, codecs and save rules before there are workers; torch is imported for none.
+
+    A codec with options, and a policy, is the exception: only the codec itself can check them.
 
     Args:
         command: The options.
 
     Raises:
-        UsageError: A name is unknown, or `--checkpoint-every` cannot be read.
+        UsageError: A name is unknown, or `--checkpoint-every` or `--compress` cannot be read.
     """
     from hybridpar.models import check_model_name
-    from hybridpar.registry import Registry, names_in_source
     from hybridpar.run.save_rule import SaveRule
 
     check_model_name(command.model)
-    if "hybridpar.data" not in sys.modules:  # where it is, another set may have been registered by a program
-        known: Registry[None] = Registry("data set")
-        for name in names_in_source(Path(__file__).parents[1] / "data", "DATA_SETS.register"):
-            known.register(name, "")(None)
-        known.get(command.data)
+    _check_registered("data set", "data", "DATA_SETS.register", command.data)
     SaveRule.parse(command.checkpoint_every)
+    codec = command.compress.strip()
+    name, options, _ = codec.partition(":")
+    if codec.endswith(".toml") or "->" in codec:
+        from hybridpar.compress import read_policy
+
+        read_policy(codec)
+    elif codec != "auto":
+        _check_registered("codec", "compress/codecs", "CODECS.register", name)
+        if options:
+            from hybridpar.compress import parse_codec
+
+            parse_codec(codec)
+
+
+def _check_registered(kind: str, folder: str, decorator: str, name: str) -> None:
+    """Check that a name is registered in a folder of the package, which is not imported.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if f"hybridpar.{folder.replace('/', '.')}" in sys.modules:  # a program may have registered others
+        return
+    known: Registry[None] = Registry(kind)
+    for one in names_in_source(Path(__file__).parents[1] / folder, decorator):
+        known.register(one, "")(None)
+    known.get(name)
 
 
 def named_options(arguments: Sequence[str]) -> frozenset[str]:
