@@ -17,7 +17,7 @@ from hybridpar.config import DataConfig
 from hybridpar.data.downloads import download_fix, one_download
 from hybridpar.data.memory_sets import FIXED_SEED
 from hybridpar.data.sampling import split_by_class
-from hybridpar.data.sources import DATA_SETS, FileImages, ImageData, imagenet_transforms
+from hybridpar.data.sources import DATA_SETS, FileImages, ImageData, decoding
 from hybridpar.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -254,15 +254,13 @@ def _from_files(
     ignored: _Ignored,
 ) -> ImageData:
     size = config.image_size or DEFAULT_SIZE
-    augment, prepare = imagenet_transforms(size)
+    use = decoding(config, size)
     sources = [
         FileImages(
             directory,
             [path for path, _ in samples],
             [label for _, label in samples],
-            augment=augment,
-            prepare=prepare,
-            strict=config.bad_images == "error",
+            **use,
         )
         for directory, samples in (train, test)
     ]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -297,6 +297,26 @@ def imagenet_transforms(size: int, *, flip: bool = True) -> tuple[v2.Compose, v2
     augment = v2.Compose([RandomCrop(size), *([v2.RandomHorizontalFlip()] if flip else [])])
     prepare = v2.Compose([v2.Resize(round(size * 256 / 224), antialias=True), v2.CenterCrop(size), v2.PILToTensor()])
     return augment, prepare
+
+
+class Decoding(TypedDict):
+    """How decoded images are used: the arguments of `DecodedImages` of the same names."""
+
+    augment: Callable[[Image.Image], Tensor]
+    prepare: Callable[[Image.Image], Tensor]
+    strict: bool
+
+
+def decoding(config: DataConfig, size: int, *, flip: bool = True) -> Decoding:
+    """What the options say of images that are decoded.
+
+    Args:
+        config: The options.
+        size: Side of the square images that come out, in pixels.
+        flip: As of `imagenet_transforms`.
+    """
+    augment, prepare = imagenet_transforms(size, flip=flip)
+    return {"augment": augment, "prepare": prepare, "strict": config.bad_images == "error"}
 
 
 @dataclass(frozen=True, kw_only=True)
