@@ -14,7 +14,7 @@ import tyro
 
 from hybridpar import __version__
 from hybridpar.commands import register_command
-from hybridpar.config import DataConfig, OptimizerConfig, TrainConfig
+from hybridpar.config import DataConfig, ModelConfig, OptimizerConfig, TrainConfig
 from hybridpar.config.recipe import RecipeConfig
 from hybridpar.config.server import ServerConfig
 from hybridpar.config.train import (
@@ -29,7 +29,7 @@ from hybridpar.errors import HybridparError, UsageError
 from hybridpar.machine.launch import in_job, launch_workers, launched_here, leaving_at_once, prepare_worker
 
 GROUPS: dict[str, tuple[type, ...]] = {
-    "Model and data": (DataConfig,),
+    "Model and data": (ModelConfig, DataConfig),
     "Optimisation": (OptimizerConfig,),
     "Parallelism": (PipelineConfig,),
     "Gradient exchange": (SyncConfig, ServerConfig, RecipeConfig),
@@ -60,7 +60,7 @@ class Train(TrainConfig):
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A torchvision classification model such as resnet18, or your own as package.module:factory."""
+    """A torchvision classification model such as resnet18, timm/NAME, or your own as package.module:factory."""
 
 
 @register_command(
@@ -126,19 +126,20 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
 
 
 def check_names(command: Train) -> None:
-    """Check the names of model and data set, and when to save, without importing torch.
+    """Check the names of model and data set, the model's arguments, and when to save, without importing torch.
 
     Args:
         command: The options.
 
     Raises:
-        UsageError: A name is unknown, or `--checkpoint-every` cannot be read.
+        UsageError: A name is unknown, or `--model-arg` or `--checkpoint-every` cannot be read.
     """
-    from hybridpar.models import check_model_name
+    from hybridpar.models import check_model_name, parse_arguments
     from hybridpar.registry import Registry, names_in_source
     from hybridpar.run.save_rule import SaveRule
 
     check_model_name(command.model)
+    parse_arguments(command.model_arg)
     if "hybridpar.data" not in sys.modules:  # where it is, another set may have been registered by a program
         known: Registry[None] = Registry("data set")
         for name in names_in_source(Path(__file__).parents[1] / "data", "DATA_SETS.register"):

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from hybridpar.config.data import DataConfig, data_rules
+from hybridpar.config.model import ModelConfig, model_rules
 from hybridpar.config.optimizer import OptimizerConfig, optimizer_rules
 from hybridpar.config.recipe import LATE, RecipeConfig, refuse
 from hybridpar.config.rule import Rule
@@ -206,6 +207,7 @@ class TrainConfig(
     PipelineConfig,
     OptimizerConfig,
     DataConfig,
+    ModelConfig,
 ):
     """All options of a training run."""
 
@@ -237,6 +239,7 @@ class TrainConfig(
             UsageError: A value is out of range, with the rule it breaks.
         """
         rules = [
+            *model_rules(self),
             *data_rules(self),
             *optimizer_rules(self),
             Rule("--workers", self.workers, self.workers is None or self.workers >= 1, "at least 1"),

@@ -12,7 +12,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError
-from hybridpar.models import build_model, require_trained
+from hybridpar.models import build_model, parse_arguments, require_trained
 from hybridpar.planner.stage_plan import micro_batch_samples
 from hybridpar.train.model_check import check_outputs
 
@@ -128,6 +128,27 @@ def load_data(config: TrainConfig, world: World) -> ImageData:
     return loaded[0] if loaded else load_dataset(config)
 
 
+def configured_model(config: TrainConfig, name: str, classes: int) -> nn.Module:
+    """Build a model as the options of a run say.
+
+    Args:
+        config: Options.
+        name: What the user calls the model.
+        classes: Number of classes.
+
+    Raises:
+        UsageError: See `build_model` and `parse_arguments`.
+    """
+    return build_model(
+        name,
+        classes,
+        stem=config.stem,
+        args=parse_arguments(config.model_arg),
+        drop_rate=config.drop_rate,
+        drop_path_rate=config.drop_path_rate,
+    )
+
+
 def make_model(config: TrainConfig, name: str, data: ImageData, device: torch.device) -> nn.Module:
     """Build the model of a run on a device, and refuse one that cannot be trained on the data.
 
@@ -140,7 +161,7 @@ def make_model(config: TrainConfig, name: str, data: ImageData, device: torch.de
     Raises:
         UsageError: See `build_model`, `require_trained` and `check_outputs`.
     """
-    model = build_model(name, data.classes, stem=config.stem)
+    model = configured_model(config, name, data.classes)
     require_trained(model, name)
     check_outputs(model, name, data.classes, data.sample_shape, config, device)
     return model

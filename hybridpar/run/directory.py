@@ -48,6 +48,7 @@ _FIXED = {
     **dict.fromkeys(("data", "batch_size", "seed", "image_size", "synthetic_samples"), _SAMPLES),
     "optimizer": "The checkpoint holds the state of the other optimizer.",
     "stem": "The checkpoint holds the weights of the other stem.",
+    "model_arg": "The checkpoint holds the weights of a model built with these.",
 }
 #: Options of a command and not of the run: they are never recalled, and a change is not worth a line.
 _OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "download"}
