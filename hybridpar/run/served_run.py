@@ -23,6 +23,7 @@ from hybridpar.data import Batch, ImageData, describe_data, load_dataset
 from hybridpar.errors import SyncError, TrainingError
 from hybridpar.machine.launch import StopRequest, record_failure
 from hybridpar.models import parameter_count
+from hybridpar.models.outputs import OutputLoss
 from hybridpar.observe import Progress, RunInfo, StepRecord, draw_staleness, open_progress
 from hybridpar.observe.files import replace_file
 from hybridpar.optim.build import build_optimizer, rate_factor
@@ -166,7 +167,7 @@ class ServedRun(RunLoop):
         self.stripes = cut_model(described, place.hosts * self.parts)
         if self.is_main:
             tell_parts(place, self.parts)
-        self.loss = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+        self.loss = OutputLoss(nn.CrossEntropyLoss(label_smoothing=config.label_smoothing))
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + place.rank)
         self.timings = Timings()
@@ -350,7 +351,7 @@ class ServedRun(RunLoop):
         with self.learner.autocast():
             own = Evaluation(0.0, 0.0, 0)
             if len(self.test):
-                own = evaluate(self.learner.forward, self.loss, self.test, World(device=self.device))
+                own = evaluate(self.learner.forward, self.loss.of_scores, self.test, World(device=self.device))
         if not self.rules.barrier:
             return own
         sums = [own.accuracy * own.samples, own.loss * own.samples, own.samples]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
+from hybridpar.models.outputs import main_output
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Evaluation:
 
     Attributes:
         accuracy: Fraction of samples (of pixels, where every pixel has a target) whose largest output is the target,
-            0..1; 0 where targets are not class numbers.
+            0..1; 0 where targets are not class numbers, or the model returns no scores.
         loss: Mean loss.
         samples: Number of samples.
     """
@@ -54,7 +55,7 @@ def evaluate(
         outputs = forward(inputs)
         mean = loss(outputs, targets)
         count = int(targets.shape[0])
-        hits = (outputs.argmax(dim=1) == targets).sum() if outputs.ndim == targets.ndim + 1 else 0
+        hits = _hits(outputs, targets)
         correct = hits * count / max(1, targets.numel())  # a sample of many pixels counts as one
         values = (correct, mean.double() * count, count)
         sums += torch.stack([torch.as_tensor(value, device=sums.device).double() for value in values])
@@ -65,3 +66,11 @@ def evaluate(
     if total == 0:
         raise UsageError("the test set is empty", "An accuracy needs at least one sample.")
     return Evaluation(correct_sum / total, loss_sum / total, round(total))
+
+
+def _hits(outputs: Any, targets: Tensor) -> Tensor | int:
+    try:
+        scores = main_output(outputs)
+    except UsageError:  # the loss is the user's own
+        return 0
+    return (scores.argmax(dim=1) == targets).sum() if scores.ndim == targets.ndim + 1 else 0

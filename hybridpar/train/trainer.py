@@ -23,6 +23,7 @@ from hybridpar.config.recipe import LATE
 from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, model_fingerprint
+from hybridpar.models.outputs import OutputLoss
 from hybridpar.optim.build import rate_factor
 from hybridpar.optim.pace import Pace
 from hybridpar.optim.recipe import expand, make_optimizer
@@ -79,7 +80,8 @@ class Trainer:
         optimizer: Called with the model, or in a pipeline with each of its stages, returns the optimizer; default:
             what `config` says.
         loss: Called with the model's output and the target, returns the *mean* over the samples; default:
-            cross-entropy with the configured label smoothing.
+            cross-entropy with the configured label smoothing, of auxiliary outputs, too: see
+            `hybridpar.models.outputs`.
         config: Options; those that concern data and run directory are not used here. With `plan="auto"` and both
             `total_steps` and `example`, memory format, kernels and codec, and of a pipeline that is asked for cut,
             placement and schedule, are searched for. The attribute `config` says what was found, and `planned` why.
@@ -167,7 +169,7 @@ class Trainer:
             chosen = self.config.kernels.strip()
             optimize(self.model, None if chosen == "auto" else chosen)
         self.fingerprint = model_fingerprint(self.model)
-        self._loss = loss or nn.CrossEntropyLoss(label_smoothing=self.config.label_smoothing)
+        self._loss = loss or OutputLoss(nn.CrossEntropyLoss(label_smoothing=self.config.label_smoothing))
         self._peak_rate = self.config.lr
 
     def _open_engine(
@@ -305,7 +307,8 @@ class Trainer:
         """
         with self.engine.evaluating() as forward, autocast(self.config.amp, self.world.device):
             placed = ((self._place(inputs), self._place(targets)) for inputs, targets in batches)
-            return evaluate(forward, self._loss, placed, self.world)
+            loss = self._loss.of_scores if isinstance(self._loss, OutputLoss) else self._loss
+            return evaluate(forward, loss, placed, self.world)
 
     def fit(
         self,
