@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from hybridpar.errors import UsageError, nearest, shortened
 from hybridpar.models.arguments import not_built, not_taken, refused_argument
+from hybridpar.models.weight_files import HUB
 
 if TYPE_CHECKING:
     from torch import nn
 
 #: What names of timm's models begin with.
 PREFIX = "timm/"
-
-#: timm's own prefix of models whose configuration is on the Hugging Face hub.
-HUB = "hf-hub:"
 
 _REGISTERED = re.compile(r"^@register_model\s+def (\w+)\(", re.MULTILINE)
 
