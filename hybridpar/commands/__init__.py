@@ -156,7 +156,7 @@ def _explained(owner: type, one: Field[Any]) -> tuple[str, Any, Field[Any]]:
     hint = get_type_hints(owner, include_extras=True)[one.name]
     if not any(getattr(part, "help", None) for part in getattr(hint, "__metadata__", ())):
         text = " ".join(_field_docs(owner).get(one.name, "").split())
-        says_nothing = one.default is None or one.default is False
+        says_nothing = one.default in (None, False, ())
         hint = Annotated[hint, tyro.conf.arg(help=text, help_behavior_hint="" if says_nothing else None)]
     return one.name, hint, field() if one.default is MISSING else field(default=one.default)
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from hybridpar.config.data import DataConfig, data_rules
-from hybridpar.config.optimizer import OptimizerConfig, optimizer_rules
+from hybridpar.config.optimizer import OptimizerConfig, check_optimizer, optimizer_rules
 from hybridpar.config.recipe import LATE, RecipeConfig, refuse
 from hybridpar.config.rule import Rule
 from hybridpar.config.server import ServerConfig
@@ -251,6 +251,7 @@ class TrainConfig(
         for option, value, holds, rule in rules:
             if not holds:
                 raise UsageError(f"{option} is {value}", f"It must be {rule}.")
+        check_optimizer(self)
         if self.schedule is not None:
             SCHEDULES.get(self.schedule)  # raises where there is none
         self.check_sync()
@@ -312,6 +313,8 @@ class TrainConfig(
             ("--cuda-graph", self.cuda_graph, whole),
             ("--timeline", self.timeline is not None, "A timeline is of workers that make one step together."),
             ("--clip-norm", self.clip_norm is not None, shards),
+            (f"--optimizer {self.optimizer}", self.optimizer not in ("sgd", "adamw"), "Servers have SGD and AdamW."),
+            ("--lr-schedule plateau", self.lr_schedule == "plateau", "Only rank 0 tests, and no shard is told."),
             ("--compress auto", self.chooses, "It measures all-reduces, which such a run does not use."),
             ("--kernels", self.uses_kernels, "Which kernels run is agreed on by all workers together."),
             ("--batch-norm sync", self.batch_norm == "sync", "Workers do not meet in the middle of a step."),

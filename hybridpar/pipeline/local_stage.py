@@ -22,6 +22,7 @@ from hybridpar.pipeline.stage_module import module_of
 from hybridpar.pipeline.stage_run import StageRun
 from hybridpar.pipeline.step import StepRequest
 from hybridpar.sync.batchnorm import BatchNormPool
+from hybridpar.sync.clipping import clip_each
 from hybridpar.sync.compression import Compression, Decision
 from hybridpar.sync.constants import Constants
 from hybridpar.sync.control import COMMIT, SQUARES, forward_report
@@ -81,7 +82,7 @@ class LocalStage:
         self._nodes = nodes
         self._step_optimizer = step_optimizer
         self.guarded = options.guard
-        self.measured = options.guard or options.clip_norm is not None
+        self.measured = options.guard or options.global_norm is not None
         self._pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
         self._norm_group = norm_group
         self.reducer: GradientReducer | None = None
@@ -222,10 +223,7 @@ class LocalStage:
         """
         if self.reducer is not None:
             self.reducer.place_gradients()
-        if values is not None and self.options.clip_norm is not None:
-            shrink = clip_factor(values[SQUARES], self.options.clip_norm)
-            if shrink is not None:
-                (self.reducer or self._local).scale(shrink)
+        self._clip(values)
         if sums is None and self.batch_norm is not None:
             sums = self.batch_norm.sums
         if self.reducer is not None and users is not None:
@@ -235,6 +233,19 @@ class LocalStage:
         if self.reducer is not None:
             self.reducer.close_step()
         return bad
+
+    def _clip(self, values: Tensor | None) -> None:
+        """Clip the gradients of the stage, which are those of all replicas by now."""
+        options = self.options
+        if options.global_norm is not None and values is not None:
+            shrink = clip_factor(values[SQUARES], options.global_norm)
+            if shrink is not None:
+                (self.reducer or self._local).scale(shrink)
+        elif options.clip_norm is not None and options.clip_mode != "norm":
+            named = self.module.named_parameters()
+            clip_each(
+                [one for name, one in named if name not in options.not_clipped], options.clip_mode, options.clip_norm
+            )
 
     def _step_or_restore(
         self, values: Tensor | None, sums: Tensor | None, factor: float | None, on_device: bool

@@ -18,6 +18,7 @@ from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
+from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.partition.cost import PlacementKind, Problem, Worker
@@ -275,7 +276,7 @@ def _made_by_main(
             (Worker(device, shape.lanes),) * shape.positions,
             shape.placement,
             micro_batches=config.micro_batches,
-            optimizer_copies=1 if config.optimizer == "sgd" else 2,
+            optimizer_copies=state_copies(config),
         )
         made = partition_model(
             model, example, problem, threads=lane_threads(shape, example.device), cache=profiles_directory(), name=name

@@ -286,6 +286,7 @@ class Run(RunLoop):
                 break
             with self.clock.away():
                 evaluation = self.trainer.evaluate(self.test)
+            self.trainer.note_metric(evaluation.accuracy)
             if at.epoch_step >= self.batches.steps_per_epoch:  # --steps may end within an epoch
                 at.epoch, at.epoch_step = epoch + 1, 0
             last = epoch == self.epochs - 1

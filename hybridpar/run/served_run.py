@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from hybridpar.comm.world import World, default_device
 from hybridpar.compress import check_optimizer, read_policy
@@ -25,8 +24,10 @@ from hybridpar.machine.launch import StopRequest, record_failure
 from hybridpar.models import parameter_count
 from hybridpar.observe import Progress, RunInfo, StepRecord, draw_staleness, open_progress
 from hybridpar.observe.files import replace_file
-from hybridpar.optim.build import build_optimizer, rate_factor
+from hybridpar.optim.build import build_optimizer
+from hybridpar.optim.losses import make_loss
 from hybridpar.optim.recipe import expand
+from hybridpar.optim.schedule import rate_factor
 from hybridpar.plan import ModelInfo, Pipeline, trivial_plan
 from hybridpar.run.data import batch_maker, check_batch, make_model, test_batches
 from hybridpar.run.directory import before_the_start
@@ -161,12 +162,12 @@ class ServedRun(RunLoop):
         check_for_servers(self.policy)
         for entry in self.policy.rules:
             check_optimizer(entry.codec, build_optimizer(self.model, config))
-        described = described_parameters(self.model)
+        described = described_parameters(self.model, config.no_decay)
         self.parts = parts_of_a_host(described, place.hosts)
         self.stripes = cut_model(described, place.hosts * self.parts)
         if self.is_main:
             tell_parts(place, self.parts)
-        self.loss = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+        self.loss = make_loss(config)
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + place.rank)
         self.timings = Timings()

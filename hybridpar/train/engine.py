@@ -112,11 +112,13 @@ class Engine:
         stages: Sequence[StageModule]
         if plan is not None:
             stages, micro_batches = plan.stages, config.micro_batches
-            options = pipeline_options(plan, config, sync_options(config), self._lanes.device)
+            options = pipeline_options(plan, config, sync_options(config, self.model), self._lanes.device)
         else:
             stages = [WholeModel(self.model)]
             micro_batches = config.micro_batches if world.size > 1 else config.parts_per_step
-            options = replace(WHOLE, compile=config.compile, capture=config.cuda_graph, sync=sync_options(config))
+            options = replace(
+                WHOLE, compile=config.compile, capture=config.cuda_graph, sync=sync_options(config, self.model)
+            )
 
         def time_backward() -> float:
             assert example is not None
@@ -370,12 +372,21 @@ class Engine:
         self.pipeline.close()
 
 
-def sync_options(config: TrainConfig) -> SyncOptions:
-    """How gradients are synchronised, from the options of a run."""
+def sync_options(config: TrainConfig, model: nn.Module) -> SyncOptions:
+    """How gradients are synchronised, from the options of a run.
+
+    Args:
+        config: The options.
+        model: The whole model. Its last two parameters, those of the classifier, are not clipped adaptively, as in
+            timm and in the paper.
+    """
+    names = [name for name, _ in model.named_parameters()]
     return SyncOptions(
         bucket_bytes=config.bucket_bytes,
         guard=config.guard,
         clip_norm=config.clip_norm,
+        clip_mode=config.clip_mode,
+        not_clipped=tuple(names[-2:]) if config.clip_mode == "agc" else (),
         pool_batch_norm=config.batch_norm != "local",
         sync_batch_norm=config.batch_norm == "sync",
         codec=config.compress,

@@ -111,7 +111,7 @@ class LocalSgdEngine(Engine):
         self._own_step: OptimizerStep | None = None
         super().__init__(model, None, optimizer, loss, config, world if self._together else self._alone, lanes)
         if not self._together:
-            replicate(model, world, agree=(sync_options(config), config.micro_batches, every))
+            replicate(model, world, agree=(sync_options(config, model), config.micro_batches, every))
         #: Of the steps that workers take together; there is another one of this worker alone.
         self._shared = self.pipeline if self._together else None
         self._trained = [one for one in model.parameters() if one.is_floating_point()]

@@ -23,9 +23,11 @@ from hybridpar.config.recipe import LATE
 from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, model_fingerprint
-from hybridpar.optim.build import rate_factor
+from hybridpar.optim.build import undecayed_names
+from hybridpar.optim.losses import make_loss
 from hybridpar.optim.pace import Pace
 from hybridpar.optim.recipe import expand, make_optimizer
+from hybridpar.optim.schedule import Plateau, rate_factor, warmup_length
 from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.plan import Plan
 from hybridpar.planner.planned_run import PlannedRun, before_joining, plan_loop
@@ -167,8 +169,9 @@ class Trainer:
             chosen = self.config.kernels.strip()
             optimize(self.model, None if chosen == "auto" else chosen)
         self.fingerprint = model_fingerprint(self.model)
-        self._loss = loss or nn.CrossEntropyLoss(label_smoothing=self.config.label_smoothing)
+        self._loss = loss or make_loss(self.config)
         self._peak_rate = self.config.lr
+        self._plateau = Plateau(self.config) if self.config.lr_schedule == "plateau" else None
 
     def _open_engine(
         self,
@@ -210,7 +213,12 @@ class Trainer:
         return Engine(self.model, stages, make, self._loss, self.config, self.world, self.lanes)
 
     def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        return make_optimizer(module, self._asked, self.config, total_steps=self.total_steps, replicas=self._replicas)
+        return make_optimizer(
+            *(module, self._asked, self.config),
+            total_steps=self.total_steps,
+            replicas=self._replicas,
+            no_decay=undecayed_names(self.model, self.config.no_decay),  # a stage does not know what the model says
+        )
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -273,11 +281,23 @@ class Trainer:
         return tensor.to(self.world.device, non_blocking=True)
 
     def _rate_factor(self) -> float:
+        lowered = 1.0 if self._plateau is None else self._plateau.factor
         if self.pace is not None:
-            return self.pace.factor(self.steps_done, self.config)
+            return lowered * self.pace.factor(self.steps_done, self.config)
         if self.total_steps is None:
-            return 1.0
-        return rate_factor(self.steps_done, self.total_steps, self.steps_per_epoch, self.config)
+            return lowered
+        return lowered * rate_factor(self.steps_done, self.total_steps, self.steps_per_epoch, self.config)
+
+    def note_metric(self, metric: float) -> None:
+        """Tell `lr_schedule="plateau"` the result of an evaluation; on all workers alike, as `evaluate` gives it.
+
+        Args:
+            metric: Such as the accuracy after an epoch; the larger, the better. During the warm-up it does not count.
+        """
+        total = self.total_steps
+        warmup = 0 if total is None else warmup_length(total, self.steps_per_epoch, self.config)
+        if self._plateau is not None and self.steps_done > warmup:
+            self._plateau.step(metric)
 
     def wait(self) -> None:
         """Wait until the steps that were asked for are done, before the model is looked at or changed by others.
@@ -333,6 +353,7 @@ class Trainer:
                     on_step(result)
             if test is not None:
                 evaluations.append(self.evaluate(test()))
+                self.note_metric(evaluations[-1].accuracy)
         return evaluations
 
     # ------------------------------------------------------------- checkpoints
@@ -349,6 +370,8 @@ class Trainer:
         """
         self.engine.synchronize_buffers()
         training = {"optimizer": self.engine.optimizer_state(), "extra": dict(extra or {})}
+        if self._plateau is not None:
+            training["plateau"] = self._plateau.state_dict()
         local = {"random": random_state(self.world.device), "sync": self.engine.state_dict()}
         model = {name: tensor.detach().cpu() for name, tensor in self.engine.model_state().items()}
         data = CheckpointData(self.steps_done, self.fingerprint, model, training, local)
@@ -377,6 +400,8 @@ class Trainer:
         with usable(Path(path)):
             self.model.load_state_dict(data.model)
             self.engine.load_optimizer_state(data.training["optimizer"])
+            if self._plateau is not None and "plateau" in data.training:
+                self._plateau.load_state_dict(data.training["plateau"])
             self.engine.go_on_from(data.step)
             self.steps_done = data.step
             self._bad_steps.forget()
