@@ -14,7 +14,7 @@ import tyro
 
 from hybridpar import __version__
 from hybridpar.commands import register_command
-from hybridpar.config import DataConfig, OptimizerConfig, TrainConfig
+from hybridpar.config import AugmentConfig, DataConfig, OptimizerConfig, TrainConfig
 from hybridpar.config.recipe import RecipeConfig
 from hybridpar.config.server import ServerConfig
 from hybridpar.config.train import (
@@ -30,6 +30,7 @@ from hybridpar.machine.launch import in_job, launch_workers, launched_here, leav
 
 GROUPS: dict[str, tuple[type, ...]] = {
     "Model and data": (DataConfig,),
+    "Augmentation": (AugmentConfig,),
     "Optimisation": (OptimizerConfig,),
     "Parallelism": (PipelineConfig,),
     "Gradient exchange": (SyncConfig, ServerConfig, RecipeConfig),
@@ -42,6 +43,7 @@ GROUPS: dict[str, tuple[type, ...]] = {
 #: Options that `--help` shows; `--help-all` shows all.
 SHOWN = (
     *("model", "data", "data_root", "batch_size", "image_size"),
+    *("augment", "mixup"),
     *("epochs", "steps", "optimizer", "lr", "momentum", "weight_decay", "lr_schedule", "warmup_epochs", "clip_norm"),
     *("workers", "stages", "replicas", "micro_batches", "schedule"),
     *("compress", "batch_norm", "sync", "servers", "recipe"),

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from hybridpar.config.augment import AugmentConfig, augment_rules
 from hybridpar.config.data import DataConfig, data_rules
 from hybridpar.config.optimizer import OptimizerConfig, check_optimizer, optimizer_rules
 from hybridpar.config.recipe import LATE, RecipeConfig, refuse
@@ -205,6 +206,7 @@ class TrainConfig(
     SyncConfig,
     PipelineConfig,
     OptimizerConfig,
+    AugmentConfig,
     DataConfig,
 ):
     """All options of a training run."""
@@ -238,6 +240,7 @@ class TrainConfig(
         """
         rules = [
             *data_rules(self),
+            *augment_rules(self),
             *optimizer_rules(self),
             Rule("--workers", self.workers, self.workers is None or self.workers >= 1, "at least 1"),
             Rule("--stages", self.stages, self.stages >= 1, "at least 1"),
@@ -314,6 +317,7 @@ class TrainConfig(
             ("--timeline", self.timeline is not None, "A timeline is of workers that make one step together."),
             ("--clip-norm", self.clip_norm is not None, shards),
             (f"--optimizer {self.optimizer}", self.optimizer not in ("sgd", "adamw"), "Servers have SGD and AdamW."),
+            ("--mixup and --cutmix", self.mixes, "Their draws are one for all workers' samples of a step."),
             ("--lr-schedule plateau", self.lr_schedule == "plateau", "Only rank 0 tests, and no shard is told."),
             ("--compress auto", self.chooses, "It measures all-reduces, which such a run does not use."),
             ("--kernels", self.uses_kernels, "Which kernels run is agreed on by all workers together."),

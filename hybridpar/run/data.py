@@ -85,6 +85,8 @@ def batch_maker(
             loader_workers=config.loader_workers,
             device=device,
             channels_last=config.uses_channels_last,
+            in_pairs=config.mixes,
+            repeats=config.repeats,
         )
 
     return make

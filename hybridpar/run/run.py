@@ -152,6 +152,7 @@ class Run(RunLoop):
             plan=self.planned,
             example=example_batch(data, config, replicas) if config.is_staged or config.chooses else None,
             name=model_name,
+            classes=data.classes,
         )
         select = config.select_batch > 0
         self.selector = BatchSelector(self.trainer, config, batches_of, len(data.train)) if select else None

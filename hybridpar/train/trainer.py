@@ -94,6 +94,7 @@ class Trainer:
         example: Inputs of one micro-batch, by which a model is cut into stages; without stages `compress="auto"`
             times the backward pass by it, behind which sync can hide, and without it all of the sync counts.
         name: What to call the model in the plan.
+        classes: Number of classes, which soft targets of mixup and cutmix have.
 
     Raises:
         UsageError: Stages, replicas and workers do not fit each other, or something that a pipeline needs is missing.
@@ -121,6 +122,7 @@ class Trainer:
         plan: Plan | PlannedRun | None = None,
         example: Tensor | None = None,
         name: str | None = None,
+        classes: int | None = None,
     ) -> None:
         found = plan if isinstance(plan, PlannedRun) else None
         given = plan if isinstance(plan, Plan) else None
@@ -131,6 +133,13 @@ class Trainer:
                 "A trainer makes steps together with its peers; with parameter servers every worker makes its own.",
                 "Use `hybridpar train --sync`, or hybridpar.server in a script of your own.",
             )
+        if self.config.mixes and classes is None:
+            raise UsageError(
+                "a Trainer that mixes batches, without the number of classes",
+                "The targets of mixup and cutmix have a value for each class.",
+                "Give it: Trainer(..., classes=10).",
+            )
+        self._classes = classes
         self._owns_world = world is None
         self.world = world or World.join(
             lanes=self.config.sum_groups, timeout=self.config.timeout, shared_memory=self.config.shares_memory
@@ -169,7 +178,7 @@ class Trainer:
             chosen = self.config.kernels.strip()
             optimize(self.model, None if chosen == "auto" else chosen)
         self.fingerprint = model_fingerprint(self.model)
-        self._loss = loss or make_loss(self.config)
+        self._loss = loss or make_loss(self.config, mixed=self.config.mixes)
         self._peak_rate = self.config.lr
         self._plateau = Plateau(self.config) if self.config.lr_schedule == "plateau" else None
 
@@ -249,6 +258,8 @@ class Trainer:
         started = time.perf_counter()
         micro_batches, samples, global_samples = self._divide(batch)
         placed = [(self._place(inputs), self._place(targets)) for inputs, targets in micro_batches]
+        if self.config.mixes:
+            placed = self._mixed(placed)
         factor = self._rate_factor()
         outcome = self.engine.step(placed, samples, global_samples, rate_factor=factor, stop=stop, save=save)
         self.steps_done += 1
@@ -265,15 +276,32 @@ class Trainer:
             return batch.micro_batches, batch.samples, batch.global_samples
         inputs, targets = batch
         samples, parts = _sample_count(targets), self.config.parts_per_step
-        if samples < parts:
+        if samples < (2 * parts if self.config.mixes else parts):
             with contextlib.suppress(SyncError):  # this worker's problem is the one to tell
                 self.engine.refuse()
             raise UsageError(
                 f"a batch of {samples} samples cannot be divided into {parts} micro-batches",
-                "Every micro-batch needs a sample, and two where the model has BatchNorm.",
+                "Every micro-batch needs a sample, and two where the model has BatchNorm or batches are mixed.",
                 "Use larger batches, or fewer micro-batches (micro_batches).",
             )
+        if self.config.mixes:  # a sample and its neighbour stay together
+            ends = [2 * (samples // 2 * part // parts) for part in range(1, parts)]
+            return list(zip(inputs.tensor_split(ends), targets.tensor_split(ends), strict=True)), samples, None
         return list(zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)), samples, None
+
+    def _mixed(self, placed: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Mixup and cutmix, by one draw for the global batch of the step."""
+        from hybridpar.data.mix import MixDraw, draw_mix, mix
+
+        config, done = self.config, self.steps_done
+        epoch = (done if self.pace is None else self.pace.first_steps(done)) / self.steps_per_epoch
+        draw = MixDraw()
+        if not config.mix_off_epoch or epoch < config.mix_off_epoch:
+            height, width = placed[0][0].shape[-2:]
+            draw = draw_mix(config, config.seed, done, (height, width))
+        assert self._classes is not None
+        classes, smoothing = self._classes, config.label_smoothing
+        return [mix(inputs, targets, draw, classes=classes, smoothing=smoothing) for inputs, targets in placed]
 
     def _place(self, tensor: Tensor) -> Tensor:
         if self.config.uses_channels_last and tensor.ndim == 4:
