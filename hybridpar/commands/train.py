@@ -14,30 +14,11 @@ import tyro
 
 from hybridpar import __version__
 from hybridpar.commands import register_command
-from hybridpar.config import DataConfig, OptimizerConfig, TrainConfig
-from hybridpar.config.recipe import RecipeConfig
-from hybridpar.config.server import ServerConfig
-from hybridpar.config.train import (
-    AdvancedConfig,
-    KernelConfig,
-    PipelineConfig,
-    PlanningConfig,
-    RunConfig,
-    SyncConfig,
-)
+from hybridpar.config import TrainConfig
+from hybridpar.config.files import FileOptions, expand
+from hybridpar.config.train import GROUPS
 from hybridpar.errors import HybridparError, UsageError
 from hybridpar.machine.launch import in_job, launch_workers, launched_here, leaving_at_once, prepare_worker
-
-GROUPS: dict[str, tuple[type, ...]] = {
-    "Model and data": (DataConfig,),
-    "Optimisation": (OptimizerConfig,),
-    "Parallelism": (PipelineConfig,),
-    "Gradient exchange": (SyncConfig, ServerConfig, RecipeConfig),
-    "Kernels and precision": (KernelConfig,),
-    "Planning": (PlanningConfig,),
-    "Run directory and checkpoints": (RunConfig,),
-    "Advanced": (AdvancedConfig,),
-}
 
 #: Options that `--help` shows; `--help-all` shows all.
 SHOWN = (
@@ -53,7 +34,7 @@ SHOWN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TrainConfig):
+class Train(TrainConfig, FileOptions):
     """Train a vision model on all local workers, or as a worker of a torchrun job.
 
     For all options: `hybridpar train --help-all`.
@@ -67,9 +48,10 @@ class Train(TrainConfig):
     "train",
     "Train a vision model on all local workers, or as a worker of a torchrun job.",
     Train,
-    groups=GROUPS,
+    groups={"Configuration files": (FileOptions,), **GROUPS},
     shown=SHOWN,
     former=("channels_last",),
+    expand=expand,
 )
 def run_train(command: Train, arguments: Sequence[str]) -> int:
     """Train on this worker, or start the workers of this machine and wait for them.

@@ -323,6 +323,19 @@ class TrainConfig(
             self.split_count(self.workers)
 
 
+#: The groups of `train --help` and of configuration files, with the dataclasses whose options each holds.
+GROUPS: dict[str, tuple[type, ...]] = {
+    "Model and data": (DataConfig,),
+    "Optimisation": (OptimizerConfig,),
+    "Parallelism": (PipelineConfig,),
+    "Gradient exchange": (SyncConfig, ServerConfig, RecipeConfig),
+    "Kernels and precision": (KernelConfig,),
+    "Planning": (PlanningConfig,),
+    "Run directory and checkpoints": (RunConfig,),
+    "Advanced": (AdvancedConfig,),
+}
+
+
 def check_recipe(config: TrainConfig) -> None:
     """Check that a recipe, or a way to sync, and the other options agree.
 

@@ -163,7 +163,10 @@ class Run(RunLoop):
         if self.is_over:
             return
         # Only now is it sure that the run can start; what stood in its directory before may go.
-        self.place = world.from_main(lambda: claim_place(self.place, asked, model_name, {"torch": torch.__version__}))
+        versions, searched = {"torch": torch.__version__}, self.planned.searched
+        self.place = world.from_main(
+            lambda: claim_place(self.place, asked, model_name, versions, given, follows_plan=searched)
+        )
         self.at.directory = self.place.directory
         self.plan, self.info = self._describe(data)
         plan_file = self.place.directory / "plan.json"
