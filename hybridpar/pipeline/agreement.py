@@ -13,15 +13,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from hybridpar.comm.collective import SumGroup
-from hybridpar.comm.world import World
+from hybridpar.comm.world import SumGroup, World, all_reduce_bytes
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.local_stage import LocalStage
 from hybridpar.pipeline.step import StepState
 from hybridpar.schedule.actions import Kind
-from hybridpar.sync.constants import Constants
-from hybridpar.sync.control import SAVE, all_reduce_bytes, backward_report, decide, start_copy
+from hybridpar.sync.control import SAVE, Constants, backward_report, decide, start_copy
 
 #: Loss, samples, stop, save, squared norm of the gradient.
 _NUMBERS = 5

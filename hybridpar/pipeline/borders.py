@@ -23,8 +23,7 @@ from hybridpar.errors import ScheduleError, UsageError
 from hybridpar.pipeline.random_keys import numbers_of_its_own
 from hybridpar.pipeline.stage_module import StageModule, WholeModel, consumers_of, device_of, module_of
 from hybridpar.schedule.actions import Edge
-from hybridpar.sync.batchnorm import without_replicas
-from hybridpar.sync.rollback import BufferRollback
+from hybridpar.sync.batchnorm import BufferRollback, without_replicas
 
 
 @dataclass

@@ -25,9 +25,8 @@ from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.pipeline.agreement import Agreement
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
 from hybridpar.pipeline.local_stage import LocalStage
-from hybridpar.pipeline.recorder import Queue, SpanRecorder
 from hybridpar.pipeline.stage_run import Mailbox
-from hybridpar.pipeline.step import LateOutcome, StepRequest, StepState
+from hybridpar.pipeline.step import LateOutcome, Queue, SpanRecorder, StepRequest, StepState
 from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
 from hybridpar.schedule.program import Program
 from hybridpar.sync.control import HEAD, start_copy

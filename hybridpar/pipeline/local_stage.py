@@ -14,23 +14,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.collective import SumGroup
 from hybridpar.comm.node_worlds import NodeWorlds
-from hybridpar.comm.world import World
+from hybridpar.comm.world import SumGroup, World
 from hybridpar.lanes import Lane, Lanes
 from hybridpar.pipeline.stage_module import module_of
 from hybridpar.pipeline.stage_run import StageRun
 from hybridpar.pipeline.step import StepRequest
-from hybridpar.sync.batchnorm import BatchNormPool
+from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback
 from hybridpar.sync.compression import Compression, Decision
-from hybridpar.sync.constants import Constants
-from hybridpar.sync.control import COMMIT, SQUARES, forward_report
+from hybridpar.sync.control import COMMIT, SQUARES, Constants, forward_report
 from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.figures import SyncCosts
 from hybridpar.sync.local_gradients import LocalGradients
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.reducer import Flight, GradientReducer, SyncLanes
-from hybridpar.sync.rollback import BufferRollback
 
 OptimizerStep = Callable[[float | None, Tensor | None], None]
 

@@ -18,7 +18,7 @@ says in `reduce_state(state)` what copies and pickles are made of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hybridpar.comm.collective import SumGroup
-from hybridpar.sync.constants import Constants
+from hybridpar.comm.world import SumGroup
+from hybridpar.sync.control import Constants
 from hybridpar.sync.sync_batchnorm import normalise_over_replicas
 
 
@@ -148,6 +148,36 @@ class BatchNormPool:
             layer.__class__ = original
             del layer._pool
         self.layers, self._originals = [], []
+
+
+class BufferRollback:
+    """Puts the buffers of a model back to what they were at the beginning of a step.
+
+    Args:
+        model: The model.
+        spared: Modules whose buffers no forward pass writes to.
+    """
+
+    def __init__(self, model: nn.Module, spared: Iterable[nn.Module] = ()) -> None:
+        ignored = {id(buffer) for module in spared for buffer in module.buffers()}
+        self._buffers = [buffer for buffer in model.buffers() if id(buffer) not in ignored]
+        self._saved = [buffer.detach().clone() for buffer in self._buffers]
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Remember the buffers; called before the first forward pass of a step."""
+        if self._buffers:
+            torch._foreach_copy_(self._saved, self._buffers)
+
+    @torch.no_grad()
+    def restore(self, unless: Tensor | None = None) -> None:
+        """Put back what `keep` saw.
+
+        Args:
+            unless: Optional 0-d tensor; where it is not zero nothing changes. Keeps the decision on the device.
+        """
+        for saved, buffer in zip(self._saved, self._buffers, strict=True):
+            buffer.copy_(saved if unless is None else torch.where(unless != 0, buffer, saved))
 
 
 @contextmanager

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridpar.comm.collective import BackendSum, SumGroup
 from hybridpar.comm.node_worlds import NodeWorlds
-from hybridpar.comm.world import World
+from hybridpar.comm.world import BackendSum, SumGroup, World, all_reduce_bytes
 from hybridpar.compress import (
     Coder,
     Exchange,
@@ -33,7 +32,7 @@ from hybridpar.compress.hierarchy import Leaders, NodeExchange
 from hybridpar.compress.redivide import put_together, restore
 from hybridpar.errors import SyncError
 from hybridpar.sync.buckets import Bucket
-from hybridpar.sync.control import all_reduce_bytes, start_copy
+from hybridpar.sync.control import start_copy
 from hybridpar.sync.figures import BucketCost, SyncCosts
 
 _log = logging.getLogger(__name__)

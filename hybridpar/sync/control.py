@@ -8,16 +8,12 @@ read the same sum, so all decide alike.
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from hybridpar.errors import SyncError
-from hybridpar.sync.constants import Constants
-from hybridpar.sync.figures import SyncFigures
 
 # Layout of a forward report; BatchNorm sums follow.
 LOSS, _SAMPLES, _STOP, SAVE, _LAYOUT, _LAYOUT_SQUARED, HEAD = range(7)
@@ -25,56 +21,30 @@ LOSS, _SAMPLES, _STOP, SAVE, _LAYOUT, _LAYOUT_SQUARED, HEAD = range(7)
 COMMIT, SQUARES = 4, 5
 
 
-class StepOutcome(ABC):
-    """What the workers agreed on for one step. The first property that is read waits until the step is decided.
+#: Lists that are kept; a training run needs a few for each size of batch. What is kept is never let go, because a
+#: captured graph may read it.
+_MOST = 4096
 
-    Attributes:
-        exposed_sync_ms: Time in which the worker only waited for the sync of gradients.
-        bytes_sent: Bytes this worker sent: payload of each collective times the collective's own factor.
+
+class Constants:
+    """Short lists of numbers on a device. To be used on one lane, which orders the copy before its uses.
+
+    Args:
+        device: Where they are wanted.
     """
 
-    exposed_sync_ms: float
-    bytes_sent: int
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[tuple[float, ...], Tensor] = {}
 
-    @property
-    @abstractmethod
-    def sync(self) -> SyncFigures:
-        """What the sync of gradients took on this worker."""
-
-    @abstractmethod
-    def _value(self, index: int) -> float:
-        """One of: loss, samples, stop, save, commit (1 or 0), squared gradient norm."""
-
-    @property
-    def loss(self) -> float:
-        """Mean loss over the global batch."""
-        return self._value(0)
-
-    @property
-    def samples(self) -> int:
-        """Samples in the global batch."""
-        return round(self._value(1))
-
-    @property
-    def stop(self) -> bool:
-        """Whether any worker asked to stop."""
-        return self._value(2) > 0
-
-    @property
-    def save(self) -> bool:
-        """Whether any worker asked for a checkpoint."""
-        return self._value(3) > 0
-
-    @property
-    def committed(self) -> bool:
-        """Whether the step counts; False where the guard rolled it back."""
-        return self._value(4) > 0
-
-    @property
-    def grad_norm(self) -> float | None:
-        """Global norm of the reduced gradient before clipping; None where it was not needed."""
-        squares = self._value(5)
-        return None if squares < 0 else math.sqrt(squares) if math.isfinite(squares) else math.inf
+    def of(self, *values: float) -> Tensor:
+        """The values as a 1-D float64 tensor, which others hold too: it must not be written to."""
+        known = self._known.get(values)
+        if known is None:
+            known = torch.tensor(values, dtype=torch.float64).to(self._device)
+            if len(self._known) < _MOST:
+                self._known[values] = known
+        return known
 
 
 def start_copy(values: Tensor) -> Tensor:
@@ -83,11 +53,6 @@ def start_copy(values: Tensor) -> Tensor:
         return values
     copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return copy.copy_(values, non_blocking=True)
-
-
-def all_reduce_bytes(payload: int, workers: int) -> int:
-    """Bytes that one worker sends in an all-reduce of `payload` bytes: 2 (K - 1) / K of it."""
-    return round(2 * (workers - 1) / workers * payload)
 
 
 def forward_report(

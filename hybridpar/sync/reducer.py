@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hybridpar.comm.collective import SumGroup
 from hybridpar.comm.node_worlds import NodeWorlds
-from hybridpar.comm.world import World
+from hybridpar.comm.world import SumGroup, World
 from hybridpar.compress import Policy
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Event, Lane, Lanes

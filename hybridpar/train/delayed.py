@@ -26,8 +26,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
-from hybridpar.pipeline.step import LateOutcome
-from hybridpar.sync.control import StepOutcome
+from hybridpar.pipeline.step import LateOutcome, StepOutcome
 from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.figures import SyncFigures, add_up
 from hybridpar.sync.reducer import GradientReducer

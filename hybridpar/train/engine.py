@@ -36,11 +36,10 @@ from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import OptimizerStep, first_bad_parameter
 from hybridpar.pipeline.options import WHOLE
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
-from hybridpar.pipeline.step import LateOutcome, StepState
+from hybridpar.pipeline.step import LateOutcome, StepOutcome, StepState
 from hybridpar.planner.stage_plan import StagePlan, pipeline_options
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat
-from hybridpar.sync.control import StepOutcome
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.policy import check_compression
 

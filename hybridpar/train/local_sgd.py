@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.replicate import replicate
-from hybridpar.comm.world import World
+from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.config import TrainConfig
 from hybridpar.lanes import Lanes
 from hybridpar.optim.build import load_optimizer_state, optimizer_state
 from hybridpar.pipeline.local_stage import OptimizerStep
-from hybridpar.sync.control import StepOutcome, all_reduce_bytes
+from hybridpar.pipeline.step import StepOutcome
 from hybridpar.sync.figures import SyncFigures
 from hybridpar.train.engine import Engine, Loss, OptimizerFactory, sync_options
 from hybridpar.train.periodic import average_model, average_tensors, copy_of

@@ -23,8 +23,7 @@ from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.pipeline.cuda_graph import StepGraph
-from hybridpar.sync.constants import Constants
-from hybridpar.sync.control import backward_report, forward_report
+from hybridpar.sync.control import Constants, backward_report, forward_report
 from tests.pipeline.tape import StandInCuda, StreamLanes, Tape, stand_in
 from tests.small_nets import SmallNet
 

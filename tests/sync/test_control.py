@@ -7,20 +7,12 @@ import math
 import pytest
 import torch
 
-from hybridpar.comm.world import World
+from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Lanes
 from hybridpar.pipeline.agreement import Agreement
-from hybridpar.sync.control import (
-    COMMIT,
-    HEAD,
-    StepOutcome,
-    all_reduce_bytes,
-    backward_report,
-    check_layout,
-    decide,
-    forward_report,
-)
+from hybridpar.pipeline.step import StepOutcome
+from hybridpar.sync.control import COMMIT, HEAD, backward_report, check_layout, decide, forward_report
 from hybridpar.sync.figures import SyncFigures
 from tests.ranks import run_ranks
 
