@@ -45,7 +45,7 @@ class Failure:
         raise self.error.with_traceback(self._traceback)
 
 
-class Family(ABC):
+class Family:
     """What the lanes of one process share.
 
     Args:
@@ -59,9 +59,12 @@ class Family(ABC):
         self.inside = False
         self._issuer = threading.get_ident()
 
-    @abstractmethod
+    #: The host thread's own place; see `Lanes`.
+    caller: Lane
+
     def event(self) -> Event:
-        """An event that is not recorded yet, for `Lane.record`."""
+        """An event that is not recorded yet, for `Lane.record`. Waiting for it before that is an error."""
+        return self.caller.new_event()
 
     def is_issuer(self) -> bool:
         """Whether this is the thread that issues."""
@@ -236,6 +239,10 @@ class Lane(ABC):
             self.record().synchronize()
         elif self.failure is not None:
             self.failure.throw()
+
+    @abstractmethod
+    def new_event(self) -> Event:
+        """An event of the family that is not recorded yet."""
 
     @abstractmethod
     def keep(self, *tensors: torch.Tensor) -> None:

@@ -150,16 +150,15 @@ class StepState:
     number: int
     request: StepRequest
     facts: list[BorderFacts]
-    flights: dict[int, Flight | None]
+    flights: dict[int, Flight]
     spans: SpanRecorder
     events: dict[Action, Event] = field(default_factory=dict)
     reports: dict[int, Tensor] = field(default_factory=dict)  # of the forward passes, by stage, summed over replicas
     used: dict[int, list[bool]] = field(default_factory=dict)
-    squares: dict[int, Tensor] = field(default_factory=dict)
-    losses: dict[int, Tensor | None] = field(default_factory=dict)
+    squares: dict[int, Tensor] = field(default_factory=dict)  # of the gradients of each stage, summed over replicas
     backward_done: dict[int, Event] = field(default_factory=dict)
     users: dict[int, Tensor] = field(default_factory=dict)  # `used`, summed over replicas
-    shared: dict[int, Event] = field(default_factory=dict)  # passed when `reports` and `users` are summed
+    shared: dict[int, Event] = field(default_factory=dict)  # passed when `reports`, `squares` and `users` are summed
     values: Tensor | None = None
     host_values: Tensor | None = None
     decided: Event | None = None
@@ -250,7 +249,7 @@ class LateOutcome(StepOutcome):
         for event in self._step.ends:
             self._wait_for(event, "finishing a step")
         self._read_values(self._step)
-        self._costs = [flight.costs for flight in self._step.flights.values() if flight is not None]
+        self._costs = [flight.costs for flight in self._step.flights.values()]
         sent = [*self._step.message_bytes, *(costs.sent for costs in self._costs)]
         self._bytes_sent = self._step.bytes_sent + sum(sent)
         self._step = None
