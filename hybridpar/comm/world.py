@@ -67,7 +67,12 @@ class BackendSum(SumGroup):
 
 
 def all_reduce_bytes(payload: int, workers: int) -> int:
-    """Bytes that one worker sends in an all-reduce of `payload` bytes: 2 (K - 1) / K of it."""
+    """Bytes that one worker sends in an all-reduce: 2 (K - 1) / K of the payload.
+
+    Args:
+        payload: Bytes that are summed.
+        workers: K.
+    """
     return round(2 * (workers - 1) / workers * payload)
 
 

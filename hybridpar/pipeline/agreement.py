@@ -4,11 +4,14 @@ All messages of a worker are summed on one lane, so they have one order everywhe
 over its replicas: the loss and BatchNorm sums after its last forward pass, the squared norm of its gradients and who
 used which parameter after its last bucket. Where a model is cut over several workers, five numbers of these are then
 added up over the stages.
+
+The sum of squares is finite exactly where all gradients are, so one number serves the guard and clipping; all workers
+read the same sum, so all decide alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,13 +19,13 @@ from torch import Tensor
 from hybridpar.comm.world import SumGroup, World, all_reduce_bytes
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
+from hybridpar.lanes.base import Constants, start_copy
 from hybridpar.pipeline.local_stage import LocalStage
-from hybridpar.pipeline.step import StepState
+from hybridpar.pipeline.step import StepRequest, StepState
 from hybridpar.schedule.actions import Kind
-from hybridpar.sync.control import SAVE, Constants, backward_report, decide, start_copy
 
-#: Loss, samples, stop, save, squared norm of the gradient.
-_NUMBERS = 5
+# Layout of a forward report; BatchNorm sums follow.
+LOSS, _SAMPLES, _STOP, SAVE, _LAYOUT, _LAYOUT_SQUARED, HEAD = range(7)
 
 
 class Agreement:
@@ -89,13 +92,14 @@ class Agreement:
         stage, flight, group = self._stages[index], step.flights[index], self._replicas.control_sum
 
         def report() -> None:
-            step.reports[index] = stage.report_forward(step.request)
+            step.reports[index] = _report_of(stage, step.request)
 
         def add() -> None:
             assert group is not None
-            flight.report = step.reports[index]
-            self.lane.keep(flight.report)
-            self._sum(flight.report, group, f"exchanging statistics of stage {index}", self._replicas, step)
+            message = step.reports[index]
+            self.lane.keep(message)
+            self._sum(message, group, f"exchanging statistics of stage {index}", self._replicas, step)
+            flight.loss, flight.layouts = message[LOSS], message[_LAYOUT:HEAD]
 
         stage.lane.submit(report)
         if group is not None:
@@ -135,7 +139,7 @@ class Agreement:
         """On the lane: add up what the stages know of the step, and decide."""
         guard = any(stage.guarded for stage in self._stages.values())
         measured = any(stage.measured for stage in self._stages.values())
-        total = torch.zeros(_NUMBERS, dtype=torch.float64, device=self._device)
+        total = torch.zeros(SAVE + 2, dtype=torch.float64, device=self._device)
         for index, squares in step.squares.items():
             report = step.reports[index]
             self.lane.keep(report, squares)
@@ -164,3 +168,75 @@ def refused_by_others(count: int) -> UsageError:
         "All workers do a step, or none.",
         "Give every worker at least one sample for each micro-batch (micro_batches), or none of them a batch.",
     )
+
+
+def _report_of(stage: LocalStage, request: StepRequest) -> Tensor:
+    """The forward report of a stage; loss and samples are 0 where the loss is another stage's."""
+    loss = stage.run.loss_sum
+    if request.flags is not None:
+        stage.lane.keep(request.flags)
+    return forward_report(
+        torch.zeros((), dtype=torch.float64, device=stage.lane.device) if loss is None else loss,
+        0 if loss is None else sum(batch.samples for batch in request.micro_batches),
+        stop=request.stop,
+        save=request.save,
+        layout=stage.gradients.layout,
+        batch_norm=stage.batch_norm.sums if stage.batch_norm is not None else None,
+        flags=request.flags,
+        constants=stage.constants,
+    )
+
+
+def forward_report(
+    loss: Tensor,
+    samples: int,
+    *,
+    stop: bool = False,
+    save: bool = False,
+    layout: int,
+    batch_norm: Tensor | None,
+    flags: Tensor | None = None,
+    constants: Constants | None = None,
+) -> Tensor:
+    """The message of a stage after its last forward pass, 1-D float64: `HEAD` numbers, then BatchNorm sums.
+
+    Args:
+        loss: This worker's part of the mean loss, 0-d.
+        samples: Samples of this worker.
+        stop: This worker wants to stop.
+        save: This worker wants a checkpoint.
+        layout: Fingerprint of the buckets, 16 bits.
+        batch_norm: Sums of the BatchNorm layers.
+        flags: `stop` and `save` as a float64 tensor on the device of the loss, instead of what the host says.
+        constants: Numbers that were copied to the device before.
+    """
+    known = constants or Constants(loss.device)
+    if flags is None:
+        flags = known.of(float(stop), float(save))
+    head = (loss.double().reshape(1), known.of(samples), flags, known.of(layout, layout * layout))
+    return torch.cat(head if batch_norm is None else (*head, batch_norm))
+
+
+def backward_report(squares: Tensor, used: Sequence[bool], constants: Constants | None = None) -> Tensor:
+    """The message of a stage after its last bucket, 1-D float64.
+
+    Args:
+        squares: This worker's part of the squared norm of the gradient, 0-d float64.
+        used: For each parameter whether this worker used it.
+        constants: Numbers that were copied to the device before.
+    """
+    return torch.cat((squares.reshape(1), (constants or Constants(squares.device)).of(*used)))
+
+
+def decide(report: Tensor, squares: Tensor, *, guard: bool, measured: bool) -> Tensor:
+    """The values of a `StepOutcome`, from the summed reports.
+
+    Args:
+        report: The summed forward report.
+        squares: Squared norm of the reduced gradient.
+        guard: Whether a non-finite gradient rolls the step back.
+        measured: Whether anybody computed the norm.
+    """
+    commit = torch.isfinite(squares).double() if guard else torch.ones_like(squares)
+    known = squares if measured else torch.full_like(squares, -1.0)
+    return torch.cat((report[: SAVE + 1], torch.stack((commit, known))))

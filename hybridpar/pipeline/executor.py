@@ -22,14 +22,14 @@ from hybridpar.comm.transport import ReceiveEnd, SendEnd
 from hybridpar.comm.world import World
 from hybridpar.errors import TrainingError
 from hybridpar.lanes import Event, Lane, Lanes
-from hybridpar.pipeline.agreement import Agreement
+from hybridpar.lanes.base import start_copy
+from hybridpar.pipeline.agreement import HEAD, Agreement
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
 from hybridpar.pipeline.local_stage import LocalStage
 from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, Queue, SpanRecorder, StepRequest, StepState
 from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
 from hybridpar.schedule.program import Program
-from hybridpar.sync.control import HEAD, start_copy
 from hybridpar.sync.reducer import Flight
 
 

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from hybridpar.comm.node_worlds import NodeWorlds
 from hybridpar.comm.world import SumGroup, World
 from hybridpar.lanes import Lane, Lanes
-from hybridpar.pipeline.stage_module import module_of
+from hybridpar.lanes.base import Constants
 from hybridpar.pipeline.stage_run import StageRun
-from hybridpar.pipeline.step import StepRequest
+from hybridpar.pipeline.step import COMMIT, SQUARES
 from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback
 from hybridpar.sync.compression import Compression, Decision
-from hybridpar.sync.control import COMMIT, SQUARES, Constants, forward_report
 from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.figures import SyncCosts
 from hybridpar.sync.options import SyncOptions
@@ -50,6 +49,7 @@ class LocalStage:
     Attributes:
         gradients: Sums the gradients over the replicas, where there are any.
         batch_norm: Pools the statistics of the stage's BatchNorm layers; None where they are not pooled.
+        constants: Numbers that were copied to the device of the lane.
         measured: Whether the norm of the gradient is needed, so that optimizers wait for the decision.
         guarded: Whether a gradient that is not finite rolls the step back.
     """
@@ -69,7 +69,7 @@ class LocalStage:
     ) -> None:
         self.run = run
         self.lane = lane
-        self.module = module_of(run.stage)
+        self.module = run.module
         self.options = options
         self._lanes = lanes
         self._replicas = replicas
@@ -85,7 +85,7 @@ class LocalStage:
         self.attach()
         spared = self.batch_norm.layers if self.batch_norm is not None else ()
         self._rollback = BufferRollback(self.module, spared) if options.guard else None
-        self._constants = Constants(lane.device)
+        self.constants = Constants(lane.device)
 
     # ---------------------------------------------------------------- the host
 
@@ -159,29 +159,6 @@ class LocalStage:
         """Add the BatchNorm statistics of a micro-batch to those of the step."""
         if self.batch_norm is not None:
             self.batch_norm.fold()
-
-    def report_forward(self, request: StepRequest) -> Tensor:
-        """After the last forward pass: the stage's message to its replicas; see `hybridpar.sync.control`.
-
-        Args:
-            request: What the step is to do.
-
-        Returns:
-            1-D float64; loss and samples are 0 in stages that do not compute the loss.
-        """
-        loss = self.run.loss_sum
-        if request.flags is not None:
-            self.lane.keep(request.flags)
-        return forward_report(
-            torch.zeros((), dtype=torch.float64, device=self.lane.device) if loss is None else loss,
-            0 if loss is None else sum(batch.samples for batch in request.micro_batches),
-            stop=request.stop,
-            save=request.save,
-            layout=self.gradients.layout,
-            batch_norm=self.batch_norm.sums if self.batch_norm is not None else None,
-            flags=request.flags,
-            constants=self._constants,
-        )
 
     def apply(
         self,

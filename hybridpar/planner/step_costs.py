@@ -24,12 +24,12 @@ from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.profile_cache import device_name
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
+from hybridpar.pipeline.agreement import decide
 from hybridpar.pipeline.local_stage import LocalStage
 from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.pipeline.stage_run import Mailbox, StageRun
 from hybridpar.planner.store import NOISE, steadied
 from hybridpar.sync.buckets import make_buckets
-from hybridpar.sync.control import decide
 from hybridpar.sync.options import SyncOptions
 
 #: Steps of each measurement; the median of them counts.

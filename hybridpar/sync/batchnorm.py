@@ -1,4 +1,5 @@
-"""BatchNorm statistics that do not depend on how a batch was divided over micro-batches and replicas.
+"""BatchNorm statistics that do not depend on how a batch was divided over micro-batches and replicas, and the rollback
+of a model's other buffers.
 
 Stock BatchNorm updates its running statistics once per forward call. With M micro-batches that is M updates per step
 (an effective momentum of 1 - (1 - m)^M), and with replicas each keeps the statistics of its own shard. Here the sums
@@ -28,7 +29,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hybridpar.comm.world import SumGroup
-from hybridpar.sync.control import Constants
+from hybridpar.lanes.base import Constants
 from hybridpar.sync.sync_batchnorm import normalise_over_replicas
 
 
@@ -151,7 +152,11 @@ class BatchNormPool:
 
 
 class BufferRollback:
-    """Puts the buffers of a model back to what they were at the beginning of a step.
+    """Puts the buffers of a model back to what they were at the beginning of a step, which is rolled back.
+
+    Stock BatchNorm moves its running statistics in every forward call, and one NaN in them would stay for ever. So
+    the buffers that a forward pass may write to are copied at the beginning of a step; they are small. What is pooled
+    needs no copy.
 
     Args:
         model: The model.

@@ -31,8 +31,8 @@ from hybridpar.compress.codecs.none import Full
 from hybridpar.compress.hierarchy import Leaders, NodeExchange
 from hybridpar.compress.redivide import put_together, restore
 from hybridpar.errors import SyncError
+from hybridpar.lanes.base import start_copy
 from hybridpar.sync.buckets import Bucket
-from hybridpar.sync.control import start_copy
 from hybridpar.sync.figures import BucketCost, SyncCosts
 
 _log = logging.getLogger(__name__)

@@ -33,7 +33,6 @@ from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes.base import Work
 from hybridpar.sync.buckets import Bucket, Slot, layout_fingerprint, make_buckets
 from hybridpar.sync.compression import Compression, add_plainly, make_compression
-from hybridpar.sync.control import check_layout
 from hybridpar.sync.figures import SyncCosts
 
 
@@ -48,8 +47,9 @@ class Flight:
     landed: list[Event] = field(default_factory=list)
     next_bucket: int = 0
     costs: SyncCosts = field(default_factory=SyncCosts)  # by bucket, written by the sync lanes
-    report: Tensor | None = None  # the summed forward report, in which workers compare their layouts; see `reported`
-    reported: Event | None = None  # passed when `report` is there
+    loss: Tensor | None = None  # mean loss of all replicas, 0-d; see `reported`
+    layouts: Tensor | None = None  # sums of the replicas' `layout` and of its square, float64; see `reported`
+    reported: Event | None = None  # passed when `loss` and `layouts` are there
     flats: list[Tensor] = field(default_factory=list)  # gathered buckets, by index
     marks: list[Event] = field(default_factory=list)  # where another lane gathers them: passed when each is gathered
     on_ready: Callable[[int], None] | None = None  # called when a bucket is gathered, with its number
@@ -401,7 +401,7 @@ class GradientReducer(LocalGradients):
         return landed
 
     def _check_peers(self, lane: Lane, flight: Flight) -> None:
-        """Before a lane's first bucket, check that all workers cut the same buckets.
+        """Before a lane's first bucket, check that all workers cut the same buckets; on a GPU that would stall it.
 
         A collective whose sizes differ between workers does not fail in an orderly way: gloo aborts the process.
         """
@@ -410,9 +410,9 @@ class GradientReducer(LocalGradients):
         flight.checked.add(lane)
 
         def check() -> None:
-            assert flight.report is not None
-            lane.keep(flight.report)
-            check_layout(flight.report, self._world.size)
+            assert flight.layouts is not None
+            lane.keep(flight.layouts)
+            check_layout(flight.layouts, self._world.size)
 
         lane.wait(flight.reported)
         lane.submit(check)
@@ -492,6 +492,27 @@ def _make_hook(sync: weakref.ref[GradientReducer], name: str) -> Callable[[Tenso
             target.gradient_ready(name)
 
     return hook
+
+
+def check_layout(layouts: Tensor, workers: int) -> None:
+    """Refuse to go on where workers cut different buckets.
+
+    All fingerprints h are equal exactly where K sum(h^2) = sum(h)^2; with 16 bits the sums are exact in float64.
+
+    Args:
+        layouts: sum(h) and sum(h^2) over the workers, float64, on a CPU.
+        workers: K.
+
+    Raises:
+        SyncError: They differ.
+    """
+    total, squares = layouts.tolist()
+    if workers * squares != total**2:
+        raise SyncError(
+            "the workers do not train the same parameters",
+            "Names, shapes, memory formats and requires_grad of all parameters must be equal on all workers.",
+            "Build and freeze the model in the same way on every worker.",
+        )
 
 
 def _sum_of_all_squares(gradients: list[Tensor], dtype: torch.dtype | None, device: torch.device) -> Tensor:

@@ -21,9 +21,10 @@ from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
+from hybridpar.lanes.base import Constants
+from hybridpar.pipeline.agreement import backward_report, forward_report
 from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.pipeline.cuda_graph import StepGraph
-from hybridpar.sync.control import Constants, backward_report, forward_report
 from tests.pipeline.tape import StandInCuda, StreamLanes, Tape, stand_in
 from tests.small_nets import SmallNet
 
