@@ -118,23 +118,27 @@ def onebit_encode(
     return True
 
 
-def onebit_decode(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int) -> bool:
-    """Set out = C(v) / divisor, one group per row."""
+def onebit_read(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int, *, add: bool) -> bool:
+    """Set out = C(v) / divisor, or add that to it.
+
+    Args:
+        lower: Lower levels, one per group.
+        upper: Upper levels.
+        packed: The bits.
+        out: One group per row.
+        divisor: At least 1.
+        add: Whether to add.
+
+    Returns:
+        Whether it was done.
+    """
     kernels = _kernels(out)
     if kernels is None:
         return False
     _check_groups(out, lower, upper, packed)
-    kernels.onebit_decode(lower, upper, packed, out, divisor)
-    return True
-
-
-def onebit_add(lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> bool:
-    """Add C(v) to `total`, one group per row."""
-    kernels = _kernels(total)
-    if kernels is None:
-        return False
-    _check_groups(total, lower, upper, packed)
-    kernels.onebit_add(lower, upper, packed, total)
+    if add and divisor != 1:
+        lower, upper, divisor = lower / divisor, upper / divisor, 1
+    kernels.onebit_read(lower, upper, packed, out, divisor, add=add)
     return True
 
 
@@ -161,23 +165,24 @@ def onebit_encode_columns(
     return True
 
 
-def onebit_decode_columns(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor) -> bool:
-    """Set out = C(v), one group per column; rows of `out` may lie apart."""
+def onebit_read_columns(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, *, add: bool) -> bool:
+    """Set out = C(v), or add that to it, where each column is a group; on a CPU alone.
+
+    Args:
+        lower: Lower levels, one per column.
+        upper: Upper levels.
+        packed: The bits, row by row, each in whole 16s.
+        out: Its rows may lie apart.
+        add: Whether to add.
+
+    Returns:
+        Whether it was done.
+    """
     kernels = _column_kernels(out, lower, upper)
     if kernels is None:
         return False
     _check_columns(out, lower, upper, packed)
-    kernels.onebit_decode_columns(lower, upper, packed, out)
-    return True
-
-
-def onebit_add_columns(lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> bool:
-    """Add C(v) to `total`, one group per column; its rows may lie apart."""
-    kernels = _column_kernels(total, lower, upper)
-    if kernels is None:
-        return False
-    _check_columns(total, lower, upper, packed)
-    kernels.onebit_add_columns(lower, upper, packed, total)
+    kernels.onebit_read_columns(lower, upper, packed, out, add=add)
     return True
 
 
@@ -206,23 +211,26 @@ def twobit_encode(
     return True
 
 
-def twobit_decode(level: Tensor, codes: Tensor, out: Tensor, divisor: int) -> bool:
-    """Set out = C(v) / divisor."""
+def twobit_read(level: Tensor, codes: Tensor, out: Tensor, divisor: int, *, add: bool) -> bool:
+    """Set out = C(v) / divisor, or add that to it.
+
+    Args:
+        level: One element.
+        codes: Whole words of 32 bits.
+        out: 1-D.
+        divisor: At least 1.
+        add: Whether to add.
+
+    Returns:
+        Whether it was done.
+    """
     kernels = _kernels(out)
     if kernels is None:
         return False
     assert codes.numel() * 4 >= out.numel()
-    kernels.twobit_decode(level, codes, out, divisor)
-    return True
-
-
-def twobit_add(level: Tensor, codes: Tensor, total: Tensor) -> bool:
-    """Add C(v) to `total`."""
-    kernels = _kernels(total)
-    if kernels is None:
-        return False
-    assert codes.numel() * 4 >= total.numel()
-    kernels.twobit_add(level, codes, total)
+    if add and divisor != 1:
+        level, divisor = level / divisor, 1
+    kernels.twobit_read(level, codes, out, divisor, add=add)
     return True
 
 
@@ -262,29 +270,30 @@ def qsgd_encode(
     return True
 
 
-def qsgd_decode(
-    words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, scratch: Scratch
+def qsgd_read(
+    words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, scratch: Scratch, *, add: bool
 ) -> bool:
-    """Set out = (code - zero) / unit * scale."""
+    """Set out = (code - zero) / unit * scale, or add that to it.
+
+    Args:
+        words: Packed codes.
+        scale: One element.
+        fields: Where codes lie.
+        zero: Code of the value 0.
+        unit: Code of the scale, above `zero`.
+        out: 1-D.
+        scratch: Memory to borrow.
+        add: Whether to add.
+
+    Returns:
+        Whether it was done.
+    """
     kernels = _kernels(scale, out)
     if kernels is None or fields.in_words is None:
         return False
     assert out.numel() == fields.count
     _check_words(words, fields)
-    kernels.qsgd_decode(words, scale, fields, zero, unit, out, scratch)
-    return True
-
-
-def qsgd_add(
-    words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, total: Tensor, scratch: Scratch
-) -> bool:
-    """Add (code - zero) / unit * scale to `total`."""
-    kernels = _kernels(scale, total)
-    if kernels is None or fields.in_words is None:
-        return False
-    assert total.numel() == fields.count
-    _check_words(words, fields)
-    kernels.qsgd_add(words, scale, fields, zero, unit, total, scratch)
+    kernels.qsgd_read(words, scale, fields, zero, unit, out, scratch, add=add)
     return True
 
 

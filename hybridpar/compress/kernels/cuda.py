@@ -104,16 +104,12 @@ class CudaKernels:
         places = (_address(values), _address(kept), _address(pending), _address(lower), _address(upper))
         self._launch(kernel, blocks, *places, _address(packed), groups, length, factor)
 
-    def onebit_decode(self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int) -> None:
-        """Decode rows, divided by `divisor`."""
-        self._onebit("onebit_decode", lower, upper, packed, out, divisor)
-
-    def onebit_add(self, lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> None:
-        """Add decoded rows to `total`."""
-        self._onebit("onebit_add", lower, upper, packed, total, 1)
-
-    def _onebit(self, kernel: str, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int) -> None:
+    def onebit_read(
+        self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int, *, add: bool
+    ) -> None:
+        """Decode rows; they are divided by `divisor`, or added to `out`."""
         places = (_address(lower), _address(upper), _address(packed), _address(out))
+        kernel = "onebit_add" if add else "onebit_decode"
         self._launch(kernel, _blocks(out.numel()), *places, out.numel(), out.shape[1], float(divisor))
 
     def twobit_encode(
@@ -139,16 +135,10 @@ class CudaKernels:
         numbers = (rule.mode, rule.fixed, rule.scale, rule.cap, factor)
         self._launch("twobit_codes", max(_blocks(count), 1), *source, *places, blocks, count, *numbers)
 
-    def twobit_decode(self, level: Tensor, codes: Tensor, out: Tensor, divisor: int) -> None:
-        """Decode values, divided by `divisor`."""
-        self._twobit("twobit_decode", level, codes, out, divisor)
-
-    def twobit_add(self, level: Tensor, codes: Tensor, total: Tensor) -> None:
-        """Add decoded values to `total`."""
-        self._twobit("twobit_add", level, codes, total, 1)
-
-    def _twobit(self, kernel: str, level: Tensor, codes: Tensor, out: Tensor, divisor: int) -> None:
+    def twobit_read(self, level: Tensor, codes: Tensor, out: Tensor, divisor: int, *, add: bool) -> None:
+        """Decode values; they are divided by `divisor`, or added to `out`."""
         places = (_address(level), _address(codes), _address(out))
+        kernel = "twobit_add" if add else "twobit_decode"
         self._launch(kernel, _blocks(out.numel()), *places, out.numel(), float(divisor))
 
     def largest(self, values: Tensor, out: Tensor) -> None:
@@ -181,22 +171,23 @@ class CudaKernels:
             blocks = min(_parts(last - first, THREADS), _MOST_BLOCKS)
             self._launch(kernel, blocks, *places, *_layout(fields), steps, CHUNK, first, last, at)
 
-    def qsgd_decode(
-        self, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, _scratch: Scratch
+    def qsgd_read(
+        self,
+        words: Tensor,
+        scale: Tensor,
+        fields: Fields,
+        zero: int,
+        unit: int,
+        out: Tensor,
+        _scratch: Scratch,
+        *,
+        add: bool,
     ) -> None:
-        """Decode codes of a grid."""
-        self._qsgd("decode", words, scale, fields, zero, unit, out)
-
-    def qsgd_add(
-        self, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, total: Tensor, _scratch: Scratch
-    ) -> None:
-        """Add decoded codes of a grid to `total`."""
-        self._qsgd("add", words, scale, fields, zero, unit, total)
-
-    def _qsgd(self, name: str, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor) -> None:
+        """Decode codes of a grid, or add them to `out`."""
         blocks = min(_parts(fields.words, THREADS), _MOST_BLOCKS)
         places = (_address(words), _address(scale), _address(out))
-        self._launch(f"qsgd_{name}_{_memory(fields)}", blocks, *places, *_layout(fields), zero, float(unit))
+        kernel = f"qsgd_{'add' if add else 'decode'}_{_memory(fields)}"
+        self._launch(kernel, blocks, *places, *_layout(fields), zero, float(unit))
 
     def _launch(self, kernel: str, blocks: int, *arguments: int | float | bytes) -> None:
         if blocks:
