@@ -285,13 +285,13 @@ def test_no_call_waits_for_the_device() -> None:
 
     for shape in ((5, 100), (5, 1000)):
         levels = (empty(5), empty(5), empty(-(-shape[0] * shape[1] // 8), dtype=torch.uint8))
-        found.onebit_encode(empty(*shape), empty(*shape), empty(*shape), 0.9, *levels)
+        found.onebit_encode(empty(*shape), KeptResidual(empty(*shape), empty(*shape), 0.9), *levels)
         found.onebit_read(*levels, empty(*shape), 2, add=False)
         found.onebit_read(*levels, empty(*shape), 1, add=True)
     codes = (empty(1), empty(256, dtype=torch.uint8))
     for mode in range(3):
         rule = kernels.ThresholdRule(mode, 0.5, 1.5, 0.5)
-        found.twobit_encode(empty(1000), None, None, 1.0, rule, *codes, scratch)
+        found.twobit_encode(empty(1000), Residual(), rule, *codes, scratch)
     found.twobit_read(*codes, empty(1000), 2, add=False)
     found.twobit_read(*codes, empty(1000), 1, add=True)
     found.largest(empty(1000), empty(1))

@@ -107,14 +107,13 @@ def onebit_encode(
         packed: Where the bits go.
         scratch: Memory to borrow, where values do not lie side by side.
     """
-    kept, pending, factor = _halves(residual)
     values = _side_by_side(values, scratch)
-    kernels = _kernels(values, kept, pending)
+    kernels = _kernels(values, *_halves(residual))
     if kernels is None:
         return False
     _check_groups(values, lower, upper, packed)
-    _check_halves(values, kept, pending)
-    kernels.onebit_encode(values, kept, pending, factor, lower, upper, packed)
+    _check_halves(values, residual)
+    kernels.onebit_encode(values, residual, lower, upper, packed)
     return True
 
 
@@ -155,13 +154,12 @@ def onebit_encode_columns(
         packed: Where the bits go, row by row, each in whole 16s.
         scratch: Memory to borrow.
     """
-    kept, pending, factor = _halves(residual)
-    kernels = _column_kernels(values, kept, pending)
+    kernels = _column_kernels(values, *_halves(residual))
     if kernels is None:
         return False
     _check_columns(values, lower, upper, packed)
-    _check_halves(values, kept, pending)
-    kernels.onebit_encode_columns(values, kept, pending, factor, lower, upper, packed, scratch)
+    _check_halves(values, residual)
+    kernels.onebit_encode_columns(values, residual, lower, upper, packed, scratch)
     return True
 
 
@@ -199,15 +197,14 @@ def twobit_encode(
         codes: Where the codes go, whole words of 32 bits.
         scratch: Memory to borrow, where values do not lie side by side.
     """
-    kept, pending, factor = _halves(residual)
     values = _side_by_side(values, scratch)
-    kernels = _kernels(values, kept, pending)
+    kernels = _kernels(values, *_halves(residual))
     if kernels is None:
         return False
     assert codes.numel() == -(-values.numel() // 16) * 4
     assert level.numel() == 1
-    _check_halves(values, kept, pending)
-    kernels.twobit_encode(values, kept, pending, factor, rule, level, codes, scratch)
+    _check_halves(values, residual)
+    kernels.twobit_encode(values, residual, rule, level, codes, scratch)
     return True
 
 
@@ -303,23 +300,20 @@ def _check_columns(values: Tensor, lower: Tensor, upper: Tensor, packed: Tensor)
     assert packed.numel() == rows * -(-columns // 16) * 2
 
 
-def _column_kernels(values: Tensor, *others: Tensor | None) -> CpuKernels | None:
+def _column_kernels(values: Tensor, *others: Tensor) -> CpuKernels | None:
     """The kernels for columns of these values, whose rows may lie apart; None where there are none."""
     rows, columns = values.shape
     dense = columns == 1 or values.stride(1) == 1
     apart = rows == 1 or values.stride(0) >= columns
     if not (dense and apart) or values.dtype != torch.float32:
         return None
-    there = [tensor for tensor in others if tensor is not None]
-    kernels = _kernels(*there) if there else table(values.device)
+    kernels = _kernels(*others) if others else table(values.device)
     on_cpu = values.device.type == "cpu" and isinstance(kernels, CpuKernels)
     return kernels if on_cpu else None  # type: ignore[return-value]
 
 
-def _halves(residual: Residual) -> tuple[Tensor | None, Tensor | None, float]:
-    if isinstance(residual, KeptResidual):
-        return residual.kept, residual.pending, residual.factor
-    return None, None, 1.0
+def _halves(residual: Residual) -> tuple[Tensor, ...]:
+    return (residual.kept, residual.pending) if isinstance(residual, KeptResidual) else ()
 
 
 def _side_by_side(values: Tensor, scratch: Scratch) -> Tensor:
@@ -329,15 +323,14 @@ def _side_by_side(values: Tensor, scratch: Scratch) -> Tensor:
     return scratch.take("side by side", values.numel()).view(values.shape).copy_(values)
 
 
-def _kernels(*tensors: Tensor | None) -> CpuKernels | CudaKernels | None:
+def _kernels(*tensors: Tensor) -> CpuKernels | CudaKernels | None:
     """The kernels of the device that has some tensors, or None where there are none that take them."""
-    there = [tensor for tensor in tensors if tensor is not None]
-    device = there[0].device
-    for tensor in there:
+    device = tensors[0].device
+    for tensor in tensors:
         if tensor.device != device or tensor.dtype != torch.float32 or not tensor.is_contiguous():
             return None
     kernels = table(device)
-    return None if kernels is None or max(map(torch.numel, there)) > kernels.most_values else kernels
+    return None if kernels is None or max(map(torch.numel, tensors)) > kernels.most_values else kernels
 
 
 def _check_groups(values: Tensor, lower: Tensor, upper: Tensor, packed: Tensor) -> None:
@@ -346,9 +339,8 @@ def _check_groups(values: Tensor, lower: Tensor, upper: Tensor, packed: Tensor) 
     assert lower.numel() == upper.numel() == groups
 
 
-def _check_halves(values: Tensor, kept: Tensor | None, pending: Tensor | None) -> None:
-    for half in (kept, pending):
-        assert half is None or half.numel() == values.numel()
+def _check_halves(values: Tensor, residual: Residual) -> None:
+    assert all(half.numel() == values.numel() for half in _halves(residual))
 
 
 def _check_words(words: Tensor, fields: Fields) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.codegen.build import Function, load_kernels
-from hybridpar.compress.codec import CHUNK, Scratch
+from hybridpar.compress.codec import CHUNK, KeptResidual, Residual, Scratch
 
 if TYPE_CHECKING:
     from hybridpar.compress.packing import Fields
@@ -66,20 +66,14 @@ class CpuKernels:
     def onebit_encode(
         self,
         values: Tensor,
-        kept: Tensor | None,
-        pending: Tensor | None,
-        factor: float,
+        residual: Residual,
         lower: Tensor,
         upper: Tensor,
         packed: Tensor,
     ) -> None:
         """Encode rows as signs and two levels."""
         places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), *values.shape, _streams(values))
-        if kept is None or pending is None:
-            self.functions["onebit_encode"](values.data_ptr(), 0, 0, *places)
-        else:
-            halves = (kept.data_ptr(), pending.data_ptr())
-            self.functions["onebit_encode_keep"](values.data_ptr(), *halves, *places, factor)
+        self._encode("onebit_encode", values, residual, *places)
 
     def onebit_read(
         self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int, *, add: bool
@@ -94,9 +88,7 @@ class CpuKernels:
     def onebit_encode_columns(
         self,
         values: Tensor,
-        kept: Tensor | None,
-        pending: Tensor | None,
-        factor: float,
+        residual: Residual,
         lower: Tensor,
         upper: Tensor,
         packed: Tensor,
@@ -106,11 +98,7 @@ class CpuKernels:
         ones = scratch.take("ones", values.shape[1])
         places = (lower.data_ptr(), upper.data_ptr(), ones.data_ptr(), packed.data_ptr())
         numbers = (*values.shape, values.stride(0), _streams(values))
-        if kept is None or pending is None:
-            self.functions["onebit_columns_encode"](values.data_ptr(), 0, 0, *places, *numbers)
-        else:
-            halves = (kept.data_ptr(), pending.data_ptr())
-            self.functions["onebit_columns_encode_keep"](values.data_ptr(), *halves, *places, *numbers, factor)
+        self._encode("onebit_columns_encode", values, residual, *places, *numbers)
 
     def onebit_read_columns(self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, *, add: bool) -> None:
         """Decode columns, or add them to `out`."""
@@ -121,9 +109,7 @@ class CpuKernels:
     def twobit_encode(
         self,
         values: Tensor,
-        kept: Tensor | None,
-        pending: Tensor | None,
-        factor: float,
+        residual: Residual,
         rule: ThresholdRule,
         level: Tensor,
         codes: Tensor,
@@ -132,11 +118,7 @@ class CpuKernels:
         """Encode values as minus, nothing or plus."""
         places = (level.data_ptr(), codes.data_ptr(), values.numel(), rule.mode, _streams(values))
         numbers = (rule.fixed, rule.scale, rule.cap)
-        if kept is None or pending is None:
-            self.functions["twobit_encode"](values.data_ptr(), 0, 0, *places, *numbers)
-        else:
-            halves = (kept.data_ptr(), pending.data_ptr())
-            self.functions["twobit_encode_keep"](values.data_ptr(), *halves, *places, *numbers, factor)
+        self._encode("twobit_encode", values, residual, *places, *numbers)
 
     def twobit_read(self, level: Tensor, codes: Tensor, out: Tensor, divisor: int, *, add: bool) -> None:
         """Decode values; they are divided by `divisor`, or added to `out`."""
@@ -192,6 +174,13 @@ class CpuKernels:
         addresses = (words.data_ptr(), scale.data_ptr(), out.data_ptr())
         fixed = (lies.count, lies.words, lies.width, lies.per_word, zero)
         self.functions[f"qsgd_{'add' if add else 'decode'}{words.itemsize * 8}"](*addresses, *fixed, float(unit))
+
+    def _encode(self, name: str, values: Tensor, residual: Residual, *arguments: int | float) -> None:
+        if isinstance(residual, KeptResidual):
+            halves = residual.kept.data_ptr(), residual.pending.data_ptr()
+            self.functions[f"{name}_keep"](values.data_ptr(), *halves, *arguments, residual.factor)
+        else:
+            self.functions[name](values.data_ptr(), 0, 0, *arguments)
 
 
 def _streams(written: Tensor) -> int:

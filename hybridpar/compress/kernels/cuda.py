@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.codegen.nvrtc import load_cuda_kernels
-from hybridpar.compress.codec import CHUNK, Scratch
+from hybridpar.compress.codec import CHUNK, KeptResidual, Residual, Scratch
 from hybridpar.compress.kernels.cpu import ThresholdRule
 
 if TYPE_CHECKING:
@@ -89,9 +89,7 @@ class CudaKernels:
     def onebit_encode(
         self,
         values: Tensor,
-        kept: Tensor | None,
-        pending: Tensor | None,
-        factor: float,
+        residual: Residual,
         lower: Tensor,
         upper: Tensor,
         packed: Tensor,
@@ -101,8 +99,9 @@ class CudaKernels:
         by_warps = length <= _WARP_VALUES
         kernel = "onebit_encode_warp" if by_warps else "onebit_encode_block"
         blocks = _parts(groups, THREADS // _LANES) if by_warps else groups
-        places = (_address(values), _address(kept), _address(pending), _address(lower), _address(upper))
-        self._launch(kernel, blocks, *places, _address(packed), groups, length, factor)
+        kept, pending, factor = _halves(residual)
+        places = (_address(values), kept, pending, _address(lower), _address(upper), _address(packed))
+        self._launch(kernel, blocks, *places, groups, length, factor)
 
     def onebit_read(
         self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int, *, add: bool
@@ -115,9 +114,7 @@ class CudaKernels:
     def twobit_encode(
         self,
         values: Tensor,
-        kept: Tensor | None,
-        pending: Tensor | None,
-        factor: float,
+        residual: Residual,
         rule: ThresholdRule,
         level: Tensor,
         codes: Tensor,
@@ -125,13 +122,14 @@ class CudaKernels:
     ) -> None:
         """Encode values as minus, nothing or plus."""
         count = values.numel()
-        source = (_address(values), _address(kept))
+        kept, pending, factor = _halves(residual)
+        source = (_address(values), kept)
         parts = _address(scratch.take("parts", _PARTS_ROOM, torch.float64))
         blocks = max(_blocks(count, _MOST_PARTS), 1)  # also of no values there is a level
         self._launch("twobit_magnitudes", blocks, *source, parts, count, factor)
         if rule.mode == 2:
             self._launch("twobit_chosen", blocks, *source, parts, blocks, count, rule.scale, factor)
-        places = (_address(pending), _address(level), _address(codes), parts)
+        places = (pending, _address(level), _address(codes), parts)
         numbers = (rule.mode, rule.fixed, rule.scale, rule.cap, factor)
         self._launch("twobit_codes", max(_blocks(count), 1), *source, *places, blocks, count, *numbers)
 
@@ -194,8 +192,15 @@ class CudaKernels:
             self.functions[kernel]((blocks, 1, 1), (THREADS, 1, 1), *arguments)
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr()
+
+
+def _halves(residual: Residual) -> tuple[int, int, float]:
+    """Addresses of what is kept and of what will be, and the factor of the former."""
+    if isinstance(residual, KeptResidual):
+        return residual.kept.data_ptr(), residual.pending.data_ptr(), residual.factor
+    return 0, 0, 1.0
 
 
 def _parts(count: int, size: int) -> int:
