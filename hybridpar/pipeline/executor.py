@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from hybridpar.pipeline.borders import BorderFacts, BorderTable
 from hybridpar.pipeline.local_stage import LocalStage
 from hybridpar.pipeline.stage_run import Mailbox
 from hybridpar.pipeline.step import LateOutcome, Queue, SpanRecorder, StepRequest, StepState
-from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
+from hybridpar.schedule.actions import COMPUTE, SENDS, Action, Kind
 from hybridpar.schedule.program import Program
 from hybridpar.sync.reducer import Flight
 
@@ -142,7 +143,7 @@ class Executor:
         given = self._lanes.caller.record()
         for index, stage in self.stages.items():
             stage.lane.wait(given)
-            stage.lane.submit(_call(stage.start, step.number, flights[index]))
+            stage.lane.submit(partial(stage.start, step.number, flights[index]))
         self._agreement.lane.wait(given)
         # Where nothing flows back, those before may be a step ahead, and what has arrived has no step in its address.
         for _, lane in self._receivers.values():
@@ -263,15 +264,6 @@ class Executor:
             lane.submit(step.spans.timed(one.queue, action, work))
         step.events[action] = lane.record()
 
-    def _named(self, doing: str, work: Callable[[], None]) -> Callable[[], None]:
-        """Work whose failure by the fault of another worker is told as that."""
-
-        def whole() -> None:
-            with self._replicas.named_errors(doing):
-                work()
-
-        return whole
-
     def _with_memory_named(self, step: StepState, action: Action, work: Callable[[], None]) -> Callable[[], None]:
         """Work whose lack of memory is told as what the user can change."""
 
@@ -316,32 +308,33 @@ class Executor:
         place = f"adding gradients of stage {stage} over its replicas"
 
         def wrap(bucket: int, work: Callable[[], None]) -> Callable[[], None]:
-            queue = ("sync", self._position, bucket % self._sync_lanes)
-            return spans.timed(queue, Action(stage, Kind.SYNC, bucket), self._named(place, work))
+            def named() -> None:
+                with self._replicas.named_errors(place):
+                    work()
+
+            return spans.timed(
+                ("sync", self._position, bucket % self._sync_lanes), Action(stage, Kind.SYNC, bucket), named
+            )
 
         flight.wrap = wrap
         flight.on_ready = lambda bucket: spans.ready(Action(stage, Kind.SYNC, bucket))
 
     def _work(self, step: StepState, action: Action) -> tuple[Lane, Callable[[], None]]:
-        index, peer = action.index, action.peer
+        index, peer, stage = action.index, action.peer, self.stages[action.stage]
         assert index is not None
-        if action.kind in SENDS or action.kind in RECEIVES:
-            assert peer is not None
+        if peer is not None:
             return self._transfer(step, action, index, peer)
-        stage = self.stages[action.stage]
         run, keep = stage.run, stage.lane.keep
         if action.kind is Kind.FORWARD:
             batch = step.request.micro_batches[index]
-
-            def share() -> float:
-                return step.request.share(batch.samples)
-
+            share = partial(step.request.share, batch.samples)
             return stage.lane, lambda: run.forward(index, dict(batch.inputs), batch.target, share, keep)
-        if action.kind is Kind.BACKWARD:
-            return stage.lane, lambda: run.backward(index, keep)
-        if action.kind is Kind.BACKWARD_INPUT:
-            return stage.lane, lambda: run.backward_input(index, keep)
-        return stage.lane, lambda: run.backward_weight(index, keep)
+        passes = {
+            Kind.BACKWARD: run.backward,
+            Kind.BACKWARD_INPUT: run.backward_input,
+            Kind.BACKWARD_WEIGHT: run.backward_weight,
+        }
+        return stage.lane, partial(passes[action.kind], index, keep)
 
     def _transfer(self, step: StepState, action: Action, index: int, peer: int) -> tuple[Lane, Callable[[], None]]:
         assert self.program is not None
@@ -421,7 +414,3 @@ class Executor:
 
         stage.lane.submit(step.spans.timed(one.queue, one.action, apply))
         step.ends.append(stage.lane.record())
-
-
-def _call(function: Callable[..., None], *args: Any) -> Callable[[], None]:
-    return lambda: function(*args)

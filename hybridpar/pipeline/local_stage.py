@@ -193,48 +193,40 @@ class LocalStage:
                 self.gradients.scale(shrink)
         if sums is None and self.batch_norm is not None:
             sums = self.batch_norm.sums
+        commit = self._decision(values, on_device)
         if users is not None and used is not None:
-            unused = self.gradients.keep_used(users, used)
-            self._commit_or_rollback(values, unused, costs, on_device)
-        bad = self._step_or_restore(values, sums, factor, on_device)
+            self._settle_codecs(commit, self.gradients.keep_used(users, used), costs)
+        bad = None
+        if commit is False:
+            if self._rollback is not None:
+                self._rollback.restore()
+            bad = first_bad_parameter(self.module)
+        else:
+            where = commit if isinstance(commit, Tensor) else None
+            if self._step_optimizer is not None:
+                self._step_optimizer(factor, where)
+            if self._rollback is not None and where is not None:
+                self._rollback.restore(unless=where)
+            if self.batch_norm is not None and sums is not None:
+                self.batch_norm.commit(sums, where=where)
         self.gradients.close_step()
         return bad
 
-    def _step_or_restore(
-        self, values: Tensor | None, sums: Tensor | None, factor: float | None, on_device: bool
-    ) -> str | None:
-        if on_device and values is not None:
-            commit = values[COMMIT]
-            if self._step_optimizer is not None:
-                self._step_optimizer(factor, commit)
-            if self._rollback is not None:
-                self._rollback.restore(unless=commit)
-            if self.batch_norm is not None and sums is not None:
-                self.batch_norm.commit(sums, where=commit)
-            return None
-        if values is None or not self.guarded or bool(values[COMMIT]):
-            if self._step_optimizer is not None:
-                self._step_optimizer(factor, None)
-            if self.batch_norm is not None and sums is not None:
-                self.batch_norm.commit(sums)
-            return None
-        if self._rollback is not None:
-            self._rollback.restore()
-        return first_bad_parameter(self.module)
+    def _decision(self, values: Tensor | None, on_device: bool) -> bool | Tensor:
+        """Whether the step counts: a 0-d tensor, 1 or 0, where the host does not read it."""
+        if values is None or not self.guarded:
+            return True
+        return values[COMMIT] if on_device else bool(values[COMMIT])
 
-    def _commit_or_rollback(
-        self, values: Tensor | None, unused: list[str], costs: SyncCosts | None, on_device: bool
-    ) -> None:
+    def _settle_codecs(self, commit: bool | Tensor, unused: list[str], costs: SyncCosts | None) -> None:
         """Let codecs keep what the step left, or put it back."""
-        compression = self.compression
+        compression = self.gradients.compression
         if compression is None:
             return
-        if values is None or not self.guarded:
-            compression.commit_or_rollback(True, unused, costs)
-        elif on_device:
-            compression.commit_or_rollback_later(Decision(values[COMMIT]), unused, costs)
+        if isinstance(commit, Tensor):
+            compression.commit_or_rollback_later(Decision(commit), unused, costs)
         else:
-            compression.commit_or_rollback(bool(values[COMMIT]), unused, costs)
+            compression.commit_or_rollback(commit, unused, costs)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
