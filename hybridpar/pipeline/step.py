@@ -53,6 +53,27 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
+class StepInput:
+    """A replica's share of one global batch, and what the step is to do with it.
+
+    Attributes:
+        micro_batches: Inputs and targets of each, on the device.
+        samples: Samples of this replica.
+        global_samples: Samples of all replicas; None where each knows only its own.
+        rate_factor: What the optimizers' peak learning rates are multiplied with.
+        stop: Ask all workers to stop after this step.
+        save: Ask all workers for a checkpoint after this step.
+    """
+
+    micro_batches: Sequence[tuple[Tensor, Tensor]]
+    samples: int
+    global_samples: int | None
+    rate_factor: float = 1.0
+    stop: bool = False
+    save: bool = False
+
+
+@dataclass(frozen=True)
 class StepRequest:
     """What a step is to do.
 
