@@ -19,8 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hybridpar.comm.collective import BackendSum
-from hybridpar.comm.world import World
+from hybridpar.comm.world import BackendSum, World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
 from hybridpar.partition.planning import require_model

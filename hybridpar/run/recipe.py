@@ -15,6 +15,7 @@ from hybridpar.data import TrainBatches
 from hybridpar.errors import UsageError
 from hybridpar.observe import RunInfo
 from hybridpar.optim.pace import Leg, Pace
+from hybridpar.pipeline.step import StepInput
 from hybridpar.run.batch_search import BatchChoice, bounds, search_batch_size
 from hybridpar.run.snapshot import Snapshot
 from hybridpar.train.delayed import DoubleBufferEngine
@@ -102,12 +103,7 @@ class BatchSelector:
                 if number >= math.ceil(seen / batch_size):
                     break
                 outcome = engine.step(
-                    batch.micro_batches,
-                    batch.samples,
-                    batch.global_samples,
-                    rate_factor=factor * samples,
-                    stop=False,
-                    save=False,
+                    StepInput(batch.micro_batches, batch.samples, batch.global_samples, factor * samples)
                 )
                 losses, counted = losses + outcome.loss * outcome.samples, counted + outcome.samples
             return losses / counted

@@ -36,11 +36,10 @@ from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import OptimizerStep, first_bad_parameter
 from hybridpar.pipeline.options import WHOLE
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
-from hybridpar.pipeline.step import LateOutcome, StepState
+from hybridpar.pipeline.step import LateOutcome, StepInput, StepOutcome, StepState
 from hybridpar.planner.stage_plan import StagePlan, pipeline_options
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat
-from hybridpar.sync.control import StepOutcome
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.policy import check_compression
 
@@ -189,25 +188,11 @@ class Engine:
 
     # ------------------------------------------------------------------ a step
 
-    def step(
-        self,
-        micro_batches: Sequence[tuple[Tensor, Tensor]],
-        samples: int,
-        global_samples: int | None,
-        *,
-        rate_factor: float,
-        stop: bool,
-        save: bool,
-    ) -> StepOutcome:
+    def step(self, given: StepInput) -> StepOutcome:
         """Train on this replica's share of one global batch.
 
         Args:
-            micro_batches: Inputs and targets of each, on the device.
-            samples: Samples of this replica.
-            global_samples: Samples of all replicas; None where each knows only its own.
-            rate_factor: What the optimizers' peak learning rates are multiplied with.
-            stop: Ask all workers to stop after this step.
-            save: Ask all workers for a checkpoint after this step.
+            given: The share, and what the step is to do with it.
 
         Returns:
             What the workers agreed on. Where `late`, the step may still be running; reading the outcome waits for it.
@@ -218,22 +203,22 @@ class Engine:
         """
         if self.plan is None and not self.model.training:
             self.model.train()
-        if global_samples is None and self.pipeline.replicas == 1:
-            global_samples = samples
+        if given.global_samples is None and self.pipeline.replicas == 1:
+            given = replace(given, global_samples=given.samples)
         if self.graph is not None:
-            issued = self.graph.step(
-                micro_batches, samples, global_samples, rate_factor=rate_factor, stop=stop, save=save
-            )
+            issued = self.graph.step(given)
             if issued is not None:
                 return self.pipeline.adopt(issued)
-        counted: int | Callable[[], int] | None = global_samples
+        counted: int | Callable[[], int] | None = given.global_samples
         if counted is None:
-            counted = self.pipeline.count_samples(samples)
+            counted = self.pipeline.count_samples(given.samples)
             # Lanes cannot wait for the sum. The host can: it runs a first forward pass meanwhile, unless that needs
             # other workers, who may have refused the step.
             if self.plan is not None or self._config.batch_norm == "sync":
                 counted = counted()
-        return self.pipeline.step(micro_batches, counted, rate_factor=rate_factor, stop=stop, save=save)
+        return self.pipeline.step(
+            given.micro_batches, counted, rate_factor=given.rate_factor, stop=given.stop, save=given.save
+        )
 
     def issue(
         self, micro_batches: Sequence[tuple[Tensor, Tensor]], samples: int, global_samples: int, flags: Tensor

@@ -27,6 +27,7 @@ from hybridpar.optim.build import rate_factor
 from hybridpar.optim.pace import Pace
 from hybridpar.optim.recipe import expand, make_optimizer
 from hybridpar.pipeline.capture_rules import check_capturable
+from hybridpar.pipeline.step import StepInput
 from hybridpar.plan import Plan
 from hybridpar.planner.planned_run import PlannedRun, before_joining, plan_loop
 from hybridpar.planner.stage_plan import make_stage_plan, shape_of
@@ -242,7 +243,7 @@ class Trainer:
         micro_batches, samples, global_samples = self._divide(batch)
         placed = [(self._place(inputs), self._place(targets)) for inputs, targets in micro_batches]
         factor = self._rate_factor()
-        outcome = self.engine.step(placed, samples, global_samples, rate_factor=factor, stop=stop, save=save)
+        outcome = self.engine.step(StepInput(placed, samples, global_samples, factor, stop, save))
         self.steps_done += 1
         host_ms = (time.perf_counter() - started) * 1e3
         staged = self.engine.plan is not None
