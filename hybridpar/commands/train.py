@@ -116,6 +116,8 @@ def check_names(command: Train) -> None:
     Raises:
         UsageError: A name is unknown, or `--checkpoint-every` cannot be read.
     """
+    from hybridpar.config.data import data_set_kind
+    from hybridpar.config.torchvision_sets import TORCHVISION_SETS
     from hybridpar.models import check_model_name
     from hybridpar.registry import Registry, names_in_source
     from hybridpar.run.save_rule import SaveRule
@@ -123,9 +125,10 @@ def check_names(command: Train) -> None:
     check_model_name(command.model)
     if "hybridpar.data" not in sys.modules:  # where it is, another set may have been registered by a program
         known: Registry[None] = Registry("data set")
-        for name in names_in_source(Path(__file__).parents[1] / "data", "DATA_SETS.register"):
+        written = names_in_source(Path(__file__).parents[1] / "data", "DATA_SETS.register")
+        for name in written | TORCHVISION_SETS.keys():
             known.register(name, "")(None)
-        known.get(command.data)
+        known.get(data_set_kind(command.data))
     SaveRule.parse(command.checkpoint_every)
 
 
