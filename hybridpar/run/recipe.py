@@ -40,7 +40,7 @@ class BatchSelector:
         self, trainer: Trainer, config: TrainConfig, make_batches: Callable[[int], TrainBatches], samples: int
     ) -> None:
         engine = trainer.engine
-        assert engine.plan is None
+        assert not engine.plan.is_staged
         self._trainer, self._engine, self._config = trainer, engine, config
         self._make_batches, self._samples = make_batches, samples
         self.pace = Pace(config.epochs)
@@ -186,7 +186,8 @@ def buffering_news(trainer: Trainer) -> str | None:
 
 def _buffering(trainer: Trainer) -> str:
     """What was asked for of late gradients, and what `auto` made of it."""
-    form, engine = trainer.config.double_buffer or "off", trainer.engine
+    engine = trainer.engine
+    form = engine.double_buffer
     if form != "auto":
         return form
     return "auto:delay" if isinstance(engine, DoubleBufferEngine) and engine.delayed else "auto:off"
