@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.rig.rows import commit, device
+from hybridpar.comm.world import all_reduce_bytes
 from hybridpar.compress import Exchange, TensorSpec, bind, parse_codec, run_together
 from hybridpar.config import OptimizerConfig
 from hybridpar.data.augment import normalise, shift_and_flip
@@ -42,7 +43,6 @@ from hybridpar.machine.process import worker_environment
 from hybridpar.models import build_model, seed_everything
 from hybridpar.optim.build import Rates, build_optimizer
 from hybridpar.optim.schedule import rate_factor
-from hybridpar.sync.control import all_reduce_bytes
 
 RESULTS = Path(__file__).parent / "results"
 

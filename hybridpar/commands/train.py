@@ -14,31 +14,11 @@ import tyro
 
 from hybridpar import __version__
 from hybridpar.commands import register_command
-from hybridpar.config import AugmentConfig, DataConfig, OptimizerConfig, TrainConfig
-from hybridpar.config.recipe import RecipeConfig
-from hybridpar.config.server import ServerConfig
-from hybridpar.config.train import (
-    AdvancedConfig,
-    KernelConfig,
-    PipelineConfig,
-    PlanningConfig,
-    RunConfig,
-    SyncConfig,
-)
+from hybridpar.config import TrainConfig
+from hybridpar.config.files import FileOptions, expand
+from hybridpar.config.train import GROUPS
 from hybridpar.errors import HybridparError, UsageError
 from hybridpar.machine.launch import in_job, launch_workers, launched_here, leaving_at_once, prepare_worker
-
-GROUPS: dict[str, tuple[type, ...]] = {
-    "Model and data": (DataConfig,),
-    "Augmentation": (AugmentConfig,),
-    "Optimisation": (OptimizerConfig,),
-    "Parallelism": (PipelineConfig,),
-    "Gradient exchange": (SyncConfig, ServerConfig, RecipeConfig),
-    "Kernels and precision": (KernelConfig,),
-    "Planning": (PlanningConfig,),
-    "Run directory and checkpoints": (RunConfig,),
-    "Advanced": (AdvancedConfig,),
-}
 
 #: Options that `--help` shows; `--help-all` shows all.
 SHOWN = (
@@ -55,7 +35,7 @@ SHOWN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TrainConfig):
+class Train(TrainConfig, FileOptions):
     """Train a vision model on all local workers, or as a worker of a torchrun job.
 
     For all options: `hybridpar train --help-all`.
@@ -69,9 +49,10 @@ class Train(TrainConfig):
     "train",
     "Train a vision model on all local workers, or as a worker of a torchrun job.",
     Train,
-    groups=GROUPS,
+    groups={"Configuration files": (FileOptions,), **GROUPS},
     shown=SHOWN,
     former=("channels_last",),
+    expand=expand,
 )
 def run_train(command: Train, arguments: Sequence[str]) -> int:
     """Train on this worker, or start the workers of this machine and wait for them.
@@ -136,6 +117,8 @@ def check_names(command: Train) -> None:
     Raises:
         UsageError: A name is unknown, or `--checkpoint-every` cannot be read.
     """
+    from hybridpar.config.data import data_set_kind
+    from hybridpar.config.torchvision_sets import TORCHVISION_SETS
     from hybridpar.models import check_model_name
     from hybridpar.registry import Registry, names_in_source
     from hybridpar.run.save_rule import SaveRule
@@ -143,9 +126,10 @@ def check_names(command: Train) -> None:
     check_model_name(command.model)
     if "hybridpar.data" not in sys.modules:  # where it is, another set may have been registered by a program
         known: Registry[None] = Registry("data set")
-        for name in names_in_source(Path(__file__).parents[1] / "data", "DATA_SETS.register"):
+        written = names_in_source(Path(__file__).parents[1] / "data", "DATA_SETS.register")
+        for name in written | TORCHVISION_SETS.keys():
             known.register(name, "")(None)
-        known.get(command.data)
+        known.get(data_set_kind(command.data))
     SaveRule.parse(command.checkpoint_every)
 
 

@@ -60,11 +60,6 @@ class SyncConfig:
         return self.compress.strip() == "auto"
 
     @property
-    def sum_groups(self) -> int:
-        """Groups on which replicas add: one per sync lane, and one for BatchNorm where it needs one."""
-        return self.sync_lanes + (1 if self.batch_norm == "sync" else 0)
-
-    @property
     def bucket_bytes(self) -> int:
         """`bucket_mb` in bytes, at least one."""
         return max(1, int(self.bucket_mb * 2**20))
@@ -216,21 +211,30 @@ class TrainConfig(
         """Whether the model is to be cut into stages."""
         return self.stages > 1 or self.plan_file is not None
 
-    @property
-    def compresses(self) -> bool:
-        """Whether gradients may be sent compressed."""
-        named = self.compress.strip() not in ("none", "auto")
-        return self.recipe != "none" or named or (self.chooses and self.fidelity != "exact")
+    def parts_per_step(self, micro_batches: int) -> int:
+        """Micro-batches that a worker is given for a step; with `--double-buffer half` those of both halves.
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether workers of one machine may add gradients through shared memory, which cannot compress."""
-        return not self.compresses or self.chooses
+        Args:
+            micro_batches: Of a replica.
+        """
+        return micro_batches * (2 if self.double_buffer == "half" else 1)
 
-    @property
-    def parts_per_step(self) -> int:
-        """Micro-batches of a replica in a step; with `--double-buffer half` those of both halves."""
-        return self.micro_batches * (2 if self.double_buffer == "half" else 1)
+    def may_compress(self, codec: str) -> bool:
+        """Whether gradients may be sent compressed.
+
+        Args:
+            codec: As `compress`; a plan may say otherwise than `compress` does.
+        """
+        said = codec.strip()
+        return self.recipe != "none" or said not in ("none", "auto") or (said == "auto" and self.fidelity != "exact")
+
+    def shares_memory(self, codec: str) -> bool:
+        """Whether workers of one machine may add gradients through shared memory, which cannot compress.
+
+        Args:
+            codec: As of `may_compress`.
+        """
+        return codec.strip() == "auto" or not self.may_compress(codec)
 
     def check(self) -> None:
         """Check what can be checked without the data and the machine.
@@ -268,7 +272,7 @@ class TrainConfig(
                     "--resume-from starts a new one from the checkpoint that it names.",
                     "Leave out one of them.",
                 )
-        if self.cuda_graph and self.compresses:
+        if self.cuda_graph and self.may_compress(self.compress):
             given = f"--compress {self.compress}" if self.recipe == "none" else f"--recipe {self.recipe}"
             raise UsageError(
                 f"--cuda-graph with {given}",
@@ -330,6 +334,20 @@ class TrainConfig(
             self.split_count(self.workers)
 
 
+#: The groups of `train --help` and of configuration files, with the dataclasses whose options each holds.
+GROUPS: dict[str, tuple[type, ...]] = {
+    "Model and data": (DataConfig,),
+    "Augmentation": (AugmentConfig,),
+    "Optimisation": (OptimizerConfig,),
+    "Parallelism": (PipelineConfig,),
+    "Gradient exchange": (SyncConfig, ServerConfig, RecipeConfig),
+    "Kernels and precision": (KernelConfig,),
+    "Planning": (PlanningConfig,),
+    "Run directory and checkpoints": (RunConfig,),
+    "Advanced": (AdvancedConfig,),
+}
+
+
 def check_recipe(config: TrainConfig) -> None:
     """Check that a recipe, or a way to sync, and the other options agree.
 
@@ -387,7 +405,11 @@ def _check_late(config: TrainConfig, late: str) -> None:
 
 def _check_local(config: TrainConfig, local: str) -> None:
     for option, given, why in (
-        (f"--compress {config.compress}", config.compresses, "Parameters are averaged in full precision."),
+        (
+            f"--compress {config.compress}",
+            config.may_compress(config.compress),
+            "Parameters are averaged in full precision.",
+        ),
         (f"--stages {config.stages}", config.is_staged, "Each worker trains the whole model on its own."),
         ("--cuda-graph", config.cuda_graph, "Some steps end with an average, and others do not."),
         ("--batch-norm sync", config.batch_norm == "sync", "Workers do not meet in a forward pass."),

@@ -262,6 +262,7 @@ def _from_files(
             [label for _, label in samples],
             augment=augment,
             prepare=prepare,
+            strict=config.bad_images == "error",
         )
         for directory, samples in (train, test)
     ]

@@ -44,7 +44,8 @@ class Batch:
     """What one worker computes in one step.
 
     Args:
-        micro_batches: Images (float32, NCHW) and labels (int64) of each micro-batch, in order.
+        micro_batches: Images (float32, NCHW) and labels of each micro-batch, in order: int64, or float32 of shape
+            (n, classes) of a data set whose images have several labels.
         samples: Samples of this worker in this step.
         global_samples: Samples of all workers in this step. Sums of losses are divided by it.
     """
@@ -224,7 +225,8 @@ class _Reader:
             if len(indices) == 0:
                 continue
             pixels = normalise(images, self._mean, self._std, size=self._size, channels_last=self._channels_last)
-            yield pixels, to_device(self.source.labels[torch.from_numpy(indices)], self._device)
+            labels = self.source.labels[torch.from_numpy(indices)]
+            yield pixels, to_device(labels.float() if labels.ndim == 2 else labels, self._device)
 
     def _warn_of(self, damaged: tuple[str, ...], use: str) -> None:
         """Name files that cannot be read, each once; of many only some, and how many there are."""

@@ -17,6 +17,7 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
 from hybridpar.config.augment import AugmentConfig
+from hybridpar.data.decode import RandomCrop
 from hybridpar.errors import UsageError, shortened
 
 #: What stands before a policy of timm.
@@ -38,7 +39,7 @@ def interpolation_of(name: str) -> InterpolationMode:
     return InterpolationMode[name.upper()]
 
 
-def random_crop(size: int, config: AugmentConfig) -> v2.Transform:
+def random_crop(size: int, config: AugmentConfig) -> RandomCrop:
     """A random area at a random aspect ratio, resized (Szegedy et al. 2015).
 
     Args:
@@ -46,11 +47,7 @@ def random_crop(size: int, config: AugmentConfig) -> v2.Transform:
         config: `scale`, `ratio` and the interpolation in training.
     """
     name = config.train_interpolation or config.interpolation
-    crops = [
-        v2.RandomResizedCrop(size, config.scale, config.ratio, interpolation_of(one), antialias=True)
-        for one in (("bilinear", "bicubic") if name == "random" else (name,))
-    ]
-    return crops[0] if len(crops) == 1 else v2.RandomChoice(crops)
+    return RandomCrop(size, scale=config.scale, ratio=config.ratio, interpolation=name)
 
 
 def random_changes(

@@ -29,6 +29,7 @@ from hybridpar.optim.losses import make_loss
 from hybridpar.optim.recipe import expand
 from hybridpar.optim.schedule import rate_factor
 from hybridpar.plan import ModelInfo, Pipeline, trivial_plan
+from hybridpar.planner.resolve import resolve
 from hybridpar.run.data import batch_maker, check_batch, make_model, test_batches
 from hybridpar.run.directory import before_the_start
 from hybridpar.run.figures import WorkerFigures, measured_fields
@@ -145,17 +146,18 @@ class ServedRun(RunLoop):
         tune_worker(config, World(device=self.device))
         data = self._load_data()
         check_batch(config, len(data.train), place.workers)
-        self.batches = batch_maker(data, config, self.device, place.rank, place.workers)(config.batch_size)
+        plan = resolve(config, place.workers)
+        self.batches = batch_maker(data, config, plan, self.device, place.rank)(config.batch_size)
         # Without a barrier worker 0 tests alone while the others go on.
         share = (place.rank, place.workers) if self.rules.barrier else (0, 1)
-        self.test = test_batches(data, config, self.device, place.workers, *share)
+        self.test = test_batches(data, config, plan, self.device, place.workers, *share)
         self.per_epoch = self.batches.steps_per_epoch
         self.total = config.steps if config.steps is not None else config.epochs * self.per_epoch
         self.sample_shape = data.sample_shape
         torch.manual_seed(config.seed)
         self.model = make_model(config, model_name, data, self.device)
         self.data_line = describe_data(data) if self.is_main else ""
-        if config.uses_channels_last:
+        if plan.channels_last:
             self.model.to(memory_format=torch.channels_last)
         self.policy = read_policy(config.compress)
         self.policy.check(list(trained_parameters(self.model)))

@@ -13,6 +13,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from hybridpar.config import TrainConfig
 from hybridpar.data import TrainBatches, load_dataset
+from hybridpar.data.decode import RandomCrop
 from hybridpar.data.policies import TimmPolicy
 from hybridpar.data.repeats import RepeatedImages
 from hybridpar.data.sampling import AugmentKey, cut_epoch, epoch_order, repeated
@@ -46,9 +47,8 @@ def test_training_transforms_are_torchvisions(options, changes, seed):
     config = TrainConfig(scale=(0.3, 0.9), ratio=(0.5, 2.0), random_erasing=0.5, **options)
     reference = v2.Compose(
         [
-            v2.RandomResizedCrop(24, (0.3, 0.9), (0.5, 2.0), antialias=True),
+            RandomCrop(24, scale=(0.3, 0.9), ratio=(0.5, 2.0)),
             *changes,
-            v2.PILToTensor(),
             v2.RandomErasing(0.5, value=[124, 116, 104]),
         ]
     )
@@ -64,8 +64,15 @@ def test_test_images_are_cut_out_by_the_crop_ratio():
     _, mine = imagenet_transforms(24, TrainConfig(crop_ratio=0.9, interpolation="bicubic"), MEAN)
     reference = v2.Compose([v2.Resize(27, CUBIC, antialias=True), v2.CenterCrop(24), v2.PILToTensor()])
     assert torch.equal(mine(picture()), reference(picture()))
-    augment, _ = imagenet_transforms(24, TrainConfig(train_interpolation="random"), MEAN)
-    assert isinstance(augment.transforms[0], v2.RandomChoice)
+
+
+def test_a_random_interpolation_is_one_of_two():
+    def crops(interpolation):
+        transform = RandomCrop(24, scale=(1.0, 1.0), ratio=(1.0, 1.0), interpolation=interpolation)
+        return {transform(picture()).numpy().tobytes() for _ in range(20)}
+
+    assert len(crops("lanczos")) == 1
+    assert crops("random") == crops("bilinear") | crops("bicubic")
 
 
 @pytest.mark.parametrize("kind", ["picture", "tensor"])
