@@ -254,7 +254,7 @@ def _from_files(
     ignored: _Ignored,
 ) -> ImageData:
     size = config.image_size or DEFAULT_SIZE
-    augment, prepare = imagenet_transforms(size)
+    augment, prepare = imagenet_transforms(size, config, IMAGENET_MEAN)
     sources = [
         FileImages(
             directory,
@@ -262,6 +262,7 @@ def _from_files(
             [label for _, label in samples],
             augment=augment,
             prepare=prepare,
+            strict=config.bad_images == "error",
         )
         for directory, samples in (train, test)
     ]

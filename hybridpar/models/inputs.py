@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,13 +73,13 @@ def _of_timm(name: str, weights: str, args: Mapping[str, object]) -> ModelInput 
     if own.startswith(HUB):
         return None  # its configuration is on the hub
     check_timm_name(name)
-    from timm.data import resolve_data_config
-    from timm.models import get_pretrained_cfg
+    resolve = importlib.import_module("timm.data").resolve_data_config
+    published: Any = importlib.import_module("timm.models").get_pretrained_cfg
 
     full = own if weights == DEFAULT else f"{own.partition('.')[0]}.{weights}"
     check_tag(full)
     size = args.get("img_size")
-    found = resolve_data_config({"img_size": size} if isinstance(size, int) else {}, get_pretrained_cfg(full).to_dict())
+    found = resolve({"img_size": size} if isinstance(size, int) else {}, published(full).to_dict())
     return ModelInput(
         int(found["input_size"][-1]),
         tuple(found["mean"]),

@@ -1,4 +1,4 @@
-"""Reads weights from `.pt`, `.pth` and `.safetensors` files, and from checkpoints of hybridpar; no code in them runs."""
+"""Reads weights from `.pt` and `.safetensors` files, and from checkpoints of hybridpar; no code in them runs."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def clean(loaded: Any, source: object) -> dict[str, Tensor]:
         keys = ", ".join(map(repr, list(held)[:5])) if isinstance(held, Mapping) else type(held).__name__
         raise UsageError(
             f"--weights {shortened(source)} holds no weights",
-            f"It must be tensors by name, or have these under {', '.join(_NESTED)}; it has {shortened(keys) or 'nothing'}.",
+            f"Tensors by name, or under {', '.join(_NESTED)}, are wanted; it has {shortened(keys) or 'nothing'}.",
             "Save them: torch.save(model.state_dict(), file).",
         )
     state._metadata = getattr(held, "_metadata", None)

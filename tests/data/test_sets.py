@@ -17,9 +17,9 @@ from torchvision.transforms.v2 import functional as reference
 from hybridpar.config import DataConfig
 from hybridpar.data import DATA_SETS, ImageData, MemoryImages, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.augment import normalise, shift_and_flip
+from hybridpar.data.decode import read_image
 from hybridpar.data.downloads import one_download
 from hybridpar.data.memory_sets import proportional_counts
-from hybridpar.data.sources import read_image
 from hybridpar.errors import DataError, UsageError
 
 CIFARS = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}

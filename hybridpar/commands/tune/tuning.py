@@ -29,7 +29,7 @@ from hybridpar.machine.cluster import default_workers
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.models import seed_everything
-from hybridpar.planner.stage_plan import share_of_worker
+from hybridpar.planner.resolve import share_of_worker
 from hybridpar.run.data import configured_model
 from hybridpar.tvm_kernels.compile_ahead import compile_all
 from hybridpar.tvm_kernels.cuda_device import KNOWN, Gpu, gpu_at
