@@ -14,62 +14,45 @@ import tyro
 
 from hybridpar import __version__
 from hybridpar.commands import register_command
-from hybridpar.config import DataConfig, OptimizerConfig, TrainConfig
-from hybridpar.config.recipe import RecipeConfig
-from hybridpar.config.server import ServerConfig
-from hybridpar.config.train import (
-    AdvancedConfig,
-    KernelConfig,
-    PipelineConfig,
-    PlanningConfig,
-    RunConfig,
-    SyncConfig,
-)
+from hybridpar.config import TrainConfig
+from hybridpar.config.files import FileOptions, expand
+from hybridpar.config.train import GROUPS
 from hybridpar.errors import HybridparError, UsageError
 from hybridpar.machine.launch import in_job, launch_workers, launched_here, leaving_at_once, prepare_worker
 
-GROUPS: dict[str, tuple[type, ...]] = {
-    "Model and data": (DataConfig,),
-    "Optimisation": (OptimizerConfig,),
-    "Parallelism": (PipelineConfig,),
-    "Gradient exchange": (SyncConfig, ServerConfig, RecipeConfig),
-    "Kernels and precision": (KernelConfig,),
-    "Planning": (PlanningConfig,),
-    "Run directory and checkpoints": (RunConfig,),
-    "Advanced": (AdvancedConfig,),
-}
-
 #: Options that `--help` shows; `--help-all` shows all.
 SHOWN = (
-    *("model", "data", "data_root", "batch_size", "image_size"),
-    *("epochs", "steps", "optimizer", "lr", "momentum", "weight_decay", "lr_schedule", "warmup_epochs", "clip_norm"),
+    *("config", "preset"),
+    *("model", "data", "data_root", "batch_size", "image_size", "augment", "mixup"),
+    *("epochs", "steps", "optimizer", "lr", "weight_decay", "lr_schedule", "clip_norm"),
     *("workers", "stages", "replicas", "micro_batches", "schedule"),
-    *("compress", "batch_norm", "sync", "servers", "recipe"),
+    *("compress", "sync", "recipe"),
     *("amp", "memory_format", "kernels", "compile"),
     *("plan", "fidelity"),
-    *("run_dir", "resume", "resume_from", "checkpoint_every", "overwrite", "timeline"),
-    *("seed", "deterministic", "debug"),
+    *("run_dir", "resume", "checkpoint_every", "overwrite"),
+    *("seed", "deterministic"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TrainConfig):
+class Train(TrainConfig, FileOptions):
     """Train a vision model on all local workers, or as a worker of a torchrun job.
 
     For all options: `hybridpar train --help-all`.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A torchvision classification model such as resnet18, or your own as package.module:factory."""
+    """A torchvision classification model such as resnet18, timm/NAME, or your own as package.module:factory."""
 
 
 @register_command(
     "train",
     "Train a vision model on all local workers, or as a worker of a torchrun job.",
     Train,
-    groups=GROUPS,
+    groups={"Configuration files": (FileOptions,), **GROUPS},
     shown=SHOWN,
     former=("channels_last",),
+    expand=expand,
 )
 def run_train(command: Train, arguments: Sequence[str]) -> int:
     """Train on this worker, or start the workers of this machine and wait for them.
@@ -126,21 +109,22 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
 
 
 def check_names(command: Train) -> None:
-    """Check the names of model and data set, and when to save, without importing torch.
+    """Check the names of model and data set, the model's arguments, and when to save, without importing torch.
 
     Args:
         command: The options.
 
     Raises:
-        UsageError: A name is unknown, or `--checkpoint-every` cannot be read.
+        UsageError: A name is unknown, or `--model-arg` or `--checkpoint-every` cannot be read.
     """
     from hybridpar.config.data import data_set_kind
     from hybridpar.config.torchvision_sets import TORCHVISION_SETS
-    from hybridpar.models import check_model_name
+    from hybridpar.models import check_model_name, parse_arguments
     from hybridpar.registry import Registry, names_in_source
     from hybridpar.run.save_rule import SaveRule
 
     check_model_name(command.model)
+    parse_arguments(command.model_arg)
     if "hybridpar.data" not in sys.modules:  # where it is, another set may have been registered by a program
         known: Registry[None] = Registry("data set")
         written = names_in_source(Path(__file__).parents[1] / "data", "DATA_SETS.register")

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from hybridpar.config import DataConfig
-from hybridpar.data.file_sets import DEFAULT_SIZE, IMAGENET_MEAN, IMAGENET_STD
+from hybridpar.data.file_sets import DEFAULT_SIZE
 from hybridpar.data.labels import LabelledPart, number_labels
 from hybridpar.data.memory_sets import four_of_five
 from hybridpar.data.sources import DATA_SETS, FileImages, ImageData, decoding
@@ -68,8 +68,6 @@ def _csv(config: DataConfig) -> ImageData:
         sample_shape=(3, size, size),
         train=sources[0],
         test=sources[1],
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
     )
 
 

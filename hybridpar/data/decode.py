@@ -96,7 +96,7 @@ class RandomCrop(nn.Module):
         size: Side of the square, in pixels.
         scale: Smallest and largest fraction of the image's area.
         ratio: Smallest and largest ratio of width to height.
-        interpolation: `bilinear` or `bicubic`.
+        interpolation: `nearest`, `bilinear`, `bicubic` or `lanczos`; `random` draws one of the second and the third.
         draft: Decode JPEGs at a fraction of their size where that is enough.
     """
 
@@ -139,11 +139,17 @@ class RandomCrop(nn.Module):
                     math.ceil((left + width) * across),
                     math.ceil((top + height) * down),
                 )
+        mode = self.interpolation
+        if mode == "random":
+            mode = ("bilinear", "bicubic")[int(torch.randint(2, ()))]
+        if mode not in ("bilinear", "bicubic"):
+            resized = image.resize((self.size, self.size), Image.Resampling[mode.upper()], box)
+            return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
         area = image.crop(box)
         # Rows of RGB pixels: the layout that torch resizes fastest.
         pixels = torch.frombuffer(bytearray(area.tobytes()), dtype=torch.uint8)
         pixels = pixels.view(1, area.height, area.width, 3).permute(0, 3, 1, 2)
-        return functional.interpolate(pixels, (self.size, self.size), mode=self.interpolation, antialias=True)[0]
+        return functional.interpolate(pixels, (self.size, self.size), mode=mode, antialias=True)[0]
 
     def area(self, width: int, height: int) -> tuple[int, int, int, int]:
         """Draw an area of an image.

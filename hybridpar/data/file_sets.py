@@ -24,10 +24,6 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_SIZE = 224
 
-#: Of pixels in [0, 1]; the statistics that torchvision's ImageNet weights expect.
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-
 #: The usual protocol of Caltech-101 (Fei-Fei, Fergus and Perona 2004): 30 training images per class.
 CALTECH101_TRAIN_PER_CLASS = 30
 CALTECH101_CLASSES = 101
@@ -270,7 +266,5 @@ def _from_files(
         sample_shape=(3, size, size),
         train=sources[0],
         test=sources[1],
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
         ignored=ignored.told(),
     )

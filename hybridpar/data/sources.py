@@ -21,15 +21,21 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from hybridpar.config import DataConfig
+from hybridpar.config.augment import AugmentConfig
 from hybridpar.config.data import data_set_kind
 from hybridpar.data.augment import shift_and_flip
-from hybridpar.data.decode import RandomCrop, decode, open_image
+from hybridpar.data.decode import decode, open_image
+from hybridpar.data.policies import interpolation_of, random_changes, random_crop, random_erasing
 from hybridpar.data.sampling import AugmentKey, Draw, IntArray, bounded, counter_hash
 from hybridpar.errors import DataError
 from hybridpar.registry import Registry
 
 #: Images that are tried in the place of one that cannot be read, all over the data set, before training ends.
 SUBSTITUTES = 20
+
+#: Of pixels in [0, 1]; the statistics that torchvision's ImageNet weights expect.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class Loaded(NamedTuple):
@@ -107,11 +113,23 @@ class MemoryImages(ImageSource):
         self.labels = labels
         self.pad = pad
         self.flip = flip
+        #: What else is done to a training image, uint8 (channels, height, width); it draws as those of `FileImages` do.
+        self.augment: Callable[[Tensor], Tensor] | None = None
 
     def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Tensor:
-        images = to_device(self.images[torch.from_numpy(indices)], device)
         if key is None:
-            return images
+            return to_device(self.images[torch.from_numpy(indices)], device)
+        if self.augment is None:
+            return self._shifted(indices, key, device)
+        with torch.random.fork_rng(devices=[]):
+            changed = []
+            for index, image in zip(indices, self._shifted(indices, key, torch.device("cpu")), strict=True):
+                _seed_transforms(key, int(index))
+                changed.append(self.augment(image))
+        return to_device(torch.stack(changed), device)
+
+    def _shifted(self, indices: IntArray, key: AugmentKey, device: torch.device) -> Tensor:
+        images = to_device(self.images[torch.from_numpy(indices)], device)
         rows, columns = (
             torch.from_numpy(bounded(counter_hash(*key, draw, indices), 2 * self.pad + 1))
             for draw in (Draw.ROW, Draw.COLUMN)
@@ -224,15 +242,20 @@ class DecodedImages(ImageSource):
     def _load(self, index: int, key: AugmentKey | None) -> Tensor:
         image = self.open(index)
         if key is not None:
-            seed = int(counter_hash(*key, Draw.TRANSFORM, np.array([index]))[0])
-            # Not torch.manual_seed, which would also reseed the generators of all GPUs.
-            torch.default_generator.manual_seed(seed >> 1)
+            _seed_transforms(key, index)
         try:
             return self.prepare(image) if key is None else self.augment(image)
         except Exception:
             # Pixels are decoded inside the transform: was it they, or the transform itself?
             decode(self.open(index), self.name(index))
             raise
+
+
+def _seed_transforms(key: AugmentKey, index: int) -> None:
+    """Seed torch's CPU generator, which transforms draw from, for one image."""
+    seed = int(counter_hash(*key, Draw.TRANSFORM, np.array([index]))[0])
+    # Not torch.manual_seed, which would also reseed the generators of all GPUs.
+    torch.default_generator.manual_seed(seed >> 1)
 
 
 class FileImages(DecodedImages):
@@ -283,19 +306,26 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def imagenet_transforms(size: int, *, flip: bool = True) -> tuple[v2.Compose, v2.Compose]:
+def imagenet_transforms(
+    size: int, config: object = None, mean: Sequence[float] = IMAGENET_MEAN, *, flip: bool = True
+) -> tuple[v2.Compose, v2.Compose]:
     """The usual augmentation and test preparation of ImageNet models (Szegedy et al. 2015; He et al. 2016).
 
     Args:
         size: Side of the square images that come out, in pixels.
-        flip: Mirror every other image in training; not for images of letters or signs.
+        config: What else is to be done, where it is an `AugmentConfig`.
+        mean: Mean of each channel of pixels in [0, 1], the colour of what is erased.
+        flip: Mirror every other image in training, where no option says it; not for images of letters or signs.
 
     Returns:
         For training: a random area of 8 to 100 % at a random aspect ratio, resized, and mirrored every other time.
         For testing: the shorter side resized to 256/224 of `size`, and the centre cut out. Both give uint8 tensors.
     """
-    augment = v2.Compose([RandomCrop(size), *([v2.RandomHorizontalFlip()] if flip else [])])
-    prepare = v2.Compose([v2.Resize(round(size * 256 / 224), antialias=True), v2.CenterCrop(size), v2.PILToTensor()])
+    options = config if isinstance(config, AugmentConfig) else AugmentConfig()
+    changes = random_changes(options, 0.5 if flip else 0.0, size, mean, ("nearest", "bilinear"))
+    augment = v2.Compose([random_crop(size, options), *changes, *random_erasing(options, mean)])
+    resize = v2.Resize(round(size / options.crop_ratio), interpolation_of(options.interpolation), antialias=True)
+    prepare = v2.Compose([resize, v2.CenterCrop(size), v2.PILToTensor()])
     return augment, prepare
 
 
@@ -315,8 +345,24 @@ def decoding(config: DataConfig, size: int, *, flip: bool = True) -> Decoding:
         size: Side of the square images that come out, in pixels.
         flip: As of `imagenet_transforms`.
     """
-    augment, prepare = imagenet_transforms(size, flip=flip)
+    augment, prepare = imagenet_transforms(size, config, flip=flip)
     return {"augment": augment, "prepare": prepare, "strict": config.bad_images == "error"}
+
+
+def augment_in_memory(data: ImageData, config: AugmentConfig) -> None:
+    """Let the training images of a data set in memory be changed as options say, after they were shifted.
+
+    Args:
+        data: The data set.
+        config: The options.
+    """
+    source = data.train
+    if not isinstance(source, MemoryImages):
+        return
+    source.flip = source.flip and config.hflip is None  # else the probability that is given is used
+    changes = random_changes(config, 0.0, data.sample_shape[-1], data.mean, ("nearest", "bilinear"))
+    changes += random_erasing(config, data.mean)
+    source.augment = v2.Compose(changes) if changes else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,8 +385,8 @@ class ImageData:
     sample_shape: tuple[int, int, int]
     train: ImageSource
     test: ImageSource
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
     ignored: tuple[str, ...] = ()
 
     @property
@@ -368,4 +414,7 @@ def load_dataset(config: DataConfig) -> ImageData:
         UsageError: No such data set, or options that do not fit it.
         DataError: Its files are missing or damaged; the message says what was looked for, where, and the fix.
     """
-    return DATA_SETS.get(data_set_kind(config.data))(config)
+    data = DATA_SETS.get(data_set_kind(config.data))(config)
+    if isinstance(config, AugmentConfig):
+        augment_in_memory(data, config)
+    return data

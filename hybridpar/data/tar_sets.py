@@ -28,7 +28,7 @@ from torch import Tensor
 
 from hybridpar.config import DataConfig
 from hybridpar.data.decode import open_image
-from hybridpar.data.file_sets import DEFAULT_SIZE, IMAGENET_MEAN, IMAGENET_STD
+from hybridpar.data.file_sets import DEFAULT_SIZE
 from hybridpar.data.labels import LabelledPart, number_labels
 from hybridpar.data.memory_sets import four_of_five
 from hybridpar.data.sampling import IntArray
@@ -138,8 +138,6 @@ def _webdataset(config: DataConfig) -> ImageData:
         sample_shape=(3, size, size),
         train=sources[0],
         test=sources[1],
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
     )
 
 

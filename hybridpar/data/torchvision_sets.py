@@ -21,11 +21,12 @@ from torch import Tensor
 from hybridpar.config import DataConfig
 from hybridpar.config.torchvision_sets import TORCHVISION_SETS, TorchvisionSet
 from hybridpar.data.downloads import download_fix, one_download
-from hybridpar.data.file_sets import IMAGENET_MEAN, IMAGENET_STD
 from hybridpar.data.memory_sets import Statistics, four_of_five
 from hybridpar.data.sampling import IntArray
 from hybridpar.data.sources import (
     DATA_SETS,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
     DecodedImages,
     Decoding,
     FileImages,

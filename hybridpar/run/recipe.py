@@ -15,6 +15,7 @@ from hybridpar.data import TrainBatches
 from hybridpar.errors import UsageError
 from hybridpar.observe import RunInfo
 from hybridpar.optim.pace import Leg, Pace
+from hybridpar.pipeline.step import StepInput
 from hybridpar.run.batch_search import BatchChoice, bounds, search_batch_size
 from hybridpar.run.snapshot import Snapshot
 from hybridpar.train.delayed import DoubleBufferEngine
@@ -39,7 +40,7 @@ class BatchSelector:
         self, trainer: Trainer, config: TrainConfig, make_batches: Callable[[int], TrainBatches], samples: int
     ) -> None:
         engine = trainer.engine
-        assert engine.plan is None
+        assert not engine.plan.is_staged
         self._trainer, self._engine, self._config = trainer, engine, config
         self._make_batches, self._samples = make_batches, samples
         self.pace = Pace(config.epochs)
@@ -102,12 +103,7 @@ class BatchSelector:
                 if number >= math.ceil(seen / batch_size):
                     break
                 outcome = engine.step(
-                    batch.micro_batches,
-                    batch.samples,
-                    batch.global_samples,
-                    rate_factor=factor * samples,
-                    stop=False,
-                    save=False,
+                    StepInput(batch.micro_batches, batch.samples, batch.global_samples, factor * samples)
                 )
                 losses, counted = losses + outcome.loss * outcome.samples, counted + outcome.samples
             return losses / counted
@@ -190,7 +186,8 @@ def buffering_news(trainer: Trainer) -> str | None:
 
 def _buffering(trainer: Trainer) -> str:
     """What was asked for of late gradients, and what `auto` made of it."""
-    form, engine = trainer.config.double_buffer or "off", trainer.engine
+    engine = trainer.engine
+    form = engine.double_buffer
     if form != "auto":
         return form
     return "auto:delay" if isinstance(engine, DoubleBufferEngine) and engine.delayed else "auto:off"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
+from hybridpar.models.outputs import main_output
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,15 @@ def evaluate(
     return Evaluation(correct_sum / total, loss_sum / total, round(total))
 
 
-def _correct(outputs: Tensor, targets: Tensor) -> Tensor | float:
+def _correct(outputs: Any, targets: Tensor) -> Tensor | float:
     """How many samples are right; one of many pixels counts as one."""
-    if outputs.ndim == targets.ndim + 1:
-        return (outputs.argmax(dim=1) == targets).sum() * targets.shape[0] / max(1, targets.numel())
-    if targets.ndim == 2 and outputs.shape == targets.shape:
+    try:
+        scores: Tensor = main_output(outputs)
+    except UsageError:  # the loss is the user's own
+        return 0.0
+    if scores.ndim == targets.ndim + 1:
+        return (scores.argmax(dim=1) == targets).sum() * targets.shape[0] / max(1, targets.numel())
+    if targets.ndim == 2 and scores.shape == targets.shape:
         several = ((targets == 0) | (targets == 1)).all()
-        return ((outputs > 0) == (targets > 0)).all(dim=1).sum() * several
+        return ((scores > 0) == (targets > 0)).all(dim=1).sum() * several
     return 0.0

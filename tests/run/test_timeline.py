@@ -13,6 +13,7 @@ from hybridpar.errors import RunDirectoryError, UsageError
 from hybridpar.machine.launch import StopRequest
 from hybridpar.observe import read_metrics, read_timeline
 from hybridpar.plan import read_plan
+from hybridpar.planner.resolve import resolve
 from hybridpar.run import loop
 from hybridpar.run import timeline as run_timeline
 from hybridpar.run.timeline import check_timeline
@@ -130,7 +131,7 @@ def test_a_timeline_that_cannot_be_is_refused(tmp_path, monkeypatch, options, de
     monkeypatch.chdir(tmp_path)
     config = TrainConfig(**{"timeline": Path("trace.json"), **options})
     with pytest.raises(UsageError) as caught:
-        check_timeline(config, devices)
+        check_timeline(config, resolve(config, 1), devices)
     for part in said:
         assert part in str(caught.value)
     assert str(config.timeline) in caught.value.what
