@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -132,6 +133,7 @@ def _prepare() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
+    gc.freeze()  # what was imported before the fork is never garbage
     torch.set_num_threads(1)
 
 

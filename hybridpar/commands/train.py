@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
@@ -14,64 +14,47 @@ import tyro
 
 from hybridpar import __version__
 from hybridpar.commands import register_command
-from hybridpar.config import DataConfig, OptimizerConfig, TrainConfig
-from hybridpar.config.recipe import RecipeConfig
-from hybridpar.config.server import ServerConfig
-from hybridpar.config.train import (
-    AdvancedConfig,
-    KernelConfig,
-    PipelineConfig,
-    PlanningConfig,
-    RunConfig,
-    SyncConfig,
-)
+from hybridpar.config import TrainConfig
+from hybridpar.config.files import FileOptions, expand
+from hybridpar.config.train import GROUPS
 from hybridpar.errors import HybridparError, UsageError
 from hybridpar.machine.launch import in_job, launched_here, leaving_at_once, prepare_worker
 from hybridpar.machine.supervise import launch_workers
 from hybridpar.registry import Registry, names_in_source
 
-GROUPS: dict[str, tuple[type, ...]] = {
-    "Model and data": (DataConfig,),
-    "Optimisation": (OptimizerConfig,),
-    "Parallelism": (PipelineConfig,),
-    "Gradient exchange": (SyncConfig, ServerConfig, RecipeConfig),
-    "Kernels and precision": (KernelConfig,),
-    "Planning": (PlanningConfig,),
-    "Run directory and checkpoints": (RunConfig,),
-    "Advanced": (AdvancedConfig,),
-}
-
 #: Options that `--help` shows; `--help-all` shows all.
 SHOWN = (
-    *("model", "data", "data_root", "batch_size", "image_size"),
-    *("epochs", "steps", "optimizer", "lr", "momentum", "weight_decay", "lr_schedule", "warmup_epochs", "clip_norm"),
+    *("config", "preset"),
+    *("model", "data", "data_root", "batch_size", "image_size", "augment", "mixup"),
+    *("epochs", "steps", "optimizer", "lr", "weight_decay", "lr_schedule", "clip_norm"),
     *("workers", "stages", "replicas", "micro_batches", "schedule"),
-    *("compress", "batch_norm", "sync", "servers", "recipe"),
+    *("compress", "sync", "recipe"),
     *("amp", "memory_format", "kernels", "compile"),
     *("plan", "fidelity"),
-    *("run_dir", "resume", "resume_from", "checkpoint_every", "overwrite", "timeline"),
-    *("seed", "deterministic", "debug"),
+    *("run_dir", "resume", "checkpoint_every", "overwrite"),
+    *("seed", "deterministic"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(TrainConfig):
+class Train(TrainConfig, FileOptions):
     """Train a vision model on all local workers, or as a worker of a torchrun job.
 
     For all options: `hybridpar train --help-all`.
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A torchvision classification model such as resnet18, or your own as package.module:factory."""
+    """A torchvision classification model such as resnet18, timm/NAME, or your own as package.module:factory."""
 
 
 @register_command(
     "train",
     "Train a vision model on all local workers, or as a worker of a torchrun job.",
     Train,
-    groups=GROUPS,
+    groups={"Configuration files": (FileOptions,), **GROUPS},
     shown=SHOWN,
     former=("channels_last",),
+    expand=expand,
 )
 def run_train(command: Train, arguments: Sequence[str]) -> int:
     """Train on this worker, or start the workers of this machine and wait for them.
@@ -132,13 +115,16 @@ def check_names(command: Train) -> None:
         command: The options.
 
     Raises:
-        UsageError: A name is unknown, or `--checkpoint-every` or `--compress` cannot be read.
+        UsageError: A name is unknown, or `--model-arg`, `--checkpoint-every` or `--compress` cannot be read.
     """
-    from hybridpar.models import check_model_name
+    from hybridpar.config.data import data_set_kind
+    from hybridpar.config.torchvision_sets import TORCHVISION_SETS
+    from hybridpar.models import check_model_name, parse_arguments
     from hybridpar.run.save_rule import SaveRule
 
     check_model_name(command.model)
-    _check_registered("data set", "data", "DATA_SETS.register", command.data)
+    parse_arguments(command.model_arg)
+    _check_registered("data set", "data", "DATA_SETS.register", data_set_kind(command.data), TORCHVISION_SETS)
     SaveRule.parse(command.checkpoint_every)
     codec = command.compress.strip()
     name, options, _ = codec.partition(":")
@@ -154,7 +140,7 @@ def check_names(command: Train) -> None:
             parse_codec(codec)
 
 
-def _check_registered(kind: str, folder: str, decorator: str, name: str) -> None:
+def _check_registered(kind: str, folder: str, decorator: str, name: str, others: Iterable[str] = ()) -> None:
     """Check that a name is registered in a folder of the package, which is not imported.
 
     Raises:
@@ -163,7 +149,7 @@ def _check_registered(kind: str, folder: str, decorator: str, name: str) -> None
     if f"hybridpar.{folder.replace('/', '.')}" in sys.modules:  # a program may have registered others
         return
     known: Registry[None] = Registry(kind)
-    for one in names_in_source(Path(__file__).parents[1] / folder, decorator):
+    for one in {*names_in_source(Path(__file__).parents[1] / folder, decorator), *others}:
         known.register(one, "")(None)
     known.get(name)
 

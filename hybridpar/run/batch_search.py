@@ -24,6 +24,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.data import TrainBatches
 from hybridpar.errors import UsageError
 from hybridpar.optim.pace import Leg, Pace
+from hybridpar.pipeline.step import StepInput
 from hybridpar.train.checkpoint import random_state, restore_random_state
 from hybridpar.train.engine import Engine
 from hybridpar.train.periodic import copy_of
@@ -201,7 +202,7 @@ class BatchSelector:
         self, trainer: Trainer, config: TrainConfig, make_batches: Callable[[int], TrainBatches], samples: int
     ) -> None:
         engine = trainer.engine
-        assert engine.plan is None
+        assert not engine.plan.is_staged
         self._trainer, self._engine, self._config = trainer, engine, config
         self._make_batches, self._samples = make_batches, samples
         self.pace = Pace(config.epochs)
@@ -264,12 +265,7 @@ class BatchSelector:
                 if number >= math.ceil(seen / batch_size):
                     break
                 outcome = engine.step(
-                    batch.micro_batches,
-                    batch.samples,
-                    batch.global_samples,
-                    rate_factor=factor * samples,
-                    stop=False,
-                    save=False,
+                    StepInput(batch.micro_batches, batch.samples, batch.global_samples, factor * samples)
                 )
                 losses, counted = losses + outcome.loss * outcome.samples, counted + outcome.samples
             return losses / counted

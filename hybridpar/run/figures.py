@@ -170,7 +170,8 @@ def buffering_news(trainer: Trainer) -> str | None:
 
 def _buffering(trainer: Trainer) -> str:
     """What was asked for of late gradients, and what `auto` made of it."""
-    form, engine = trainer.config.double_buffer or "off", trainer.engine
+    engine = trainer.engine
+    form = engine.double_buffer
     if form != "auto":
         return form
     return "auto:delay" if cast("DoubleBufferEngine", engine).delayed else "auto:off"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import hybridpar.pipeline.executor as executor_module
-import hybridpar.pipeline.recorder as recorder_module
+import hybridpar.pipeline.step as recorder_module
 from hybridpar.pipeline.engine import PipelineEngine
-from hybridpar.pipeline.recorder import SpanRecorder
+from hybridpar.pipeline.step import SpanRecorder
 from hybridpar.schedule.actions import Action, Kind
 from tests.pipeline.oracle import Residuals, Setting, batches_of, cut, images, places, seeded, train_stages
 
