@@ -38,6 +38,9 @@ _NAMED = 5
 
 LabelledImages = tuple[Tensor, Tensor]
 
+#: Samples to load, and how they are augmented.
+_Job = tuple[IntArray, AugmentKey | None]
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -217,6 +220,7 @@ class _Reader:
         self._mean = torch.tensor(data.mean, device=self._device)
         self._std = torch.tensor(data.std, device=self._device)
         self._damaged: set[str] = set()
+        self._idle: tuple[DataLoader[Any], list[_Job]] | None = None
 
     def read(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[LabelledImages]:
         loaded = self._load_ahead(jobs, key) if self._loader_workers and jobs else self._load(jobs, key)
@@ -243,23 +247,13 @@ class _Reader:
             yield self.source.load_readable(indices, key, self._device)
 
     def _load_ahead(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[Loaded]:
+        loader, queue = self._processes(min(self._loader_workers, len(jobs)))
+        queue[:] = [(indices, key) for indices in jobs]
         with warnings.catch_warnings():
-            # Torch counts the cores this worker is pinned to, and advises against more processes than those.
-            warnings.filterwarnings("ignore", message="This DataLoader will create")
-            loader = DataLoader(
-                _Jobs(self.source, key),
-                batch_size=None,  # A job is a batch already.
-                sampler=jobs,
-                num_workers=min(self._loader_workers, len(jobs)),
-                collate_fn=_as_is,
-                pin_memory=self._device.type == "cuda",
-                worker_init_fn=_ignore_interrupt,
-                # Without a generator of its own, a loader draws a seed from the global one.
-                generator=torch.Generator(),
-            )
+            _ignore_advice()
             iterator = iter(loader)
         try:
-            for _ in jobs:
+            for left in reversed(range(len(jobs))):
                 try:
                     loaded = next(iterator)
                 except RuntimeError as error:
@@ -271,10 +265,38 @@ class _Reader:
                     ) from error
                 if isinstance(loaded, DataError):
                     raise loaded
+                if not left:  # before the last batch is handed over: nobody may ask whether there is another one
+                    self._idle = loader, queue
                 yield loaded._replace(images=loaded.images.to(self._device, non_blocking=True))
         finally:
-            # Ends the processes now: the traceback of an error would keep them as long as somebody looks at it.
-            del iterator
+            # Ends the processes now, unless all was read: the traceback of an error would keep them as long as somebody
+            # looks at it.
+            del iterator, loader
+
+    def _processes(self, count: int) -> tuple[DataLoader[Any], list[_Job]]:
+        """Loader processes that wait for jobs, and the list to put the jobs on: those of the last epoch, or new ones.
+
+        Processes are kept from epoch to epoch, as starting them takes a tenth of a second.
+        """
+        kept, self._idle = self._idle, None
+        if kept is not None and kept[0].num_workers == count:
+            return kept
+        queue: list[_Job] = []
+        with warnings.catch_warnings():
+            _ignore_advice()
+            loader = DataLoader(
+                _Jobs(self.source),
+                batch_size=None,  # A job is a batch already.
+                sampler=queue,
+                num_workers=count,
+                collate_fn=_as_is,
+                pin_memory=self._device.type == "cuda",
+                worker_init_fn=_ignore_interrupt,
+                persistent_workers=True,
+                # Without a generator of its own, a loader draws a seed from the global one.
+                generator=torch.Generator(),
+            )
+        return loader, queue
 
 
 class _Jobs(Dataset[Loaded | DataError]):
@@ -283,15 +305,20 @@ class _Jobs(Dataset[Loaded | DataError]):
     An error is handed over as a value: torch would bury an exception's message in the traceback of the process.
     """
 
-    def __init__(self, source: ImageSource, key: AugmentKey | None) -> None:
+    def __init__(self, source: ImageSource) -> None:
         self._source = source
-        self._key = key
 
-    def __getitem__(self, indices: IntArray) -> Loaded | DataError:
+    def __getitem__(self, job: _Job) -> Loaded | DataError:
+        indices, key = job
         try:
-            return self._source.load_readable(indices, self._key, _CPU)
+            return self._source.load_readable(indices, key, _CPU)
         except DataError as error:
             return error
+
+
+def _ignore_advice() -> None:
+    # Torch counts the cores this worker is pinned to, and advises against more processes than those.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 
 def _as_is(loaded: Any) -> Any:

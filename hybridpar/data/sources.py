@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple, TypedDict
+from typing import Any, ClassVar, NamedTuple, TypedDict
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import default_collate
 from torchvision.transforms import v2
 
 from hybridpar.config import DataConfig
@@ -123,10 +124,11 @@ class MemoryImages(ImageSource):
             return self._shifted(indices, key, device)
         with torch.random.fork_rng(devices=[]):
             changed = []
-            for index, image in zip(indices, self._shifted(indices, key, torch.device("cpu")), strict=True):
-                _seed_transforms(key, int(index))
+            shifted = self._shifted(indices, key, torch.device("cpu"))
+            for seed, image in zip(_transform_seeds(key, indices), shifted, strict=True):
+                _seed_transforms(seed)
                 changed.append(self.augment(image))
-        return to_device(torch.stack(changed), device)
+        return to_device(_batch(changed), device)
 
     def _shifted(self, indices: IntArray, key: AugmentKey, device: torch.device) -> Tensor:
         images = to_device(self.images[torch.from_numpy(indices)], device)
@@ -204,7 +206,8 @@ class DecodedImages(ImageSource):
 
     def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Tensor:
         with self._own_generator(key):
-            return to_device(torch.stack([self._load(int(index), key) for index in indices]), device)
+            seeds = _transform_seeds(key, indices)
+            return to_device(_batch([self._load(*one) for one in zip(indices.tolist(), seeds, strict=True)]), device)
 
     def load_readable(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Loaded:
         """Decode some images, and leave out those that cannot be read; see `ImageSource.load_readable`."""
@@ -213,12 +216,14 @@ class DecodedImages(ImageSource):
         stride = max(1, len(self) // SUBSTITUTES)
         tries = 1 if key is None else min(SUBSTITUTES, len(self))
         with self._own_generator(key):
-            for index in indices:
+            for index, seed in zip(indices.tolist(), _transform_seeds(key, indices), strict=True):
                 problem = None
                 for place in range(tries):
-                    one = (int(index) + place * stride) % len(self)
+                    one = (index + place * stride) % len(self)
+                    if place:
+                        seed = _transform_seeds(key, np.array([one]))[0]
                     try:
-                        images.append(self._load(one, key))
+                        images.append(self._load(one, seed))
                     except DataError as error:
                         if self.strict:
                             raise
@@ -233,29 +238,43 @@ class DecodedImages(ImageSource):
         found = np.array(kept, dtype=np.int64)
         if not images:
             return Loaded(torch.empty(0, 3, 1, 1, dtype=torch.uint8), found, tuple(damaged))
-        return Loaded(to_device(torch.stack(images), device), found, tuple(damaged))
+        return Loaded(to_device(_batch(images), device), found, tuple(damaged))
 
     def _own_generator(self, key: AugmentKey | None) -> AbstractContextManager[None]:
         """Put torch's CPU generator back afterwards where transforms draw from it."""
         return nullcontext() if key is None else torch.random.fork_rng(devices=[])
 
-    def _load(self, index: int, key: AugmentKey | None) -> Tensor:
+    def _load(self, index: int, seed: int | None) -> Tensor:
+        """Decode and change one image; None as a seed prepares it as it is tested."""
         image = self.open(index)
-        if key is not None:
-            _seed_transforms(key, index)
         try:
-            return self.prepare(image) if key is None else self.augment(image)
+            if seed is None:
+                return self.prepare(image)
+            _seed_transforms(seed)
+            return self.augment(image)
         except Exception:
             # Pixels are decoded inside the transform: was it they, or the transform itself?
             decode(self.open(index), self.name(index))
             raise
 
 
-def _seed_transforms(key: AugmentKey, index: int) -> None:
-    """Seed torch's CPU generator, which transforms draw from, for one image."""
-    seed = int(counter_hash(*key, Draw.TRANSFORM, np.array([index]))[0])
+def _transform_seeds(key: AugmentKey | None, indices: IntArray) -> list[Any]:
+    """A seed for the transforms of each image; None for each in testing."""
+    if key is None:
+        return [None] * len(indices)
+    return list((counter_hash(*key, Draw.TRANSFORM, indices) >> np.uint64(1)).tolist())
+
+
+def _seed_transforms(seed: int) -> None:
+    """Seed torch's CPU generator, which transforms draw from."""
     # Not torch.manual_seed, which would also reseed the generators of all GPUs.
-    torch.default_generator.manual_seed(seed >> 1)
+    torch.default_generator.manual_seed(seed)
+
+
+def _batch(images: list[Tensor]) -> Tensor:
+    """Images of one size as one tensor; in a loader process it lies in shared memory from the start."""
+    batch: Tensor = default_collate(images)
+    return batch
 
 
 class FileImages(DecodedImages):

@@ -384,6 +384,34 @@ def test_epoch_left_early_can_be_started_again(file_data):
         epoch.close()
 
 
+def own_pid(image):
+    return torch.full((3, 20, 24), os.getpid() % 251, dtype=torch.uint8)
+
+
+def test_loader_processes_are_kept_from_epoch_to_epoch(tmp_path):
+    data = numbered_files(tmp_path / "images", 8, own_pid)
+    batches = train_batches(data, batch_size=4, loader_workers=1)
+
+    def pid():
+        return {round(batch.micro_batches[0][0].mean().item() * 255) for batch in batches.epoch(0)}
+
+    first = pid()
+    assert pid() == first != {os.getpid() % 251}
+    epoch = batches.epoch(0)
+    next(epoch)
+    epoch.close()
+    assert pid() != first, "an epoch that was left early ends them, with what they still had to read"
+
+
+def test_epochs_can_be_read_at_the_same_time(file_data):
+    batches = train_batches(file_data, batch_size=8, loader_workers=1)
+    pairs = list(zip(batches.epoch(0), batches.epoch(1), strict=True))
+    for epoch in (0, 1):
+        expected = train_batches(file_data, batch_size=8).epoch(epoch)
+        read = [pair[epoch].micro_batches[0] for pair in pairs]
+        assert same(read, [batch.micro_batches[0] for batch in expected])
+
+
 def test_sources_and_errors_survive_pickling(data):
     # Loader processes are spawned, not forked, on some platforms.
     source = pickle.loads(pickle.dumps(data.train))
