@@ -1,7 +1,7 @@
 """Times the training batches of hybridpar against torchvision's and timm's loaders, and how long steps wait for data.
 
-All methods read the same JPEG files and give float32 batches on the CPU. A step of a method is an epoch, from its first
-loader process to its last batch.
+All methods read the same JPEG files and give float32 batches on the CPU. A step of a method is an epoch; all of them keep
+their loader processes from epoch to epoch.
 
     python -m benchmarks.loader.main
 """
@@ -185,6 +185,7 @@ def make_methods(root: Path, processes: int) -> dict[str, Callable[[], None]]:
         batch_size=BATCH,
         shuffle=True,
         num_workers=processes,
+        persistent_workers=processes > 0,
     )
     timms: Iterable[Any] = create_loader(
         create_dataset("", root=str(root / "train")),
@@ -198,7 +199,7 @@ def make_methods(root: Path, processes: int) -> dict[str, Callable[[], None]]:
         std=IMAGENET_STD,
         num_workers=processes,
         pin_memory=False,
-        persistent_workers=False,
+        persistent_workers=processes > 0,
     )
     ours = TrainBatches(
         load_dataset(TrainConfig(data="folder", data_root=root, image_size=SIDE)),

@@ -51,20 +51,25 @@ def process_seconds(root: str = "/proc") -> float:
     Args:
         root: Where the process table is mounted.
     """
-    ticks = 0
-    for process in os.listdir(root):
-        if not process.isdigit():
-            continue
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            with open(f"{root}/{process}/stat") as stat:
-                # The command's name comes second, in brackets, and may itself hold blanks and brackets.
-                fields = stat.read().rpartition(")")[2].split()
-            if not int(fields[6]) & _KERNEL_THREAD:
-                ticks += sum(map(int, fields[11:15]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(_seconds(f"{root}/{process}") for process in os.listdir(root) if process.isdigit())
 
 
 def own_seconds() -> float:
-    """CPU seconds that this process used so far, all threads, with children that it has waited for."""
+    """CPU seconds that this process used so far, all threads, with its children: those that run, and those that ended."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    running: list[str] = []
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(OSError), open(f"/proc/self/task/{thread}/children") as children:
+            running += children.read().split()
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + sum(_seconds(f"/proc/{one}") for one in running)
+
+
+def _seconds(process: str) -> float:
+    """CPU seconds of a process, and of children that it has waited for; 0 for one that has ended or is the kernel's."""
+    try:
+        with open(f"{process}/stat") as stat:
+            # The command's name comes second, in brackets, and may itself hold blanks and brackets.
+            fields = stat.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return 0.0 if int(fields[6]) & _KERNEL_THREAD else sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
