@@ -47,7 +47,7 @@ LAYERS: dict[str, set[str]] = {
         "tvm_kernels",
     },
     "optim": {"compress", "config", "errors"},
-    "data": {"config", "errors", "registry"},
+    "data": {"config", "errors", "lanes", "machine", "registry"},
     "train": {
         "comm",
         "config",

@@ -55,7 +55,7 @@ def process_seconds(root: str = "/proc") -> float:
 
 
 def own_seconds() -> float:
-    """CPU seconds that this process used so far, all threads, with its children: those that run, and those that ended."""
+    """CPU seconds that this process used so far, all threads, with its children, running and ended."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     running: list[str] = []
     for thread in os.listdir("/proc/self/task"):

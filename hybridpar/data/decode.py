@@ -25,8 +25,8 @@ from torch.nn import functional
 
 from hybridpar.errors import DataError
 
-#: Sizes that a JPEG can be decoded at, as divisors.
-_SCALES = (8, 4, 2)
+#: Fractions of its size that a JPEG can be decoded at, as divisors.
+SCALES = (8, 4, 2)
 
 
 def open_image(file: Path | bytes, name: str) -> Image.Image:
@@ -51,6 +51,19 @@ def open_image(file: Path | bytes, name: str) -> Image.Image:
         return _as_rgb(_upright(image))
     except Exception as error:  # Pillow's decoders report damage by almost any
         raise _unreadable(file, name, error) from error
+
+
+def draft_size(size: tuple[int, int], divisor: int) -> tuple[int, int]:
+    """The size of a JPEG that is decoded at a fraction of its size.
+
+    Args:
+        size: Its width and height.
+        divisor: 1 or one of `SCALES`.
+
+    Returns:
+        Width and height, rounded up.
+    """
+    return -(-size[0] // divisor), -(-size[1] // divisor)
 
 
 def decode(image: Image.Image, name: str, *, fast: bool = False) -> Image.Image:
@@ -129,7 +142,7 @@ class RandomCrop(nn.Module):
         box = (left, top, left + width, top + height)
         if self.draft:
             whole = image.size
-            divisor = next((by for by in _SCALES if min(width, height) >= by * self.size), 1)
+            divisor = next((by for by in SCALES if min(width, height) >= by * self.size), 1)
             if divisor > 1:
                 image.draft(None, (whole[0] // divisor, whole[1] // divisor))  # nothing where it is decoded, or no JPEG
                 across, down = image.size[0] / whole[0], image.size[1] / whole[1]

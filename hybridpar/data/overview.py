@@ -37,6 +37,9 @@ def describe_data(data: ImageData, *, seconds: float = LOOK_SECONDS) -> str:
     parts = [f"{data.name}, {images}, {data.classes:,} class{'' if data.classes == 1 else 'es'}, {size}"]
     if data.ignored:
         parts.append(f"ignored: {', '.join(data.ignored)}")
+    kept = [source.cache for source in (data.train, data.test) if isinstance(source, DecodedImages) and source.cache]
+    if kept:
+        parts.append(f"decoded images are kept in memory, up to {sum(cache.limit for cache in kept) / 1e9:.1f} GB")
     parts += [text for name in ("test", "training") if (text := _damage(data, name, seconds))]
     return "; ".join(parts)
 

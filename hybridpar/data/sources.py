@@ -25,6 +25,7 @@ from hybridpar.config import DataConfig
 from hybridpar.config.augment import AugmentConfig
 from hybridpar.config.data import data_set_kind
 from hybridpar.data.augment import shift_and_flip
+from hybridpar.data.cache import ImageCache, memory_for_images
 from hybridpar.data.decode import decode, open_image
 from hybridpar.data.policies import interpolation_of, random_changes, random_crop, random_erasing
 from hybridpar.data.sampling import AugmentKey, Draw, IntArray, bounded, counter_hash
@@ -173,6 +174,8 @@ class DecodedImages(ImageSource):
         self.augment = augment
         self.prepare = prepare
         self.strict = strict
+        #: Keeps decoded images in memory.
+        self.cache: ImageCache | None = None
 
     @abstractmethod
     def open(self, index: int) -> Image.Image:
@@ -246,7 +249,7 @@ class DecodedImages(ImageSource):
 
     def _load(self, index: int, seed: int | None) -> Tensor:
         """Decode and change one image; None as a seed prepares it as it is tested."""
-        image = self.open(index)
+        image = self.open(index) if self.cache is None else self.cache.open(index, self.open)
         try:
             if seed is None:
                 return self.prepare(image)
@@ -436,4 +439,19 @@ def load_dataset(config: DataConfig) -> ImageData:
     data = DATA_SETS.get(data_set_kind(config.data))(config)
     if isinstance(config, AugmentConfig):
         augment_in_memory(data, config)
+    if config.cache_images:
+        keep_decoded(data, memory_for_images(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     return data
+
+
+def keep_decoded(data: ImageData, limit: int) -> None:
+    """Keep the decoded images of a data set in memory; those of one that is in memory stay as they are.
+
+    Args:
+        data: The data set.
+        limit: Bytes that are filled at most; each part gets its share by its number of images.
+    """
+    total = len(data.train) + len(data.test)
+    for source in (data.train, data.test):
+        if isinstance(source, DecodedImages):
+            source.cache = ImageCache(len(source), limit * len(source) // total)

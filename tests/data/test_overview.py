@@ -48,6 +48,12 @@ def test_what_is_ignored_is_told(root: Path) -> None:
     )
 
 
+def test_memory_for_decoded_images_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridpar.data.cache.free_memory", lambda: 1_000_000_000)
+    data = load_dataset(DataConfig(data="folder", data_root=root, image_size=16, cache_images=True))
+    assert describe_data(data).endswith("; decoded images are kept in memory, up to 0.5 GB")
+
+
 def test_damaged_images_are_found_before_training(root: Path) -> None:
     for path in ("test/cat/3.jpg", "train/dog/1.jpg", "train/dog/2.jpg"):
         truncate(root / path)
