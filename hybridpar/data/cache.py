@@ -17,6 +17,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from hybridpar.data.decode import SCALES, draft_size
+from hybridpar.errors import DataError
 from hybridpar.machine.process import free_memory
 
 #: What part of the free memory is used at most, by all workers of the machine.
@@ -198,7 +199,13 @@ class _CachedImage(Image.Image):
 
 def _shared(size: int) -> npt.NDArray[np.uint8]:
     """Zeros that forked processes share; memory is taken when it is written to. Freed with the last view."""
-    return np.frombuffer(mmap.mmap(-1, max(1, size)), dtype=np.uint8)
+    try:
+        return np.frombuffer(mmap.mmap(-1, max(1, size)), dtype=np.uint8)
+    except (OSError, OverflowError) as error:  # where memory must not be promised twice
+        raise DataError(
+            f"the system gives no {size / 1e9:.1f} GB of memory for decoded images: {error}",
+            fix="Leave out --cache-images.",
+        ) from error
 
 
 def _column(divisor: int) -> int:

@@ -2,7 +2,7 @@
 
 The shares follow from numbers alone (`hybridpar.data.sampling`), so a loader holds no state: an epoch can be started at
 any step, again and again. Images in memory are gathered on the calling thread; image files are decoded ahead of time by
-torch's loader processes.
+torch's loader processes, and then copied to a GPU on a lane of their own, beside the step that runs there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import logging
 import signal
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -25,6 +27,7 @@ from hybridpar.data.repeats import RepeatedImages
 from hybridpar.data.sampling import AugmentKey, IntArray, cut_epoch, divide, epoch_order, repeated
 from hybridpar.data.sources import ImageData, ImageSource, Loaded, to_device
 from hybridpar.errors import DataError
+from hybridpar.lanes import Lane, Lanes
 
 _log = logging.getLogger(__name__)
 
@@ -142,7 +145,8 @@ class TrainBatches:
         loaded = self._reader.read(jobs, AugmentKey(self.seed, epoch))
         for start, stop in steps:
             parts = tuple(islice(loaded, self.micro_batches))
-            yield Batch(parts, sum(len(labels) for _, labels in parts), stop - start)
+            with self._reader.lent(*parts):
+                yield Batch(parts, sum(len(labels) for _, labels in parts), stop - start)
 
 
 class TestBatches:
@@ -192,7 +196,9 @@ class TestBatches:
 
     def __iter__(self) -> Iterator[LabelledImages]:
         """Images (float32, NCHW) and labels (int64) of each batch."""
-        return self._reader.read(self._jobs, None)
+        for part in self._reader.read(self._jobs, None):
+            with self._reader.lent(part):
+                yield part
 
 
 def _check_rank(rank: int, workers: int) -> None:
@@ -217,20 +223,55 @@ class _Reader:
         self._device = torch.device(device or "cpu")
         self._size = data.sample_shape[1:]
         self._channels_last = channels_last
+        self._opened: tuple[Lanes, Lane] | None = None
         self._mean = torch.tensor(data.mean, device=self._device)
         self._std = torch.tensor(data.std, device=self._device)
         self._damaged: set[str] = set()
         self._idle: tuple[DataLoader[Any], list[_Job]] | None = None
 
     def read(self, jobs: list[IntArray], key: AugmentKey | None) -> Iterator[LabelledImages]:
-        loaded = self._load_ahead(jobs, key) if self._loader_workers and jobs else self._load(jobs, key)
-        for images, indices, damaged in loaded:
-            self._warn_of(damaged, "is left out of the test" if key is None else "is replaced by another image")
-            if len(indices) == 0:
+        ahead = self._loader_workers > 0 and len(jobs) > 0
+        lanes, lane = self._lanes_of_this_thread()
+        lane = lane if ahead else lanes.caller
+        lane.wait(lanes.caller.record())  # for the mean and the deviation
+        for loaded in self._load_ahead(jobs, key) if ahead else self._load(jobs, key):
+            self._warn_of(loaded.damaged, "is left out of the test" if key is None else "is replaced by another image")
+            if len(loaded.indices) == 0:
                 continue
-            pixels = normalise(images, self._mean, self._std, size=self._size, channels_last=self._channels_last)
-            labels = self.source.labels[torch.from_numpy(indices)]
-            yield pixels, to_device(labels.float() if labels.ndim == 2 else labels, self._device)
+            placed: list[Tensor] = []
+            lane.submit(partial(self._place, loaded, placed), uses=[loaded.images])
+            lanes.caller.wait(lane.record())
+            images, labels = placed
+            yield images, labels
+
+    @contextmanager
+    def lent(self, *parts: LabelledImages) -> Iterator[None]:
+        """Inside, others compute with what was read.
+
+        Its memory belongs to another lane, which must not use it again before this one has passed the computation.
+
+        Args:
+            *parts: Images and labels.
+        """
+        try:
+            yield
+        finally:
+            lanes, _ = self._lanes_of_this_thread()
+            lanes.caller.keep(*(tensor for part in parts for tensor in part))
+
+    def _lanes_of_this_thread(self) -> tuple[Lanes, Lane]:
+        """Lanes, and the one on which batches of loader processes are copied and made floats."""
+        if self._opened is None or not self._opened[0].is_issuer():
+            lanes = Lanes(self._device if self._device.type == "cuda" else "cpu")
+            self._opened = lanes, lanes.open("data") if self._device.type == "cuda" else lanes.caller
+        return self._opened
+
+    def _place(self, loaded: Loaded, placed: list[Tensor]) -> None:
+        """Put images, as floats, and labels on the device."""
+        images = loaded.images.to(self._device, non_blocking=True)
+        labels = self.source.labels[torch.from_numpy(loaded.indices)]
+        placed.append(normalise(images, self._mean, self._std, size=self._size, channels_last=self._channels_last))
+        placed.append(to_device(labels.float() if labels.ndim == 2 else labels, self._device))
 
     def _warn_of(self, damaged: tuple[str, ...], use: str) -> None:
         """Name files that cannot be read, each once; of many only some, and how many there are."""
@@ -267,7 +308,7 @@ class _Reader:
                     raise loaded
                 if not left:  # before the last batch is handed over: nobody may ask whether there is another one
                     self._idle = loader, queue
-                yield loaded._replace(images=loaded.images.to(self._device, non_blocking=True))
+                yield loaded
         finally:
             # Ends the processes now, unless all was read: the traceback of an error would keep them as long as somebody
             # looks at it.

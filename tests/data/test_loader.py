@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -6,6 +7,7 @@ import pickle
 import random
 import signal
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ from PIL import Image
 from hybridpar.config import DataConfig
 from hybridpar.data import FileImages, ImageData, MemoryImages, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import AugmentKey
-from hybridpar.errors import DataError, UsageError
+from hybridpar.errors import DataError, LaneError, UsageError
+from hybridpar.lanes import Checker, Lanes
 
 SAMPLES, TESTED = 29, 11
 CPU = torch.device("cpu")
@@ -435,6 +438,57 @@ def test_more_loader_processes_than_cores_are_the_users_choice(file_data):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert next(train_batches(file_data, batch_size=2, loader_workers=3).epoch(0)).samples == 2
+
+
+def on_a_lane(data, checker, micro_batches=2):
+    """Batches that are placed on a lane of their own, as on a GPU; a thread is in the place of loader processes."""
+    batches = train_batches(data, micro_batches=micro_batches, batch_size=8, loader_workers=1)
+    lanes = Lanes("cpu", check=checker)
+    batches._reader._opened = lanes, lanes.open("data")
+
+    def load_ahead(jobs, key):
+        with ThreadPoolExecutor(1) as pool:
+            yield from pool.map(lambda indices: data.train.load_readable(indices, key, CPU), jobs)
+
+    batches._reader._load_ahead = load_ahead
+    return batches, lanes
+
+
+def train_on(epoch):
+    """Use each batch and let go of it, as a step does."""
+    seen = []
+    for batch in epoch:
+        for images, labels in batch.micro_batches:
+            seen.append((images * 1.0, labels * 1))
+        del batch, images, labels
+    return seen
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_batches_from_a_lane_of_their_own_are_the_same(file_data, seed):
+    checker = Checker(seed)
+    batches, lanes = on_a_lane(file_data, checker)
+    with checker, lanes:
+        seen = [part for epoch in range(2) for part in train_on(batches.epoch(epoch))]
+    reference = train_batches(file_data, micro_batches=2, batch_size=8)
+    expected = [part for epoch in range(2) for part in train_on(reference.epoch(epoch))]
+    assert same(seen, expected)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_batches_are_kept_until_they_were_used(file_data, seed):
+    checker = Checker(seed)
+    batches, lanes = on_a_lane(file_data, checker)
+    batches._reader.lent = lambda *_: contextlib.nullcontext()
+    with pytest.raises(LaneError, match="lane 'data'"), checker, lanes:
+        train_on(batches.epoch(0))
+
+
+def test_epochs_can_be_read_by_another_thread_than_the_one_that_made_them(file_data):
+    batches = train_batches(file_data, batch_size=8)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(lambda: train_on(batches.epoch(0))).result()
+    assert same(read, train_on(batches.epoch(0)))
 
 
 @pytest.mark.gpu
