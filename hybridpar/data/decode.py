@@ -92,6 +92,12 @@ def decode(image: Image.Image, name: str, *, fast: bool = False) -> Image.Image:
 def read_image(path: Path) -> Image.Image:
     """Decode an image file to RGB, upright as its EXIF data say.
 
+    Args:
+        path: The file.
+
+    Returns:
+        The image, whose pixels are decoded.
+
     Raises:
         DataError: The file is missing or damaged; the message names it.
     """

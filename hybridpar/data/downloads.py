@@ -53,5 +53,9 @@ def _locked(descriptor: int) -> Iterator[None]:
 
 
 def download_fix(looked_for: str) -> str:
-    """What to do about files that are not there."""
+    """What to do about files that are not there.
+
+    Args:
+        looked_for: What they are, as in "the directory that holds its files".
+    """
     return f"Run again with --download, or name the directory that holds {looked_for} with --data-root."

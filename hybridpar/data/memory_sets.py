@@ -59,6 +59,9 @@ def _digits(config: DataConfig) -> ImageData:
 def digit_images(size: int) -> tuple[Tensor, IntArray]:
     """All 1,797 digits of scikit-learn, in its order: uint8 of shape (1797, 3, size, size), and what they show.
 
+    Args:
+        size: Side that the images of 8x8 are resized to, in pixels.
+
     Raises:
         DataError: scikit-learn is missing.
     """

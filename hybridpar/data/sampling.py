@@ -43,7 +43,12 @@ class Draw(IntEnum):
 
 
 class AugmentKey(NamedTuple):
-    """What the augmentation of a sample depends on, besides its index."""
+    """What the augmentation of a sample depends on, besides its index.
+
+    Attributes:
+        seed: Of the run.
+        epoch: From 0.
+    """
 
     seed: int
     epoch: int
@@ -74,12 +79,26 @@ def _mix(x: HashArray) -> HashArray:
 
 
 def bounded(numbers: HashArray, bound: int) -> IntArray:
-    """Map random 64-bit numbers to integers in [0, bound), for a bound far below 2^32."""
+    """Map random 64-bit numbers to integers in [0, bound).
+
+    Args:
+        numbers: Random numbers, shape (n,).
+        bound: Far below 2^32, so that all integers are as good as equally likely.
+
+    Returns:
+        Shape (n,).
+    """
     return (((numbers >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32)).astype(np.int64)
 
 
 def epoch_order(samples: int, seed: int, epoch: int) -> IntArray:
-    """The order of an epoch: a permutation of range(samples) that depends on nothing but the arguments."""
+    """The order of an epoch: a permutation of range(samples) that depends on nothing but the arguments.
+
+    Args:
+        samples: Number of training samples.
+        seed: Of the run.
+        epoch: From 0.
+    """
     return np.argsort(counter_hash(seed, epoch, Draw.ORDER, np.arange(samples)), kind="stable")
 
 
@@ -135,6 +154,9 @@ def divide(start: int, stop: int, parts: int, *, in_pairs: bool = False) -> list
         parts: Number of parts.
         in_pairs: Cut an even number of positions behind `start`, for samples that are mixed with their neighbour; then
             sizes differ by at most two, or three where the last part has an odd sample more.
+
+    Returns:
+        (first, the one behind the last) of each part.
     """
     unit = 2 if in_pairs else 1
     size, larger = divmod((stop - start) // unit, parts)

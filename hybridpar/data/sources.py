@@ -92,6 +92,9 @@ class ImageSource(ABC):
             key: As of `load`.
             device: As of `load`.
 
+        Returns:
+            The images, which they are, and why files could not be read.
+
         Raises:
             DataError: In training, so many files cannot be read that none was found for the place of one.
         """
@@ -310,7 +313,11 @@ class FileImages(DecodedImages):
         self._paths = np.array([os.fsencode(path) for path in paths])
 
     def path(self, index: int) -> Path:
-        """The file of a sample."""
+        """The file of a sample.
+
+        Args:
+            index: The sample.
+        """
         return self.root / os.fsdecode(bytes(self._paths[index]))
 
     def open(self, index: int) -> Image.Image:
@@ -322,7 +329,15 @@ class FileImages(DecodedImages):
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Move a tensor without making the host wait: to a GPU it goes through page-locked memory."""
+    """Move a tensor without making the host wait: to a GPU it goes through page-locked memory.
+
+    Args:
+        tensor: On the CPU.
+        device: Where it is wanted.
+
+    Returns:
+        It there; the same tensor for a CPU.
+    """
     if device.type == "cpu":
         return tensor
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
@@ -352,7 +367,13 @@ def imagenet_transforms(
 
 
 class Decoding(TypedDict):
-    """How decoded images are used: the arguments of `DecodedImages` of the same names."""
+    """How decoded images are used: the arguments of `DecodedImages` of the same names.
+
+    Attributes:
+        augment: From a PIL image to a uint8 tensor, in training.
+        prepare: The same in testing.
+        strict: End the training on an image that cannot be read.
+    """
 
     augment: Callable[[Image.Image], Tensor]
     prepare: Callable[[Image.Image], Tensor]
@@ -431,6 +452,9 @@ def load_dataset(config: DataConfig) -> ImageData:
 
     Args:
         config: Which data set, where its files are, and what its images become.
+
+    Returns:
+        The data set.
 
     Raises:
         UsageError: No such data set, or options that do not fit it.

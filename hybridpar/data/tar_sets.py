@@ -198,6 +198,9 @@ def read_shard(path: Path, *, strict: bool = False) -> Shard:
         path: The tar file.
         strict: Refuse a tar file that ends too early; else its whole members are used.
 
+    Returns:
+        What is in it that has a label.
+
     Raises:
         DataError: It is no tar file, is compressed, or cannot be read.
     """
