@@ -7,10 +7,9 @@ import re
 from pathlib import Path
 
 from hybridpar.config import DataConfig
-from hybridpar.data.file_sets import DEFAULT_SIZE
 from hybridpar.data.labels import LabelledPart, number_labels
 from hybridpar.data.memory_sets import four_of_five
-from hybridpar.data.sources import DATA_SETS, FileImages, ImageData, decoding
+from hybridpar.data.sources import DATA_SETS, FileImages, ImageData, decoded_data
 from hybridpar.errors import DataError
 
 #: Columns that are no classes. Of those with a second name, either may be used.
@@ -37,7 +36,6 @@ def _csv(config: DataConfig) -> ImageData:
         tables += [(root / name, "test") for name in ("test.csv", "val.csv") if (root / name).is_file()][:1]
         for file, split in tables:
             rows.read(file, split)
-        root = root
     else:
         rows.read(root, "")
         root = root.parent
@@ -56,19 +54,9 @@ def _csv(config: DataConfig) -> ImageData:
             raise DataError(
                 f"{config.data_root} lists no test images", fix="Add some, with `test` in the column split."
             )
-    size = config.image_size or DEFAULT_SIZE
-    use = decoding(config, size)
-    sources = [
-        FileImages(root, [rows.paths[at] for at in part], labels, **use)
-        for part, labels in zip(parts, (targets, tested), strict=True)
-    ]
-    return ImageData(
-        name="csv",
-        class_names=names,
-        sample_shape=(3, size, size),
-        train=sources[0],
-        test=sources[1],
-    )
+    paths = [[rows.paths[at] for at in part] for part in parts]
+    labelled = list(zip(paths, (targets, tested), strict=True))
+    return decoded_data("csv", names, config, lambda use: [FileImages(root, *part, **use) for part in labelled])
 
 
 class _Rows:

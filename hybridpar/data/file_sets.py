@@ -17,12 +17,10 @@ from hybridpar.config import DataConfig
 from hybridpar.data.downloads import download_fix, one_download
 from hybridpar.data.memory_sets import FIXED_SEED
 from hybridpar.data.sampling import split_by_class
-from hybridpar.data.sources import DATA_SETS, FileImages, ImageData, decoding
+from hybridpar.data.sources import DATA_SETS, Decoding, FileImages, ImageData, decoded_data
 from hybridpar.errors import DataError
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_SIZE = 224
 
 #: The usual protocol of Caltech-101 (Fei-Fei, Fergus and Perona 2004): 30 training images per class.
 CALTECH101_TRAIN_PER_CLASS = 30
@@ -249,22 +247,10 @@ def _from_files(
     config: DataConfig,
     ignored: _Ignored,
 ) -> ImageData:
-    size = config.image_size or DEFAULT_SIZE
-    use = decoding(config, size)
-    sources = [
-        FileImages(
-            directory,
-            [path for path, _ in samples],
-            [label for _, label in samples],
-            **use,
-        )
-        for directory, samples in (train, test)
-    ]
-    return ImageData(
-        name=name,
-        class_names=tuple(class_names),
-        sample_shape=(3, size, size),
-        train=sources[0],
-        test=sources[1],
-        ignored=ignored.told(),
-    )
+    def parts(use: Decoding) -> list[FileImages]:
+        return [
+            FileImages(directory, [path for path, _ in samples], [label for _, label in samples], **use)
+            for directory, samples in (train, test)
+        ]
+
+    return decoded_data(name, class_names, config, parts, ignored=ignored.told())

@@ -11,10 +11,9 @@ from torch import Tensor
 from hybridpar.config import DataConfig
 from hybridpar.data.decode import open_image
 from hybridpar.data.downloads import one_download
-from hybridpar.data.file_sets import DEFAULT_SIZE
 from hybridpar.data.labels import LabelledPart, number_labels
 from hybridpar.data.memory_sets import four_of_five
-from hybridpar.data.sources import DATA_SETS, DecodedImages, Decoding, ImageData, decoding
+from hybridpar.data.sources import DATA_SETS, DecodedImages, Decoding, ImageData, decoded_data
 from hybridpar.errors import DataError, UsageError
 
 #: Names of the part that is tested on, best first.
@@ -72,15 +71,9 @@ def _hub(config: DataConfig) -> ImageData:
         chosen = four_of_five(targets[0])
         raw = [raw[0].select(indices) for indices in chosen]
         targets = [targets[0][indices] for indices in chosen]
-    size = config.image_size or DEFAULT_SIZE
-    use = decoding(config, size)
-    sources = [HubImages(part, image, found, **use) for part, found in zip(raw, targets, strict=True)]
-    return ImageData(
-        name=config.data,
-        class_names=names,
-        sample_shape=(3, size, size),
-        train=sources[0],
-        test=sources[1],
+    labelled = list(zip(raw, targets, strict=True))
+    return decoded_data(
+        config.data, names, config, lambda use: [HubImages(part, image, found, **use) for part, found in labelled]
     )
 
 

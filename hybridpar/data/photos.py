@@ -14,7 +14,7 @@ from hybridpar.config import DataConfig
 from hybridpar.data.decode import read_image
 from hybridpar.data.memory_sets import FIXED_SEED
 from hybridpar.data.sampling import Draw, IntArray, bounded, counter_hash
-from hybridpar.data.sources import DATA_SETS, DecodedImages, Decoding, ImageData, decoding
+from hybridpar.data.sources import DATA_SETS, DecodedImages, Decoding, ImageData, decoded_data
 from hybridpar.errors import DataError
 
 DEFAULT_SIZE = 96
@@ -62,25 +62,20 @@ def _photos(config: DataConfig) -> ImageData:
     pixel is in both parts. A crop is a square of half to all of its cell's shorter side, 65 to 470 pixels, and is
     resized. The crops are the same whatever --seed says.
     """
-    size = config.image_size or DEFAULT_SIZE
-    use = decoding(config, size)
     photographs = [_photograph(*place) for place in PHOTOGRAPHS.values()]
     every = [(row, column) for row in range(ROWS) for column in range(COLUMNS)]
     train_cells = [cell for cell in every if cell not in TEST_CELLS]
-    train, test = (
-        PhotographCrops(photographs, crops, **use)
-        for crops in (
-            crops_of(photographs, train_cells, TRAIN_CROPS),
-            crops_of(photographs, list(TEST_CELLS), TEST_CROPS),
-        )
-    )
+    crops = [
+        crops_of(photographs, train_cells, TRAIN_CROPS),
+        crops_of(photographs, list(TEST_CELLS), TEST_CROPS),
+    ]
     mean, std = STATISTICS
-    return ImageData(
-        name="photos",
-        class_names=tuple(PHOTOGRAPHS),
-        sample_shape=(3, size, size),
-        train=train,
-        test=test,
+    return decoded_data(
+        "photos",
+        list(PHOTOGRAPHS),
+        config,
+        lambda use: [PhotographCrops(photographs, chosen, **use) for chosen in crops],
+        size=DEFAULT_SIZE,
         mean=mean,
         std=std,
     )

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypedDict
@@ -34,6 +34,9 @@ from hybridpar.registry import Registry
 
 #: Images that are tried in the place of one that cannot be read, all over the data set, before training ends.
 SUBSTITUTES = 20
+
+#: Side of images from files, in pixels, where nothing says another.
+DEFAULT_SIZE = 224
 
 #: Of pixels in [0, 1]; the statistics that torchvision's ImageNet weights expect.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -211,17 +214,19 @@ class DecodedImages(ImageSource):
         decode(self.open(index), self.name(index), fast=True)
 
     def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Tensor:
-        with self._own_generator(key):
-            seeds = _transform_seeds(key, indices)
-            return to_device(_batch([self._load(*one) for one in zip(indices.tolist(), seeds, strict=True)]), device)
+        return self._read(indices, key, device, strict=True).images
 
     def load_readable(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Loaded:
         """Decode some images, and leave out those that cannot be read; see `ImageSource.load_readable`."""
+        return self._read(indices, key, device, strict=self.strict)
+
+    def _read(self, indices: IntArray, key: AugmentKey | None, device: torch.device, *, strict: bool) -> Loaded:
         images, kept, damaged = [], [], []
         # Far from each other: files that were damaged together lie beside each other.
         stride = max(1, len(self) // SUBSTITUTES)
         tries = 1 if key is None else min(SUBSTITUTES, len(self))
-        with self._own_generator(key):
+        # Transforms draw from torch's CPU generator, which is put back afterwards.
+        with nullcontext() if key is None else torch.random.fork_rng(devices=[]):
             for index, seed in zip(indices.tolist(), _transform_seeds(key, indices), strict=True):
                 problem = None
                 for place in range(tries):
@@ -231,7 +236,7 @@ class DecodedImages(ImageSource):
                     try:
                         images.append(self._load(one, seed))
                     except DataError as error:
-                        if self.strict:
+                        if strict:
                             raise
                         problem = problem or error
                         damaged.append(error.what)
@@ -245,10 +250,6 @@ class DecodedImages(ImageSource):
         if not images:
             return Loaded(torch.empty(0, 3, 1, 1, dtype=torch.uint8), found, tuple(damaged))
         return Loaded(to_device(_batch(images), device), found, tuple(damaged))
-
-    def _own_generator(self, key: AugmentKey | None) -> AbstractContextManager[None]:
-        """Put torch's CPU generator back afterwards where transforms draw from it."""
-        return nullcontext() if key is None else torch.random.fork_rng(devices=[])
 
     def _load(self, index: int, seed: int | None) -> Tensor:
         """Decode and change one image; None as a seed prepares it as it is tested."""
@@ -441,6 +442,32 @@ class ImageData:
     def multi_label(self) -> bool:
         """Whether an image may have several classes, or none: its target is then float32 of shape (classes,)."""
         return self.train.labels.ndim == 2
+
+
+def decoded_data(
+    name: str,
+    class_names: Sequence[str],
+    config: DataConfig,
+    parts: Callable[[Decoding], Iterable[DecodedImages]],
+    *,
+    size: int = DEFAULT_SIZE,
+    **more: Any,
+) -> ImageData:
+    """A data set whose images are decoded when they are asked for.
+
+    Args:
+        name: As of `ImageData`.
+        class_names: As of `ImageData`.
+        config: The options.
+        parts: Makes the training and the test images, given how they are decoded.
+        size: Side of the square images, in pixels, where `config` does not say it.
+        **more: Further arguments of `ImageData`.
+    """
+    size = config.image_size or size
+    train, test = parts(decoding(config, size))
+    return ImageData(
+        name=name, class_names=tuple(class_names), sample_shape=(3, size, size), train=train, test=test, **more
+    )
 
 
 #: Functions that load a data set from a configuration, by the name users type.

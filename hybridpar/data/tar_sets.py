@@ -28,11 +28,10 @@ from torch import Tensor
 
 from hybridpar.config import DataConfig
 from hybridpar.data.decode import open_image
-from hybridpar.data.file_sets import DEFAULT_SIZE
 from hybridpar.data.labels import LabelledPart, number_labels
 from hybridpar.data.memory_sets import four_of_five
 from hybridpar.data.sampling import IntArray
-from hybridpar.data.sources import DATA_SETS, DecodedImages, Decoding, ImageData, decoding
+from hybridpar.data.sources import DATA_SETS, DecodedImages, Decoding, ImageData, decoded_data
 from hybridpar.errors import DataError
 
 _log = logging.getLogger(__name__)
@@ -123,22 +122,11 @@ def _webdataset(config: DataConfig) -> ImageData:
     numbers = None if listed is None else [str(number) for number in range(len(listed))]
     names, targets, tested = number_labels(_part(train), _part(test), numbers)
     names = names if listed is None else listed
-    size = config.image_size or DEFAULT_SIZE
-    use = decoding(config, size)
     if test:
-        sources = [
-            TarImages(shards, np.arange(len(labels)), labels, **use)
-            for shards, labels in ((train, targets), (test, tested))
-        ]
+        parts = [(shards, np.arange(len(labels)), labels) for shards, labels in ((train, targets), (test, tested))]
     else:
-        sources = [TarImages(train, chosen, targets[chosen], **use) for chosen in four_of_five(targets)]
-    return ImageData(
-        name="webdataset",
-        class_names=names,
-        sample_shape=(3, size, size),
-        train=sources[0],
-        test=sources[1],
-    )
+        parts = [(train, chosen, targets[chosen]) for chosen in four_of_five(targets)]
+    return decoded_data("webdataset", names, config, lambda use: [TarImages(*part, **use) for part in parts])
 
 
 def find_shards(root: Path) -> tuple[list[Path], list[Path]]:
