@@ -28,8 +28,8 @@ from hybridpar.errors import HybridparError
 RESULTS = Path(__file__).parent / "results"
 #: Time over torchvision's: 1.3 times as many images per second.
 TARGET = 0.769
-#: Width and height of the files.
-SIZES = ((500, 375), (1200, 900))
+#: Height of the files by their width.
+SIZES = {500: 375, 1200: 900}
 SIDE, IMAGES, BATCH = 224, 400, 16
 #: Columns of the table of runs.
 WAITING = ("date", "commit", "model", "files", "batch", "loader_processes", "cores", "steps", "step_ms", "data_ms")
@@ -41,6 +41,8 @@ class Options:
 
     processes: tuple[int, ...] = (0, 1, 2)
     """Loader processes, for all methods."""
+    widths: tuple[int, ...] = tuple(SIZES)
+    """Width of the files, in pixels."""
     rounds: int = 20
     """Rounds to keep."""
     steps: int = 20
@@ -59,7 +61,8 @@ def main(options: Options) -> int:
         0.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        for width, height in SIZES:
+        for width in options.widths:
+            height = SIZES[width]
             root = Path(scratch, str(width))
             bytes_each = write_images(root, width, height)
             told = {

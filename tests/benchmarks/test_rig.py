@@ -7,6 +7,9 @@ import itertools
 import json
 import os
 import statistics
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -235,6 +238,18 @@ def test_the_process_counts_its_own_work() -> None:
     before = load.own_seconds()
     while load.own_seconds() - before < 0.02:  # ends only if the work of this loop is counted
         sum(range(1000))
+
+
+def test_children_that_still_run_count_as_own_work() -> None:
+    def children() -> float:
+        return load.own_seconds() - time.process_time()
+
+    before = children()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
+        while children() - before < 0.03:  # ends only if the work of the child is counted
+            assert child.poll() is None
+        child.kill()
+    assert children() - before >= 0.02, "its time stays when it has ended"
 
 
 @pytest.mark.parametrize(
