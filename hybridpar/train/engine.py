@@ -29,10 +29,11 @@ from hybridpar.lanes import Lanes
 from hybridpar.models import autocast
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from hybridpar.optim.build import Rates, fill_momentum, load_optimizer_state, optimizer_state, scaled_options
+from hybridpar.optim.ema import ModelAverage
 from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.pipeline.engine import PipelineEngine
-from hybridpar.pipeline.local_stage import OptimizerStep, first_bad_parameter
+from hybridpar.pipeline.local_stage import AfterStep, OptimizerStep, first_bad_parameter
 from hybridpar.pipeline.options import WHOLE
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
 from hybridpar.pipeline.step import LateOutcome, StepInput, StepOutcome, StepState
@@ -67,6 +68,7 @@ class Engine:
 
     Attributes:
         optimizers: Of each stage that this worker trains.
+        averages: Moving averages of each stage that this worker trains; empty without `model_ema`.
         pipeline: Runs the steps.
         graph: Replays steps as CUDA graphs, where that is asked for.
         late: A step may still be running when `step` returns.
@@ -95,6 +97,7 @@ class Engine:
         self._factory = optimizer
         self._example = example
         self.optimizers: list[torch.optim.Optimizer] = []
+        self.averages: list[ModelAverage] = []
         self._rates: list[Rates] = []
         # What a step makes of the optimizer's momentum and weight decay; see `scaled_options`.
         self._momentum_power, self._decay_factor = 1.0, 1.0
@@ -138,6 +141,7 @@ class Engine:
             *(self.model, stages, world, self._lanes, self._loss, self._step_of, options, micro_batches),
             context=self.autocast,
             time_backward=None if example is None or plan.is_staged else time_backward,
+            after_step=self._average_of if config.model_ema else None,
         )
 
     def _make_graph(self) -> StepGraph[StepState]:
@@ -199,6 +203,15 @@ class Engine:
             )
         self.optimizers.append(optimizer)
         return optimizer
+
+    def _average_of(self, module: nn.Module) -> AfterStep:
+        """What keeps the moving average of a stage or of the model."""
+        config = self._config
+        average = ModelAverage(
+            module, config.model_ema_decay, warmup=config.model_ema_warmup, every=config.model_ema_steps
+        )
+        self.averages.append(average)
+        return average.update
 
     # ------------------------------------------------------------------ a step
 
@@ -315,6 +328,18 @@ class Engine:
                 average_buffers(stage.module, self.pipeline.replica_world)
         self.pipeline.collect()
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, `model` holds the moving average, once `synchronize_buffers` has made it whole; a collective."""
+        self.pipeline.wait()
+        own = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        for average in self.averages:
+            average.copy_to_module()
+        try:
+            yield
+        finally:
+            self.model.load_state_dict(own)
+
     @property
     def codecs(self) -> list[Compression]:
         """What compresses gradients here, for each of this worker's stages that has replicas."""
@@ -329,6 +354,30 @@ class Engine:
     def model_state(self) -> dict[str, Tensor]:
         """The whole model as a checkpoint has it; `synchronize_buffers` makes it whole."""
         return dict(self.model.state_dict())
+
+    def average_state(self) -> dict[str, Tensor] | None:
+        """The moving average of the whole model, on the CPU, as a checkpoint has it; a collective.
+
+        Returns:
+            It, on every worker; None without `model_ema`.
+        """
+        if not self._config.model_ema:
+            return None
+        with self.averaged():
+            self.synchronize_buffers()
+            state = {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
+        self.load_average_state(state)  # buffers of BatchNorm may now be the mean over replicas
+        return state
+
+    def load_average_state(self, state: Mapping[str, Tensor]) -> None:
+        """Put a saved average back, where this worker keeps it.
+
+        Args:
+            state: What `average_state` returned; or the state dict of a model, from which the average begins anew.
+        """
+        self.pipeline.wait()
+        for average in self.averages:
+            average.load_state_dict(state)
 
     def optimizer_state(self) -> dict[str, Any]:
         """State of all stages' optimizers by parameter name, on rank 0; a collective."""
