@@ -354,6 +354,9 @@ GROUPS: dict[str, tuple[type, ...]] = {
 def check_recipe(config: TrainConfig) -> None:
     """Check that a recipe, or a way to sync, and the other options agree.
 
+    Args:
+        config: The options.
+
     Raises:
         UsageError: Two of them contradict each other; it names both.
     """

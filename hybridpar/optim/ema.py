@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -52,7 +53,7 @@ class ModelAverage:
             return 0.0
         if not self.warmup:
             return self.decay
-        return max(min(1 - (1 + update) ** (-2 / 3), self.decay), 0.0)
+        return min(1.0 - math.pow(1 + update, -2 / 3), self.decay)
 
     @torch.no_grad()
     def update(self, step: int, commit: Tensor | None = None) -> None:

@@ -126,6 +126,9 @@ def load_checkpoint(path: Path, rank: int = 0) -> CheckpointData:
         path: A `step-N` directory, or a run directory, of which the newest whole checkpoint is taken.
         rank: Whose own part to read.
 
+    Returns:
+        What it holds, on the CPU.
+
     Raises:
         CheckpointError: There is none, it is not whole, a file is damaged, or it is of another version.
     """
@@ -176,7 +179,11 @@ def load_rank_parts(path: Path) -> list[dict[str, Any]]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """State of every random number generator of this process: torch (CPU and GPU), numpy, Python."""
+    """State of every random number generator of this process: torch (CPU and GPU), numpy, Python.
+
+    Args:
+        device: The worker's device, whose generator is taken too.
+    """
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -196,7 +203,12 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Put back what `random_state` returned."""
+    """Put back what `random_state` returned.
+
+    Args:
+        state: What `random_state` returned.
+        device: The worker's device.
+    """
     torch.set_rng_state(state["torch"])
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))

@@ -250,7 +250,17 @@ class Engine:
     def issue(
         self, micro_batches: Sequence[tuple[Tensor, Tensor]], samples: int, global_samples: int, flags: Tensor
     ) -> StepState:
-        """Issue the work of a step that is to be captured; see `hybridpar.pipeline.cuda_graph.Captured`."""
+        """Issue the work of a step that is to be captured; see `hybridpar.pipeline.cuda_graph.Captured`.
+
+        Args:
+            micro_batches: Inputs and targets, on the device.
+            samples: Samples of this worker.
+            global_samples: Samples of all workers.
+            flags: `stop` and `save`, two float64 numbers on the device.
+
+        Returns:
+            What is known of the step; `PipelineEngine.adopt` makes an outcome of it.
+        """
         return self.pipeline.issue(micro_batches, global_samples, flags)
 
     def refuse(self) -> None:
@@ -260,12 +270,20 @@ class Engine:
             counted()
 
     def set_rates(self, factor: float) -> None:
-        """Set the learning rates to `factor` times their peaks, on the device where steps are captured."""
+        """Set the learning rates to `factor` times their peaks, on the device where steps are captured.
+
+        Args:
+            factor: What the peak rates are multiplied with.
+        """
         for rates in self._rates:
             rates.set(factor)
 
     def set_batch_scale(self, samples: float) -> None:
-        """Say how many samples the coming steps have, as a multiple of those that momentum was given for."""
+        """Say how many samples the coming steps have, as a multiple of those that momentum was given for.
+
+        Args:
+            samples: Samples of a step over those of the first batch size.
+        """
         self._momentum_power = samples
         for optimizer in self.optimizers:
             if isinstance(optimizer, AdaGradSGD):
@@ -301,7 +319,11 @@ class Engine:
         return None
 
     def bad_parameter(self, outcome: StepOutcome) -> str | None:
-        """Name of a parameter of this worker's stages whose gradient was not finite."""
+        """Name of a parameter of this worker's stages whose gradient was not finite.
+
+        Args:
+            outcome: Of the step.
+        """
         found = outcome.bad_parameter if isinstance(outcome, LateOutcome) else None
         return found or (None if self.plan.is_staged else first_bad_parameter(self.model))
 
@@ -392,7 +414,11 @@ class Engine:
         }
 
     def load_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        """Put saved state back by name, where this worker trains it."""
+        """Put saved state back by name, where this worker trains it.
+
+        Args:
+            saved: What `optimizer_state` returned.
+        """
         self.pipeline.wait()
         if self.graph is not None:
             self.graph.forget()
@@ -407,7 +433,11 @@ class Engine:
         return {"pipeline": self.pipeline.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, where it fits; what does not, or is missing, begins anew."""
+        """Restore what `state_dict` returned, where it fits; what does not, or is missing, begins anew.
+
+        Args:
+            state: What `state_dict` returned.
+        """
         pipeline = state.get("pipeline")
         if pipeline is None:  # of a model that is not cut, as former versions wrote it
             former = state.get("sync", state)
@@ -415,7 +445,11 @@ class Engine:
         self.pipeline.load_state_dict(pipeline)
 
     def go_on_from(self, step: int) -> None:
-        """Number of the last step, on which the random operations of stages depend."""
+        """Number of the last step, on which the random operations of stages depend.
+
+        Args:
+            step: The number; the first step has 1.
+        """
         self.pipeline.set_steps(step)
 
     def close(self) -> None:
@@ -450,7 +484,12 @@ def sync_options(config: TrainConfig, sync: Sync, model: nn.Module) -> SyncOptio
 
 
 def step_if_committed(optimizer: torch.optim.Optimizer, commit: Tensor) -> None:
-    """Step a fused optimizer where a 0-d tensor on the device says so, which the host has not read."""
+    """Step a fused optimizer where a 0-d tensor on the device says so, which the host has not read.
+
+    Args:
+        optimizer: The optimizer, with `fused=True`.
+        commit: 1 where the step counts, else 0.
+    """
     optimizer.found_inf = (1.0 - commit).float()  # type: ignore[attr-defined]
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.step()

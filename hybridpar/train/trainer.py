@@ -424,6 +424,9 @@ class Trainer:
             directory: On a file system that all workers share.
             extra: More plain values and tensors to keep, read back by `load`.
 
+        Returns:
+            The directory that was written.
+
         Raises:
             RunDirectoryError: The checkpoint cannot be written; older ones are untouched.
         """
