@@ -88,7 +88,7 @@ def summarize(
         "resumed_from": resumed_from,
         "test_accuracy": accuracies[-1] if accuracies else None,
         "best_test_accuracy": max(accuracies, default=None),
-        **({"ema_test_accuracy": averaged[-1]} if averaged else {}),
+        "ema_test_accuracy": averaged[-1] if averaged else None,
         "train_seconds": round(float(np.nansum(steps["step_ms"])) / 1000, 3),
         "step_ms_median": step_ms,
         "images_per_second": _median(steps["images_per_second"][steady]),

@@ -103,5 +103,10 @@ class Pace:
 
     @classmethod
     def of(cls, epochs: int, plain: Sequence[Sequence[int]]) -> Pace:
-        """What `plain` said."""
+        """What `plain` said.
+
+        Args:
+            epochs: Epochs of the run.
+            plain: What `plain` returned.
+        """
         return cls(epochs, [Leg(*row) for row in plain])

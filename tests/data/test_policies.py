@@ -12,12 +12,11 @@ from timm.data.auto_augment import rand_augment_transform
 from torchvision.transforms import InterpolationMode, v2
 
 from hybridpar.config import TrainConfig
-from hybridpar.data import TrainBatches, load_dataset
+from hybridpar.data import TestBatches, TrainBatches, load_dataset
 from hybridpar.data.decode import RandomCrop
 from hybridpar.data.policies import TimmPolicy
 from hybridpar.data.repeats import RepeatedImages
 from hybridpar.data.sampling import AugmentKey, cut_epoch, epoch_order, repeated
-from hybridpar.data import TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sources import imagenet_transforms
 from hybridpar.errors import UsageError
 
