@@ -47,7 +47,7 @@ SMALL = "--batch-size 16 --image-size 64 --test-image-size 96 --epochs 5 --warmu
 
 RECIPES = {
     "a3": f"timm/resnet18 --preset a3 {SMALL} --lr 7e-4",
-    "ema": f"timm/resnet18 {SMALL} --lr 0.01 --nesterov --weight-decay 1e-4 --label-smoothing 0.1 --min-lr 1e-6 "
+    "ema": f"timm/resnet18 {SMALL} --optimizer adamw --lr 1e-4 --weight-decay 0.05 --label-smoothing 0.1 --min-lr 1e-6 "
     "--augment timm/rand-m9-mstd0.5-inc1 --mixup 0.2 --cutmix 1.0 "
     "--model-ema --model-ema-decay 0.99 --model-ema-warmup",
 }
