@@ -187,7 +187,7 @@ class Sync(_Section):
     lanes: int = Field(2, ge=1)
     bucket_bytes: int = Field(8 << 20, ge=1)
     policy: tuple[SyncRule, ...] = (SyncRule(),)
-    batch_norm: Literal["pooled", "local", "sync"] = "pooled"
+    batch_norm: Literal["pooled", "local", "sync", "frozen"] = "pooled"
 
     @property
     def codec(self) -> str:

@@ -26,7 +26,7 @@ NOT_YET = {
     *("planner", "partition", "schedule", "tvm_kernels", "codegen"),
     *("compress", "comm", "sync", "lanes", "pipeline"),
     *("run", "server", "observe", "machine", "formats", "commands"),
-    *("train", "optim", "config", "plan", "models"),
+    *("plan", "models"),
 }
 
 #: Words that begin a docstring which says what a function does; any other word begins what it returns.
