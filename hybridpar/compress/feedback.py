@@ -82,7 +82,11 @@ class FeedbackCoder(WarmUpCoder):
         return torch.stack(squares).sum() if squares else None
 
     def residual(self, key: str) -> Tensor:
-        """What is kept under a key of the inner coder's `residuals`; 1-D float32, not a copy."""
+        """What is kept under a key of the inner coder's `residuals`; 1-D float32, not a copy.
+
+        Args:
+            key: One of `residuals`.
+        """
         return self._kept[key].kept
 
     def unsent(self) -> Tensor:

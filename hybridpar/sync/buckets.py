@@ -124,7 +124,12 @@ class Bucket:
 
 
 def view_like(buffer: Tensor, slot: Slot) -> Tensor:
-    """A parameter's place in the flat tensor of its bucket, in the parameter's shape and memory format."""
+    """A parameter's place in the flat tensor of its bucket, in the parameter's shape and memory format.
+
+    Args:
+        buffer: The flat tensor of the bucket, 1-D.
+        slot: The parameter's place.
+    """
     parameter = slot.parameter
     if is_dense(parameter):
         return buffer.as_strided(parameter.shape, parameter.stride(), slot.offset)
@@ -159,7 +164,11 @@ def make_buckets(order: Sequence[tuple[str, nn.Parameter]], limit: int) -> list[
 
 
 def layout_fingerprint(buckets: Sequence[Bucket]) -> int:
-    """A 16-bit number over names, shapes, strides and order; workers compare it, because layouts must be equal."""
+    """A 16-bit number over names, shapes, strides and order; workers compare it, because layouts must be equal.
+
+    Args:
+        buckets: All of them, in order.
+    """
     digest = hashlib.sha256()
     for bucket in buckets:
         for slot in bucket.slots:

@@ -330,7 +330,11 @@ class GradientReducer(LocalGradients):
     # ----------------------------------------------------------------- sending
 
     def gradient_ready(self, name: str) -> None:
-        """Called by autograd when a parameter's gradient has been accumulated."""
+        """Called by autograd when a parameter's gradient has been accumulated.
+
+        Args:
+            name: The parameter's name in the model.
+        """
         flight = self._flight
         if flight is None or name not in self._places:
             return
@@ -470,7 +474,11 @@ class GradientReducer(LocalGradients):
         return state if self.compression is None else {**state, "codec": self.compression.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the order and what codecs keep, where names fit; otherwise both begin anew, as without entries."""
+        """Restore the order and what codecs keep, where names fit; otherwise both begin anew, as without entries.
+
+        Args:
+            state: Empty where nothing was saved.
+        """
         fits = sorted(state.get("order", ())) == sorted(self._parameters)
         self._order = list(state["order"]) if fits else list(self._parameters)[::-1]
         self._observed = None if self._world.size == 1 or (fits and state["settled"]) else []
@@ -527,6 +535,9 @@ def sum_of_squares(flat: Tensor) -> Tensor:
 
     One pass at the speed of memory in float32. Where that overflows, as it does from a norm of 1.8e19 on, the sum is
     taken again in float64; on a GPU it stays infinite, because asking would stall it.
+
+    Args:
+        flat: 1-D, floating point.
     """
     values = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
     total = torch.dot(values, values).double()
