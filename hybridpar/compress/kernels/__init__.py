@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hybridpar.compress.codec import KeptResidual, Residual, Scratch
+from hybridpar.compress.codec import Residual, Scratch
+from hybridpar.compress.feedback import KeptResidual
 from hybridpar.compress.kernels.cpu import CpuKernels
 from hybridpar.compress.kernels.cpu import ThresholdRule as ThresholdRule
 from hybridpar.compress.kernels.cuda import CudaKernels

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from hybridpar.codegen.build import Function, load_kernels
-from hybridpar.compress.codec import CHUNK, KeptResidual, Residual, Scratch
+from hybridpar.compress.codec import CHUNK, Residual, Scratch
+from hybridpar.compress.feedback import KeptResidual
 
 if TYPE_CHECKING:
     from hybridpar.compress.packing import Fields

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from hybridpar.codegen.nvrtc import load_cuda_kernels
-from hybridpar.compress.codec import CHUNK, KeptResidual, Residual, Scratch
+from hybridpar.compress.codec import CHUNK, Residual, Scratch
+from hybridpar.compress.feedback import KeptResidual
 from hybridpar.compress.kernels.cpu import ThresholdRule
 
 if TYPE_CHECKING:
