@@ -41,7 +41,8 @@ from hybridpar.data.augment import normalise, shift_and_flip
 from hybridpar.data.memory_sets import DIGITS_STATISTICS, FIXED_SEED, digit_images
 from hybridpar.machine.process import worker_environment
 from hybridpar.models import build_model, seed_everything
-from hybridpar.optim.build import Rates, build_optimizer, rate_factor
+from hybridpar.optim.build import Rates, build_optimizer
+from hybridpar.optim.schedule import rate_factor
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -21,6 +21,7 @@ from hybridpar.lanes.base import Constants
 from hybridpar.pipeline.stage_run import StageRun
 from hybridpar.pipeline.step import COMMIT, SQUARES
 from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback
+from hybridpar.sync.clipping import clip_each
 from hybridpar.sync.compression import Compression, Decision
 from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.figures import SyncCosts
@@ -77,7 +78,7 @@ class LocalStage:
         self._nodes = nodes
         self._step_optimizer = step_optimizer
         self.guarded = options.guard
-        self.measured = options.guard or options.clip_norm is not None
+        self.measured = options.guard or options.global_norm is not None
         self._pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
         self._norm_group = norm_group
         self.gradients: LocalGradients
@@ -190,10 +191,7 @@ class LocalStage:
             Name of the first parameter whose gradient is not finite, where the step is rolled back because of that.
         """
         self.gradients.place_gradients()
-        if values is not None and self.options.clip_norm is not None:
-            shrink = clip_factor(values[SQUARES], self.options.clip_norm)
-            if shrink is not None:
-                self.gradients.scale(shrink)
+        self._clip(values)
         if sums is None and self.batch_norm is not None:
             sums = self.batch_norm.sums
         commit = self._decision(values, on_device)
@@ -214,6 +212,19 @@ class LocalStage:
                 self.batch_norm.commit(sums, where=where)
         self.gradients.close_step()
         return bad
+
+    def _clip(self, values: Tensor | None) -> None:
+        """Clip the gradients of the stage, which are those of all replicas by now."""
+        options = self.options
+        if options.global_norm is not None and values is not None:
+            shrink = clip_factor(values[SQUARES], options.global_norm)
+            if shrink is not None:
+                self.gradients.scale(shrink)
+        elif options.clip_norm is not None and options.clip_mode != "norm":
+            named = self.module.named_parameters()
+            clip_each(
+                [one for name, one in named if name not in options.not_clipped], options.clip_mode, options.clip_norm
+            )
 
     def _decision(self, values: Tensor | None, on_device: bool) -> bool | Tensor:
         """Whether the step counts: a 0-d tensor, 1 or 0, where the host does not read it."""

@@ -28,6 +28,7 @@ from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from hybridpar.pipeline.step import LateOutcome, StepInput, StepOutcome
+from hybridpar.plan import ResolvedPlan
 from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.figures import SyncFigures, add_up
 from hybridpar.sync.reducer import GradientReducer
@@ -67,6 +68,7 @@ class DoubleBufferEngine(Engine):
 
     Args:
         model: The model, on its device; it is not cut.
+        plan: The plan of the run.
         optimizer: Called with the model; for `half` it must give SGD.
         loss: Mean loss of outputs and targets.
         config: Options; `double_buffer` says how.
@@ -81,6 +83,7 @@ class DoubleBufferEngine(Engine):
     def __init__(
         self,
         model: nn.Module,
+        plan: ResolvedPlan,
         optimizer: OptimizerFactory,
         loss: Loss,
         config: TrainConfig,
@@ -89,7 +92,7 @@ class DoubleBufferEngine(Engine):
         example: Tensor | None = None,
     ) -> None:
         self._halves = config.double_buffer == "half" and world.size > 1
-        super().__init__(model, None, optimizer, loss, config, world, lanes, example)
+        super().__init__(model, plan, None, optimizer, loss, config, world, lanes, example)
         if self._halves:
             # Two steps of half a batch each are to mean what one step means.
             self._decay_factor = 0.5

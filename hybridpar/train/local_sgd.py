@@ -25,6 +25,7 @@ from hybridpar.lanes import Lanes
 from hybridpar.optim.build import load_optimizer_state, optimizer_state
 from hybridpar.pipeline.local_stage import OptimizerStep
 from hybridpar.pipeline.step import StepInput, StepOutcome
+from hybridpar.plan import ResolvedPlan
 from hybridpar.sync.figures import SyncFigures
 from hybridpar.train.engine import Engine, Loss, OptimizerFactory, sync_options
 from hybridpar.train.periodic import average_model, average_tensors, copy_of
@@ -86,6 +87,7 @@ class LocalSgdEngine(Engine):
 
     Args:
         model: The model, on its device; it is not cut.
+        plan: The plan of the run.
         optimizer: Called with the model.
         loss: Mean loss of outputs and targets.
         config: Options; `local_steps` says how often workers average.
@@ -96,6 +98,7 @@ class LocalSgdEngine(Engine):
     def __init__(
         self,
         model: nn.Module,
+        plan: ResolvedPlan,
         optimizer: OptimizerFactory,
         loss: Loss,
         config: TrainConfig,
@@ -110,9 +113,11 @@ class LocalSgdEngine(Engine):
         self._steps = 0
         self._flags = [False, False]
         self._own_step: OptimizerStep | None = None
-        super().__init__(model, None, optimizer, loss, config, world if self._together else self._alone, lanes)
+        team = world if self._together else self._alone
+        super().__init__(model, plan, None, optimizer, loss, config, team, lanes)
         if not self._together:
-            replicate(model, world, agree=(sync_options(config), config.micro_batches, every))
+            agree = (sync_options(config, plan.sync, model), plan.pipeline.micro_batches, every)
+            replicate(model, world, agree=agree)
         #: Of the steps that workers take together; there is another one of this worker alone.
         self._shared = self.pipeline if self._together else None
         self._trained = [one for one in model.parameters() if one.is_floating_point()]
@@ -153,7 +158,7 @@ class LocalSgdEngine(Engine):
         """Average the parameters, and learn what all workers know of the step."""
         squares = own._value(5)
         started = time.perf_counter()
-        sent = average_tensors(self._trained, self._team, self._config.bucket_bytes)
+        sent = average_tensors(self._trained, self._team, self.plan.sync.bucket_bytes)
         message = torch.tensor(
             [own.loss * samples, samples, *self._flags, own.committed, squares],
             dtype=torch.float64,

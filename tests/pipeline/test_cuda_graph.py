@@ -412,7 +412,7 @@ class TestRefusals:
             TrainConfig(cuda_graph=True, timeline="trace.json").check()  # type: ignore[arg-type]
 
     def test_the_trainer_refuses_before_it_cuts_the_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("hybridpar.train.trainer.make_stage_plan", lambda *_, **__: pytest.fail("cut"))
+        monkeypatch.setattr("hybridpar.train.trainer.cut_model", lambda *_, **__: pytest.fail("cut"))
         with Lanes("cpu") as lanes, pytest.raises(UsageError, match="device 'cpu'"):
             Trainer(SmallNet(), config=replace(GRAPH, stages=2), world=World(), lanes=lanes, example=torch.zeros(1))
 

@@ -121,6 +121,59 @@ def test_cifar_stem_fits_resnets_only(name):
         build_model(name, 10, stem="cifar")
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "kind", "rates"),
+    [
+        ("squeezenet1_1", {"drop_rate": 0.3}, "Dropout", ("p", 0.3)),
+        ("mobilenet_v2", {"drop_rate": 0.3}, "Dropout", ("p", 0.3)),
+        ("efficientnet_b0", {"drop_path_rate": 0.32}, "StochasticDepth", ("p", 0.3)),  # of 16 blocks the last is 15/16
+        ("swin_t", {"drop_path_rate": 0.5}, "StochasticDepth", ("p", 0.5)),
+        ("resnet18", {"args": {"norm_layer": nn.InstanceNorm2d}}, "InstanceNorm2d", ("eps", 1e-5)),
+    ],
+)
+def test_arguments_reach_a_model_of_torchvision(name, options, kind, rates):
+    with torch.device("meta"):
+        model = build_model(name, 7, **options)
+    values = [getattr(one, rates[0]) for one in model.modules() if type(one).__name__ == kind]
+    assert max(values) == pytest.approx(rates[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("resnet18", {"drop_rate": 0.1}, "--drop-rate with resnet18: this model has no dropout rate"),
+        (
+            "alexnet",
+            {"drop_path_rate": 0.1},
+            "--drop-path-rate with alexnet: this model has no rate of stochastic depth",
+        ),
+        ("resnet18", {"args": {"zero": 1}}, "--model-arg zero with resnet18: this model has no argument 'zero'"),
+        ("convnext_tiny", {"args": {"zero": 1}}, "this model has no argument 'zero'"),
+        ("mobilenet_v2", {"args": {"width_mult": "a"}}, "building mobilenet_v2 with width_mult='a' failed: TypeError"),
+        ("resnet18", {"args": {"drop_rate": 0.2}, "drop_rate": 0.1}, "--drop-rate 0.1 with --model-arg drop_rate=0.2"),
+    ],
+)
+def test_arguments_that_a_model_does_not_take_are_refused(name, options, said):
+    with torch.device("meta"), pytest.raises(UsageError) as caught:
+        build_model(name, 7, **options)
+    assert said in caught.value.what
+    assert "Traceback" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "inputs"),
+    [("user_nets:needs_width", {"width": 3}, 3), ("user_nets:kwargs_without_classes", {"width": 5}, 5)],
+)
+def test_arguments_reach_a_factory_of_the_users_own(user_module, name, args, inputs):
+    assert build_model(name, 3, args=args).in_features == inputs
+
+
+def test_a_factory_says_which_arguments_it_takes(user_module):
+    with pytest.raises(UsageError, match=r"--drop-rate with user_nets:needs_width(.|\n)*It takes width") as caught:
+        build_model("user_nets:needs_width", 3, args={"width": 3}, drop_rate=0.1)
+    assert caught.value.exit_code == 2
+
+
 def test_unknown_model_names_the_near_ones():
     with pytest.raises(UsageError, match="resnet18") as caught:
         build_model("resnet19", 10)
