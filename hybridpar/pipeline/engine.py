@@ -309,7 +309,11 @@ class PipelineEngine:
         return self._executor.issue(StepRequest(self._batches(micro_batches), global_samples, None, flags=flags))
 
     def adopt(self, step: StepState) -> LateOutcome:
-        """Count a step whose work the current stream does as a whole; see `issue`."""
+        """Count a step whose work the current stream does as a whole; see `issue`.
+
+        Args:
+            step: What `issue` returned.
+        """
         return self._executor.adopt(step)
 
     def give_up(self) -> None:
@@ -378,7 +382,11 @@ class PipelineEngine:
         return {"orders": orders}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned, where it fits; what does not, or is missing, begins anew."""
+        """Restore what `state_dict` returned, where it fits; what does not, or is missing, begins anew.
+
+        Args:
+            state: Empty where nothing was saved.
+        """
         orders = state.get("orders", {})
         for index, stage in self.stages.items():
             if stage.reducer is not None:
@@ -386,7 +394,11 @@ class PipelineEngine:
                 stage.reducer.follow_trainable()
 
     def set_steps(self, steps: int) -> None:
-        """Number of the last step, on which dropout depends; for a resumed run."""
+        """Number of the last step, on which dropout depends; for a resumed run.
+
+        Args:
+            steps: From 1; 0 for none.
+        """
         self._executor.start_at(steps)
 
     def close(self) -> None:

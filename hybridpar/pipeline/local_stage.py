@@ -113,6 +113,9 @@ class LocalStage:
         """From the next step on apply gradients one step late, or as they come; between steps, on all replicas alike.
 
         Gradients that were sent are dropped where they are no longer applied late.
+
+        Args:
+            delayed: Whether they come one step late.
         """
         before = self.reducer
         if before is None or self.options.delayed == delayed:
@@ -280,7 +283,11 @@ def clip_factor(squares: Tensor, limit: float) -> Tensor | None:
 
 
 def first_bad_parameter(module: nn.Module) -> str | None:
-    """Name of the first parameter of a module, in its order, whose gradient is not finite."""
+    """Name of the first parameter of a module, in its order, whose gradient is not finite.
+
+    Args:
+        module: With gradients in `.grad`.
+    """
     for name, parameter in module.named_parameters():
         if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
             return name
