@@ -173,7 +173,7 @@ class Settings:
         session, bench = Session(), ConvBench(shape, direction, layout, self.threads)
         first = picked[0][0]
         variants = [Variant(shape, direction, layout, one) for one in (first, *(one for one, _, _ in left))]
-        building = [builder.submit(variant.request()) for variant in variants]
+        building = [builder.submit(variant.request) for variant in variants]
         reference = self._kernel(variants[0], building[0], session, bench)
         if reference is None:
             raise UsageError(f"the model's first choice for {shape.text} {direction} {layout} cannot be used: {first}")

@@ -77,6 +77,9 @@ def kernel_path(name: str, sources: Sequence[Path]) -> Path:
     Args:
         name: What they are called.
         sources: The files that define them.
+
+    Returns:
+        The file, which need not exist yet.
     """
     return kernel_paths(name, sources, [{}])[0]
 
@@ -88,6 +91,9 @@ def kernel_paths(name: str, sources: Sequence[Path], arguments: Sequence[dict[st
         name: What they are called.
         sources: The files that define them, and those that these import.
         arguments: One entry per kernel.
+
+    Returns:
+        The files, which need not exist yet.
 
     Raises:
         KernelsUnavailable: Nothing can be built on this machine.
@@ -155,10 +161,13 @@ def _built(requests: Mapping[int, Request], workers: int) -> Iterator[tuple[int,
 
 
 def parted(content: bytes) -> tuple[list[str], bytes]:
-    """The functions' names and the object file, from the content of a cache file.
+    """Split the content of a cache file.
 
     Args:
         content: Of a file.
+
+    Returns:
+        Names of the functions, and the object file.
     """
     line, _, image = content.partition(b"\n")
     return json.loads(line), image
@@ -178,12 +187,15 @@ class Session:
         self._loading = threading.Lock()
 
     def load(self, image: bytes, names: Sequence[str], keep: bool = True) -> dict[str, Function]:
-        """Functions of an object file; they release the GIL while they run.
+        """Load an object file.
 
         Args:
             image: The file.
             names: Functions in it.
             keep: Leave it loaded until the process ends; otherwise until the last of the functions is gone.
+
+        Returns:
+            Its functions by name; they release the GIL while they run.
 
         Raises:
             RuntimeError: It is no object file for this machine.

@@ -47,6 +47,9 @@ def cache_path(name: str, made_from: dict[str, Any], suffix: str) -> Path:
         name: What the file's name begins with.
         made_from: All that the content depends on, as JSON.
         suffix: What the file's name ends with.
+
+    Returns:
+        The file, which need not exist yet.
     """
     digest = hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()[:24]
     return cache_directory() / "kernels" / f"{name}-{digest}{suffix}"
@@ -58,6 +61,9 @@ def cached(path: Path, build: Callable[[Path], bytes]) -> bytes:
     Args:
         path: What `cache_path` returned.
         build: Makes the content; it is given a directory to work in, which is removed afterwards.
+
+    Returns:
+        The content.
 
     Raises:
         KernelsUnavailable: The cache cannot be used, or another process takes too long; or raised by `build`.

@@ -85,10 +85,13 @@ class Builder:
         self._closed = False
 
     def submit(self, request: Request) -> Future[Built]:
-        """Ask for something to be built; the future raises KernelsUnavailable where it could not be.
+        """Ask for something to be built.
 
         Args:
             request: What is to be built.
+
+        Returns:
+            What was built; it raises KernelsUnavailable where nothing could be.
         """
         return self._pool.submit(self._build, request)
 
@@ -97,6 +100,9 @@ class Builder:
 
         Args:
             request: What is to be built.
+
+        Returns:
+            What was built.
 
         Raises:
             KernelsUnavailable: It does not compile, the compiler crashed, or it took too long.

@@ -25,10 +25,13 @@ class CudaError(RuntimeError):
 
 @functools.cache
 def driver(path: str) -> Driver:
-    """The CUDA driver in a shared library, loaded once.
+    """Load the CUDA driver from a shared library, once.
 
     Args:
         path: Of the library.
+
+    Returns:
+        The driver.
 
     Raises:
         OSError: There is none.
@@ -78,6 +81,9 @@ class Driver:
             code: For the architecture of the device.
             index: Of the device, as torch counts.
 
+        Returns:
+            The loaded module.
+
         Raises:
             CudaError: The driver cannot.
         """
@@ -92,11 +98,14 @@ class Driver:
         return found
 
     def function(self, module: ctypes.c_void_p, name: str) -> ctypes.c_void_p:
-        """A kernel of a module whose context is current.
+        """Find a kernel in a module whose context is current.
 
         Args:
             module: Of the driver.
             name: As in the source.
+
+        Returns:
+            The driver's handle.
         """
         handle = ctypes.c_void_p()
         self.check(f"cuModuleGetFunction {name}", self._function(ctypes.byref(handle), module, name.encode()))
@@ -120,11 +129,14 @@ class CudaModule:
         self._handle = handle
 
     def function(self, name: str, parameters: str) -> CudaFunction:
-        """A kernel.
+        """Find a kernel in the module.
 
         Args:
             name: As in the source.
             parameters: As in `hybridpar.codegen.nvrtc.load_cuda_kernels`.
+
+        Returns:
+            The kernel.
 
         Raises:
             CudaError: It has no such kernel.
@@ -189,5 +201,8 @@ def current_stream(index: int) -> int:
 
     Args:
         index: Of the device, by torch's number.
+
+    Returns:
+        The driver's handle.
     """
     return int(torch.cuda.current_stream(index).cuda_stream)

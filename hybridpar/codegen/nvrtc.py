@@ -72,13 +72,16 @@ def load_cuda_kernels(
 
 
 def cubin(name: str, text: bytes, architecture: str, options: Sequence[str] = OPTIONS) -> bytes:
-    """Machine code of a source, from the cache if it is there.
+    """Compile a source, or take its machine code from the cache.
 
     Args:
         name: What it is called in the cache.
         text: CUDA C.
         architecture: As in `sm_90`.
         options: For the compiler.
+
+    Returns:
+        The machine code.
 
     Raises:
         KernelsUnavailable: There is no compiler, or it reports an error, or the cache cannot be used.
@@ -95,10 +98,13 @@ Compile = Callable[[bytes, str, Path], tuple[bytes, str]]
 
 
 def compiler(options: Sequence[str] = OPTIONS) -> tuple[str, Compile]:
-    """Name and version of the compiler of this machine, and how it is called.
+    """Find the compiler of this machine.
 
     Args:
         options: For the compiler.
+
+    Returns:
+        Its name and version, and how to call it.
 
     Raises:
         KernelsUnavailable: There is none.

@@ -61,6 +61,9 @@ def wavefronts(addresses: Iterable[int], width: int) -> int:
     Args:
         addresses: In bytes, of each lane, multiples of `width`.
         width: Bytes of each lane.
+
+    Returns:
+        Number of accesses.
     """
     places = list(addresses)
     together = WARP * _WORD // max(width, _WORD)
@@ -77,11 +80,14 @@ def wavefronts(addresses: Iterable[int], width: int) -> int:
 
 
 def lane_addresses(tile: Tile, warp: int = 0) -> list[int]:
-    """Where each lane of a warp reads from shared memory first, in bytes from the input's tile.
+    """Where each lane of a warp reads from shared memory first.
 
     Args:
         tile: Of the candidate.
         warp: Number of the warp in its block.
+
+    Returns:
+        Bytes from the start of the input's tile, of each lane.
     """
     own = tile.parameters
     sizes = {"c": own["threads_c"], "x": own["threads_x"], "y": own["threads_y"]}
@@ -97,10 +103,13 @@ def lane_addresses(tile: Tile, warp: int = 0) -> list[int]:
 
 
 def bank_conflicts(tile: Tile) -> float:
-    """Accesses of shared memory for one of a warp, relative to those that it takes at least.
+    """How often shared memory is accessed for one access of a warp, relative to an access without conflicts.
 
     Args:
         tile: Of the candidate.
+
+    Returns:
+        1 without conflicts, else more.
     """
     width = tile.vector * ITEM[tile.dtype]
     return _wavefronts(tuple(lane_addresses(tile)), width) / max(1, WARP * width // (_BANKS * _WORD))
@@ -110,11 +119,14 @@ _wavefronts = functools.lru_cache(4096)(wavefronts)
 
 
 def resident_blocks(tile: Tile, gpu: Gpu) -> int:
-    """Blocks that an SM holds at a time; 0 where it cannot hold one.
+    """How many blocks an SM holds at a time.
 
     Args:
         tile: Of the candidate.
         gpu: That it runs on.
+
+    Returns:
+        Number of blocks; 0 where it cannot hold one.
     """
     per_warp = -(-registers(tile) * WARP // 256) * 256  # registers are given out by 256 to a warp
     limits = (
@@ -129,7 +141,7 @@ def resident_blocks(tile: Tile, gpu: Gpu) -> int:
 def estimate(
     shape: ConvShape, direction: Direction, layout: Layout, dtype: str, parameters: Mapping[str, int], gpu: Gpu
 ) -> CudaCost:
-    """What a candidate costs.
+    """Predict what a candidate costs.
 
     Args:
         shape: The convolution.
@@ -138,6 +150,9 @@ def estimate(
         dtype: Of all tensors.
         parameters: Of the candidate.
         gpu: That it runs on.
+
+    Returns:
+        The cost; its time is infinite where an SM cannot hold a block.
     """
     tile = Tile(shape, direction, layout, dtype, parameters)
     blocks = tile.grid[0] * tile.grid[1] * tile.grid[2]

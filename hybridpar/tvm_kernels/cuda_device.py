@@ -52,11 +52,14 @@ class Gpu:
         return self.multiply_adds / (128 * self.processors)
 
     def floor_ms(self, multiply_adds: int, size: int) -> float:
-        """What neither arithmetic nor memory can beat.
+        """The time that neither arithmetic nor memory can beat.
 
         Args:
             multiply_adds: Of a call.
             size: Bytes that it touches.
+
+        Returns:
+            Milliseconds.
         """
         return 1e3 * max(multiply_adds / self.multiply_adds, size / self.bandwidth)
 
@@ -76,15 +79,21 @@ def is_gpu(fingerprint: str) -> bool:
 
     Args:
         fingerprint: Of a record's device.
+
+    Returns:
+        Whether it is.
     """
     return _FINGERPRINT.fullmatch(fingerprint) is not None
 
 
 def gpu_of(fingerprint: str) -> Gpu:
-    """The GPU of a record's device: one of `KNOWN`, else the current one.
+    """The GPU of a record's device.
 
     Args:
         fingerprint: Of a record's device.
+
+    Returns:
+        One of `KNOWN`, else the current GPU.
     """
     known = next((one for one in KNOWN.values() if one.fingerprint == fingerprint), None)
     return known or gpu_at(torch.cuda.current_device())
@@ -92,10 +101,13 @@ def gpu_of(fingerprint: str) -> Gpu:
 
 @functools.cache
 def gpu_at(index: int) -> Gpu:
-    """A GPU of this machine, by torch's number.
+    """Figures of a GPU of this machine.
 
     Args:
         index: Of the GPU, by torch's number.
+
+    Returns:
+        Those of `KNOWN` where it is one of these, else what torch says; the A100's for what torch does not say.
     """
     found = torch.cuda.get_device_properties(index)
     architecture = f"sm_{found.major}{found.minor}"

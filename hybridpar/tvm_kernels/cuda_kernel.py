@@ -119,11 +119,14 @@ class Compiled:
 
 
 def compile_source(text: str, architecture: str) -> Compiled:
-    """Machine code, by the compiler and not from the cache.
+    """Compile a source without looking into the cache.
 
     Args:
         text: CUDA C.
         architecture: As in `sm_90`.
+
+    Returns:
+        The machine code, and what the compiler says of its registers.
 
     Raises:
         KernelsUnavailable: There is no compiler, or it reports an error.
@@ -153,7 +156,14 @@ class CudaKernel:
         self._loading = threading.Lock()
 
     def takes(self, *tensors: Tensor) -> bool:
-        """Whether the addresses are aligned as they must be."""
+        """Whether the addresses are aligned as they must be.
+
+        Args:
+            tensors: Operands and result.
+
+        Returns:
+            Whether all addresses are multiples of `align`.
+        """
         return all(tensor.data_ptr() % self.align == 0 for tensor in tensors)
 
     def prepare(self, index: int) -> None:
@@ -227,12 +237,15 @@ class CudaKernel:
 
 
 def load_cubin(variant: CudaVariant, code: bytes, index: int) -> CudaKernel:
-    """A variant, loaded on a device.
+    """Load a variant's machine code on a device.
 
     Args:
         variant: What was compiled.
         code: For the device's architecture.
         index: Of the device, by torch's number.
+
+    Returns:
+        The kernel.
 
     Raises:
         KernelsUnavailable: There is no driver, or it refuses the code.

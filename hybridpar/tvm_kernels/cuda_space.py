@@ -42,12 +42,15 @@ _MOST_ELEMENTS = 1 << 31
 
 
 def outside(shape: ConvShape, direction: Direction, dtype: str) -> str | None:
-    """Why there are no kernels for a convolution, or None.
+    """Why there are no kernels for a convolution.
 
     Args:
         shape: The convolution.
         direction: Which of its three directions.
         dtype: Of all tensors.
+
+    Returns:
+        A reason in words; None where there are kernels.
     """
     if dtype not in ITEM:
         return f"there are no kernels for {dtype}"
@@ -60,10 +63,13 @@ def outside(shape: ConvShape, direction: Direction, dtype: str) -> str | None:
 
 
 def registers(tile: Tile) -> int:
-    """Registers that a thread is estimated to need.
+    """Estimate the registers of a thread.
 
     Args:
         tile: Of the candidate.
+
+    Returns:
+        Number of 32-bit registers.
     """
     down, across, vector = tile.vertical, tile.horizontal, tile.vector
     row = across.used
@@ -75,10 +81,13 @@ def registers(tile: Tile) -> int:
 
 
 def written_out(tile: Tile) -> int:
-    """Multiply-adds without a loop.
+    """Count the multiply-adds of a thread that are not in a loop.
 
     Args:
         tile: Of the candidate.
+
+    Returns:
+        Their number.
     """
     rows = tile.vertical.register * tile.parameters["tap_rows"] if tile.weight else tile.vertical.uses
     return rows * tile.horizontal.uses * tile.vector
@@ -87,7 +96,7 @@ def written_out(tile: Tile) -> int:
 def reject(
     shape: ConvShape, direction: Direction, layout: Layout, dtype: str, parameters: Mapping[str, int]
 ) -> str | None:
-    """Why parameters make no kernel, or None; nothing else may be compiled.
+    """Why parameters make no kernel; nothing else may be compiled.
 
     Args:
         shape: The convolution.
@@ -95,6 +104,9 @@ def reject(
         layout: Of the images.
         dtype: Of all tensors.
         parameters: By name.
+
+    Returns:
+        A reason in words; None where they make a kernel.
     """
     reason = outside(shape, direction, dtype)
     if reason is not None:
@@ -150,7 +162,7 @@ def _reject_numbers(
 def candidates(
     shape: ConvShape, direction: Direction, layout: Layout, dtype: str, gpu: Gpu
 ) -> Iterator[dict[str, int]]:
-    """Parameters worth a thought: those that fit into registers and shared memory and keep a GPU busy.
+    """Parameters that fit into registers and shared memory and keep a GPU busy.
 
     Args:
         shape: The convolution.
@@ -158,6 +170,9 @@ def candidates(
         layout: Of the images.
         dtype: Of all tensors.
         gpu: That it is for.
+
+    Yields:
+        Parameters by name.
     """
     if outside(shape, direction, dtype) is not None:
         return

@@ -71,13 +71,10 @@ class Variant:
         told = {"shape": self.shape.text, "direction": str(self.direction)}
         return {**told, "parameters": dict(sorted(self.parameters.items()))}
 
-    def request(self, text: str = "") -> Request:
-        """What builds it; see `Request` for the text.
-
-        Args:
-            text: As `Request.text`.
-        """
-        return Request((self.source,), self.arguments, text)
+    @property
+    def request(self) -> Request:
+        """What compiles it."""
+        return Request((self.source,), self.arguments)
 
     @property
     def path(self) -> Path:
@@ -91,7 +88,7 @@ class Variant:
     @property
     def phases(self) -> tuple[tuple[str, int], ...]:
         """Functions in the order in which they run, and how far each counts."""
-        return self.family.phases(self.shape, self.direction, self.parameters)
+        return self.family.work(self.shape, self.direction, self.parameters)[0]
 
     @property
     def align_out(self) -> int:
@@ -101,7 +98,7 @@ class Variant:
     @property
     def scratch_bytes(self) -> int:
         """Memory for all threads together that a call needs; its content is of no matter before and after."""
-        return _FLOAT * self.family.scratch(self.shape, self.direction, self.parameters)
+        return _FLOAT * self.family.work(self.shape, self.direction, self.parameters)[1]
 
 
 class MomentsVariant(Variant):
@@ -140,7 +137,14 @@ class TunedKernel:
     align_out: int = 4
 
     def takes(self, *tensors: Tensor) -> bool:
-        """Whether the addresses are aligned as they must be."""
+        """Whether the addresses are aligned as they must be.
+
+        Args:
+            tensors: Operands.
+
+        Returns:
+            Whether all addresses are multiples of `align`.
+        """
         for tensor in tensors:  # noqa: SIM110 - a generator costs more than all the rest
             if tensor.data_ptr() % self.align:
                 return False
@@ -208,6 +212,9 @@ def load_image(
         image: The object file.
         into: A session of the caller's, whose machine code goes with the last kernel; None keeps it for ever.
         threads: On how many threads it runs.
+
+    Returns:
+        The kernel.
 
     Raises:
         RuntimeError: It is no object file for this machine.

@@ -57,12 +57,15 @@ class NormLayer:
 
 
 def is_depthwise(module: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether a module is a convolution with one filter per channel that the op can take the place of.
+    """Whether a module is a convolution with one filter per channel that the operation can replace.
 
-    Subclasses have a forward of their own, and so have parametrised and lazy layers: none of these is touched.
+    Subclasses, parametrised and lazy layers have a forward of their own and are left as they are.
 
     Args:
         module: Of a model.
+
+    Returns:
+        Whether it is.
     """
     return (
         (type(module) is nn.Conv2d or getattr(type(module), "fx_leaf", False) is True)
@@ -84,6 +87,9 @@ def number_padding(module: nn.Conv2d) -> tuple[int, int]:
 
     Args:
         module: Of a model.
+
+    Returns:
+        Zeros on each side, of rows and columns.
     """
     padding: Any = module.padding
     if padding == "valid":
@@ -107,6 +113,9 @@ def depthwise_layers(
         layout: Of its input.
         dtype: Of its input.
 
+    Returns:
+        Layers in the order in which they run.
+
     Raises:
         UsageError: The model does not run on such an input.
     """
@@ -129,6 +138,9 @@ def tunable_layers(
         layout: Of its input.
         dtype: Of its input.
         norms: Whether to look for norms.
+
+    Returns:
+        Convolutions and norms, in the order in which they run.
 
     Raises:
         UsageError: The model does not run on such an input.
@@ -225,11 +237,14 @@ def _fronts(model: nn.Module) -> dict[str, str]:
 def conv_norm_shapes(
     convolutions: Sequence[DepthwiseLayer], norms: Sequence[NormLayer]
 ) -> list[tuple[DepthwiseLayer, ConvNormShape]]:
-    """The convolutions that could leave their moments to the norms behind them.
+    """Find the convolutions that could compute the moments for the norms behind them.
 
     Args:
         convolutions: Of a training step, as `tunable_layers` finds them.
         norms: Of the same step.
+
+    Returns:
+        Convolutions, each with the shape of convolution and norm.
     """
     acts = {norm.convolution: norm.shape.act for norm in norms if norm.layout is Layout.CHANNELS_LAST}
     return [

@@ -13,6 +13,7 @@ import torch
 
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.compile_pool import Builder, Request
+from hybridpar.tvm_kernels.device import cpu_features
 from hybridpar.tvm_kernels.measure import torch_threads
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -53,30 +54,39 @@ class Speed:
     copies: tuple[tuple[int, float], ...]
 
     def bandwidth(self, size: int) -> float:
-        """Bytes a second where so many are touched.
+        """The speed of memory for operands of a size.
 
         Args:
             size: Bytes.
+
+        Returns:
+            Bytes a second.
         """
         return copy_speed(self.copies, size)
 
     def floor_ms(self, multiply_adds: int, size: int, threads: int = 1) -> float:
-        """What neither arithmetic on so many threads nor memory, taken as one thread's per thread, can beat.
+        """The time that neither arithmetic nor memory can beat. Memory counts as one thread's speed times the threads.
 
         Args:
             multiply_adds: Of a call.
             size: Bytes.
             threads: That share the work.
+
+        Returns:
+            Milliseconds.
         """
         return 1e3 * max(multiply_adds / self.multiply_adds, size / self.bandwidth(size)) / threads
 
 
 def copy_speed(copies: Sequence[tuple[int, float]], size: int) -> float:
-    """Bytes a second where so many are touched, of `Speed.copies`.
+    """Look up the speed of copies of a size.
 
     Args:
         copies: As `Speed.copies`.
         size: Bytes.
+
+    Returns:
+        Bytes a second.
     """
     return next((rate for most, rate in copies if size <= most), copies[-1][1])
 
@@ -84,7 +94,7 @@ def copy_speed(copies: Sequence[tuple[int, float]], size: int) -> float:
 @functools.cache
 def this_machine() -> Machine:
     """The CPU that this process runs on."""
-    flags = _flags()
+    flags = cpu_features()
     if platform.machine() in ("aarch64", "arm64"):
         lanes, registers = 4, 32
     elif "avx512f" in flags:
@@ -94,14 +104,6 @@ def this_machine() -> Machine:
     sizes = {level: size for level, size in map(_cache, _CACHES.glob("index*")) if size}
     known = {f"level{level}": size for level, size in sizes.items() if level in (1, 2, 3)}
     return Machine(lanes, registers, **known)
-
-
-def _flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return set()
-    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
 
 
 def _cache(directory: Path) -> tuple[int, int]:
@@ -122,6 +124,9 @@ def measure_speed(builder: Builder, machine: Machine | None = None) -> Speed:
     Args:
         builder: Builds the loop.
         machine: The CPU; this one where None.
+
+    Returns:
+        The speed of one thread.
 
     Raises:
         KernelsUnavailable: The loop cannot be built.

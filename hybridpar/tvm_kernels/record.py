@@ -29,25 +29,31 @@ _MOST_ERROR = 1e-2
 
 
 def most_error(direction: str, dtype: str = "float32", stock_error: float | None = None) -> float:
-    """Largest difference from float64, relative to the largest value, that a kernel may have.
+    """The largest error that a kernel may have.
 
     Args:
         direction: What is computed, as `Operation.limits` has it.
         dtype: Of all tensors.
         stock_error: PyTorch's difference on the same data; None where it is not known.
+
+    Returns:
+        Largest difference from float64, relative to the largest value.
     """
     limit = next(one.limits[direction] for one in operations().values() if direction in one.limits)
     return min(_MOST_ERROR, max(limit + _ROUNDING[dtype], _TIMES_STOCK * (stock_error or 0.0)))
 
 
 def is_right(error: float | None, direction: str, dtype: str = "float32", stock_error: float | None = None) -> bool:
-    """Whether a kernel may be used, by its error; not where that is NaN, or was never measured.
+    """Whether a kernel's result is precise enough to be used.
 
     Args:
         error: Largest difference from float64, relative to the largest value.
         direction: What is computed, as `Operation.limits` has it.
         dtype: Of all tensors.
         stock_error: PyTorch's difference on the same data; None where it is not known.
+
+    Returns:
+        Whether it is; False for NaN, and where the error was never measured.
     """
     return error is not None and error <= most_error(direction, dtype, stock_error)
 
@@ -134,11 +140,14 @@ class Record(BaseModel):
 
 
 def shape_text(kind: Any, text: str) -> str:
-    """A shape's text as that class of shapes writes it.
+    """A shape's text in the form in which its class writes it.
 
     Args:
         kind: Class of shapes.
         text: What to read.
+
+    Returns:
+        The text.
 
     Raises:
         ValueError: It is no such shape.
@@ -186,6 +195,9 @@ def why_unused(record: Record) -> str:
 
     Args:
         record: One that `Database.best` leaves out.
+
+    Returns:
+        A reason in words.
     """
     if record.current:
         return f"{record.doubt}; tune again"

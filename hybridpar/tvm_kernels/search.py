@@ -83,10 +83,13 @@ class SearchReport:
     unsteady: int = 0
 
     def plus(self, other: SearchReport) -> SearchReport:
-        """Of both together.
+        """Add another report.
 
         Args:
             other: Of other keys.
+
+        Returns:
+            The report of both.
         """
         return SearchReport(
             *(a + b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
@@ -299,12 +302,15 @@ def _known(database: Database, key: KernelKey) -> list[dict[str, int]]:
 def weigh(
     counts: Mapping[KernelKey, int], seconds: float, measure: Callable[[KernelKey], float] | None = None
 ) -> dict[KernelKey, float]:
-    """How long keys take in a step, the largest first; milliseconds where torch was timed.
+    """Estimate how long keys take in a step.
 
     Args:
         counts: Keys of one operation, and how often each runs in a step.
         seconds: For timing; what is left then is predicted.
         measure: Milliseconds of one call of torch; None to predict all of them. On a GPU nothing is timed.
+
+    Returns:
+        By key, the largest first; milliseconds where torch was timed, else in the unit of the operation's `weight`.
     """
     end = time.monotonic() + seconds
     floors = {key: operation_of(key).weight(key) for key in counts}
@@ -324,10 +330,13 @@ def weigh(
 
 
 def torch_ms(key: KernelKey) -> float:
-    """What one call of torch takes, in the layout of the key; the shorter of two after a first one.
+    """Time one call of torch in the layout of the key.
 
     Args:
         key: What is computed, and where.
+
+    Returns:
+        Milliseconds, the shorter of two calls after a first one.
     """
     with torch_threads(key.threads):
         call = operation_of(key).bench(key, 0, ()).instead

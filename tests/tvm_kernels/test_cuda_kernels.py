@@ -159,7 +159,7 @@ def test_the_op_runs_them_through_the_launcher(
     """Forward and weight gradient are of one shape; as tensors of the CPU stand for those of a GPU."""
     found_for: dict[Direction, None] = {}
 
-    def find(direction: Direction, image: torch.Tensor, *rest: Any) -> CudaKernel | None:
+    def find(device: torch.device, dtype: torch.dtype, direction: Direction, *rest: Any) -> CudaKernel | None:
         found = [one for one in kernels if (one.variant.direction, *rest[-1:]) == (direction, one.variant.layout)]
         found = [one for one in found if (one.variant.shape.text, one.variant.dtype) == (ONE, "float32")]
         if not found:
@@ -168,7 +168,7 @@ def test_the_op_runs_them_through_the_launcher(
         return found[0]
 
     for module in (op, call_plan):
-        monkeypatch.setattr(module, "kernel_of", find)
+        monkeypatch.setattr(module, "kernel_for", find)
     monkeypatch.setattr(choice, "_active", Choices(Database()))
     shape = ConvShape.parse(ONE)
     draw = torch.Generator().manual_seed(3)

@@ -177,18 +177,18 @@ def test_the_op_finds_what_was_measured_on_such_a_gpu_with_the_dtype(monkeypatch
     made = StandIn()
     records = [gpu_record(), gpu_record(Direction.WEIGHT_GRADIENT, device=KNOWN["h200"].fingerprint)]
     monkeypatch.setattr(choice, "_active", Choices(Database("a test's", records), made))
-    assert kernel_for(Direction.FORWARD, *REST, on=(GPU, torch.bfloat16)) is not None
-    assert kernel_for(Direction.FORWARD, *REST, on=(GPU, torch.float32)) is None
-    assert kernel_for(Direction.FORWARD, *REST, on=(GPU, torch.float64)) is None
-    assert kernel_for(Direction.WEIGHT_GRADIENT, *REST, on=(GPU, torch.bfloat16)) is None, "another GPU's"
-    assert kernel_for(Direction.FORWARD, *REST) is None, "the CPU has none"
+    assert kernel_for(GPU, torch.bfloat16, Direction.FORWARD, *REST) is not None
+    assert kernel_for(GPU, torch.float32, Direction.FORWARD, *REST) is None
+    assert kernel_for(GPU, torch.float64, Direction.FORWARD, *REST) is None
+    assert kernel_for(GPU, torch.bfloat16, Direction.WEIGHT_GRADIENT, *REST) is None, "another GPU's"
+    assert kernel_for(torch.device("cpu"), torch.float32, Direction.FORWARD, *REST) is None, "the CPU has none"
 
 
 @pytest.mark.usefixtures("hopper")
 def test_strict_is_about_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRIDPAR_KERNELS", "strict")
     monkeypatch.setattr(choice, "_active", Choices(Database("a test's", []), StandIn()))
-    assert kernel_for(Direction.FORWARD, *REST, on=(GPU, torch.bfloat16)) is None
+    assert kernel_for(GPU, torch.bfloat16, Direction.FORWARD, *REST) is None
 
 
 def test_records_become_kernels_only_within_the_space(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ def test_a_user_who_stops_keeps_what_there_is(builder: Builder) -> None:
     with pytest.raises(TuningStopped) as stopped:
         tune(FORWARD, 600.0, builder=builder, speed=SPEED, on_progress=stop)
     assert len(stopped.value.results) == 1
-    assert builder.build(Variant(SHAPE, Direction.FORWARD, LAST, stopped.value.results[0].parameters).request()).image
+    assert builder.build(Variant(SHAPE, Direction.FORWARD, LAST, stopped.value.results[0].parameters).request).image
 
 
 def test_a_wrong_kernel_is_never_timed(builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +163,7 @@ def test_the_op_runs_kernels_on_contiguous_images(builder: Builder) -> None:
         made = []
         for record in records:
             variant = Variant(record.key.shape, record.direction, record.layout, record.parameters)
-            built = builder.build(variant.request())
+            built = builder.build(variant.request)
             made.append(load_image(variant, built.names, built.image))
         return made
 

@@ -59,6 +59,9 @@ def norm_key(
         device: Fingerprint of the device.
         layout: Of activations.
         dtype: Of all tensors.
+
+    Returns:
+        The key.
     """
     return KernelKey(NORM_OP, shape, layout, threads, device, dtype, NORM_OP)
 
@@ -100,7 +103,11 @@ class NormBench(Bench):
         self._running = torch.zeros(shape.channels), torch.ones(shape.channels)
 
     def run(self, kernel: Any) -> None:
-        """Forward and backward by the kernels."""
+        """Forward and backward by the kernels.
+
+        Args:
+            kernel: As `fused_batch_norm_act`.
+        """
         x, gradient = self._next()
         y = kernel(x, self._weight, self._bias, *self._running, True, 0.1, EPS, self.shape.act)
         torch.autograd.grad(y, (x, self._weight, self._bias), gradient)
@@ -162,42 +169,110 @@ class BatchNormAct(Operation):
     share = 0.25
 
     def without_kernels(self, key: KernelKey) -> str:
-        """Why there are no kernels for a key."""
+        """Why there are no kernels for a key.
+
+        Args:
+            key: What is to be computed, and where.
+
+        Returns:
+            A reason in words; empty where there are kernels.
+        """
         for own, only in ((key.layout, Layout.CHANNELS_LAST), (key.dtype, "float32")):
             if own != only:
                 return f"there are kernels for {only} alone"
         return ""
 
     def reject(self, key: KernelKey, parameters: Parameters) -> str | None:
-        """Why parameters make no kernel: there are none."""
+        """Why parameters make no kernel: there are none.
+
+        Args:
+            key: What is to be computed, and where.
+            parameters: Parameters of a candidate.
+
+        Returns:
+            A reason in words; None where they make a kernel.
+        """
         return self.without_kernels(key) or ("a norm has no parameters" if parameters else None)
 
     def space(self, key: KernelKey, parts: Sequence[Parameters]) -> list[tuple[dict[str, int], float]]:
-        """The one candidate."""
+        """The one candidate.
+
+        Args:
+            key: What is to be computed, and where.
+            parts: Parameters of the kernels that the operation's `parts` run on.
+
+        Returns:
+            Parameters of each candidate and its predicted cost.
+        """
         return [] if self.without_kernels(key) else [({}, 0.0)]
 
     def load(
         self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
     ) -> Any:
-        """What computes it."""
+        """What computes it.
+
+        Args:
+            key: What is to be computed, and where.
+            parameters: Parameters of a candidate.
+            names: Functions in the image.
+            image: What the compiler returned.
+            session: Where a search loads machine code; None to keep it loaded.
+
+        Returns:
+            The kernel.
+
+        Raises:
+            KernelsUnavailable: It cannot be loaded.
+        """
         if not norm_kernels.table():
             raise KernelsUnavailable("see the log for why; HYBRIDPAR_KERNELS must not be off")
         return fused_batch_norm_act
 
     def bench(self, key: KernelKey, seed: int, parts: Sequence[Any]) -> NormBench:
-        """Random images and gradients."""
+        """Random images and gradients.
+
+        Args:
+            key: What is to be computed, and where.
+            seed: Seed of the data.
+            parts: Kernels that the operation's `parts` run on.
+
+        Returns:
+            The bench.
+        """
         return NormBench(key.shape, key.threads, seed)
 
     def measure_speed(self, builder: Builder) -> Any:
-        """The speed of copies."""
+        """The speed of copies.
+
+        Args:
+            builder: Compiles what is timed.
+
+        Returns:
+            What `floor_ms` takes.
+        """
         return measure_copies()
 
     def floor_ms(self, key: KernelKey, speed: Any) -> float | None:
-        """Time of the least passes over memory."""
+        """Time of the least passes over memory.
+
+        Args:
+            key: What is to be computed, and where.
+            speed: What `measure_speed` returned.
+
+        Returns:
+            Milliseconds.
+        """
         return norm_floor_ms(key.shape, speed, key.threads)
 
     def weight(self, key: KernelKey) -> float:
-        """Bytes of its input."""
+        """Bytes of its input.
+
+        Args:
+            key: What is to be computed, and where.
+
+        Returns:
+            A number to compare with those of other keys of the operation.
+        """
         return float(key.shape.bytes)
 
 
@@ -211,6 +286,9 @@ def norm_floor_ms(shape: NormShape, copies: Sequence[tuple[int, float]], threads
         shape: Of the norm.
         copies: Speed of copies by bytes touched, as `machine.measure_copies` gives it: what is small stays in a cache.
         threads: That share the work.
+
+    Returns:
+        Milliseconds of forward and backward together.
     """
     forward = 3 * shape.bytes / copy_speed(copies, 2 * shape.bytes)
     backward = 5 * shape.bytes / copy_speed(copies, 3 * shape.bytes)

@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from itertools import count
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -20,7 +19,6 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from hybridpar.codegen.build import Session
-from hybridpar.codegen.compile_pool import Request
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.families import reject
@@ -44,6 +42,9 @@ def conv_norm_key(shape: ConvNormShape, threads: int, device: str) -> KernelKey:
         shape: Convolution and activation.
         threads: Threads that compute it.
         device: Fingerprint of the device.
+
+    Returns:
+        The key.
     """
     return KernelKey(CONV_NORM_OP, shape, Layout.CHANNELS_LAST, threads, device, op=CONV_NORM_OP)
 
@@ -101,12 +102,26 @@ class ConvNormBench(Bench):
         return self._normed(self.convolved(self.alone)[0], None)
 
     def run(self, kernel: TunedKernel) -> Tensor:
-        """With a convolution that leaves its moments."""
+        """Forward of both, with a convolution that leaves the moments of its result.
+
+        Args:
+            kernel: Computes the convolution and its moments.
+
+        Returns:
+            The norm's result, (N, C, OH, OW).
+        """
         y, scratch = self.convolved(kernel)
         return self._normed(y, moments_in(scratch, y.shape[1]))
 
     def convolved(self, kernel: TunedKernel) -> tuple[Tensor, Tensor | None]:
-        """The convolution's result and what it left in its scratch."""
+        """Run a convolution on the next image.
+
+        Args:
+            kernel: Computes the convolution.
+
+        Returns:
+            Its result, (N, C, OH, OW), and its scratch memory; None where it has none.
+        """
         y = torch.empty_like(self._like)
         x = self._inputs[next(self._turn) % len(self._inputs)]
         return y, kernel.run(x, self._weight, None, y)
@@ -116,7 +131,14 @@ class ConvNormBench(Bench):
         return norm_kernels.forward(*given, moments)[0]
 
     def errors(self, kernel: TunedKernel) -> tuple[float, float]:
-        """Errors of the kernel's moments and of torch's, see `moments_error`; infinite where its result is wrong."""
+        """Errors of the moments, as `moments_error` defines them.
+
+        Args:
+            kernel: Computes the convolution and its moments.
+
+        Returns:
+            That of the kernel, infinite where the convolution itself is wrong, and that of torch.
+        """
         error, stock_error = self._check.errors(kernel)
         if not is_right(error, Direction.FORWARD, "float32", stock_error):
             return math.inf, 0.0
@@ -136,6 +158,9 @@ def moments_error(y: Tensor, moments: Tensor) -> float:
     Args:
         y: (N, C, H, W).
         moments: (2, C), of y.
+
+    Returns:
+        The error, without a unit.
     """
     variance, mean = torch.var_mean(y.double(), (0, 2, 3), correction=0)
     variance = variance.clamp(min=1e-30)
@@ -162,42 +187,95 @@ class DepthwiseBatchNormAct(Operation):
     share = 0.1
 
     def parts(self, key: KernelKey) -> tuple[KernelKey, ...]:
-        """The convolution and the norm."""
+        """The convolution and the norm.
+
+        Args:
+            key: What is to be computed, and where.
+
+        Returns:
+            Keys of the operations that this one is made of.
+        """
         where = key.threads, key.device
         alone = KernelKey(Direction.FORWARD, key.shape.convolution, Layout.CHANNELS_LAST, *where)
         return alone, norm_key(key.shape.norm, *where)
 
     def reject(self, key: KernelKey, parameters: Parameters) -> str | None:
-        """Why parameters make no kernel, or None."""
+        """Why parameters make no kernel, or None.
+
+        Args:
+            key: What is to be computed, and where.
+            parameters: Parameters of a candidate.
+
+        Returns:
+            A reason in words; None where they make a kernel.
+        """
         return reject(key.shape.convolution, Direction.FORWARD, Layout.CHANNELS_LAST, parameters)
 
     def space(self, key: KernelKey, parts: Sequence[Parameters]) -> list[tuple[dict[str, int], float]]:
-        """The convolution's own kernel, with results written to the caches and past them."""
+        """The convolution's own kernel, with results written to the caches and past them.
+
+        Args:
+            key: What is to be computed, and where.
+            parts: Parameters of the kernels that the operation's `parts` run on.
+
+        Returns:
+            Parameters of each candidate and its predicted cost.
+        """
         both = [({**parts[0], "stream": stream}, float(stream)) for stream in (0, 1)]
         return [(one, cost) for one, cost in both if self.reject(key, one) is None]
 
-    def request(self, key: KernelKey, parameters: Parameters) -> Request | None:
-        """What compiles a candidate."""
-        return _variant(key, parameters).request()
+    def variant(self, key: KernelKey, parameters: Parameters) -> MomentsVariant:
+        """A candidate as something to compile.
 
-    def path(self, key: KernelKey, parameters: Parameters) -> Path:
-        """The cache file of its object file."""
-        return _variant(key, parameters).path
+        Args:
+            key: What is to be computed, and where.
+            parameters: Parameters of a candidate.
+
+        Returns:
+            It has the properties `request` and `path`.
+        """
+        return MomentsVariant(key.shape.convolution, Direction.FORWARD, Layout.CHANNELS_LAST, parameters)
 
     def load(
         self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
     ) -> Any:
-        """A `TunedKernel`."""
-        return load_image(_variant(key, parameters), names, image, session, key.threads)
+        """A `TunedKernel`.
+
+        Args:
+            key: What is to be computed, and where.
+            parameters: Parameters of a candidate.
+            names: Functions in the image.
+            image: What the compiler returned.
+            session: Where a search loads machine code; None to keep it loaded.
+
+        Returns:
+            The kernel.
+
+        Raises:
+            KernelsUnavailable: It cannot be loaded.
+        """
+        return load_image(self.variant(key, parameters), names, image, session, key.threads)
 
     def bench(self, key: KernelKey, seed: int, parts: Sequence[Any]) -> ConvNormBench:
-        """Random images and weights, and the convolution's own kernel."""
+        """Random images and weights, and the convolution's own kernel.
+
+        Args:
+            key: What is to be computed, and where.
+            seed: Seed of the data.
+            parts: Kernels that the operation's `parts` run on.
+
+        Returns:
+            The bench.
+        """
         return ConvNormBench(key.shape, parts[0], seed)
 
     def weight(self, key: KernelKey) -> float:
-        """Bytes of the norm's input."""
+        """Bytes of the norm's input.
+
+        Args:
+            key: What is to be computed, and where.
+
+        Returns:
+            A number to compare with those of other keys of the operation.
+        """
         return float(key.shape.norm.bytes)
-
-
-def _variant(key: KernelKey, parameters: Parameters) -> MomentsVariant:
-    return MomentsVariant(key.shape.convolution, Direction.FORWARD, Layout.CHANNELS_LAST, parameters)

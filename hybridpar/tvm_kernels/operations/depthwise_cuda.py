@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.codegen.compile_pool import Builder, Request
+from hybridpar.codegen.compile_pool import Builder
 from hybridpar.codegen.cuda_driver import driver
 from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, cubin
 from hybridpar.tvm_kernels import cuda_kernel
@@ -40,28 +39,62 @@ class DepthwiseCuda(Operation):
     pace = Pace(liked=8, glance=0.05, longest=0.5, reserved=0.15, pairs=9, benches=1)
 
     def reject(self, key: KernelKey, parameters: Parameters) -> str | None:
-        """Why parameters make no kernel, or None."""
+        """Why parameters make no kernel, or None.
+
+        Args:
+            key: What is to be computed, and where.
+            parameters: Parameters of a candidate.
+
+        Returns:
+            A reason in words; None where they make a kernel.
+        """
         return reject(key.shape, Direction(key.direction), key.layout, key.dtype, parameters)
 
     def space(self, key: KernelKey, parts: Sequence[Parameters]) -> list[tuple[dict[str, int], float]]:
-        """Candidates that an SM can hold, each with its seconds."""
+        """Candidates that an SM can hold, each with its seconds.
+
+        Args:
+            key: What is to be computed, and where.
+            parts: Parameters of the kernels that the operation's `parts` run on.
+
+        Returns:
+            Parameters of each candidate and its predicted cost.
+        """
         what, gpu = (key.shape, Direction(key.direction), key.layout, key.dtype), gpu_of(key.device)
         found = [(one, estimate(*what, one, gpu).seconds) for one in candidates(*what, gpu)]
         return [(one, seconds) for one, seconds in found if seconds < float("inf")]
 
-    def request(self, key: KernelKey, parameters: Parameters) -> Request | None:
-        """What writes its source."""
-        return _variant(key, parameters).request
+    def variant(self, key: KernelKey, parameters: Parameters) -> CudaVariant:
+        """A candidate as something to compile.
 
-    def path(self, key: KernelKey, parameters: Parameters) -> Path:
-        """The cache file of its source."""
-        return _variant(key, parameters).path
+        Args:
+            key: What is to be computed, and where.
+            parameters: Parameters of a candidate.
+
+        Returns:
+            It has the properties `request` and `path`.
+        """
+        return CudaVariant(key.shape, Direction(key.direction), key.layout, key.dtype, parameters)
 
     def load(
         self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
     ) -> Any:
-        """A `CudaKernel`, on the current device. What a search compiles is not cached, and must not spill registers."""
-        variant, architecture = _variant(key, parameters), key.device.rpartition(" ")[2]
+        """A `CudaKernel`, on the current device. What a search compiles is not cached, and must not spill registers.
+
+        Args:
+            key: What is to be computed, and where.
+            parameters: Parameters of a candidate.
+            names: Functions in the image.
+            image: What the compiler returned.
+            session: Where a search loads machine code; None to keep it loaded.
+
+        Returns:
+            The kernel.
+
+        Raises:
+            KernelsUnavailable: It cannot be loaded.
+        """
+        variant, architecture = self.variant(key, parameters), key.device.rpartition(" ")[2]
         if session is not None:
             return cuda_kernel.load_cubin(variant, compile_unspilled(image, architecture).code, _current())
         kernel = CudaKernel(
@@ -71,28 +104,62 @@ class DepthwiseCuda(Operation):
         return kernel
 
     def bench(self, key: KernelKey, seed: int, parts: Sequence[Any]) -> ConvBench:
-        """Random images, weights and gradients on the current device."""
+        """Random images, weights and gradients on the current device.
+
+        Args:
+            key: What is to be computed, and where.
+            seed: Seed of the data.
+            parts: Kernels that the operation's `parts` run on.
+
+        Returns:
+            The bench.
+        """
         what = key.shape, key.direction, key.layout
         return ConvBench(*what, 1, seed, key.dtype, torch.device("cuda", _current()))
 
     def measure_speed(self, builder: Builder) -> Any:
-        """Nothing: what a GPU can do is in its data sheet."""
+        """Nothing: what a GPU can do is in its data sheet.
+
+        Args:
+            builder: Compiles what is timed.
+
+        Returns:
+            What `floor_ms` takes.
+        """
 
     def floor_ms(self, key: KernelKey, speed: Any) -> float | None:
-        """What neither arithmetic nor memory can beat."""
+        """What neither arithmetic nor memory can beat.
+
+        Args:
+            key: What is to be computed, and where.
+            speed: What `measure_speed` returned.
+
+        Returns:
+            Milliseconds.
+        """
         return gpu_of(key.device).floor_ms(key.shape.multiply_adds, key.shape.least_bytes * ITEM[key.dtype] // 4)
 
     def weight(self, key: KernelKey) -> float:
-        """Its floor."""
+        """Its floor.
+
+        Args:
+            key: What is to be computed, and where.
+
+        Returns:
+            A number to compare with those of other keys of the operation.
+        """
         return self.floor_ms(key, None) or 0.0
 
 
 def compile_unspilled(source: bytes, architecture: str) -> Compiled:
-    """Machine code of a source.
+    """Compile a source, and refuse code that keeps values in memory for want of registers.
 
     Args:
         source: CUDA C.
         architecture: As in `sm_90`.
+
+    Returns:
+        The machine code.
 
     Raises:
         KernelsUnavailable: There is no compiler, it reports an error, or a thread has too few registers.
@@ -101,10 +168,6 @@ def compile_unspilled(source: bytes, architecture: str) -> Compiled:
     if found.spilled:
         raise KernelsUnavailable(f"a thread would keep {found.spilled} bytes in memory for want of registers")
     return found
-
-
-def _variant(key: KernelKey, parameters: Parameters) -> CudaVariant:
-    return CudaVariant(key.shape, Direction(key.direction), key.layout, key.dtype, parameters)
 
 
 def _current() -> int:
