@@ -47,12 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with leaving_at_once():
             command = find_command(arguments[0])
+            arguments = [arguments[0], *command.expanded(arguments[0], arguments[1:])]
             options = command.parse(arguments[0], with_nested_options(arguments[1:]))
         _place_torchs_cache()
         return command.run(options, arguments)
     except KeyboardInterrupt:
         tell_interrupted()
         return 130
+    except BrokenPipeError:  # the reader of the output has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        return 0
     except Exception as error:
         return _fail(error, debug)
 

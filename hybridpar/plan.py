@@ -132,9 +132,19 @@ class Placement(_Section):
         return tuple(self.lanes.index(where[stage]) for stage in range(len(self.stages)))
 
     @property
+    def worker_of(self) -> tuple[int, ...]:
+        """For every lane its worker."""
+        return tuple(worker for worker, _ in self.lanes)
+
+    @property
     def workers(self) -> int:
         """Workers of a replica."""
         return 1 + max(place.worker for place in self.stages)
+
+    @property
+    def lanes_each(self) -> int:
+        """Lanes of a worker, where all have as many."""
+        return len(self.lanes) // self.workers
 
     @property
     def is_usual(self) -> bool:
@@ -161,7 +171,11 @@ class Pipeline(_Section):
 
 
 class SyncRule(_Section):
-    """Which codec the parameters matching a pattern use; the first match wins."""
+    """Which codec the parameters matching a pattern use; the first match wins.
+
+    Until the workers of a run have agreed on them, a single rule may hold what `--compress` was given: `auto`, the name
+    of a file, or several rules.
+    """
 
     pattern: str = "*"
     codec: str = "none"
@@ -174,6 +188,18 @@ class Sync(_Section):
     bucket_bytes: int = Field(8 << 20, ge=1)
     policy: tuple[SyncRule, ...] = (SyncRule(),)
     batch_norm: Literal["pooled", "local", "sync"] = "pooled"
+
+    @property
+    def codec(self) -> str:
+        """The codecs, as `--compress` takes them."""
+        if len(self.policy) == 1 and self.policy[0].pattern == "*":
+            return self.policy[0].codec
+        return "; ".join(f"{rule.pattern} -> {rule.codec}" for rule in self.policy)
+
+    @property
+    def groups(self) -> int:
+        """Groups on which replicas add: one for each sync lane, and one for BatchNorm where it needs one."""
+        return self.lanes + (1 if self.batch_norm == "sync" else 0)
 
 
 class KernelChoice(_Section):
@@ -266,6 +292,11 @@ class Plan(_Section):
         """Workers that the plan is for; None where it does not say."""
         return None if self.placement is None else self.placement.replicas * self.placement.workers
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether it was searched for, or is of a run that was laid out by a plan."""
+        return self.inputs is not None or bool(self.followed)
+
     def to_json(self) -> str:
         """The plan as indented JSON with a fixed key order and absent sections left out."""
         return json.dumps(self.model_dump(mode="json", exclude_none=True), indent=2) + "\n"
@@ -325,6 +356,44 @@ class Plan(_Section):
             "A plan names the units of one traced model; names, shapes and dtypes of all parameters must be the same.",
             "Make a new plan for this model with `hybridpar plan`; --classes must be what the data set has.",
         )
+
+
+class ResolvedPlan(Plan):
+    """A plan that leaves nothing open: what a run does, as trainer, engine and pipeline read it.
+
+    Stages of a model that has yet to be cut have no units.
+    """
+
+    placement: Placement
+    pipeline: Pipeline
+    sync: Sync
+    measured: Measured
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the model is cut into stages."""
+        return len(self.partition.stages) > 1
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether images and activations are in channels_last."""
+        return self.measured.memory_format == "channels_last"
+
+    def with_codec(self, codec: str) -> ResolvedPlan:
+        """The plan with other codecs.
+
+        Args:
+            codec: As `--compress` takes them.
+        """
+        return self.model_copy(update={"sync": self.sync.model_copy(update={"policy": (SyncRule(codec=codec),)})})
+
+    def micro_batch_samples(self, batch_size: int) -> int:
+        """Samples of a micro-batch; where they do not divide evenly some micro-batches have one more.
+
+        Args:
+            batch_size: Samples of a step, over all workers.
+        """
+        return max(2, batch_size // (self.placement.replicas * self.pipeline.micro_batches))
 
 
 def read_plan(path: str | Path) -> Plan:

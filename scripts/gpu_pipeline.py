@@ -27,8 +27,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
 from hybridpar import TrainConfig, Trainer  # noqa: E402
-from hybridpar.comm.collective import BackendSum  # noqa: E402
-from hybridpar.comm.world import World  # noqa: E402
+from hybridpar.comm.world import BackendSum, World  # noqa: E402
 from hybridpar.errors import HybridparError  # noqa: E402
 
 #: More than the steps before a capture, so that some are replayed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 
@@ -27,6 +28,12 @@ def _same_start(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
 def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # What was imported is never garbage. Otherwise each collection goes through millions of objects.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -27,7 +28,9 @@ from typing import Any
 SIZE = 4
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pytest", "hybridpar.run.run", "tests.runs", "tests.pipeline.oracle"])
+_context.set_forkserver_preload(
+    ["pytest", "hybridpar.run.run", "tests.runs", "tests.pipeline.oracle", "matplotlib.backends.backend_agg"]
+)
 _pool: list[tuple[Any, Connection]] = []
 
 
@@ -132,6 +135,7 @@ def _prepare() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     import torch
 
+    gc.freeze()  # what was imported before the fork is never garbage
     torch.set_num_threads(1)
 
 

@@ -47,9 +47,11 @@ LAYERS: dict[str, set[str]] = {
         "tvm_kernels",
     },
     "optim": {"compress", "config", "errors"},
+    "data": {"config", "errors", "registry"},
     "train": {
         "comm",
         "config",
+        "data",
         "errors",
         "formats",
         "lanes",
@@ -64,7 +66,6 @@ LAYERS: dict[str, set[str]] = {
     },
     "server": {"comm", "compress", "config", "errors", "formats", "machine", "optim", "registry"},
     "observe": {"errors", "formats", "schedule"},
-    "data": {"config", "errors", "registry"},
     "run": {
         "comm",
         "compress",

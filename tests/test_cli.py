@@ -19,6 +19,7 @@ from hybridpar.cli import main
 from hybridpar.commands import COMMANDS, HELP_ALL, load_commands
 from hybridpar.commands.train import GROUPS, SHOWN, Train
 from hybridpar.config import TrainConfig
+from hybridpar.config.files import FileOptions
 from hybridpar.errors import UsageError
 from tests.ranks import run_ranks
 from tests.runs import ROOT, check_run, faulty, restored_modes, small_arguments, train_rank
@@ -91,12 +92,14 @@ def test_the_help_of_train_shows_the_usual_options_in_groups(capsys, monkeypatch
             assert re.search(rf"^\W*{title} options\W*$", text, flags=re.MULTILINE)
     assert options_in(short) == {f"--{name.replace('_', '-')}" for name in SHOWN if name != "model"}
     own = {field.name for field in fields(Train)} - {"model", "channels_last"}
-    assert {one.replace("--no-", "--") for one in options_in(full)} == {f"--{name.replace('_', '-')}" for name in own}
+    named = {one if one == "--no-decay" else one.replace("--no-", "--") for one in options_in(full)}
+    assert named == {f"--{name.replace('_', '-')}" for name in own}
     assert "None" not in full, "a default that is no value says nothing"
 
 
 def test_every_option_of_train_is_in_one_group(capsys):
-    inside = [field.name for bases in GROUPS.values() for base in bases for field in fields(base)]
+    groups = [*GROUPS.values(), (FileOptions,)]
+    inside = [field.name for bases in groups for base in bases for field in fields(base)]
     assert sorted([*inside, "model"]) == sorted(field.name for field in fields(Train))
 
 
@@ -326,9 +329,11 @@ def test_what_is_trained_is_said_before_torch_is_loaded(tmp_path, arguments, sai
         (["--resume"], "nothing to resume"),
         (["--resume-from", "/etc/passwd"], "/etc/passwd is not a checkpoint"),
         (["--run-dir", "/etc/passwd/run"], "cannot write /etc/passwd/run: Not a directory"),
+        (["--compress", "qsgd_mn:bitz=4"], "codec 'qsgd_mn' has no option 'bitz'"),
+        (["--compress", "* -> onebti"], "unknown codec 'onebti'"),
     ],
 )
-def test_a_wrong_directory_is_refused_before_anything_is_started(call, monkeypatch, options, said):
+def test_a_wrong_directory_or_codec_is_refused_before_anything_is_started(call, monkeypatch, options, said):
     for name in ("launch_workers", "prepare_worker", "_announce"):
         monkeypatch.setattr(
             f"hybridpar.commands.train.{name}", lambda *more, **given: pytest.fail("something was started")
@@ -344,6 +349,7 @@ def test_a_wrong_directory_is_refused_before_anything_is_started(call, monkeypat
         (["resnet19"], "unknown model 'resnet19'"),
         (["no_module:net"], "cannot import 'no_module'"),
         (["resnet18", "--data", "digit"], "unknown data set 'digit'"),
+        (["resnet18", "--compress", "onebti"], "unknown codec 'onebti'"),
         (["resnet18", "--checkpoint-every", "often"], "often"),
         (["resnet18", "--lr", "-1"], "--lr is -1"),
     ],

@@ -24,6 +24,7 @@ import pytest
 from hybridpar import cli
 from hybridpar.commands import find_command
 from hybridpar.compress import CODECS
+from hybridpar.config.files import read_settings
 from hybridpar.data import DATA_SETS
 from hybridpar.observe import summary_schema
 from hybridpar.schedule.schedules import SCHEDULES
@@ -76,7 +77,7 @@ def words_of(command: list[str], program: str) -> list[str] | None:
 
 
 def test_every_block_is_of_a_known_kind() -> None:
-    assert {block.kind for block in ALL_BLOCKS} <= {"python", "bash"}
+    assert {block.kind for block in ALL_BLOCKS} <= {"python", "bash", "toml"}
     assert any(block.runs and block.kind == "bash" for block in ALL_BLOCKS)
     for block in ALL_BLOCKS:
         assert re.fullmatch(r"|not run: .+|run with: .+", block.note), f"{block.place}: {block.note!r}"
@@ -93,7 +94,7 @@ def test_blocks_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(registry, "_entries", dict(registry._entries))  # a block may register one
     monkeypatch.setattr(operation, "_OPERATIONS", dict(operation._OPERATIONS))
     for block in blocks(document):
-        if not block.runs:
+        if not block.runs or block.kind == "toml":
             continue
         if block.kind == "python":
             exec(compile(block.code, block.place, "exec"), {"__name__": "__main__"})
@@ -115,6 +116,14 @@ def run(command: list[str], block: Block) -> None:
     assert done.returncode == 0, f"{block.place}: {shlex.join(command)}\n{done.stdout}\n{done.stderr}"
 
 
+def test_configuration_files_are_read(tmp_path: Path) -> None:
+    files = [block for block in ALL_BLOCKS if block.kind == "toml"]
+    for block in files:
+        (tmp_path / "a.toml").write_text(block.code)
+        assert read_settings(tmp_path / "a.toml"), block.place
+    assert files
+
+
 BASH_BLOCKS = [block for block in ALL_BLOCKS if block.kind == "bash"]
 
 
@@ -126,6 +135,8 @@ def test_commands_parse(block: Block) -> None:
         if (arguments := words_of(command, "hybridpar")) is not None:
             if arguments[:1] not in ([], ["--version"], ["--help"]):
                 name, *options = cli.with_nested_options(arguments)
+                if {"--config", "--preset"} & set(options):
+                    options = ["resnet18", *options]  # the model is in the file
                 find_command(name).parse(name, options)  # exits where it does not parse
         elif command[0] == "make":
             assert command[1] in targets
@@ -165,4 +176,4 @@ def test_every_key_of_the_summary_is_described() -> None:
 
 def test_every_data_set_is_described() -> None:
     table = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs/guide.md").read_text(), flags=re.MULTILINE)
-    assert set(re.findall(r"`(\w+)`", " ".join(table))) == set(DATA_SETS)
+    assert set(re.findall(r"`([\w/]+)`", " ".join(table))) == set(DATA_SETS)

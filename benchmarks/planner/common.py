@@ -11,8 +11,7 @@ from torch import nn
 
 from benchmarks.rig import load
 from benchmarks.rig.paired import FOREIGN_LOAD
-from hybridpar.comm.collective import BackendSum
-from hybridpar.comm.world import World
+from hybridpar.comm.world import BackendSum, World
 from hybridpar.commands.plan.trials import Trial, random_batch
 from hybridpar.config import TrainConfig
 from hybridpar.machine.cluster_file import ClusterSpec

@@ -33,7 +33,7 @@ from benchmarks.rig.network import LOOPBACK
 from benchmarks.rig.rank import link, process_group
 from benchmarks.sync.methods import Setting, Workplace, make_method
 from hybridpar.comm.world import World
-from hybridpar.commands.plan.trials import Batch, config_of_plan, random_batch
+from hybridpar.commands.plan.trials import Batch, random_batch
 from hybridpar.config import TrainConfig
 from hybridpar.data import TestBatches, TrainBatches, load_dataset
 from hybridpar.models import seed_everything
@@ -44,6 +44,7 @@ from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.measure_run import Question, measure_inputs
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.planner.record import plan_of
+from hybridpar.planner.resolve import resolve
 from hybridpar.planner.search import find_plan
 from hybridpar.train.trainer import MicroBatches, Trainer
 
@@ -106,17 +107,18 @@ class _Planned:
 
     def __init__(self, plan: Plan, place: Workplace) -> None:
         setting = place.setting
-        config = config_of_plan(plan, TrainConfig(batch_size=setting.batch * place.ranks))
-        replicas = config.replicas or 1
-        self.part, self.parts, self.micro_batches = place.rank % replicas, replicas, config.parts_per_step
+        config = TrainConfig(batch_size=setting.batch * place.ranks)
+        run = resolve(config, plan.workers or 1, plan, ())
+        replicas, parts = run.placement.replicas, run.pipeline.micro_batches
+        self.part, self.parts, self.micro_batches = place.rank % replicas, replicas, parts
         self._trainer = Trainer(
             setting.build(),
             setting.optimizer,
             nn.CrossEntropyLoss(),
             config,
-            world=place.world(config.sum_groups, shared_memory=config.shares_memory),
-            plan=PlannedRun(config, plan),
-            example=torch.zeros(config.batch_size // (replicas * config.parts_per_step), 3, setting.side, setting.side),
+            world=place.world(run.sync.groups, shared_memory=config.shares_memory(run.sync.codec)),
+            plan=PlannedRun(run),
+            example=torch.zeros(config.batch_size // (replicas * parts), 3, setting.side, setting.side),
         )
 
     def step(self, batch: MicroBatches) -> None:

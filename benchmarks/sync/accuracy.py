@@ -34,14 +34,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.rig.rows import commit, device
+from hybridpar.comm.world import all_reduce_bytes
 from hybridpar.compress import Exchange, TensorSpec, bind, parse_codec, run_together
 from hybridpar.config import OptimizerConfig
 from hybridpar.data.augment import normalise, shift_and_flip
 from hybridpar.data.memory_sets import DIGITS_STATISTICS, FIXED_SEED, digit_images
 from hybridpar.machine.process import worker_environment
 from hybridpar.models import build_model, seed_everything
-from hybridpar.optim.build import Rates, build_optimizer, rate_factor
-from hybridpar.sync.control import all_reduce_bytes
+from hybridpar.optim.build import Rates, build_optimizer
+from hybridpar.optim.schedule import rate_factor
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -281,7 +281,7 @@ class _Own(Method):
         if name == "auto" and fidelity:
             options = {"compress": name, "fidelity": fidelity}
         config = TrainConfig(**options, sync_lanes=lanes, seed=setting.seed)
-        world = place.world(lanes, shared_memory=not config.compresses)
+        world = place.world(lanes, shared_memory=not config.may_compress(config.compress))
         self.model = setting.build()
         self._trainer = Trainer(self.model, setting.optimizer, nn.CrossEntropyLoss(), config, world=world)
         self._sent = 0

@@ -21,7 +21,7 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, TrainingError
 from hybridpar.models import seed_everything
-from hybridpar.plan import Plan
+from hybridpar.plan import ResolvedPlan
 from hybridpar.planner.planned_run import PlannedRun
 from hybridpar.train.trainer import StepResult, Trainer
 
@@ -99,7 +99,7 @@ class Ours:
         plan: The stages, where they are known already.
     """
 
-    def __init__(self, task: Task, world: World, layout: StageLayout, plan: Plan | None = None) -> None:
+    def __init__(self, task: Task, world: World, layout: StageLayout, plan: ResolvedPlan | None = None) -> None:
         self._task = task
         self._world = world
         self._layout = layout
@@ -113,16 +113,15 @@ class Ours:
             steps_per_epoch=task.steps,
             world=world,
             example=torch.randn(samples, *task.data.sample_shape) if layout.stages > 1 else None,
-            plan=None if plan is None else PlannedRun(config, plan),
+            plan=None if plan is None else PlannedRun(plan),
             name=task.setting.model,
         )
         seed_everything(task.seed)
 
     @property
-    def plan(self) -> Plan | None:
+    def plan(self) -> ResolvedPlan | None:
         """The stages; None where the model is whole."""
-        engine = self.trainer.engine
-        return engine.plan.plan if engine.plan is not None else None
+        return self.trainer.plan if self.trainer.plan.is_staged else None
 
     def epoch(self, number: int, most_steps: int | None = None) -> None:
         """Train for one epoch, to the end of its last step.
@@ -154,7 +153,7 @@ class Ours:
 
     def wait(self) -> None:
         """Wait for every step that was issued."""
-        if self.trainer.engine.plan is not None:
+        if self.trainer.plan.is_staged:
             self.trainer.engine.pipeline.wait()
         settle(self._task.device)
 
@@ -180,7 +179,7 @@ class Choice:
     """
 
     layout: StageLayout
-    plan: Plan | None
+    plan: ResolvedPlan | None
     step_ms: Mapping[str, float]
     failed: Mapping[str, str]
     seconds: float
@@ -211,7 +210,7 @@ def choose(task: Task, world: World, candidates: list[StageLayout], steps: int, 
     """
     began = time.perf_counter()
     times: dict[StageLayout, float] = {}
-    plans: dict[StageLayout, Plan | None] = {}
+    plans: dict[StageLayout, ResolvedPlan | None] = {}
     errors: dict[StageLayout, HybridparError] = {}
     for layout in candidates:
         try:
@@ -231,7 +230,9 @@ def choose(task: Task, world: World, candidates: list[StageLayout], steps: int, 
     )
 
 
-def _probe(task: Task, world: World, layout: StageLayout, steps: int, meeting: Meeting) -> tuple[float, Plan | None]:
+def _probe(
+    task: Task, world: World, layout: StageLayout, steps: int, meeting: Meeting
+) -> tuple[float, ResolvedPlan | None]:
     """Median milliseconds per step of the slowest worker, and the stages."""
     ours = Ours(task, world, layout)
     try:

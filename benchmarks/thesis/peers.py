@@ -20,7 +20,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from benchmarks.thesis import cells
 from benchmarks.thesis.task import Task, settle
 from hybridpar.comm.world import World
-from hybridpar.optim.build import Rates, build_optimizer, rate_factor
+from hybridpar.optim.build import Rates, build_optimizer
+from hybridpar.optim.schedule import rate_factor
 from hybridpar.train.evaluation import evaluate
 
 #: DDP must have run so many eager steps before it may be captured (PyTorch's notes on CUDA semantics).

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from hybridpar.comm.collective import BackendSum, SumGroup
-from hybridpar.comm.world import World
+from hybridpar.comm.world import BackendSum, SumGroup, World
 from hybridpar.compress.exchange import TorchGroup, Traffic
 from hybridpar.compress.hierarchy import NodeExchange, Nodes
 from hybridpar.machine.process import host_identity

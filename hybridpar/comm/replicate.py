@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hybridpar.comm.flat import flat_view, is_dense
+from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.comm.world import World
 from hybridpar.errors import SyncError
 

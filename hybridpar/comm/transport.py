@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridpar.comm.flat import flat_view
 from hybridpar.errors import SyncError
 
 #: Tensors below this many bytes are sent together. Over TCP a transfer costs about as much as copying this much twice.
@@ -30,6 +29,23 @@ FUSED_BYTES = 1 << 19
 _ALIGNMENT = 64
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def flat_view(dense: Tensor) -> Tensor:
+    """A dense tensor in any memory format as a 1-D view in memory order."""
+    return dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor fills its memory without gaps or overlaps, whatever the order of its dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @dataclass(frozen=True)

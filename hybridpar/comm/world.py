@@ -18,12 +18,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from hybridpar.comm.collective import BackendSum, SumGroup
 from hybridpar.comm.rendezvous import RollCall, enter_group, first_line, leave_group, open_roll_call
 from hybridpar.comm.shared_memory import SharedMemorySum
 from hybridpar.compress.exchange import open_group
@@ -34,6 +34,46 @@ from hybridpar.machine.process import host_identity
 _log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+
+class SumGroup(Protocol):
+    """Adds a tensor over all workers, in place. Calls come in the same order on all workers."""
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replace the tensor, which is dense and 1-D, by its sum over the workers.
+
+        On a CPU this blocks until the sum is there, on a GPU it is enqueued on the current stream.
+
+        Raises:
+            RuntimeError: A peer died or did not come in time.
+        """
+
+    def close(self) -> None:
+        """Leave the group. Safe to call twice."""
+
+
+class BackendSum(SumGroup):
+    """All-reduce of a process group of torch.distributed, which stays its owner's to destroy."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        #: The process group.
+        self.group = group
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self.group)
+
+    def close(self) -> None:
+        """Do nothing: the group belongs to its maker."""
+
+
+def all_reduce_bytes(payload: int, workers: int) -> int:
+    """Bytes that one worker sends in an all-reduce: 2 (K - 1) / K of the payload.
+
+    Args:
+        payload: Bytes that are summed.
+        workers: K.
+    """
+    return round(2 * (workers - 1) / workers * payload)
 
 
 @dataclass

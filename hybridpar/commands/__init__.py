@@ -35,6 +35,7 @@ class Command:
         groups: Titles of its help screen, with the base classes of `options` that each shows; empty for one group.
         shown: Names of the options that `--help` shows where there are groups; `--help-all` shows all.
         former: Names of options that are still read, and are in neither of these help screens.
+        expand: Called with a command line and with what reads one; returns the command line that is read in its place.
     """
 
     options: type
@@ -42,6 +43,24 @@ class Command:
     groups: Mapping[str, tuple[type, ...]]
     shown: Collection[str]
     former: Collection[str]
+    expand: Callable[[Sequence[str], Callable[[list[str]], object]], list[str]] | None = None
+
+    def expanded(self, name: str, arguments: Sequence[str]) -> list[str]:
+        """A command line with what configuration files in it stand for.
+
+        Args:
+            name: What users type for the command.
+            arguments: What follows the name.
+
+        Returns:
+            The command line to read.
+
+        Raises:
+            UsageError: A file cannot be read or has a wrong option.
+        """
+        if self.expand is None:
+            return list(arguments)
+        return self.expand(arguments, lambda words: self.parse(name, words))
 
     def parse(self, name: str, arguments: Sequence[str]) -> Any:
         """Read a command line.
@@ -77,6 +96,7 @@ def register_command(
     groups: Mapping[str, tuple[type, ...]] | None = None,
     shown: Collection[str] = (),
     former: Collection[str] = (),
+    expand: Callable[[Sequence[str], Callable[[list[str]], object]], list[str]] | None = None,
 ) -> Callable[[Callable[[Options, Sequence[str]], int]], Callable[[Options, Sequence[str]], int]]:
     """Decorator that makes a function a command.
 
@@ -90,13 +110,14 @@ def register_command(
         groups: See `Command`.
         shown: See `Command`.
         former: See `Command`.
+        expand: See `Command`.
 
     Returns:
         The decorator; it returns the function as it is.
     """
 
     def enter(run: Callable[[Options, Sequence[str]], int]) -> Callable[[Options, Sequence[str]], int]:
-        COMMANDS.register(name, description)(Command(options, run, groups or {}, shown, former))
+        COMMANDS.register(name, description)(Command(options, run, groups or {}, shown, former, expand))
         return run
 
     return enter
@@ -156,7 +177,7 @@ def _explained(owner: type, one: Field[Any]) -> tuple[str, Any, Field[Any]]:
     hint = get_type_hints(owner, include_extras=True)[one.name]
     if not any(getattr(part, "help", None) for part in getattr(hint, "__metadata__", ())):
         text = " ".join(_field_docs(owner).get(one.name, "").split())
-        says_nothing = one.default is None or one.default is False
+        says_nothing = one.default in (None, False, ())
         hint = Annotated[hint, tyro.conf.arg(help=text, help_behavior_hint="" if says_nothing else None)]
     return one.name, hint, field() if one.default is MISSING else field(default=one.default)
 

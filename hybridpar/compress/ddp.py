@@ -23,11 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hybridpar.compress.codec import Codec, Coder, Collective, TensorSpec
+from hybridpar.compress.codec import Codec, Collective
+from hybridpar.compress.coders import ParameterCoders
 from hybridpar.compress.exchange import Exchange, Group, TorchGroup, Traffic, open_group
-from hybridpar.compress.hierarchy import Leaders, NodeExchange, Nodes
+from hybridpar.compress.hierarchy import NodeExchange, Nodes
 from hybridpar.compress.policy import Policy, read_policy
-from hybridpar.compress.redivide import put_together, restore
+from hybridpar.compress.redivide import put_together
 from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.formats.messages import gather_items, gather_on_first
 from hybridpar.machine.process import host_identity
@@ -68,7 +69,7 @@ def ddp_hook(
     return state, _hook
 
 
-class CodecState:
+class CodecState(ParameterCoders):
     """What the hook keeps between steps. `close` it, or use it as a context, before process groups are destroyed.
 
     Args:
@@ -87,34 +88,35 @@ class CodecState:
         hierarchical: bool = False,
     ) -> None:
         policy = read_policy(codec) if isinstance(codec, str) else codec
-        self.policy = policy if isinstance(policy, Policy) else Policy.of(policy)
+        policy = policy if isinstance(policy, Policy) else Policy.of(policy)
         self._names: dict[Tensor, str] = {}
         if model is not None:
             self._names = {parameter: name for name, parameter in model.named_parameters()}
-            self.policy.check(self._names.values())
-        elif any(rule.pattern != "*" for rule in self.policy.rules):
+            policy.check(self._names.values())
+        elif any(rule.pattern != "*" for rule in policy.rules):
             raise UsageError(
-                f"the policy {str(self.policy)!r} without a model",
+                f"the policy {str(policy)!r} without a model",
                 "Its rules are about names of parameters, which DDP does not know.",
                 "Give the model that DDP was given: ddp_hook(policy, model).",
             )
         self._named_by_model = model is not None
-        self._seed = seed
-        self._coders: dict[str, Coder] = {}
         self._exchanges: dict[tuple[str, ...], Exchange | NodeExchange] = {}
-        self._saved: dict[str, Any] = {}
         self._shapes: dict[str, list[int]] = {}  # of saved parameters
         self._finite: list[Tensor] = []  # of the step under way, one per bucket
         self._used: list[Exchange | NodeExchange] = []
         #: Bytes of the step under way, or of the last one.
         self.traffic = Traffic()
         if dist.get_backend(group) != "nccl":
-            self.policy.prepare(torch.device("cpu"))
+            policy.prepare(torch.device("cpu"))
         self._group = group
-        names = require_agreement((str(self.policy), seed, lanes, hierarchical), group)
-        nodes = Nodes.of(names)
+        nodes = Nodes.of(require_agreement((str(policy), seed, lanes, hierarchical), group))
         self._nodes = nodes if hierarchical and nodes.pays else None
-        self._leaders = Leaders(nodes.leaders)
+        rank, workers, place = dist.get_rank(group), dist.get_world_size(group), 0
+        if self._nodes is not None:
+            column = next(column for column in nodes.columns if rank in column)
+            place = nodes.place_of(rank)
+            rank, workers = column.index(rank), len(column)
+        super().__init__(policy, rank, workers, seed, average=True, nodes=self._nodes, place=place)
         self._paths = [open_paths(self._nodes, group, timeout) for _ in range(lanes)]
         threads = torch.get_num_threads()
         self._threads = [
@@ -189,11 +191,6 @@ class CodecState:
         self._finite = [torch.tensor(False)]
         self.settle()
 
-    def set_rate(self, learning_rate: float) -> None:
-        """Say which learning rate the coming steps use, for error feedback with `rescale`."""
-        for exchange in self._exchanges.values():
-            exchange.rescale(learning_rate)
-
     # ------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
@@ -203,16 +200,8 @@ class CodecState:
         did.
         """
         self.settle()
-        rank, workers = self._place
-        return {
-            "codec": str(self.policy),
-            "rank": rank,
-            "workers": workers,
-            "nodes": self._node_sizes,
-            "leaders": dict(self._leaders.chosen),
-            "shapes": {name: list(one.spec.shape) for name, one in self._coders.items()},
-            "parameters": {name: one.state_dict() for name, one in self._coders.items()},
-        }
+        shapes = {name: list(one.spec.shape) for name, one in self._coders.items()}
+        return {**super().state_dict(), "shapes": shapes}
 
     def gather_state_dicts(self) -> list[dict[str, Any]]:
         """The states of all workers, by rank, on worker 0, and nothing on the others; a collective.
@@ -239,9 +228,9 @@ class CodecState:
             rank, count = dist.get_rank(self._group), dist.get_world_size(self._group)
             shapes = {name: shape for one in state for name, shape in one["shapes"].items()}
             # As it was, bit for bit, where nothing has changed.
-            same = len(state) == count and self._fits(state[rank])
+            same = len(state) == count and self.fits(state[rank])
             state = state[rank] if same else {**put_together(state), "shapes": shapes}
-        elif not self._fits(state):
+        elif not self.fits(state):
             raise CheckpointError(
                 f"the state of worker {state['rank']} of {state['workers']}, and this is {self._place[0]} of "
                 f"{self._place[1]}",
@@ -254,12 +243,11 @@ class CodecState:
                 "What a codec keeps means nothing to another one.",
                 "Use the same codec, or start without its state.",
             )
-        self._saved, self._shapes = dict(state["parameters"]), dict(state["shapes"])
-        if self._nodes is not None and "leaders" in state:
-            self._leaders.adopt(state["leaders"])
-            self._coders, self._exchanges = {}, {}  # made again, by those who lead now
-        for coder in self._coders.values():
-            self._restore(coder)
+        self._shapes = dict(state["shapes"])
+        for name, coder in self._coders.items():
+            self._check_shape(name, coder.spec.shape)
+        self._load(state)
+        self._exchanges = {}
 
     def close(self) -> None:
         """End threads and process groups. Safe to call twice."""
@@ -280,60 +268,24 @@ class CodecState:
 
     # ----------------------------------------------------------------- helpers
 
-    @property
-    def _place(self) -> tuple[int, int]:
-        """This worker's number among those that exchange with it by the codec, and how many they are."""
-        rank, workers = dist.get_rank(self._group), dist.get_world_size(self._group)
-        if self._nodes is None:
-            return rank, workers
-        column = next(column for column in self._nodes.columns if rank in column)
-        return column.index(rank), len(column)
-
-    @property
-    def _node_sizes(self) -> list[int]:
-        return [] if self._nodes is None else [len(node) for node in self._nodes.members]
-
-    def _fits(self, state: Mapping[str, Any]) -> bool:
-        return (*self._place, self._node_sizes) == (state["rank"], state["workers"], state["nodes"])
-
     def _exchange_of(self, bucket: GradBucket) -> Exchange | NodeExchange:
         """DDP cuts its buckets anew after the first step, so coders are kept by parameter and exchanges by bucket."""
         parameters: list[Tensor] = bucket.parameters()
         names = tuple(map(self._name, parameters))
         if names not in self._exchanges:
-            self._exchanges[names] = self._new_exchange(names, parameters)
+            for name, one in zip(names, parameters, strict=True):
+                self._check_shape(name, one.shape)
+            self._exchanges[names] = self.exchange_of(names, parameters)
         return self._exchanges[names]
 
-    def _new_exchange(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Exchange | NodeExchange:
-        if self._nodes is None:
-            return Exchange([self._coder(name, one) for name, one in zip(names, parameters, strict=True)])
-        place = self._nodes.place_of(dist.get_rank(self._group))
-        coders = [
-            self._coder(name, one) if self._leaders.of(name, one.numel()) == place else None
-            for name, one in zip(names, parameters, strict=True)
-        ]
-        # A node hands over the part of the mean that it has to add.
-        share = len(self._nodes.members) / dist.get_world_size(self._group)
-        return NodeExchange([one.numel() for one in parameters], coders, share)
-
-    def _coder(self, name: str, parameter: Tensor) -> Coder:
-        if name not in self._coders:
-            spec = TensorSpec(name, tuple(parameter.shape), *self._place, self._seed, parameter.device)
-            self._coders[name] = coder = self.policy.bind(spec)
-            self._restore(coder)
-        return self._coders[name]
-
-    def _restore(self, coder: Coder) -> None:
-        name, shape = coder.spec.name, coder.spec.shape
-        if name not in self._saved:
-            return
-        if tuple(self._shapes[name]) != shape:
+    def _check_shape(self, name: str, shape: Sequence[int]) -> None:
+        saved = self._shapes.get(name)
+        if saved is not None and tuple(saved) != tuple(shape):
             raise CheckpointError(
-                f"{name!r} was saved with shape {tuple(self._shapes[name])} and has {shape} now",
+                f"{name!r} was saved with shape {tuple(saved)} and has {tuple(shape)} now",
                 "What was not sent belongs to the parameter as it was.",
                 "Start without the state of the hook.",
             )
-        restore(coder, self._saved.pop(name))
 
     def _name(self, parameter: Tensor) -> str:
         if parameter not in self._names:

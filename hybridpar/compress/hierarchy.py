@@ -176,8 +176,3 @@ class NodeExchange:
         """Restore the state from before the step: it does not count."""
         if self._exchange is not None:
             self._exchange.rollback()
-
-    def rescale(self, learning_rate: float) -> None:
-        """Say which learning rate the coming steps use."""
-        if self._exchange is not None:
-            self._exchange.rescale(learning_rate)

@@ -91,11 +91,12 @@ class PlainStripes(Quantiser):
         if residual.keeps:
             residual.again(values, 0).zero_()
 
-    def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
-        torch.div(self._laid(message, out.shape), divisor, out=out)
-
-    def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        total.add_(self._laid(message, total.shape), alpha=1 / divisor)
+    def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
+        values = self._laid(message, out.shape)
+        if add:
+            out.add_(values, alpha=1 / divisor)
+        else:
+            torch.div(values, divisor, out=out)
 
     def _laid(self, message: Tensor, shape: Sequence[int]) -> Tensor:
         return self.lay(message.view(torch.float32), shape)

@@ -61,12 +61,38 @@ class Quantiser(ABC):
         """
 
     @abstractmethod
-    def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
-        """Set out = C(v) / divisor, with `out` of any stride."""
+    def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
+        """Decode a stripe.
 
-    @abstractmethod
+        Args:
+            message: What `encode` wrote, 1-D uint8.
+            out: C(v) / divisor goes here, or is added to what is here; of the stripe's shape and any stride.
+            scratch: Memory to borrow.
+            divisor: At least 1.
+            add: Whether it is added.
+        """
+
+    def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
+        """Set out = C(v) / divisor; arguments are those of `read`."""
+        self.read(message, out, scratch, divisor, add=False)
+
     def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        """Add C(v) / divisor to `total`, of any stride."""
+        """Add C(v) / divisor to `total`; arguments are those of `read`."""
+        self.read(message, total, scratch, divisor, add=True)
+
+
+def put(values: Tensor, out: Tensor, *, add: bool) -> None:
+    """Copy decoded values to where they go, or add them to what is there.
+
+    Args:
+        values: float32.
+        out: float32, of the same shape.
+        add: Whether they are added.
+    """
+    if add:
+        out.add_(values)
+    else:
+        out.copy_(values)
 
 
 def cut_stripes(length: int, unit: int, workers: int) -> list[tuple[int, int]]:

@@ -131,15 +131,3 @@ def put_together(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             )
     parameters = {name: [entries[rank] for rank in sorted(entries)] for name, entries in found.items()}
     return {"codec": states[0]["codec"] if states else "", "parameters": parameters}
-
-
-def restore(coder: Coder, saved: Any) -> None:
-    """Give a coder its part of a state: its own, or a list of those of all workers.
-
-    Raises:
-        CheckpointError: It does not fit.
-    """
-    if isinstance(saved, list):
-        coder.load_states(saved)
-    else:
-        coder.load_state_dict(saved)

@@ -3,8 +3,19 @@
 They are frozen dataclasses: Python users fill them in, and the command line is made from them.
 """
 
+from hybridpar.config.augment import AugmentConfig
 from hybridpar.config.data import DataConfig
+from hybridpar.config.model import ModelConfig
 from hybridpar.config.optimizer import OptimizerConfig
 from hybridpar.config.train import PipelineConfig, SyncConfig, TrainConfig, check_recipe
 
-__all__ = ["DataConfig", "OptimizerConfig", "PipelineConfig", "SyncConfig", "TrainConfig", "check_recipe"]
+__all__ = [
+    "AugmentConfig",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PipelineConfig",
+    "SyncConfig",
+    "TrainConfig",
+    "check_recipe",
+]

@@ -14,9 +14,11 @@ class DataConfig:
     """Model and data: what is trained, on which images, in batches of which size."""
 
     data: str = "digits"
-    """Data set: digits, cifar10, cifar100, caltech101, folder, synthetic."""
+    """Data set: digits, photos, cifar10, cifar100, caltech101, folder, csv, webdataset, hf/NAME, synthetic, or
+    another of torchvision in lower case (mnist, food101, imagenet, ...)."""
     data_root: Path = Path("data")
-    """Directory of the data set's files; for `folder` it holds train/ and test/ (or val/)."""
+    """Directory of the data set's files; for `folder` it holds train/ and test/ (or val/), for `csv` it may be the
+    table, and for `webdataset` a pattern of shards."""
     download: bool = False
     """Let torchvision download the data set into --data-root."""
     batch_size: int = 64
@@ -27,6 +29,9 @@ class DataConfig:
     """Side of the square images, in pixels; default: the usual one of the data set."""
     synthetic_samples: int = 1024
     """Number of training samples of `--data synthetic`."""
+    bad_images: Literal["skip", "error"] = "skip"
+    """What an image that cannot be read does: named in the log, another takes its place in training and it is left out
+    of the test (skip); or the run ends (error)."""
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """First layers of a ResNet: 7x7 stride 2 with pooling, or 3x3 stride 1 for small images."""
 
@@ -46,3 +51,15 @@ def data_rules(config: DataConfig) -> list[Rule]:
         Rule("--image-size", config.image_size, config.image_size is None or config.image_size >= 8, "at least 8"),
         Rule("--synthetic-samples", config.synthetic_samples, config.synthetic_samples >= 2, "at least 2"),
     ]
+
+
+def data_set_kind(name: str) -> str:
+    """The registered name of a data set.
+
+    Args:
+        name: What the user typed.
+
+    Returns:
+        The name; `hf/NAME` for any name of the Hugging Face hub.
+    """
+    return "hf/NAME" if name == "hf" or name.startswith("hf/") else name

@@ -1,43 +1,121 @@
-"""Options of a run: optimizer, learning-rate schedule, and length."""
+"""Options of a run: optimizer, learning-rate schedule, loss, and length."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
 
 from hybridpar.config.rule import Rule
+from hybridpar.errors import UsageError, nearest, shortened
+
+#: Optimizers of torch.optim by the names that users type: the class, and the tensors that it keeps per parameter.
+TORCH_OPTIMIZERS: dict[str, tuple[str, int]] = {
+    "adadelta": ("Adadelta", 2),
+    "adafactor": ("Adafactor", 1),
+    "adagrad": ("Adagrad", 1),
+    "adam": ("Adam", 2),
+    "adamax": ("Adamax", 2),
+    "adamw": ("AdamW", 2),
+    "asgd": ("ASGD", 1),
+    "muon": ("Muon", 1),
+    "nadam": ("NAdam", 2),
+    "radam": ("RAdam", 2),
+    "rmsprop": ("RMSprop", 1),
+    "sgd": ("SGD", 0),
+}
+
+#: What stands before the name of an optimizer of timm.
+TIMM = "timm/"
+
+#: Tensors per parameter of timm's optimizers that keep another number than 2.
+_TIMM_COPIES = {
+    **dict.fromkeys(("adan", "adanw", "cadan", "cadanw"), 4),
+    **dict.fromkeys(("cmars", "madgrad", "madgradw", "mars"), 3),
+    **dict.fromkeys(
+        ("adafactor", "adagrad", "clion", "clionc", "csgdc", "csgdp", "csgdw", "kron", "kronc", "kronw"), 1
+    ),
+    **dict.fromkeys(("larc", "lars", "lion", "lionc", "momentum", "muon", "nlarc", "nlars", "nmuon", "novograd"), 1),
+    **dict.fromkeys(("novogradc", "novogradw", "sgd", "sgdc", "sgdp", "sgdw"), 1),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Optimizer, learning-rate schedule, and length of the run."""
+    """Optimizer, learning-rate schedule, loss, and length of the run."""
 
     epochs: int = 10
     """Number of epochs."""
     steps: int | None = None
     """Stop after this many steps in all, whatever --epochs says."""
-    optimizer: Literal["sgd", "adamw"] = "sgd"
-    """Optimizer."""
+    optimizer: str = "sgd"
+    """Optimizer: sgd, adamw or another of torch.optim in lower case, or timm/NAME (lamb, lion, rmsproptf, ...)."""
     lr: float = 0.02
     """Peak learning rate."""
     lr_per_sample: float | None = None
     """Learning rate per sample, in place of --lr: --lr becomes this times --batch-size."""
     momentum: float = 0.9
-    """Momentum of SGD."""
+    """Momentum of SGD, and of other optimizers that have one."""
     nesterov: bool = False
     """Use Nesterov momentum."""
+    betas: tuple[float, ...] = ()
+    """Factors of the moments of Adam and its kin; default: the optimizer's own."""
+    eps: float | None = None
+    """What is added to the denominator in Adam and its kin; default: the optimizer's own."""
+    opt_arg: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Another argument of the optimizer, as NAME=VALUE."""
     weight_decay: float = 5e-4
-    """Weight decay; never applied to biases and normalisation layers."""
-    lr_schedule: Literal["cosine", "step", "constant"] = "cosine"
-    """Learning-rate schedule after the warm-up."""
+    """Weight decay; never applied to biases, normalisation layers, and what the model's no_weight_decay() names."""
+    no_decay: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Pattern of further parameter names without weight decay, as `*.pos_embed`."""
+    lr_schedule: Literal["cosine", "step", "multistep", "poly", "exp", "wsd", "plateau", "constant"] = "cosine"
+    """Learning-rate schedule after the warm-up; `wsd`: constant, then down; `plateau`: by the test accuracy."""
+    min_lr: float = 0.0
+    """Learning rate that schedules fall to, and not below."""
     step_epochs: tuple[float, ...] = (0.5, 0.75)
-    """Fractions of the run at which `--lr-schedule step` divides the rate by ten."""
+    """Fractions of the run at which `--lr-schedule step` lowers the rate, without --decay-epochs."""
+    decay_epochs: float | None = None
+    """Epochs from one fall of the rate to the next (`step`; `exp`: 1), or of the way down (`wsd`: below 1 a fraction;
+    default 0.2)."""
+    decay_rate: float = 0.1
+    """What the rate is multiplied with where it falls: `step`, `multistep`, `exp`, `plateau`."""
+    milestones: tuple[float, ...] = ()
+    """Epochs after which `--lr-schedule multistep` lowers the rate."""
+    lr_power: float = 1.0
+    """Exponent of `--lr-schedule poly`."""
+    patience_epochs: int = 10
+    """Epochs without a better test accuracy after which `--lr-schedule plateau` lowers the rate."""
     warmup_epochs: float = 1.0
-    """Epochs of linear warm-up from zero."""
+    """Epochs of linear warm-up."""
+    warmup_lr: float | None = None
+    """Learning rate of the first step; default: the first of equal steps from zero to --lr."""
+    warmup_prefix: Annotated[
+        bool,
+        tyro.conf.arg(
+            help="Count schedules from the first epoch, the warm-up in place of their beginning, as timm's default.",
+            help_behavior_hint="(default: they begin after the warm-up)",
+        ),
+    ] = True
+    """Whether schedules begin after the warm-up; else they are counted from the start of the run."""
+    cooldown_epochs: float = 0.0
+    """Last epochs of the run, at --min-lr: `cosine`, `poly` and `wsd` end before them."""
+    lr_update: Literal["step", "epoch"] = "step"
+    """Change the learning rate before every step, or between epochs only, as timm and torchvision do by default."""
+    loss: Literal["auto", "ce", "bce"] = "auto"
+    """Loss: cross-entropy, or binary cross-entropy of each class; auto: bce where samples have several labels."""
     label_smoothing: float = 0.0
-    """Label smoothing of the cross-entropy."""
+    """Label smoothing of the loss."""
+    bce_threshold: float | None = None
+    """With --loss bce, targets above this count as 1 and others as 0."""
     clip_norm: float | None = None
-    """Clip gradients to this global norm."""
+    """Clip gradients to this global norm; with another --clip-mode, to that limit."""
+    clip_mode: Literal["norm", "value", "agc"] = "norm"
+    """What --clip-norm limits: the global `norm`, each `value`, or the norm of a unit's gradient by that of its weights
+    (`agc`)."""
     select_batch: int = 0
     """Every so many epochs, compare batch sizes on a small part of the data, and go on with the largest that learns as
     well; 0: never."""
@@ -57,13 +135,100 @@ def optimizer_rules(config: OptimizerConfig) -> list[Rule]:
         Rule("--steps", config.steps, config.steps is None or config.steps >= 1, "at least 1"),
         Rule("--lr", config.lr, config.lr > 0, "greater than 0"),
         Rule("--momentum", config.momentum, 0 <= config.momentum < 1, "at least 0 and less than 1"),
+        Rule("--betas", config.betas, all(0 <= b < 1 for b in config.betas), "numbers of at least 0 and less than 1"),
+        Rule("--eps", config.eps, config.eps is None or config.eps >= 0, "at least 0"),
         Rule("--weight-decay", config.weight_decay, config.weight_decay >= 0, "at least 0"),
+        Rule("--min-lr", config.min_lr, config.min_lr >= 0, "at least 0"),
         Rule("--warmup-epochs", config.warmup_epochs, config.warmup_epochs >= 0, "at least 0"),
+        Rule("--warmup-lr", config.warmup_lr, config.warmup_lr is None or config.warmup_lr >= 0, "at least 0"),
+        Rule("--cooldown-epochs", config.cooldown_epochs, config.cooldown_epochs >= 0, "at least 0"),
+        Rule("--decay-rate", config.decay_rate, 0 < config.decay_rate <= 1, "greater than 0 and at most 1"),
+        Rule(
+            "--decay-epochs", config.decay_epochs, config.decay_epochs is None or config.decay_epochs > 0, "more than 0"
+        ),
+        Rule("--milestones", config.milestones, all(m > 0 for m in config.milestones), "numbers of more than 0"),
+        Rule("--lr-power", config.lr_power, config.lr_power > 0, "greater than 0"),
+        Rule("--patience-epochs", config.patience_epochs, config.patience_epochs >= 0, "at least 0"),
         Rule(
             "--step-epochs", config.step_epochs, all(0 < f < 1 for f in config.step_epochs), "fractions between 0 and 1"
         ),
         Rule(
             "--label-smoothing", config.label_smoothing, 0 <= config.label_smoothing < 1, "at least 0 and less than 1"
         ),
+        Rule(
+            "--bce-threshold",
+            config.bce_threshold,
+            config.bce_threshold is None or 0 <= config.bce_threshold < 1,
+            "at least 0 and less than 1",
+        ),
         Rule("--clip-norm", config.clip_norm, config.clip_norm is None or config.clip_norm > 0, "greater than 0"),
     ]
+
+
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Check the name of the optimizer and the form of its arguments, without importing torch or timm.
+
+    Args:
+        config: The options.
+
+    Raises:
+        UsageError: There is no such optimizer, timm is not installed, or options contradict each other.
+    """
+    name = config.optimizer
+    names = set(TORCH_OPTIMIZERS)
+    if name.startswith(TIMM):
+        names = {TIMM + one for one in _timm_names(name)}
+    # Where timm says its names in another way, the worker that makes the optimizer tells.
+    if name not in names and (names or not name.startswith(TIMM)):
+        raise UsageError(f"unknown optimizer {shortened(repr(name))}", fix=nearest(name, names))
+    for text in config.opt_arg:
+        if not text.partition("=")[0].isidentifier() or "=" not in text:
+            raise UsageError(
+                f"--opt-arg {shortened(text)}", "It must be NAME=VALUE.", "Write for instance --opt-arg amsgrad=True."
+            )
+    if config.lr_schedule == "multistep" and not config.milestones:
+        raise UsageError(
+            "--lr-schedule multistep without --milestones",
+            "The rate falls after the epochs that they name.",
+            "Add for instance --milestones 30 60 90.",
+        )
+    if config.clip_mode != "norm" and config.clip_norm is None:
+        raise UsageError(
+            f"--clip-mode {config.clip_mode} without --clip-norm",
+            "The limit is the value of --clip-norm.",
+            f"Add for instance --clip-norm {0.01 if config.clip_mode == 'agc' else 1.0}.",
+        )
+
+
+def _timm_names(name: str) -> set[str]:
+    """Names of timm's optimizers, read from its source; empty where they do not stand there."""
+    package = importlib.util.find_spec("timm")
+    if package is None:
+        raise UsageError(
+            f"the optimizer {shortened(name)} comes with timm, which is not installed",
+            fix="Install it: pip install 'hybridpar[timm]'",
+        )
+    found: set[str] = set()
+    for folder in package.submodule_search_locations or ():
+        if (file := Path(folder, "optim", "_optim_factory.py")).is_file():
+            found |= {
+                str(word.value.value)
+                for call in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "OptimInfo"
+                for word in call.keywords
+                if word.arg == "name" and isinstance(word.value, ast.Constant)
+            }
+    return found
+
+
+def state_copies(config: OptimizerConfig) -> int:
+    """Tensors of a parameter's size that the optimizer keeps for it: momentum and the like.
+
+    Args:
+        config: The options.
+    """
+    name = config.optimizer
+    if name.startswith(TIMM):
+        return _TIMM_COPIES.get(name.removeprefix(TIMM), 2)
+    _, copies = TORCH_OPTIMIZERS.get(name, ("", 2))
+    return copies + (name in ("sgd", "rmsprop") and config.momentum > 0)

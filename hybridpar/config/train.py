@@ -12,8 +12,10 @@ from typing import Annotated, Literal
 
 import tyro
 
+from hybridpar.config.augment import AugmentConfig, augment_rules
 from hybridpar.config.data import DataConfig, data_rules
-from hybridpar.config.optimizer import OptimizerConfig, optimizer_rules
+from hybridpar.config.model import ModelConfig, model_rules
+from hybridpar.config.optimizer import OptimizerConfig, check_optimizer, optimizer_rules
 from hybridpar.config.recipe import LATE, RecipeConfig, refuse
 from hybridpar.config.rule import Rule
 from hybridpar.config.server import ServerConfig
@@ -57,11 +59,6 @@ class SyncConfig:
     def chooses(self) -> bool:
         """Whether codecs are measured and chosen (`--compress auto`)."""
         return self.compress.strip() == "auto"
-
-    @property
-    def sum_groups(self) -> int:
-        """Groups on which replicas add: one per sync lane, and one for BatchNorm where it needs one."""
-        return self.sync_lanes + (1 if self.batch_norm == "sync" else 0)
 
     @property
     def bucket_bytes(self) -> int:
@@ -205,7 +202,9 @@ class TrainConfig(
     SyncConfig,
     PipelineConfig,
     OptimizerConfig,
+    AugmentConfig,
     DataConfig,
+    ModelConfig,
 ):
     """All options of a training run."""
 
@@ -214,21 +213,30 @@ class TrainConfig(
         """Whether the model is to be cut into stages."""
         return self.stages > 1 or self.plan_file is not None
 
-    @property
-    def compresses(self) -> bool:
-        """Whether gradients may be sent compressed."""
-        named = self.compress.strip() not in ("none", "auto")
-        return self.recipe != "none" or named or (self.chooses and self.fidelity != "exact")
+    def parts_per_step(self, micro_batches: int) -> int:
+        """Micro-batches that a worker is given for a step; with `--double-buffer half` those of both halves.
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether workers of one machine may add gradients through shared memory, which cannot compress."""
-        return not self.compresses or self.chooses
+        Args:
+            micro_batches: Of a replica.
+        """
+        return micro_batches * (2 if self.double_buffer == "half" else 1)
 
-    @property
-    def parts_per_step(self) -> int:
-        """Micro-batches of a replica in a step; with `--double-buffer half` those of both halves."""
-        return self.micro_batches * (2 if self.double_buffer == "half" else 1)
+    def may_compress(self, codec: str) -> bool:
+        """Whether gradients may be sent compressed.
+
+        Args:
+            codec: As `compress`; a plan may say otherwise than `compress` does.
+        """
+        said = codec.strip()
+        return self.recipe != "none" or said not in ("none", "auto") or (said == "auto" and self.fidelity != "exact")
+
+    def shares_memory(self, codec: str) -> bool:
+        """Whether workers of one machine may add gradients through shared memory, which cannot compress.
+
+        Args:
+            codec: As of `may_compress`.
+        """
+        return codec.strip() == "auto" or not self.may_compress(codec)
 
     def check(self) -> None:
         """Check what can be checked without the data and the machine.
@@ -237,7 +245,9 @@ class TrainConfig(
             UsageError: A value is out of range, with the rule it breaks.
         """
         rules = [
+            *model_rules(self),
             *data_rules(self),
+            *augment_rules(self),
             *optimizer_rules(self),
             Rule("--workers", self.workers, self.workers is None or self.workers >= 1, "at least 1"),
             Rule("--stages", self.stages, self.stages >= 1, "at least 1"),
@@ -251,6 +261,7 @@ class TrainConfig(
         for option, value, holds, rule in rules:
             if not holds:
                 raise UsageError(f"{option} is {value}", f"It must be {rule}.")
+        check_optimizer(self)
         if self.schedule is not None:
             SCHEDULES.get(self.schedule)  # raises where there is none
         self.check_sync()
@@ -264,7 +275,7 @@ class TrainConfig(
                     "--resume-from starts a new one from the checkpoint that it names.",
                     "Leave out one of them.",
                 )
-        if self.cuda_graph and self.compresses:
+        if self.cuda_graph and self.may_compress(self.compress):
             given = f"--compress {self.compress}" if self.recipe == "none" else f"--recipe {self.recipe}"
             raise UsageError(
                 f"--cuda-graph with {given}",
@@ -312,6 +323,9 @@ class TrainConfig(
             ("--cuda-graph", self.cuda_graph, whole),
             ("--timeline", self.timeline is not None, "A timeline is of workers that make one step together."),
             ("--clip-norm", self.clip_norm is not None, shards),
+            (f"--optimizer {self.optimizer}", self.optimizer not in ("sgd", "adamw"), "Servers have SGD and AdamW."),
+            ("--mixup and --cutmix", self.mixes, "Their draws are one for all workers' samples of a step."),
+            ("--lr-schedule plateau", self.lr_schedule == "plateau", "Only rank 0 tests, and no shard is told."),
             ("--compress auto", self.chooses, "It measures all-reduces, which such a run does not use."),
             ("--kernels", self.uses_kernels, "Which kernels run is agreed on by all workers together."),
             ("--batch-norm sync", self.batch_norm == "sync", "Workers do not meet in the middle of a step."),
@@ -321,6 +335,19 @@ class TrainConfig(
                 raise UsageError(f"{option} with --sync {self.sync}", rule, "Leave out one of them.")
         if self.workers is not None:
             self.split_count(self.workers)
+
+
+#: The groups of `train --help` and of configuration files, with the dataclasses whose options each holds.
+GROUPS: dict[str, tuple[type, ...]] = {
+    "Model and data": (ModelConfig, DataConfig, AugmentConfig),
+    "Optimisation": (OptimizerConfig,),
+    "Parallelism": (PipelineConfig,),
+    "Gradient exchange": (SyncConfig, ServerConfig, RecipeConfig),
+    "Kernels and precision": (KernelConfig,),
+    "Planning": (PlanningConfig,),
+    "Run directory and checkpoints": (RunConfig,),
+    "Advanced": (AdvancedConfig,),
+}
 
 
 def check_recipe(config: TrainConfig) -> None:
@@ -380,7 +407,11 @@ def _check_late(config: TrainConfig, late: str) -> None:
 
 def _check_local(config: TrainConfig, local: str) -> None:
     for option, given, why in (
-        (f"--compress {config.compress}", config.compresses, "Parameters are averaged in full precision."),
+        (
+            f"--compress {config.compress}",
+            config.may_compress(config.compress),
+            "Parameters are averaged in full precision.",
+        ),
         (f"--stages {config.stages}", config.is_staged, "Each worker trains the whole model on its own."),
         ("--cuda-graph", config.cuda_graph, "Some steps end with an average, and others do not."),
         ("--batch-norm sync", config.batch_norm == "sync", "Workers do not meet in a forward pass."),

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from hybridpar.data.augment import normalise
-from hybridpar.data.sampling import AugmentKey, IntArray, cut_epoch, divide, epoch_order
+from hybridpar.data.repeats import RepeatedImages
+from hybridpar.data.sampling import AugmentKey, IntArray, cut_epoch, divide, epoch_order, repeated
 from hybridpar.data.sources import ImageData, ImageSource, Loaded, to_device
 from hybridpar.errors import DataError
 
@@ -43,7 +44,8 @@ class Batch:
     """What one worker computes in one step.
 
     Args:
-        micro_batches: Images (float32, NCHW) and labels (int64) of each micro-batch, in order.
+        micro_batches: Images (float32, NCHW) and labels of each micro-batch, in order: int64, or float32 of shape
+            (n, classes) of a data set whose images have several labels.
         samples: Samples of this worker in this step.
         global_samples: Samples of all workers in this step. Sums of losses are divided by it.
     """
@@ -68,6 +70,8 @@ class TrainBatches:
             must not draw from it then.
         device: Where batches are wanted.
         channels_last: Give images in the channels-last memory format.
+        in_pairs: Cut a step at even positions, for `hybridpar.data.mix`.
+        repeats: Copies of a sample in a step, each augmented by itself; an epoch has that many times fewer samples.
 
     Raises:
         UsageError: The batch or the data set is too small, see `cut_epoch`.
@@ -85,14 +89,20 @@ class TrainBatches:
         loader_workers: int | None = None,
         device: torch.device | str | None = None,
         channels_last: bool = False,
+        in_pairs: bool = False,
+        repeats: int = 1,
     ) -> None:
         _check_rank(rank, workers)
+        self._in_pairs = in_pairs
+        self._repeats = repeats
         self.seed = seed
         self.rank = rank
         self.workers = workers
         self.micro_batches = micro_batches
         self._steps = cut_epoch(len(data.train), batch_size, workers * micro_batches)
-        self._reader = _Reader(data, data.train, loader_workers, device, channels_last)
+        train = data.train if repeats == 1 else RepeatedImages(data.train, repeats)
+        self._samples = len(data.train)
+        self._reader = _Reader(data, train, loader_workers, device, channels_last)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -117,13 +127,14 @@ class TrainBatches:
         return self._batches(epoch, start_step)
 
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
-        order = epoch_order(len(self._reader.source), self.seed, epoch)
+        order = epoch_order(self._samples, self.seed, epoch)
+        order = repeated(order, self._steps, self._repeats, self._samples)
         steps = self._steps[start_step:]
         mine = slice(self.rank * self.micro_batches, (self.rank + 1) * self.micro_batches)
         jobs = [
             order[first:last]
             for start, stop in steps
-            for first, last in divide(start, stop, self.workers * self.micro_batches)[mine]
+            for first, last in divide(start, stop, self.workers * self.micro_batches, in_pairs=self._in_pairs)[mine]
         ]
         loaded = self._reader.read(jobs, AugmentKey(self.seed, epoch))
         for start, stop in steps:
@@ -214,7 +225,8 @@ class _Reader:
             if len(indices) == 0:
                 continue
             pixels = normalise(images, self._mean, self._std, size=self._size, channels_last=self._channels_last)
-            yield pixels, to_device(self.source.labels[torch.from_numpy(indices)], self._device)
+            labels = self.source.labels[torch.from_numpy(indices)]
+            yield pixels, to_device(labels.float() if labels.ndim == 2 else labels, self._device)
 
     def _warn_of(self, damaged: tuple[str, ...], use: str) -> None:
         """Name files that cannot be read, each once; of many only some, and how many there are."""

@@ -6,10 +6,11 @@ the data set. What is found changes nothing in the training: the loader itself d
 
 from __future__ import annotations
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from hybridpar.data.sources import FileImages, ImageData, ImageSource, check_image
+from hybridpar.data.sources import DecodedImages, FileImages, ImageData, ImageSource
 from hybridpar.errors import DataError
 
 #: Seconds for which the files of each part are read at the start.
@@ -27,7 +28,8 @@ def describe_data(data: ImageData, *, seconds: float = LOOK_SECONDS) -> str:
         seconds: How long files of each part are read.
 
     Raises:
-        DataError: Not one of the training images, or of the test images, that were tried can be read.
+        DataError: Not one of the training images, or of the test images, that were tried can be read; or one cannot,
+            and the run is to end there.
     """
     channels, height, width = data.sample_shape
     size = f"{height}x{width}" + ("" if channels == 3 else f", {channels} channel{'' if channels == 1 else 's'}")
@@ -42,23 +44,26 @@ def describe_data(data: ImageData, *, seconds: float = LOOK_SECONDS) -> str:
 def _damage(data: ImageData, name: str, seconds: float) -> str:
     """What to say of the files of a part that cannot be read; empty where all that were tried can."""
     source: ImageSource = data.test if name == "test" else data.train
-    if not isinstance(source, FileImages):
+    if not isinstance(source, DecodedImages):
         return ""
     problems, tried = _look(source, seconds)
     if not problems:
         return ""
+    if source.strict:
+        raise next(iter(problems.values()))
     if len(problems) == tried:
         first = next(iter(problems.values()))
         raise DataError(f"no {name} image can be read; {tried:,} were tried, and {first.what}", first.why, first.fix)
     whole = "" if tried == len(source) else " that were tried"
     places = sorted(problems)
-    named = ", ".join(str(source.path(place).relative_to(source.root)) for place in places[:_NAMED])
+    folder = f"{source.root}{os.sep}" if isinstance(source, FileImages) else ""
+    named = ", ".join(source.name(place).removeprefix(folder) for place in places[:_NAMED])
     more = ", ..." if len(places) > _NAMED else ""
     use = "left out" if name == "test" else "replaced by other images"
     return f"{len(problems):,} of {tried:,} {name} images{whole} cannot be read and will be {use}: {named}{more}"
 
 
-def _look(source: FileImages, seconds: float) -> tuple[dict[int, DataError], int]:
+def _look(source: DecodedImages, seconds: float) -> tuple[dict[int, DataError], int]:
     """Read files in an order that is spread over the data set.
 
     Returns:
@@ -71,7 +76,7 @@ def _look(source: FileImages, seconds: float) -> tuple[dict[int, DataError], int
 
     def check(index: int) -> tuple[int, DataError | None]:
         try:
-            check_image(source.path(index))
+            source.check(index)
         except DataError as error:
             return index, error
         return index, None

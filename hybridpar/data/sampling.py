@@ -39,6 +39,7 @@ class Draw(IntEnum):
     FLIP = 3
     TRANSFORM = 4
     SPLIT = 5
+    MIX = 6
 
 
 class AugmentKey(NamedTuple):
@@ -122,15 +123,49 @@ def cut_epoch(samples: int, batch_size: int, parts: int) -> list[tuple[int, int]
     return cut
 
 
-def divide(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
+def divide(start: int, stop: int, parts: int, *, in_pairs: bool = False) -> list[tuple[int, int]]:
     """Divide [start, stop) into consecutive parts whose sizes differ by at most one, larger ones first.
 
     Worker r of R with M micro-batches computes parts r*M to (r+1)*M of R*M. So R workers of one micro-batch see the
     very slices that one worker of R micro-batches sees.
+
+    Args:
+        start: First position.
+        stop: The one behind the last.
+        parts: Number of parts.
+        in_pairs: Cut an even number of positions behind `start`, for samples that are mixed with their neighbour; then
+            sizes differ by at most two, or three where the last part has an odd sample more.
     """
-    size, larger = divmod(stop - start, parts)
-    bounds = [start + part * size + min(part, larger) for part in range(parts + 1)]
-    return list(pairwise(bounds))
+    unit = 2 if in_pairs else 1
+    size, larger = divmod((stop - start) // unit, parts)
+    bounds = [start + unit * (part * size + min(part, larger)) for part in range(parts)]
+    return list(pairwise([*bounds, stop]))
+
+
+def repeated(order: IntArray, steps: Sequence[tuple[int, int]], repeats: int, samples: int) -> IntArray:
+    """The order of an epoch in which every batch has several copies of fewer samples.
+
+    Repeated augmentation (Hoffer et al. 2020, "Augment your batch"): the copies differ in their augmentation. They are
+    as far from each other in the batch as they can be, so that mixing does not make pairs of them.
+
+    Args:
+        order: The order of all samples.
+        steps: (start, stop) of each step.
+        repeats: Copies of a sample; the last ones of a batch may have fewer.
+        samples: Number of samples.
+
+    Returns:
+        For each position the sample plus `samples` times the number of its copy.
+    """
+    if repeats == 1:
+        return order
+    result, used = [], 0
+    for start, stop in steps:
+        count = -(-(stop - start) // repeats)
+        chosen = order[used : used + count]
+        used += count
+        result.append(np.concatenate([chosen + samples * copy for copy in range(repeats)])[: stop - start])
+    return np.concatenate(result)
 
 
 def split_by_class(labels: IntArray, train_counts: Sequence[int], seed: int) -> tuple[IntArray, IntArray]:

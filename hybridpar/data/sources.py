@@ -12,22 +12,30 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypedDict
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 
 from hybridpar.config import DataConfig
+from hybridpar.config.augment import AugmentConfig
+from hybridpar.config.data import data_set_kind
 from hybridpar.data.augment import shift_and_flip
+from hybridpar.data.decode import decode, open_image
+from hybridpar.data.policies import interpolation_of, random_changes, random_crop, random_erasing
 from hybridpar.data.sampling import AugmentKey, Draw, IntArray, bounded, counter_hash
 from hybridpar.errors import DataError
 from hybridpar.registry import Registry
 
 #: Images that are tried in the place of one that cannot be read, all over the data set, before training ends.
 SUBSTITUTES = 20
+
+#: Of pixels in [0, 1]; the statistics that torchvision's ImageNet weights expect.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class Loaded(NamedTuple):
@@ -50,7 +58,7 @@ class ImageSource(ABC):
     #: Loading costs a copy, not a file: loader processes would only slow it down.
     in_memory: ClassVar[bool]
 
-    #: int64, shape (samples,).
+    #: int64, shape (samples,); or which classes each image has, bool of shape (samples, classes).
     labels: Tensor
 
     def __len__(self) -> int:
@@ -105,11 +113,23 @@ class MemoryImages(ImageSource):
         self.labels = labels
         self.pad = pad
         self.flip = flip
+        #: What else is done to a training image, uint8 (channels, height, width); it draws as those of `FileImages` do.
+        self.augment: Callable[[Tensor], Tensor] | None = None
 
     def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Tensor:
-        images = to_device(self.images[torch.from_numpy(indices)], device)
         if key is None:
-            return images
+            return to_device(self.images[torch.from_numpy(indices)], device)
+        if self.augment is None:
+            return self._shifted(indices, key, device)
+        with torch.random.fork_rng(devices=[]):
+            changed = []
+            for index, image in zip(indices, self._shifted(indices, key, torch.device("cpu")), strict=True):
+                _seed_transforms(key, int(index))
+                changed.append(self.augment(image))
+        return to_device(torch.stack(changed), device)
+
+    def _shifted(self, indices: IntArray, key: AugmentKey, device: torch.device) -> Tensor:
+        images = to_device(self.images[torch.from_numpy(indices)], device)
         rows, columns = (
             torch.from_numpy(bounded(counter_hash(*key, draw, indices), 2 * self.pad + 1))
             for draw in (Draw.ROW, Draw.COLUMN)
@@ -124,42 +144,63 @@ class MemoryImages(ImageSource):
         )
 
 
-class FileImages(ImageSource):
-    """Image files, decoded when they are asked for and converted to RGB.
+class DecodedImages(ImageSource):
+    """Images that are decoded when they are asked for, and converted to RGB: see `hybridpar.data.decode`.
 
     The transforms may draw from torch's CPU generator as torchvision's do. They run under a seed of their own for each
     image, and the generator's state is restored after it.
 
     Args:
-        root: Directory that `paths` are relative to.
-        paths: Image files.
-        labels: Class of each file.
+        labels: Class of each image, int64 of shape (samples,); or which classes it has, bool of (samples, classes).
         augment: From a PIL image to a uint8 tensor (3, height, width), in training.
         prepare: The same in testing; nothing random.
+        strict: End the training on an image that cannot be read, and do not do without it.
     """
 
     in_memory = False
 
     def __init__(
         self,
-        root: Path,
-        paths: Sequence[str],
-        labels: Sequence[int],
+        labels: Tensor,
         *,
         augment: Callable[[Image.Image], Tensor],
         prepare: Callable[[Image.Image], Tensor],
+        strict: bool = False,
     ) -> None:
-        self.root = root
-        # One array and not a list: reading a million strings in a forked process would copy the pages they lie on,
-        # because their reference counts are written.
-        self._paths = np.array([os.fsencode(path) for path in paths])
-        self.labels = torch.tensor(labels, dtype=torch.int64)
+        self.labels = labels
         self.augment = augment
         self.prepare = prepare
+        self.strict = strict
 
-    def path(self, index: int) -> Path:
-        """The file of a sample."""
-        return self.root / os.fsdecode(bytes(self._paths[index]))
+    @abstractmethod
+    def open(self, index: int) -> Image.Image:
+        """An image in RGB, upright; its pixels may be decoded later, when they are first used.
+
+        Args:
+            index: The sample.
+
+        Raises:
+            DataError: It cannot be read; the message names it.
+        """
+
+    @abstractmethod
+    def name(self, index: int) -> str:
+        """What an image is called in messages.
+
+        Args:
+            index: The sample.
+        """
+
+    def check(self, index: int) -> None:
+        """Decode an image as fast as it can be, and drop it.
+
+        Args:
+            index: The sample.
+
+        Raises:
+            DataError: It cannot be read.
+        """
+        decode(self.open(index), self.name(index), fast=True)
 
     def load(self, indices: IntArray, key: AugmentKey | None, device: torch.device) -> Tensor:
         with self._own_generator(key):
@@ -179,6 +220,8 @@ class FileImages(ImageSource):
                     try:
                         images.append(self._load(one, key))
                     except DataError as error:
+                        if self.strict:
+                            raise
                         problem = problem or error
                         damaged.append(error.what)
                         continue
@@ -197,72 +240,63 @@ class FileImages(ImageSource):
         return nullcontext() if key is None else torch.random.fork_rng(devices=[])
 
     def _load(self, index: int, key: AugmentKey | None) -> Tensor:
-        image = read_image(self.path(index))
-        if key is None:
-            return self.prepare(image)
-        seed = int(counter_hash(*key, Draw.TRANSFORM, np.array([index]))[0])
-        # Not torch.manual_seed, which would also reseed the generators of all GPUs.
-        torch.default_generator.manual_seed(seed >> 1)
-        return self.augment(image)
+        image = self.open(index)
+        if key is not None:
+            _seed_transforms(key, index)
+        try:
+            return self.prepare(image) if key is None else self.augment(image)
+        except Exception:
+            # Pixels are decoded inside the transform: was it they, or the transform itself?
+            decode(self.open(index), self.name(index))
+            raise
 
 
-def read_image(path: Path) -> Image.Image:
-    """Decode an image file to RGB, upright as its EXIF data say.
+def _seed_transforms(key: AugmentKey, index: int) -> None:
+    """Seed torch's CPU generator, which transforms draw from, for one image."""
+    seed = int(counter_hash(*key, Draw.TRANSFORM, np.array([index]))[0])
+    # Not torch.manual_seed, which would also reseed the generators of all GPUs.
+    torch.default_generator.manual_seed(seed >> 1)
 
-    Raises:
-        DataError: The file is missing or damaged; the message names it.
+
+class FileImages(DecodedImages):
+    """Image files, decoded when they are asked for and converted to RGB.
+
+    Args:
+        root: Directory that `paths` are relative to.
+        paths: Image files.
+        labels: Class of each file; or a tensor as of `DecodedImages`.
+        augment: As of `DecodedImages`.
+        prepare: As of `DecodedImages`.
+        strict: As of `DecodedImages`.
     """
-    try:
-        with Image.open(path) as image:
-            image.load()
-            return _as_rgb(_upright(image))
-    except Exception as error:  # Pillow's decoders report damage by almost any
-        raise _unreadable(path, error) from error
 
+    def __init__(
+        self,
+        root: Path,
+        paths: Sequence[str],
+        labels: Sequence[int] | Tensor,
+        *,
+        augment: Callable[[Image.Image], Tensor],
+        prepare: Callable[[Image.Image], Tensor],
+        strict: bool = False,
+    ) -> None:
+        whole = labels if isinstance(labels, Tensor) else torch.tensor(labels, dtype=torch.int64)
+        super().__init__(whole, augment=augment, prepare=prepare, strict=strict)
+        self.root = root
+        # One array and not a list: reading a million strings in a forked process would copy the pages they lie on,
+        # because their reference counts are written.
+        self._paths = np.array([os.fsencode(path) for path in paths])
 
-def check_image(path: Path) -> None:
-    """Decode an image file as fast as it can be: a JPEG to an eighth of its size.
+    def path(self, index: int) -> Path:
+        """The file of a sample."""
+        return self.root / os.fsdecode(bytes(self._paths[index]))
 
-    Raises:
-        DataError: As of `read_image`.
-    """
-    try:
-        with Image.open(path) as image:
-            image.draft("RGB", (1, 1))
-            image.load()
-    except Exception as error:
-        raise _unreadable(path, error) from error
+    def open(self, index: int) -> Image.Image:
+        path = self.path(index)
+        return open_image(path, str(path))
 
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    reason = str(error) or type(error).__name__
-    if isinstance(error, UnidentifiedImageError):
-        reason = "it is empty" if path.stat().st_size == 0 else "it is no image of a known format"
-    elif isinstance(error, OSError) and error.strerror:
-        reason = error.strerror
-    return DataError(
-        f"cannot read the image {path}: {reason}",
-        "Every file of the data set must be a whole image.",
-        "Replace the file, or remove it from the data set.",
-    )
-
-
-def _upright(image: Image.Image) -> Image.Image:
-    """Turn an image as the camera noted in its EXIF data."""
-    try:
-        if image.getexif().get(ExifTags.Base.Orientation, 1) == 1:
-            return image
-        return ImageOps.exif_transpose(image)
-    except Exception:  # the note is damaged, not the pixels
-        return image
-
-
-def _as_rgb(image: Image.Image) -> Image.Image:
-    if image.mode == "I" or image.mode.startswith("I;16"):  # 16-bit grey, which Pillow would cut off at 255
-        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
-    elif image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # what Pillow asks for, in a warning
-    return image.convert("RGB")
+    def name(self, index: int) -> str:
+        return str(self.path(index))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -272,19 +306,63 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def imagenet_transforms(size: int) -> tuple[v2.Compose, v2.Compose]:
+def imagenet_transforms(
+    size: int, config: object = None, mean: Sequence[float] = IMAGENET_MEAN, *, flip: bool = True
+) -> tuple[v2.Compose, v2.Compose]:
     """The usual augmentation and test preparation of ImageNet models (Szegedy et al. 2015; He et al. 2016).
 
     Args:
         size: Side of the square images that come out, in pixels.
+        config: What else is to be done, where it is an `AugmentConfig`.
+        mean: Mean of each channel of pixels in [0, 1], the colour of what is erased.
+        flip: Mirror every other image in training, where no option says it; not for images of letters or signs.
 
     Returns:
         For training: a random area of 8 to 100 % at a random aspect ratio, resized, and mirrored every other time.
         For testing: the shorter side resized to 256/224 of `size`, and the centre cut out. Both give uint8 tensors.
     """
-    augment = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip(), v2.PILToTensor()])
-    prepare = v2.Compose([v2.Resize(round(size * 256 / 224), antialias=True), v2.CenterCrop(size), v2.PILToTensor()])
+    options = config if isinstance(config, AugmentConfig) else AugmentConfig()
+    changes = random_changes(options, 0.5 if flip else 0.0, size, mean, ("nearest", "bilinear"))
+    augment = v2.Compose([random_crop(size, options), *changes, *random_erasing(options, mean)])
+    resize = v2.Resize(round(size / options.crop_ratio), interpolation_of(options.interpolation), antialias=True)
+    prepare = v2.Compose([resize, v2.CenterCrop(size), v2.PILToTensor()])
     return augment, prepare
+
+
+class Decoding(TypedDict):
+    """How decoded images are used: the arguments of `DecodedImages` of the same names."""
+
+    augment: Callable[[Image.Image], Tensor]
+    prepare: Callable[[Image.Image], Tensor]
+    strict: bool
+
+
+def decoding(config: DataConfig, size: int, *, flip: bool = True) -> Decoding:
+    """What the options say of images that are decoded.
+
+    Args:
+        config: The options.
+        size: Side of the square images that come out, in pixels.
+        flip: As of `imagenet_transforms`.
+    """
+    augment, prepare = imagenet_transforms(size, config, flip=flip)
+    return {"augment": augment, "prepare": prepare, "strict": config.bad_images == "error"}
+
+
+def augment_in_memory(data: ImageData, config: AugmentConfig) -> None:
+    """Let the training images of a data set in memory be changed as options say, after they were shifted.
+
+    Args:
+        data: The data set.
+        config: The options.
+    """
+    source = data.train
+    if not isinstance(source, MemoryImages):
+        return
+    source.flip = source.flip and config.hflip is None  # else the probability that is given is used
+    changes = random_changes(config, 0.0, data.sample_shape[-1], data.mean, ("nearest", "bilinear"))
+    changes += random_erasing(config, data.mean)
+    source.augment = v2.Compose(changes) if changes else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,14 +385,19 @@ class ImageData:
     sample_shape: tuple[int, int, int]
     train: ImageSource
     test: ImageSource
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
     ignored: tuple[str, ...] = ()
 
     @property
     def classes(self) -> int:
         """Number of classes."""
         return len(self.class_names)
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether an image may have several classes, or none: its target is then float32 of shape (classes,)."""
+        return self.train.labels.ndim == 2
 
 
 #: Functions that load a data set from a configuration, by the name users type.
@@ -325,10 +408,13 @@ def load_dataset(config: DataConfig) -> ImageData:
     """Load the data set that a configuration names.
 
     Args:
-        config: What is read of it: `data`, `data_root`, `download`, `image_size`, `synthetic_samples`.
+        config: Which data set, where its files are, and what its images become.
 
     Raises:
-        UsageError: No such data set.
+        UsageError: No such data set, or options that do not fit it.
         DataError: Its files are missing or damaged; the message says what was looked for, where, and the fix.
     """
-    return DATA_SETS.get(config.data)(config)
+    data = DATA_SETS.get(data_set_kind(config.data))(config)
+    if isinstance(config, AugmentConfig):
+        augment_in_memory(data, config)
+    return data

@@ -22,8 +22,8 @@ import torch
 from hybridpar.errors import LaneError
 from hybridpar.lanes.base import Event, Family, Lane
 from hybridpar.lanes.check import Checker
-from hybridpar.lanes.cpu import CpuCaller, CpuEvent, CpuLane, Worker
-from hybridpar.lanes.cuda import CudaEvent, CudaLane, current_device, open_stream
+from hybridpar.lanes.cpu import CpuCaller, CpuLane, Worker
+from hybridpar.lanes.cuda import CudaLane, current_device, open_stream
 
 __all__ = ["Checker", "Event", "Lane", "Lanes"]
 
@@ -49,8 +49,6 @@ class Lanes(Family):
     Raises:
         LaneError: Another kind of device, or a checker on CUDA.
     """
-
-    caller: Lane
 
     def __init__(self, device: torch.device | str, *, check: Checker | None = None) -> None:
         device = torch.device(device)
@@ -111,10 +109,6 @@ class Lanes(Family):
         for lane in self._lanes.values():
             if isinstance(lane, CudaLane):
                 lane.forgive()
-
-    def event(self) -> Event:
-        """An event that is not recorded yet, for `Lane.record`. Waiting for it before that is an error."""
-        return CudaEvent(self) if self.device.type == "cuda" else CpuEvent(self, self._checker)
 
     def close(self) -> None:
         """Finish all queued work and end the lanes. A second call does nothing.

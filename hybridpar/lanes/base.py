@@ -45,7 +45,7 @@ class Failure:
         raise self.error.with_traceback(self._traceback)
 
 
-class Family(ABC):
+class Family:
     """What the lanes of one process share.
 
     Args:
@@ -59,9 +59,12 @@ class Family(ABC):
         self.inside = False
         self._issuer = threading.get_ident()
 
-    @abstractmethod
+    #: The host thread's own place; see `Lanes`.
+    caller: Lane
+
     def event(self) -> Event:
-        """An event that is not recorded yet, for `Lane.record`."""
+        """An event that is not recorded yet, for `Lane.record`. Waiting for it before that is an error."""
+        return self.caller.new_event()
 
     def is_issuer(self) -> bool:
         """Whether this is the thread that issues."""
@@ -238,6 +241,10 @@ class Lane(ABC):
             self.failure.throw()
 
     @abstractmethod
+    def new_event(self) -> Event:
+        """An event of the family that is not recorded yet."""
+
+    @abstractmethod
     def keep(self, *tensors: torch.Tensor) -> None:
         """Called by work running on this lane: keep tensors alive as `uses` does.
 
@@ -296,3 +303,52 @@ class Lane(ABC):
 
     @abstractmethod
     def _wait(self, event: Any) -> None: ...
+
+
+#: Lists that are kept; a training run needs a few for each size of batch. What is kept is never let go, because a
+#: captured graph may read it.
+_MOST = 4096
+
+
+class Constants:
+    """Numbers that the host knows, copied to a device once: a copy per step would stall a stream, and be no part of a
+    captured graph. To be used on one lane, which orders the copy before its uses.
+
+    The numbers of a step (sizes of micro-batches, momenta, which parameters were used) are the same in nearly every
+    step, so each list of them is found again by its values.
+
+    Args:
+        device: Where they are wanted.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[tuple[float, ...], torch.Tensor] = {}
+
+    def of(self, *values: float) -> torch.Tensor:
+        """The values as a 1-D float64 tensor, which others hold too: it must not be written to.
+
+        Args:
+            values: Numbers; each list of them is copied once.
+        """
+        known = self._known.get(values)
+        if known is None:
+            known = torch.tensor(values, dtype=torch.float64).to(self._device)
+            if len(self._known) < _MOST:
+                self._known[values] = known
+        return known
+
+
+def start_copy(values: torch.Tensor) -> torch.Tensor:
+    """Start to copy a tensor to the host.
+
+    Args:
+        values: On any device.
+
+    Returns:
+        The copy, which is there when the current stream is; on a CPU the values themselves.
+    """
+    if values.device.type == "cpu":
+        return values
+    copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return copy.copy_(values, non_blocking=True)

@@ -199,6 +199,9 @@ class CpuLane(Lane):
     def failure(self) -> Failure | None:
         return self._worker.failure
 
+    def new_event(self) -> CpuEvent:
+        return CpuEvent(self._family, self._checker)
+
     def keep(self, *tensors: torch.Tensor) -> None:
         """The work is done when it returns, so there is nothing to hold, only to check."""
         if threading.current_thread() is not self._worker.thread:
@@ -237,6 +240,9 @@ class CpuCaller(Lane):
         super().__init__(family, name)
         self._checker = checker
         self._marks: deque[CpuEvent] = deque()  # of the work that is running, those still to come
+
+    def new_event(self) -> CpuEvent:
+        return CpuEvent(self._family, self._checker)
 
     def keep(self, *tensors: torch.Tensor) -> None:
         if self._checker is not None:

@@ -79,6 +79,9 @@ class CudaLane(Lane):
         # What to keep until when. None stands for the end of a graph capture: events recorded in one cannot be asked.
         self._kept: deque[tuple[torch.cuda.Event | None, Sequence[torch.Tensor]]] = deque()
 
+    def new_event(self) -> CudaEvent:
+        return CudaEvent(self._family)
+
     def keep(self, *tensors: torch.Tensor) -> None:
         if self._held is not None:
             self._held.extend(tensors)

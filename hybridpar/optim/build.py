@@ -1,14 +1,16 @@
-"""Makes the optimizer and the learning-rate schedule of a run.
+"""Makes the optimizer of a run: torch's and timm's by name, with groups for weight decay and rates.
 
-The rate is computed from the step number alone and never stored, so a resumed run cannot drift from it. Optimizer
-state is saved by parameter name and not by position, so it survives another grouping or another order.
+Optimizer state is saved by parameter name and not by position, so it survives another grouping or another order.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+import ast
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,18 +18,58 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.errors import CheckpointError
+from hybridpar.config.optimizer import TIMM, TORCH_OPTIMIZERS, check_optimizer
+from hybridpar.errors import CheckpointError, UsageError, nearest
 
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+
+#: Optimizers of torch whose fused form can be told on a GPU not to step.
+_FUSED = ("sgd", "adam", "adamw")
+
+#: Keys of parameter groups in which optimizers of timm count their steps.
+_COUNTERS = frozenset({"step"})
 
 _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable and frozen parameters in two groups: those with weight decay and those without.
+def undecayed_names(model: nn.Module, patterns: Collection[str] = ()) -> frozenset[str]:
+    """Parameters that are to have no weight decay besides biases, norms and vectors.
+
+    Args:
+        model: The whole model. What its `no_weight_decay()` returns, as models of timm have it, are names or patterns.
+        patterns: Further patterns of names, such as `*.pos_embed`.
+
+    Returns:
+        Their names; of a parameter with several names all that match.
+    """
+    own = getattr(model, "no_weight_decay", None)
+    asked = [*patterns, *(own() if callable(own) else ())]
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return frozenset(name for name in names if any(name == one or fnmatchcase(name, one) for one in asked))
+
+
+def parameter_groups(
+    model: nn.Module,
+    weight_decay: float,
+    *,
+    no_decay: Collection[str] = (),
+    lr: float = 1.0,
+    scales: Mapping[str, float] | None = None,
+) -> list[dict[str, Any]]:
+    """Trainable and frozen parameters in groups: those with weight decay and those without, by scale of their rate.
 
     Biases and everything inside a normalisation layer do not decay (Goyal et al. 2017, section 5.3; He et al. 2019,
     section 3.1).
+
+    Args:
+        model: The model, or a stage of it under the model's own names.
+        weight_decay: Of those that decay.
+        no_decay: Names of further parameters that do not, see `undecayed_names`.
+        lr: The learning rate that `scales` are of.
+        scales: What the rate of a parameter is multiplied with, by name; 1 for those that are not named.
+
+    Returns:
+        Groups for an optimizer; those whose scale is not 1 have a rate of their own.
     """
     exempt = {
         id(parameter)
@@ -35,18 +77,114 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         for name, parameter in module.named_parameters(recurse=False)
         if isinstance(module, _NORMS) or name == "bias" or parameter.ndim <= 1
     }
-    decay = [parameter for parameter in model.parameters() if id(parameter) not in exempt]
-    plain = [parameter for parameter in model.parameters() if id(parameter) in exempt]
-    groups = [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+    exempt |= {id(one) for name, one in model.named_parameters(remove_duplicate=False) if name in no_decay}
+    members: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        key = id(parameter) in exempt, float((scales or {}).get(name, 1.0))
+        members.setdefault(key, []).append(parameter)
+    return [
+        {"params": members[key], "weight_decay": 0.0 if key[0] else weight_decay}
+        | ({} if key[1] == 1.0 else {"lr": lr * key[1]})
+        for key in sorted(members, key=lambda key: key[0])
+    ]
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """SGD (Nesterov on request) or AdamW over `parameter_groups`, in torch's fused form."""
-    groups = parameter_groups(model, config.weight_decay)
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
-    return torch.optim.AdamW(groups, lr=config.lr, fused=True)
+def build_optimizer(
+    model: nn.Module,
+    config: OptimizerConfig,
+    scales: Mapping[str, float] | None = None,
+    no_decay: Collection[str] | None = None,
+) -> torch.optim.Optimizer:
+    """The optimizer that options name, over `parameter_groups`.
+
+    Args:
+        model: The model, or a stage of it under the model's own names.
+        config: The options.
+        scales: What the learning rate of a parameter is multiplied with, by name.
+        no_decay: Names of parameters without weight decay; default: what `undecayed_names` says of `model`. Of a stage
+            the whole model has to be asked.
+
+    Raises:
+        UsageError: See `optimizer_by_name`.
+    """
+    names = undecayed_names(model, config.no_decay) if no_decay is None else no_decay
+    groups = parameter_groups(model, config.weight_decay, no_decay=names, lr=config.lr, scales=scales)
+    return optimizer_by_name(groups, config)
+
+
+def optimizer_by_name(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """An optimizer of torch, in its fused form where that can be told not to step, or of timm.
+
+    Args:
+        groups: Groups of parameters.
+        config: `optimizer` and its arguments; `momentum` is used where the optimizer has one.
+
+    Raises:
+        UsageError: There is no such optimizer or argument, timm is missing, or the optimizer refuses its arguments.
+    """
+    check_optimizer(config)
+    name = config.optimizer
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, **_given_arguments(config)}
+    try:
+        if name.startswith(TIMM):
+            timm = importlib.import_module("timm.optim")
+
+            name = name.removeprefix(TIMM)
+            if timm.get_optimizer_info(name).second_order:
+                raise UsageError(f"the optimizer {config.optimizer}", "It needs second derivatives, which no step has.")
+            _check_arguments(config, timm.get_optimizer_class(name, bind_defaults=False))
+            # It adds what timm has as defaults for the name.
+            made: torch.optim.Optimizer = timm.create_optimizer_v2(groups, name, momentum=config.momentum, **options)
+            return made
+        kind = getattr(torch.optim, TORCH_OPTIMIZERS[name][0])
+        accepted = _check_arguments(config, kind)
+        if "momentum" in accepted:
+            options.setdefault("momentum", config.momentum)
+        if name in _FUSED and not options.keys() & {"foreach", "differentiable"}:
+            options.setdefault("fused", True)
+        return kind(groups, **options)  # type: ignore[no-any-return]
+    except (AttributeError, ImportError, AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"the optimizer {config.optimizer} cannot be made: {error or type(error).__name__}",
+            "It is made with --lr, --weight-decay, --momentum, --betas, --eps and --opt-arg, as far as it has them.",
+            _fix(config.optimizer),
+        ) from error
+
+
+def _fix(name: str) -> str:
+    if name == "muon":
+        return "Use timm/muon, which trains everything but matrices with AdamW."
+    return "Mend the arguments, or choose another optimizer."
+
+
+def _given_arguments(config: OptimizerConfig) -> dict[str, Any]:
+    """Arguments of the optimizer that were asked for by name."""
+    given: dict[str, Any] = {}
+    if config.betas:
+        given["betas"] = tuple(config.betas)
+    if config.eps is not None:
+        given["eps"] = config.eps
+    if config.nesterov:
+        given["nesterov"] = True
+    for text in config.opt_arg:
+        key, _, value = text.partition("=")
+        try:
+            given[key] = ast.literal_eval(value.title() if value in ("true", "false", "none") else value)
+        except (SyntaxError, ValueError):
+            given[key] = value
+    return given
+
+
+def _check_arguments(config: OptimizerConfig, kind: Callable[..., Any]) -> Collection[str]:
+    """The names of the arguments that an optimizer takes, once all that are given are among them."""
+    accepted = set(inspect.signature(kind).parameters) - {"params", "lr", "weight_decay"}
+    for argument in _given_arguments(config):
+        if argument not in accepted:
+            raise UsageError(
+                f"the optimizer {config.optimizer} has no argument {argument!r}",
+                fix=nearest(argument, accepted),
+            )
+    return accepted
 
 
 def fill_momentum(optimizer: torch.optim.Optimizer) -> None:
@@ -119,29 +257,6 @@ class Rates:
                 group["lr"] = peak * factor
 
 
-def rate_factor(step: float, total: int, steps_per_epoch: int, config: OptimizerConfig) -> float:
-    """Learning rate of a step as a fraction of the peak rate.
-
-    A linear warm-up over `warmup_epochs` (at most half of the run), then half a cosine to zero, division by ten at
-    each fraction in `step_epochs`, or a constant.
-
-    Args:
-        step: Number of the step, from 0; between two steps where batches have changed their size.
-        total: Steps in the whole run.
-        steps_per_epoch: Steps in an epoch.
-        config: The schedule.
-    """
-    warmup = min(round(config.warmup_epochs * steps_per_epoch), total // 2)
-    if step < warmup:
-        return (step + 1) / warmup
-    if config.lr_schedule == "constant":
-        return 1.0
-    if config.lr_schedule == "step":
-        return math.prod(0.1 for fraction in config.step_epochs if step >= fraction * total)
-    progress = (step - warmup) / max(1, total - warmup)
-    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-
-
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     """State and options of an optimizer with parameters called by their names in the model.
 
@@ -152,6 +267,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
         {
             "names": [names[id(parameter)] for parameter in group["params"]],
             **{key: value for key, value in group.items() if key != "params" and _plain(value)},
+            **{key: _copied(group[key]) for key in _COUNTERS & group.keys()},
         }
         for group in optimizer.param_groups
     ]
@@ -182,6 +298,7 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sav
         for parameter in group["params"]
     }
     optimizer.state.clear()
+    _load_group_state(optimizer, {id(parameter): name for name, parameter in by_name.items()}, saved)
     for name, values in saved["state"].items():
         if name not in by_name:
             continue
@@ -194,10 +311,28 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, sav
         }
 
 
+def _load_group_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: dict[str, Any]) -> None:
+    """Put back what optimizers such as LAMB count per group: options that no constructor has."""
+    for group in optimizer.param_groups:
+        own = {names.get(id(parameter)) for parameter in group["params"]}
+        for other in saved["groups"]:
+            if own.intersection(other["names"]):
+                group.update({key: _copied(other[key]) for key in other.keys() & _COUNTERS})
+                break
+        else:
+            for key in _COUNTERS & group.keys():
+                del group[key]
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
 def _place(value: torch.Tensor, parameter: nn.Parameter, count_on_device: bool) -> torch.Tensor:
     if value.shape != parameter.shape:
         # A step counter. Only fused and capturable optimizers want it where the parameter is, others on the host.
-        return value.to(parameter.device if count_on_device else "cpu", copy=True)
+        # What has dimensions is part of the state, as the row and column sums of Adafactor.
+        return value.to(parameter.device if count_on_device or value.ndim else "cpu", copy=True)
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.optim.build import rate_factor
+from hybridpar.optim.schedule import rate_factor
 
 
 @dataclass(frozen=True)

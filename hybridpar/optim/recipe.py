@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
@@ -14,17 +15,18 @@ from hybridpar.compress.owner import OwnerRule
 from hybridpar.config import TrainConfig
 from hybridpar.config.recipe import RATES, warm_steps
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
-from hybridpar.optim.build import build_optimizer, parameter_groups
+from hybridpar.optim.build import optimizer_by_name, parameter_groups, undecayed_names
 from hybridpar.optim.onebit_adam import FrozenAdam
 
 
-def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> TrainConfig:
+def expand(config: TrainConfig, *, total_steps: int | None, replicas: int, staged: bool = False) -> TrainConfig:
     """The options that a recipe stands for, without the recipe.
 
     Args:
         config: As users give it.
         total_steps: Steps of the run, where they are known.
         replicas: Workers that exchange gradients; one exchanges nothing and compresses nothing.
+        staged: Whether the model is cut into stages.
 
     Raises:
         UsageError: Options contradict each other, or the length of the run is needed and not known.
@@ -39,7 +41,7 @@ def expand(config: TrainConfig, *, total_steps: int | None, replicas: int) -> Tr
     if config.recipe == "onebit-adam":
         return replace(config, recipe="none", compress=codec, lr=lr, warm_start_steps=None)
     if buffering is None:
-        buffering = "off" if config.is_staged or config.cuda_graph else "auto"
+        buffering = "off" if staged or config.cuda_graph else "auto"
     return replace(
         config,
         recipe="none",
@@ -66,7 +68,14 @@ def codec_text(config: TrainConfig, total_steps: int | None) -> str:
 
 
 def make_optimizer(
-    module: nn.Module, config: TrainConfig, expanded: TrainConfig, *, total_steps: int | None, replicas: int
+    module: nn.Module,
+    config: TrainConfig,
+    expanded: TrainConfig,
+    *,
+    total_steps: int | None,
+    replicas: int,
+    no_decay: Collection[str] | None = None,
+    scales: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of a model, or of a stage of it.
 
@@ -76,8 +85,11 @@ def make_optimizer(
         expanded: What `expand` made of it.
         total_steps: As of `expand`.
         replicas: As of `expand`.
+        no_decay: Names of parameters without weight decay; default: what `undecayed_names` says of the module.
+        scales: What the learning rate of a parameter is multiplied with, by name.
     """
-    groups = parameter_groups(module, expanded.weight_decay)
+    names = undecayed_names(module, config.no_decay) if no_decay is None else no_decay
+    groups = parameter_groups(module, expanded.weight_decay, no_decay=names, lr=expanded.lr, scales=scales)
     if config.recipe == "onebit-adam":
         codec = _core(codec_text(config, total_steps))
         assert isinstance(codec, OneBitAdam)
@@ -85,7 +97,7 @@ def make_optimizer(
         return FrozenAdam(groups, expanded.lr, betas, freeze_steps=codec.warm, momentum_arrives=replicas > 1)
     if config.recipe == "onebit-sgd" and replicas == 1:
         return AdaGradSGD(groups, expanded.lr, _rule(config))
-    return build_optimizer(module, expanded)
+    return optimizer_by_name(groups, expanded)
 
 
 def _rule(config: TrainConfig) -> OwnerRule:

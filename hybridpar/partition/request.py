@@ -29,7 +29,7 @@ class PlanConfig:
     """Cut a model into balanced stages and write the plan."""
 
     model: tyro.conf.Positional[str]
-    """A torchvision classification model, or your own as package.module:factory."""
+    """A torchvision classification model, timm/NAME, or your own as package.module:factory."""
     stages: int = 2
     """Number of stages."""
     batch: int = 4

@@ -1,30 +1,31 @@
 """How workers agree on a step: what was lost and used where, and whether the step counts.
 
 All messages of a worker are summed on one lane, so they have one order everywhere. What concerns one stage is summed
-over its replicas: BatchNorm sums after its last forward pass, and who used which parameter after its last backward
-pass. The loss is known where the last stage is, the squared norm of the gradient in parts, so both are summed over all
-workers. Where the model is not cut, its replicas are all workers, and its own two messages say it all.
+over its replicas: the loss and BatchNorm sums after its last forward pass, the squared norm of its gradients and who
+used which parameter after its last bucket. Where a model is cut over several workers, five numbers of these are then
+added up over the stages.
+
+The sum of squares is finite exactly where all gradients are, so one number serves the guard and clipping; all workers
+read the same sum, so all decide alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from hybridpar.comm.collective import SumGroup
-from hybridpar.comm.world import World
+from hybridpar.comm.world import SumGroup, World, all_reduce_bytes
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
+from hybridpar.lanes.base import Constants, start_copy
 from hybridpar.pipeline.local_stage import LocalStage
-from hybridpar.pipeline.step import StepState
+from hybridpar.pipeline.step import StepRequest, StepState
 from hybridpar.schedule.actions import Kind
-from hybridpar.sync.constants import Constants
-from hybridpar.sync.control import SAVE, all_reduce_bytes, backward_report, decide, start_copy
 
-#: Loss, samples, stop, save, squared norm of the gradient.
-_NUMBERS = 5
+# Layout of a forward report; BatchNorm sums follow.
+LOSS, _SAMPLES, _STOP, SAVE, _LAYOUT, _LAYOUT_SQUARED, HEAD = range(7)
 
 
 class Agreement:
@@ -89,26 +90,22 @@ class Agreement:
             index: The stage, whose last forward pass has been issued.
         """
         stage, flight, group = self._stages[index], step.flights[index], self._replicas.control_sum
-        if group is None and not self._whole:
-            return
 
         def report() -> None:
-            step.reports[index] = stage.report_forward(step.request)
+            step.reports[index] = _report_of(stage, step.request)
 
         def add() -> None:
             assert group is not None
             message = step.reports[index]
             self.lane.keep(message)
             self._sum(message, group, f"exchanging statistics of stage {index}", self._replicas, step)
-            if flight is not None:
-                flight.report = message
+            flight.loss, flight.layouts = message[LOSS], message[_LAYOUT:HEAD]
 
         stage.lane.submit(report)
         if group is not None:
             self.lane.wait(stage.lane.record())
             self.lane.submit(add)
-            if flight is not None:
-                flight.reported = self.lane.record()
+            flight.reported = self.lane.record()
 
     def reach(self, step: StepState) -> None:
         """Issue the agreement on a step, whose backward passes and sums of gradients have been issued.
@@ -116,63 +113,43 @@ class Agreement:
         Args:
             step: Gets `shared`, `decided` and, when the lane comes to it, its values.
         """
-        for index, event in step.backward_done.items():
+        for event in step.backward_done.values():
             self.lane.wait(event)
-            if not self._whole and self._replicas.control_sum is not None:
-                self.lane.submit(lambda index=index: self._share_users(step, index))  # type: ignore[misc]
-                step.shared[index] = self.lane.record()
         for action, event in step.events.items():
             if action.kind is Kind.SYNC:
                 self.lane.wait(event)
-        self.lane.submit(lambda: self._agree_on_whole(step) if self._whole else self._agree(step))
+        for index in self._stages:
+            self.lane.submit(lambda index=index: self._share_backward(step, index))  # type: ignore[misc]
+            if self._replicas.control_sum is not None:
+                step.shared[index] = self.lane.record()
+        self.lane.submit(lambda: self._decide(step))
         step.decided = self.lane.record()
 
-    def _share_users(self, step: StepState, index: int) -> None:
-        group = self._replicas.control_sum
-        assert group is not None
-        users = step.users[index] = self._constants.of(*step.used[index]).clone()
-        self._sum(users, group, f"exchanging who used the parameters of stage {index}", self._replicas, step)
-
-    def _agree_on_whole(self, step: StepState) -> None:
-        stage, flight, group = self._stages[0], step.flights[0], self._world.control_sum
-        squares, keep = step.squares[0], self.lane.keep
-        if stage.reducer is not None and flight is not None:
-            keep(flight.squares)
-            squares = stage.reducer.squares(flight)
-        message = backward_report(squares, step.used[0], self._constants)
-        report = step.reports[0]
-        keep(report, message)
+    def _share_backward(self, step: StepState, index: int) -> None:
+        """On the lane: sum the backward report of a stage, the squares of its gradients and who used what."""
+        flight, group = step.flights[index], self._replicas.control_sum
+        self.lane.keep(flight.squares)
+        step.squares[index] = self._stages[index].gradients.squares(flight)
         if group is not None:
-            self._sum(message, group, "agreeing on the step", self._world, step)
-            step.users[0] = message[1:]
-        self._decide(step, report[: SAVE + 1], message[0])
+            message = backward_report(step.squares[index], step.used[index], self._constants)
+            self._sum(message, group, f"exchanging who used the parameters of stage {index}", self._replicas, step)
+            step.squares[index], step.users[index] = message[0], message[1:]
 
-    def _agree(self, step: StepState) -> None:
-        request, keep = step.request, self.lane.keep
-        message = torch.zeros(_NUMBERS, dtype=torch.float64, device=self._device)
-        flags = request.flags
-        if flags is None:
-            flags = self._constants.of(request.stop, request.save)
-        keep(flags)
-        message[2:4] = flags
-        for index in self._stages:
-            flight, squares, loss = step.flights[index], step.squares[index], step.losses[index]
-            keep(squares, *(() if loss is None else (loss,)))
-            message[4] += squares.to(message.device, non_blocking=True)
-            if flight is not None:
-                keep(flight.squares)
-                message[4] += flight.squares.sum()
-            if loss is not None:
-                message[0] += loss.to(message.device, non_blocking=True)
-                message[1] += sum(batch.samples for batch in request.micro_batches)
-        if self._world.control_sum is not None:
-            self._sum(message, self._world.control_sum, "agreeing on the step", self._world, step)
-        self._decide(step, message[:4], message[4])
-
-    def _decide(self, step: StepState, report: Tensor, squares: Tensor) -> None:
+    def _decide(self, step: StepState) -> None:
+        """On the lane: add up what the stages know of the step, and decide."""
         guard = any(stage.guarded for stage in self._stages.values())
         measured = any(stage.measured for stage in self._stages.values())
-        step.values = decide(report, squares, guard=guard, measured=measured)
+        total = torch.zeros(SAVE + 2, dtype=torch.float64, device=self._device)
+        for index, squares in step.squares.items():
+            report = step.reports[index]
+            self.lane.keep(report, squares)
+            total += torch.cat((report[: SAVE + 1], squares.reshape(1))).to(total.device, non_blocking=True)
+        if self._world.size > self._replicas.size:  # replicas know the same of a stage, so the first one tells it
+            assert self._world.control_sum is not None
+            if self._replicas.rank:
+                total.zero_()
+            self._sum(total, self._world.control_sum, "agreeing on the step", self._world, step)
+        step.values = decide(total, total[SAVE + 1], guard=guard, measured=measured)
         if step.request.flags is None:
             step.host_values = start_copy(step.values)
 
@@ -191,3 +168,75 @@ def refused_by_others(count: int) -> UsageError:
         "All workers do a step, or none.",
         "Give every worker at least one sample for each micro-batch (micro_batches), or none of them a batch.",
     )
+
+
+def _report_of(stage: LocalStage, request: StepRequest) -> Tensor:
+    """The forward report of a stage; loss and samples are 0 where the loss is another stage's."""
+    loss = stage.run.loss_sum
+    if request.flags is not None:
+        stage.lane.keep(request.flags)
+    return forward_report(
+        torch.zeros((), dtype=torch.float64, device=stage.lane.device) if loss is None else loss,
+        0 if loss is None else sum(batch.samples for batch in request.micro_batches),
+        stop=request.stop,
+        save=request.save,
+        layout=stage.gradients.layout,
+        batch_norm=stage.batch_norm.sums if stage.batch_norm is not None else None,
+        flags=request.flags,
+        constants=stage.constants,
+    )
+
+
+def forward_report(
+    loss: Tensor,
+    samples: int,
+    *,
+    stop: bool = False,
+    save: bool = False,
+    layout: int,
+    batch_norm: Tensor | None,
+    flags: Tensor | None = None,
+    constants: Constants | None = None,
+) -> Tensor:
+    """The message of a stage after its last forward pass, 1-D float64: `HEAD` numbers, then BatchNorm sums.
+
+    Args:
+        loss: This worker's part of the mean loss, 0-d.
+        samples: Samples of this worker.
+        stop: This worker wants to stop.
+        save: This worker wants a checkpoint.
+        layout: Fingerprint of the buckets, 16 bits.
+        batch_norm: Sums of the BatchNorm layers.
+        flags: `stop` and `save` as a float64 tensor on the device of the loss, instead of what the host says.
+        constants: Numbers that were copied to the device before.
+    """
+    known = constants or Constants(loss.device)
+    if flags is None:
+        flags = known.of(float(stop), float(save))
+    head = (loss.double().reshape(1), known.of(samples), flags, known.of(layout, layout * layout))
+    return torch.cat(head if batch_norm is None else (*head, batch_norm))
+
+
+def backward_report(squares: Tensor, used: Sequence[bool], constants: Constants | None = None) -> Tensor:
+    """The message of a stage after its last bucket, 1-D float64.
+
+    Args:
+        squares: This worker's part of the squared norm of the gradient, 0-d float64.
+        used: For each parameter whether this worker used it.
+        constants: Numbers that were copied to the device before.
+    """
+    return torch.cat((squares.reshape(1), (constants or Constants(squares.device)).of(*used)))
+
+
+def decide(report: Tensor, squares: Tensor, *, guard: bool, measured: bool) -> Tensor:
+    """The values of a `StepOutcome`, from the summed reports.
+
+    Args:
+        report: The summed forward report.
+        squares: Squared norm of the reduced gradient.
+        guard: Whether a non-finite gradient rolls the step back.
+        measured: Whether anybody computed the norm.
+    """
+    commit = torch.isfinite(squares).double() if guard else torch.ones_like(squares)
+    known = squares if measured else torch.full_like(squares, -1.0)
+    return torch.cat((report[: SAVE + 1], torch.stack((commit, known))))

@@ -23,8 +23,7 @@ from hybridpar.errors import ScheduleError, UsageError
 from hybridpar.pipeline.random_keys import numbers_of_its_own
 from hybridpar.pipeline.stage_module import StageModule, WholeModel, consumers_of, device_of, module_of
 from hybridpar.schedule.actions import Edge
-from hybridpar.sync.batchnorm import without_replicas
-from hybridpar.sync.rollback import BufferRollback
+from hybridpar.sync.batchnorm import BufferRollback, without_replicas
 
 
 @dataclass
@@ -85,6 +84,7 @@ class BorderTable:
         #: Facts of the first micro-batch.
         self.first: BorderFacts | None = None
         self._known: dict[tuple[Any, ...], BorderFacts] = {}
+        self._parameters = [parameter for stage in stages for parameter in module_of(stage).parameters()]
         self._trainable: tuple[bool, ...] = ()
         self._is_whole = isinstance(stages[0], WholeModel)  # has no borders
         self._consumers = [consumers_of(stages, index) for index in range(len(stages))]
@@ -97,9 +97,7 @@ class BorderTable:
         """Forget all facts where parameters were frozen or thawed since they were found."""
         if self._is_whole:
             return
-        trainable = tuple(
-            parameter.requires_grad for stage in self._stages for parameter in module_of(stage).parameters()
-        )
+        trainable = tuple(parameter.requires_grad for parameter in self._parameters)
         if trainable != self._trainable:
             self._trainable = trainable
             self._known.clear()

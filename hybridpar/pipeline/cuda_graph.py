@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from hybridpar.lanes import Lanes
+from hybridpar.pipeline.step import StepInput
 
 _log = logging.getLogger(__name__)
 
@@ -123,35 +124,22 @@ class StepGraph(Generic[_Issued]):
         """Whether there is a graph to replay."""
         return self._graph is not None
 
-    def step(
-        self,
-        micro_batches: MicroBatches,
-        samples: int,
-        global_samples: int | None,
-        *,
-        rate_factor: float,
-        stop: bool,
-        save: bool,
-    ) -> _Issued | None:
+    def step(self, given: StepInput) -> _Issued | None:
         """Run a step.
 
         Args:
-            micro_batches: Inputs and targets on the device.
-            samples: Samples of this worker.
-            global_samples: Samples of all workers.
-            rate_factor: What peak learning rates are multiplied with.
-            stop: This worker wants to stop.
-            save: This worker wants a checkpoint.
+            given: This replica's share of the batch, and what the step is to do with it.
 
         Returns:
             What the engine's `issue` returned for the work that has been launched on the current stream; the next step
             overwrites its tensors. None where the step is to be run without a graph: nothing of it was done.
         """
+        micro_batches, global_samples = given.micro_batches, given.global_samples
         if global_samples is None:
             self._stop_trying("the samples of the other workers are not known; give batches with `global_samples`")
         if self.reason is not None or global_samples is None:
             return None
-        shape = _Shape.of(micro_batches, samples, global_samples)
+        shape = _Shape.of(micro_batches, given.samples, global_samples)
         trainable = tuple(parameter.requires_grad for parameter in self._parameters)
         # The largest step is the usual one. All workers see the same sizes, so all begin anew in the same step.
         if self._shape is None or trainable != self._trainable or global_samples > self._shape.global_samples:
@@ -161,7 +149,7 @@ class StepGraph(Generic[_Issued]):
             return None
         if self._graph is None and self._left == 0 and not self._capture():
             return None
-        self._fill(micro_batches, rate_factor, (stop, save))
+        self._fill(micro_batches, given.rate_factor, (given.stop, given.save))
         if self._graph is None:
             return self._warm_up()
         self._graph.replay()

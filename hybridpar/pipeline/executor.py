@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,16 +23,34 @@ from hybridpar.comm.transport import ReceiveEnd, SendEnd
 from hybridpar.comm.world import World
 from hybridpar.errors import TrainingError
 from hybridpar.lanes import Event, Lane, Lanes
-from hybridpar.pipeline.agreement import Agreement
+from hybridpar.lanes.base import start_copy
+from hybridpar.pipeline.agreement import HEAD, Agreement
 from hybridpar.pipeline.borders import BorderFacts, BorderTable
 from hybridpar.pipeline.local_stage import LocalStage
-from hybridpar.pipeline.recorder import Queue, SpanRecorder
 from hybridpar.pipeline.stage_run import Mailbox
-from hybridpar.pipeline.step import LateOutcome, StepRequest, StepState
-from hybridpar.schedule.actions import COMPUTE, RECEIVES, SENDS, Action, Kind
+from hybridpar.pipeline.step import LateOutcome, Queue, SpanRecorder, StepRequest, StepState
+from hybridpar.schedule.actions import COMPUTE, SENDS, Action, Kind
 from hybridpar.schedule.program import Program
-from hybridpar.sync.control import HEAD, start_copy
 from hybridpar.sync.reducer import Flight
+
+
+@dataclass(frozen=True)
+class _Issue:
+    """What is known of an action of this worker before a step.
+
+    Attributes:
+        action: The action.
+        queue: Where it runs.
+        needs: What must be done before it, of this worker and in other queues.
+        is_last: It is the last backward pass of its stage.
+        is_last_forward: It is the last forward pass of its stage.
+    """
+
+    action: Action
+    queue: Queue
+    needs: tuple[Action, ...]
+    is_last: bool
+    is_last_forward: bool
 
 
 class Executor:
@@ -91,7 +110,7 @@ class Executor:
         self._sync_lanes = sync_lanes
         self._on_device = on_device
         self._record = record or None  # None leaves it to the kind of device
-        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._programs: dict[tuple[Any, ...], tuple[Program, list[_Issue]]] = {}
         self._running: list[LateOutcome] = []
         self._ends: list[Event] = []  # of the step before
         self.steps = 0
@@ -116,33 +135,30 @@ class Executor:
         if not all(self.borders.knows(batch.inputs) for batch in request.micro_batches):
             self.wait()  # the example run uses the buffers that the step before still writes to
         facts = [self.borders.at(batch.inputs, batch.target) for batch in request.micro_batches]
-        program = self.program = self._program(request, facts[0])
-        flights = {index: stage.new_flight() for index, stage in self.stages.items()}
+        self.program, issues = self._program(request, facts[0])
+        flights = {index: stage.gradients.new_flight() for index, stage in self.stages.items()}
         # What is captured runs many times, so it has no times of its own.
         spans = SpanRecorder(self._lanes.device, enabled=self._record if request.flags is None else False)
         step = StepState(self.steps + 1, request, facts, flights, spans)
         given = self._lanes.caller.record()
         for index, stage in self.stages.items():
             stage.lane.wait(given)
-            stage.lane.submit(_call(stage.start, step.number, flights[index]))
+            stage.lane.submit(partial(stage.start, step.number, flights[index]))
         self._agreement.lane.wait(given)
         # Where nothing flows back, those before may be a step ahead, and what has arrived has no step in its address.
         for _, lane in self._receivers.values():
             for event in self._ends:
                 lane.wait(event)
-        actions = program.workers[self._position]
-        last = {program.needs[Action(index, Kind.STEP)][0]: index for index in self.stages}
-        last_forward = {action.stage: action for action in actions if action.kind is Kind.FORWARD}
-        for action in actions:
-            if action.kind is Kind.STEP:
+        for one in issues:
+            if one.action.kind is Kind.STEP:
                 began = time.perf_counter()
                 if step.decided is None:
                     self._agreement.reach(step)
-                self._apply(step, action.stage, began)
+                self._apply(step, one, began)
                 continue
-            self._issue(step, program, action, last)
-            if last_forward.get(action.stage) is action:
-                self._agreement.share_forward(step, action.stage)
+            self._issue(step, one)
+            if one.is_last_forward:
+                self._agreement.share_forward(step, one.action.stage)
         self._ends = list(step.ends)
         # A send whose bytes have left may still be at work when the step that it belongs to is decided.
         step.ends.extend(lane.record() for _, lane in self._senders.values())
@@ -203,45 +219,50 @@ class Executor:
             for reducer in reducers:
                 reducer.rebuild_buckets()
 
-    def _program(self, request: StepRequest, facts: BorderFacts) -> Program:
-        buckets = {index: stage.buckets for index, stage in self.stages.items()}
+    def _program(self, request: StepRequest, facts: BorderFacts) -> tuple[Program, list[_Issue]]:
+        buckets = {index: len(stage.gradients.buckets) for index, stage in self.stages.items()}
         key = (len(request.micro_batches), tuple(buckets.items()), frozenset(facts.gradients))
         if key not in self._programs:
-            self._programs[key] = self._make_program(len(request.micro_batches), facts, buckets)
+            program = self._make_program(len(request.micro_batches), facts, buckets)
+            self._programs[key] = program, self._own_part(program)
         return self._programs[key]
+
+    def _own_part(self, program: Program) -> list[_Issue]:
+        """This worker's actions, in the order in which they are issued."""
+        actions = program.workers[self._position]
+        last = {program.needs[Action(index, Kind.STEP)][0] for index in self.stages}
+        last_forward = {action.stage: action for action in actions if action.kind is Kind.FORWARD}
+        part = []
+        for action in actions:
+            queue = program.queue_of(action)
+            needs = tuple(
+                need
+                for need in program.needs[action]
+                if program.layout.home(need.stage) == self._position and program.queue_of(need) != queue
+            )
+            is_last_forward = last_forward.get(action.stage) is action
+            part.append(_Issue(action, queue, needs, action in last, is_last_forward))
+        return part
 
     # ----------------------------------------------------------------- issuing
 
-    def _issue(self, step: StepState, program: Program, action: Action, last: Mapping[Action, int]) -> None:
-        kind, index = action.kind, action.index
-        assert index is not None
-        if kind is Kind.SYNC:
-            stage, flight = self.stages[action.stage], step.flights[action.stage]
+    def _issue(self, step: StepState, one: _Issue) -> None:
+        action, stage = one.action, self.stages[one.action.stage]
+        if action.kind is Kind.SYNC:
             assert stage.reducer is not None
-            assert flight is not None
-            step.events[action] = stage.reducer.issue(index, flight)
+            assert action.index is not None
+            step.events[action] = stage.reducer.issue(action.index, step.flights[action.stage])
             return
         lane, work = self._work(step, action)
-        mine = program.queue_of(action)
-        for need in program.needs[action]:
-            if program.layout.home(need.stage) == self._position and program.queue_of(need) != mine:
-                lane.wait(step.events[need])
+        for need in one.needs:
+            lane.wait(step.events[need])
         if action.kind in COMPUTE and not self._whole:
             work = self._with_memory_named(step, action, work)
-        if action in last:
-            self._issue_last(step, mine, action, work)
+        if one.is_last:
+            self._issue_last(step, one, work)
         else:
-            lane.submit(step.spans.timed(mine, action, work))
+            lane.submit(step.spans.timed(one.queue, action, work))
         step.events[action] = lane.record()
-
-    def _named(self, doing: str, work: Callable[[], None]) -> Callable[[], None]:
-        """Work whose failure by the fault of another worker is told as that."""
-
-        def whole() -> None:
-            with self._replicas.named_errors(doing):
-                work()
-
-        return whole
 
     def _with_memory_named(self, step: StepState, action: Action, work: Callable[[], None]) -> Callable[[], None]:
         """Work whose lack of memory is told as what the user can change."""
@@ -265,28 +286,19 @@ class Executor:
 
         return whole
 
-    def _issue_last(self, step: StepState, queue: Queue, action: Action, work: Callable[[], None]) -> None:
-        """The last backward pass of a stage: its gradients are sent while it runs, and its reports after it."""
-        index = action.stage
-        stage, flight = self.stages[index], step.flights[index]
-        lane, reducer = stage.lane, stage.reducer
-        if flight is not None:
-            self._note_sums(step.spans, index, flight)
+    def _issue_last(self, step: StepState, one: _Issue, work: Callable[[], None]) -> None:
+        """The last backward pass of a stage: its gradients are sent while it runs, and measured after it."""
+        index = one.action.stage
+        gradients, lane, flight = self.stages[index].gradients, self.stages[index].lane, step.flights[index]
+        self._note_sums(step.spans, index, flight)
 
         def whole() -> None:
-            if reducer is not None and flight is not None:
-                reducer.begin_last(flight, step.request.rate_factor)
+            gradients.begin_last(flight, step.request.rate_factor)
             work()
-            step.used[index] = stage.flush()
+            step.used[index] = gradients.flush()
 
-        def report() -> None:
-            step.squares[index] = stage.local_squares()
-            # Taken here: where no lane waits for the decision, the next step may begin before that is made.
-            step.losses[index] = stage.run.loss_sum
-
-        marks = reducer.marks(flight) if reducer is not None and flight is not None else []
-        lane.submit(step.spans.timed(queue, action, whole), marks=marks)
-        lane.submit(report)
+        lane.submit(step.spans.timed(one.queue, one.action, whole), marks=gradients.marks(flight))
+        lane.submit(lambda: gradients.measure(flight))
         step.backward_done[index] = lane.record()
 
     def _note_sums(self, spans: SpanRecorder, stage: int, flight: Flight) -> None:
@@ -296,32 +308,33 @@ class Executor:
         place = f"adding gradients of stage {stage} over its replicas"
 
         def wrap(bucket: int, work: Callable[[], None]) -> Callable[[], None]:
-            queue = ("sync", self._position, bucket % self._sync_lanes)
-            return spans.timed(queue, Action(stage, Kind.SYNC, bucket), self._named(place, work))
+            def named() -> None:
+                with self._replicas.named_errors(place):
+                    work()
+
+            return spans.timed(
+                ("sync", self._position, bucket % self._sync_lanes), Action(stage, Kind.SYNC, bucket), named
+            )
 
         flight.wrap = wrap
         flight.on_ready = lambda bucket: spans.ready(Action(stage, Kind.SYNC, bucket))
 
     def _work(self, step: StepState, action: Action) -> tuple[Lane, Callable[[], None]]:
-        index, peer = action.index, action.peer
+        index, peer, stage = action.index, action.peer, self.stages[action.stage]
         assert index is not None
-        if action.kind in SENDS or action.kind in RECEIVES:
-            assert peer is not None
+        if peer is not None:
             return self._transfer(step, action, index, peer)
-        stage = self.stages[action.stage]
         run, keep = stage.run, stage.lane.keep
         if action.kind is Kind.FORWARD:
             batch = step.request.micro_batches[index]
-
-            def share() -> float:
-                return step.request.share(batch.samples)
-
+            share = partial(step.request.share, batch.samples)
             return stage.lane, lambda: run.forward(index, dict(batch.inputs), batch.target, share, keep)
-        if action.kind is Kind.BACKWARD:
-            return stage.lane, lambda: run.backward(index, keep)
-        if action.kind is Kind.BACKWARD_INPUT:
-            return stage.lane, lambda: run.backward_input(index, keep)
-        return stage.lane, lambda: run.backward_weight(index, keep)
+        passes = {
+            Kind.BACKWARD: run.backward,
+            Kind.BACKWARD_INPUT: run.backward_input,
+            Kind.BACKWARD_WEIGHT: run.backward_weight,
+        }
+        return stage.lane, partial(passes[action.kind], index, keep)
 
     def _transfer(self, step: StepState, action: Action, index: int, peer: int) -> tuple[Lane, Callable[[], None]]:
         assert self.program is not None
@@ -364,45 +377,40 @@ class Executor:
 
     # ---------------------------------------------------------------- applying
 
-    def _apply(self, step: StepState, index: int, began: float) -> None:
+    def _apply(self, step: StepState, one: _Issue, began: float) -> None:
         """Step the optimizer of a stage, or roll it back: after its sums, and after the decision where that counts.
 
         Args:
             step: The step.
-            index: The stage.
+            one: The optimizer step of the stage.
             began: When the host had nothing else left to issue, on the clock of `time.perf_counter`.
         """
-        stage, factor = self.stages[index], step.request.rate_factor
+        index, factor = one.action.stage, step.request.rate_factor
+        stage, flight = self.stages[index], step.flights[index]
         for action, event in step.events.items():
             if action.kind is Kind.SYNC and action.stage == index:
                 stage.lane.wait(event)
         if index in step.shared:
             stage.lane.wait(step.shared[index])
-        if stage.measured or self._whole:  # of a whole model, the decision also says who used what
+        if stage.measured:
             assert step.decided is not None
             stage.lane.wait(step.decided)
         if self._whole:
             step.waited_ms = (time.perf_counter() - began) * 1e3 if self._world.size > 1 else 0.0
 
         def apply() -> None:
-            flight, users = step.flights[index], step.users.get(index)
+            users = step.users.get(index)
             sums = step.reports[index][HEAD:] if users is not None and stage.batch_norm is not None else None
             values = step.values if stage.measured else None
             if values is not None:
                 stage.lane.keep(values)
                 values = values.to(stage.lane.device, non_blocking=True)
             kept = [tensor for tensor in (sums, users, values) if tensor is not None]
-            stage.lane.keep(*kept, *(flight.flats if flight is not None else ()))
-            costs = flight.costs if flight is not None else None
-            bad = stage.apply(values, sums, users, factor, costs, on_device=self._on_device)
+            stage.lane.keep(*kept, *flight.flats)
+            used, costs = step.used[index], flight.costs
+            bad = stage.apply(values, sums, users, used, factor, costs, on_device=self._on_device)
             if bad is not None:
                 step.bad.append(bad)
 
-        action = Action(index, Kind.STEP)
-        assert self.program is not None
-        stage.lane.submit(step.spans.timed(self.program.queue_of(action), action, apply))
+        stage.lane.submit(step.spans.timed(one.queue, one.action, apply))
         step.ends.append(stage.lane.record())
-
-
-def _call(function: Callable[..., None], *args: Any) -> Callable[[], None]:
-    return lambda: function(*args)

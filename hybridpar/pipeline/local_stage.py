@@ -14,23 +14,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.collective import SumGroup
 from hybridpar.comm.node_worlds import NodeWorlds
-from hybridpar.comm.world import World
+from hybridpar.comm.world import SumGroup, World
 from hybridpar.lanes import Lane, Lanes
-from hybridpar.pipeline.stage_module import module_of
+from hybridpar.lanes.base import Constants
 from hybridpar.pipeline.stage_run import StageRun
-from hybridpar.pipeline.step import StepRequest
-from hybridpar.sync.batchnorm import BatchNormPool
+from hybridpar.pipeline.step import COMMIT, SQUARES
+from hybridpar.sync.batchnorm import BatchNormPool, BufferRollback
+from hybridpar.sync.clipping import clip_each
 from hybridpar.sync.compression import Compression, Decision
-from hybridpar.sync.constants import Constants
-from hybridpar.sync.control import COMMIT, SQUARES, forward_report
 from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.figures import SyncCosts
-from hybridpar.sync.local_gradients import LocalGradients
 from hybridpar.sync.options import SyncOptions
-from hybridpar.sync.reducer import Flight, GradientReducer, SyncLanes
-from hybridpar.sync.rollback import BufferRollback
+from hybridpar.sync.reducer import Flight, GradientReducer, LocalGradients, SyncLanes
 
 OptimizerStep = Callable[[float | None, Tensor | None], None]
 
@@ -52,8 +48,9 @@ class LocalStage:
         nodes: Which of the replicas are on which node, where codecs are used between nodes only.
 
     Attributes:
-        reducer: Sums the gradients over the replicas; None without replicas.
+        gradients: Sums the gradients over the replicas, where there are any.
         batch_norm: Pools the statistics of the stage's BatchNorm layers; None where they are not pooled.
+        constants: Numbers that were copied to the device of the lane.
         measured: Whether the norm of the gradient is needed, so that optimizers wait for the decision.
         guarded: Whether a gradient that is not finite rolls the step back.
     """
@@ -73,7 +70,7 @@ class LocalStage:
     ) -> None:
         self.run = run
         self.lane = lane
-        self.module = module_of(run.stage)
+        self.module = run.module
         self.options = options
         self._lanes = lanes
         self._replicas = replicas
@@ -81,30 +78,26 @@ class LocalStage:
         self._nodes = nodes
         self._step_optimizer = step_optimizer
         self.guarded = options.guard
-        self.measured = options.guard or options.clip_norm is not None
+        self.measured = options.guard or options.global_norm is not None
         self._pooled = options.pool_batch_norm and (replicas.size > 1 or micro_batches > 1)
         self._norm_group = norm_group
-        self.reducer: GradientReducer | None = None
-        self._local = LocalGradients(dict(self.module.named_parameters()), lane.device, self.measured)
+        self.gradients: LocalGradients
         self.batch_norm: BatchNormPool | None = None
         self.attach()
         spared = self.batch_norm.layers if self.batch_norm is not None else ()
         self._rollback = BufferRollback(self.module, spared) if options.guard else None
-        self._used: list[bool] = []
-        self._constants = Constants(lane.device)
+        self.constants = Constants(lane.device)
 
     # ---------------------------------------------------------------- the host
 
     def attach(self) -> None:
         """Install hooks and take over BatchNorm layers, at first and again after `detach`."""
-        if self._replicas.size > 1:
-            self.reducer = self._make_reducer()
+        self.gradients = self._make_gradients()
         self.batch_norm = BatchNormPool(self.module, self._norm_group) if self._pooled else None
 
     def detach(self) -> None:
         """Remove hooks and give BatchNorm layers their class back. Safe to call twice."""
-        if self.reducer is not None:
-            self.reducer.close()
+        self.gradients.close()
         if self.batch_norm is not None:
             self.batch_norm.release()
 
@@ -113,17 +106,21 @@ class LocalStage:
 
         Gradients that were sent are dropped where they are no longer applied late.
         """
-        if self.reducer is None or self.options.delayed == delayed:
+        before = self.reducer
+        if before is None or self.options.delayed == delayed:
             return
-        state = self.reducer.state_dict()
-        self.reducer.close()
+        state = before.state_dict()
+        before.close()
         self.options = replace(self.options, delayed=delayed)
-        self.reducer = self._make_reducer()
+        self.gradients = self._make_gradients()
+        assert self.reducer is not None
         self.reducer.load_state_dict(state)
         self.reducer.follow_trainable()
 
-    def _make_reducer(self) -> GradientReducer:
+    def _make_gradients(self) -> LocalGradients:
         options = self.options
+        if self._replicas.size == 1:
+            return LocalGradients(dict(self.module.named_parameters()), self.lane, self.measured)
         kind = DelayedReducer if options.delayed else GradientReducer
         return kind(
             *(dict(self.module.named_parameters()), self._replicas, self._lanes, self.lane),
@@ -134,28 +131,26 @@ class LocalStage:
         )
 
     @property
-    def compression(self) -> Compression | None:
-        """What compresses gradients here, if anything does."""
-        return self.reducer.compression if self.reducer is not None else None
+    def reducer(self) -> GradientReducer | None:
+        """`gradients`, where there are replicas."""
+        return self.gradients if isinstance(self.gradients, GradientReducer) else None
 
     @property
-    def buckets(self) -> int:
-        """Number of gradient buckets; 0 where nothing is synchronised."""
-        return len(self.reducer.buckets) if self.reducer is not None else 0
-
-    def new_flight(self) -> Flight | None:
-        """What will be known about the gradients of the next step."""
-        return self.reducer.new_flight() if self.reducer is not None else None
+    def compression(self) -> Compression | None:
+        """What compresses gradients here, if anything does."""
+        return self.gradients.compression
 
     # ---------------------------------------------------------------- the lane
 
-    def start(self, step: int, flight: Flight | None) -> None:
-        """Begin a step."""
+    def start(self, step: int, flight: Flight) -> None:
+        """Begin a step.
+
+        Args:
+            step: Its number, from 1.
+            flight: What will be known about its gradients.
+        """
         self.run.start_step(step)
-        if self.reducer is not None and flight is not None:
-            self.reducer.start(flight)
-        else:
-            self._local.start()
+        self.gradients.start(flight)
         if self.batch_norm is not None:
             self.batch_norm.discard()
         if self._rollback is not None:
@@ -166,42 +161,13 @@ class LocalStage:
         if self.batch_norm is not None:
             self.batch_norm.fold()
 
-    def report_forward(self, request: StepRequest) -> Tensor:
-        """After the last forward pass: the stage's message to its replicas; see `hybridpar.sync.control`."""
-        loss = self.run.loss_sum
-        return forward_report(
-            torch.zeros((), dtype=torch.float64, device=self.lane.device) if loss is None else loss,
-            sum(batch.samples for batch in request.micro_batches),
-            stop=request.stop,
-            save=request.save,
-            layout=self.reducer.layout if self.reducer is not None else 0,
-            batch_norm=self.batch_norm.sums if self.batch_norm is not None else None,
-            flags=request.flags,
-            constants=self._constants,
-        )
-
-    def flush(self) -> list[bool]:
-        """After the last backward pass: send the buckets that are not full.
-
-        Returns:
-            For each parameter, in the order of the buckets, whether it was used here; empty without replicas.
-        """
-        if self.reducer is not None:
-            self._used = self.reducer.flush()
-        return self._used
-
-    def local_squares(self) -> Tensor:
-        """Sum of squares of the gradients, 0-d float64; with replicas 0, as theirs are taken bucket by bucket."""
-        if self.reducer is None:
-            return self._local.squares()
-        return torch.zeros((), dtype=torch.float64, device=self.lane.device)
-
     def apply(
         self,
         values: Tensor | None,
-        sums: Tensor | None,
-        users: Tensor | None,
-        factor: float | None,
+        sums: Tensor | None = None,
+        users: Tensor | None = None,
+        used: list[bool] | None = None,
+        factor: float | None = None,
         costs: SyncCosts | None = None,
         *,
         on_device: bool,
@@ -213,6 +179,7 @@ class LocalStage:
                 every step counts and the norm is not needed.
             sums: BatchNorm sums over the replicas; None without replicas.
             users: Number of replicas that used each parameter, in the order of the buckets; None without replicas.
+            used: For each of them whether this worker used it.
             factor: Of the learning rate; None where the rates have been set.
             costs: What is known of the sync of this step.
             on_device: Do not read the decision on the host.
@@ -220,57 +187,57 @@ class LocalStage:
         Returns:
             Name of the first parameter whose gradient is not finite, where the step is rolled back because of that.
         """
-        if self.reducer is not None:
-            self.reducer.place_gradients()
-        if values is not None and self.options.clip_norm is not None:
-            shrink = clip_factor(values[SQUARES], self.options.clip_norm)
-            if shrink is not None:
-                (self.reducer or self._local).scale(shrink)
+        self.gradients.place_gradients()
+        self._clip(values)
         if sums is None and self.batch_norm is not None:
             sums = self.batch_norm.sums
-        if self.reducer is not None and users is not None:
-            unused = self.reducer.keep_used(users, self._used)
-            self._commit_or_rollback(values, unused, costs, on_device)
-        bad = self._step_or_restore(values, sums, factor, on_device)
-        if self.reducer is not None:
-            self.reducer.close_step()
+        commit = self._decision(values, on_device)
+        if users is not None and used is not None:
+            self._settle_codecs(commit, self.gradients.keep_used(users, used), costs)
+        bad = None
+        if commit is False:
+            if self._rollback is not None:
+                self._rollback.restore()
+            bad = first_bad_parameter(self.module)
+        else:
+            where = commit if isinstance(commit, Tensor) else None
+            if self._step_optimizer is not None:
+                self._step_optimizer(factor, where)
+            if self._rollback is not None and where is not None:
+                self._rollback.restore(unless=where)
+            if self.batch_norm is not None and sums is not None:
+                self.batch_norm.commit(sums, where=where)
+        self.gradients.close_step()
         return bad
 
-    def _step_or_restore(
-        self, values: Tensor | None, sums: Tensor | None, factor: float | None, on_device: bool
-    ) -> str | None:
-        if on_device and values is not None:
-            commit = values[COMMIT]
-            if self._step_optimizer is not None:
-                self._step_optimizer(factor, commit)
-            if self._rollback is not None:
-                self._rollback.restore(unless=commit)
-            if self.batch_norm is not None and sums is not None:
-                self.batch_norm.commit(sums, where=commit)
-            return None
-        if values is None or not self.guarded or bool(values[COMMIT]):
-            if self._step_optimizer is not None:
-                self._step_optimizer(factor, None)
-            if self.batch_norm is not None and sums is not None:
-                self.batch_norm.commit(sums)
-            return None
-        if self._rollback is not None:
-            self._rollback.restore()
-        return first_bad_parameter(self.module)
+    def _clip(self, values: Tensor | None) -> None:
+        """Clip the gradients of the stage, which are those of all replicas by now."""
+        options = self.options
+        if options.global_norm is not None and values is not None:
+            shrink = clip_factor(values[SQUARES], options.global_norm)
+            if shrink is not None:
+                self.gradients.scale(shrink)
+        elif options.clip_norm is not None and options.clip_mode != "norm":
+            named = self.module.named_parameters()
+            clip_each(
+                [one for name, one in named if name not in options.not_clipped], options.clip_mode, options.clip_norm
+            )
 
-    def _commit_or_rollback(
-        self, values: Tensor | None, unused: list[str], costs: SyncCosts | None, on_device: bool
-    ) -> None:
+    def _decision(self, values: Tensor | None, on_device: bool) -> bool | Tensor:
+        """Whether the step counts: a 0-d tensor, 1 or 0, where the host does not read it."""
+        if values is None or not self.guarded:
+            return True
+        return values[COMMIT] if on_device else bool(values[COMMIT])
+
+    def _settle_codecs(self, commit: bool | Tensor, unused: list[str], costs: SyncCosts | None) -> None:
         """Let codecs keep what the step left, or put it back."""
-        compression = self.compression
+        compression = self.gradients.compression
         if compression is None:
             return
-        if values is None or not self.guarded:
-            compression.commit_or_rollback(True, unused, costs)
-        elif on_device:
-            compression.commit_or_rollback_later(Decision(values[COMMIT]), unused, costs)
+        if isinstance(commit, Tensor):
+            compression.commit_or_rollback_later(Decision(commit), unused, costs)
         else:
-            compression.commit_or_rollback(bool(values[COMMIT]), unused, costs)
+            compression.commit_or_rollback(commit, unused, costs)
 
     @contextmanager
     def quiet(self) -> Iterator[None]:

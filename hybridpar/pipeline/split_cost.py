@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridpar.pipeline.stage_module import StageModule, consumers_of, module_of
 from hybridpar.pipeline.stage_run import Mailbox, StageRun
 from hybridpar.schedule.actions import Action, Kind, Schedule, make_schedule
-from hybridpar.sync.rollback import BufferRollback
+from hybridpar.sync.batchnorm import BufferRollback
 
 #: The most that the halves may cost together, over the whole.
 MOST_SPLIT_COST = 1.1

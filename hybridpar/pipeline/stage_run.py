@@ -82,10 +82,11 @@ class StageRun:
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.stage = stage
+        self.module = module_of(stage)
         self.index = stage.index
         self._consumers = consumers
         self._mailbox = mailbox
-        self._call: Callable[..., Any] = module_of(stage) if forward is None else forward
+        self._call: Callable[..., Any] = self.module if forward is None else forward
         self._loss = loss
         self._recompute = recompute
         self._keys = keys
@@ -207,7 +208,7 @@ class StageRun:
         """The second half: gradients of the stage's parameters."""
         flight = self._flights.pop(index)
         keep(*flight.leaves.values(), *(gradient for _, gradient in flight.pending if gradient is not None))
-        wanted = [parameter for parameter in module_of(self.stage).parameters() if parameter.requires_grad]
+        wanted = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if flight.pending and wanted:
             torch.autograd.backward(
                 [root for root, _ in flight.pending], [gradient for _, gradient in flight.pending], inputs=wanted

@@ -1,22 +1,40 @@
-"""Records of a training step: what is asked for, what is known while it runs on many lanes, and its outcome."""
+"""Records of a training step: what is asked for, what is known while it runs on many lanes, when its actions ran, and
+its outcome.
+
+When an action starts and ends costs two readings of a clock on a CPU. On a GPU it costs two events, so there it is
+recorded only on request.
+"""
 
 from __future__ import annotations
 
+import math
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybridpar.comm.world import World
 from hybridpar.lanes import Event
 from hybridpar.pipeline.borders import BorderFacts
-from hybridpar.pipeline.recorder import SpanRecorder, StepSpans
 from hybridpar.schedule.actions import Action
-from hybridpar.sync.control import StepOutcome
+from hybridpar.schedule.spans import Span
+from hybridpar.schedule.spans import StepSpans as StepSpans
 from hybridpar.sync.figures import SyncCosts, SyncFigures, add_up
 from hybridpar.sync.reducer import Flight
+
+#: One name for it, so that tests can put a stand-in here.
+cuda: Any = torch.cuda
+
+#: Place of the decision (1 or 0) and of the squared norm in the values of a step's outcome.
+COMMIT, SQUARES = 4, 5
+
+#: Kind of queue, worker, and which one of that kind.
+Queue = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -32,6 +50,27 @@ class MicroBatch:
     inputs: Mapping[str, Tensor]
     target: Any
     samples: int
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """A replica's share of one global batch, and what the step is to do with it.
+
+    Attributes:
+        micro_batches: Inputs and targets of each, on the device.
+        samples: Samples of this replica.
+        global_samples: Samples of all replicas; None where each knows only its own.
+        rate_factor: What the optimizers' peak learning rates are multiplied with.
+        stop: Ask all workers to stop after this step.
+        save: Ask all workers for a checkpoint after this step.
+    """
+
+    micro_batches: Sequence[tuple[Tensor, Tensor]]
+    samples: int
+    global_samples: int | None
+    rate_factor: float = 1.0
+    stop: bool = False
+    save: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +101,77 @@ class StepRequest:
         return samples / (known() if callable(known) else known)
 
 
+class SpanRecorder:
+    """Notes when the actions of one step run.
+
+    Args:
+        device: Where they run.
+        enabled: Record at all; None means on a CPU.
+    """
+
+    def __init__(self, device: torch.device, enabled: bool | None = None) -> None:
+        self._cuda = device.type == "cuda"
+        self.enabled = not self._cuda if enabled is None else enabled
+        self._notes: list[tuple[Queue, Action, Any, Any]] = []
+        self._ready: dict[Action, Any] = {}
+        self._collected: StepSpans | None = None
+
+    def timed(self, queue: Queue, action: Action, work: Callable[[], None]) -> Callable[[], None]:
+        """Work that notes its start and its end."""
+        if not self.enabled:
+            return work
+
+        def whole() -> None:
+            start = self._now()
+            work()
+            self._notes.append((queue, action, start, self._now()))
+
+        return whole
+
+    def ready(self, action: Action) -> None:
+        """Note that an action has what it needs of this worker; called by the work that made it."""
+        if self.enabled:
+            self._ready[action] = self._now()
+
+    def collect(self) -> StepSpans:
+        """All that was noted; to be called when the step is over."""
+        if self._collected is None:
+            self._collected = self._gather()
+        return self._collected
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _gather(self) -> StepSpans:
+        notes, self._notes = self._notes, []
+        ready, self._ready = self._ready, {}
+        if not notes:
+            return StepSpans(time.perf_counter(), ())
+        if self._cuda:
+            notes[-1][3].synchronize()
+            first = notes[0][2]
+            for _, _, _, end in notes:
+                end.synchronize()
+            times = [(first.elapsed_time(start), first.elapsed_time(end)) for _, _, start, end in notes]
+            ready_ms = {action: first.elapsed_time(event) for action, event in ready.items()}
+            origin = time.perf_counter() - max(end for _, end in times) / 1e3
+            zero = min(start for start, _ in times)
+        else:
+            origin = min(start for _, _, start, _ in notes)
+            times = [((start - origin) * 1e3, (end - origin) * 1e3) for _, _, start, end in notes]
+            ready_ms = {action: (moment - origin) * 1e3 for action, moment in ready.items()}
+            zero = 0.0
+        spans = [
+            Span(queue[1], queue[0], queue[2], action, start, end, ready_ms.get(action)).shifted(-zero)
+            for (queue, action, _, _), (start, end) in zip(notes, times, strict=True)
+        ]
+        return StepSpans(origin, tuple(sorted(spans, key=lambda span: (span.start_ms, span.end_ms))))
+
+
 @dataclass
 class StepState:
     """What is known about a step that was issued; filled in by the host and by the lanes."""
@@ -69,16 +179,15 @@ class StepState:
     number: int
     request: StepRequest
     facts: list[BorderFacts]
-    flights: dict[int, Flight | None]
+    flights: dict[int, Flight]
     spans: SpanRecorder
     events: dict[Action, Event] = field(default_factory=dict)
     reports: dict[int, Tensor] = field(default_factory=dict)  # of the forward passes, by stage, summed over replicas
     used: dict[int, list[bool]] = field(default_factory=dict)
-    squares: dict[int, Tensor] = field(default_factory=dict)
-    losses: dict[int, Tensor | None] = field(default_factory=dict)
+    squares: dict[int, Tensor] = field(default_factory=dict)  # of the gradients of each stage, summed over replicas
     backward_done: dict[int, Event] = field(default_factory=dict)
     users: dict[int, Tensor] = field(default_factory=dict)  # `used`, summed over replicas
-    shared: dict[int, Event] = field(default_factory=dict)  # passed when `reports` and `users` are summed
+    shared: dict[int, Event] = field(default_factory=dict)  # passed when `reports`, `squares` and `users` are summed
     values: Tensor | None = None
     host_values: Tensor | None = None
     decided: Event | None = None
@@ -87,6 +196,58 @@ class StepState:
     waited_ms: float | None = None  # for which the host waited for the sync, where it runs the passes itself
     bytes_sent: int = 0
     message_bytes: list[int] = field(default_factory=list)  # of control messages, by their lane
+
+
+class StepOutcome(ABC):
+    """What the workers agreed on for one step. The first property that is read waits until the step is decided.
+
+    Attributes:
+        exposed_sync_ms: Time in which the worker only waited for the sync of gradients.
+        bytes_sent: Bytes this worker sent: payload of each collective times the collective's own factor.
+    """
+
+    exposed_sync_ms: float
+    bytes_sent: int
+
+    @property
+    @abstractmethod
+    def sync(self) -> SyncFigures:
+        """What the sync of gradients took on this worker."""
+
+    @abstractmethod
+    def _value(self, index: int) -> float:
+        """One of: loss, samples, stop, save, commit (1 or 0), squared gradient norm."""
+
+    @property
+    def loss(self) -> float:
+        """Mean loss over the global batch."""
+        return self._value(0)
+
+    @property
+    def samples(self) -> int:
+        """Samples in the global batch."""
+        return round(self._value(1))
+
+    @property
+    def stop(self) -> bool:
+        """Whether any worker asked to stop."""
+        return self._value(2) > 0
+
+    @property
+    def save(self) -> bool:
+        """Whether any worker asked for a checkpoint."""
+        return self._value(3) > 0
+
+    @property
+    def committed(self) -> bool:
+        """Whether the step counts; False where the guard rolled it back."""
+        return self._value(4) > 0
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Global norm of the reduced gradient before clipping; None where it was not needed."""
+        squares = self._value(5)
+        return None if squares < 0 else math.sqrt(squares) if math.isfinite(squares) else math.inf
 
 
 class LateOutcome(StepOutcome):
@@ -117,7 +278,8 @@ class LateOutcome(StepOutcome):
         for event in self._step.ends:
             self._wait_for(event, "finishing a step")
         self._read_values(self._step)
-        self._costs = [flight.costs for flight in self._step.flights.values() if flight is not None]
+        # Of stages that have replicas.
+        self._costs = [flight.costs for flight in self._step.flights.values() if flight.costs.buckets]
         sent = [*self._step.message_bytes, *(costs.sent for costs in self._costs)]
         self._bytes_sent = self._step.bytes_sent + sum(sent)
         self._step = None

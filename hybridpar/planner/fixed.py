@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
+from hybridpar.config.optimizer import state_copies
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,4 @@ def optimizer_copies(config: TrainConfig) -> int:
     Args:
         config: Options of the run.
     """
-    if config.optimizer == "adamw":
-        return 2
-    return 1 if config.momentum > 0 else 0
+    return state_copies(config)

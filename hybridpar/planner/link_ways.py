@@ -16,10 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridpar.comm.collective import BackendSum
 from hybridpar.comm.grid import Grid
 from hybridpar.comm.transport import MessagePart
-from hybridpar.comm.world import World
+from hybridpar.comm.world import BackendSum, World
 from hybridpar.compress import Collective, TorchGroup
 from hybridpar.machine.cluster_file import CoreUse, Efficiency, LinkLevel
 from hybridpar.planner.network import log_rounds

@@ -23,8 +23,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import nn
 
-from hybridpar.comm.collective import BackendSum
-from hybridpar.comm.world import World
+from hybridpar.comm.world import BackendSum, World
 from hybridpar.compress import parse_codec
 from hybridpar.compress.kernels import prepare_aside
 from hybridpar.config import TrainConfig

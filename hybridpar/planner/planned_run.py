@@ -1,32 +1,31 @@
 """Finds the plan of a run: the file that is named, the plan of the run that is resumed, or the answer of a search.
 
-By default the search covers everything that the user's options leave open. The plan is then turned into options, by
-which the run trains. Options that the user set take precedence over a plan.
+By default the search covers everything that the user's options leave open. `hybridpar.planner.resolve` then joins what
+was found with these options.
 
-Rank 0 searches and all workers follow its answer, so that noise cannot make two of them disagree.
+Rank 0 searches and all workers follow its answer, so that noise cannot make two of them disagree. A plan from a file is
+read by every worker, and all must have read the same.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from hybridpar.comm.collective import BackendSum
-from hybridpar.comm.world import World
+from hybridpar.comm.world import BackendSum, World
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
-from hybridpar.partition.planning import require_model
-from hybridpar.plan import Plan, Sync, parse_plan, read_plan
-from hybridpar.planner.evaluate import Outcome
-from hybridpar.planner.explain import brief, caveats
+from hybridpar.models import model_fingerprint, parameter_count
+from hybridpar.plan import ModelInfo, Placement, Plan, ResolvedPlan, parse_plan, read_plan
 from hybridpar.planner.fixed import (
     decided_options,
     fixed_by,
@@ -35,15 +34,13 @@ from hybridpar.planner.fixed import (
     not_modelled,
     optimizer_copies,
 )
-from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_of_plan
-from hybridpar.planner.link_ways import PLAIN_WAYS
-from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.measure import has_tuned_kernels
-from hybridpar.planner.measure_run import LEAST_STEPS, Question, measure_inputs
-from hybridpar.planner.record import is_as_recorded, plan_of
-from hybridpar.planner.search import Answer, find_plan
-from hybridpar.planner.space import Shape
-from hybridpar.planner.stage_plan import follow_stages, read_own_plan, shape_of
+from hybridpar.planner.resolve import resolve
+
+if TYPE_CHECKING:  # a run without a search does not import the planner
+    from hybridpar.planner.evaluate import Outcome
+    from hybridpar.planner.inputs import PlannerInputs
+    from hybridpar.planner.measure_run import Question
+    from hybridpar.planner.search import Answer
 
 _log = logging.getLogger(__name__)
 
@@ -57,29 +54,21 @@ _NO_KNOBS = frozenset(field.name for field in fields(TrainConfig)) - {
 }
 
 
+#: What is followed, if anything, and what to tell of it at the start.
+_Found = tuple[Plan | None, tuple[str, ...]]
+
+
 @dataclass(frozen=True)
 class PlannedRun:
     """What a run is to do.
 
     Attributes:
-        config: Options with what the plan says; `plan` is `none` in them.
-        plan: The plan; None where there is none.
+        plan: The plan.
         lines: What to tell at the start.
     """
 
-    config: TrainConfig
-    plan: Plan | None = None
+    plan: ResolvedPlan
     lines: tuple[str, ...] = ()
-
-    @property
-    def stages(self) -> Plan | None:
-        """The plan, where it has stages: without any a worker trains the model whole."""
-        return self.plan if self.plan is not None and len(self.plan.partition.stages) > 1 else None
-
-    @property
-    def searched(self) -> bool:
-        """Whether the plan records what it was searched in, so that it can be predicted again."""
-        return self.plan is not None and self.plan.inputs is not None
 
 
 def plan_run(
@@ -96,7 +85,7 @@ def plan_run(
     plan: Plan | None = None,
     announce: Callable[[str], None] = lambda text: None,
 ) -> PlannedRun:
-    """Find the plan of a run, and the options that follow from it; a collective.
+    """Find the plan of a run; a collective.
 
     Args:
         model: The whole model, as built.
@@ -112,7 +101,7 @@ def plan_run(
         announce: Told what is being done, while that takes time.
 
     Returns:
-        The options and the plan, the same on all workers.
+        The plan, the same on all workers.
 
     Raises:
         PlanError: A plan cannot be read, or was made for another model or for other machines.
@@ -125,42 +114,56 @@ def plan_run(
         named &= set(given)
     decided = decided_options(config, given) if decided is None else decided
     _require_effect(config, named, world.size)
-    plain = replace(config, plan="none")
-    plan = plan or read_own_plan(config, world)
+    info = ModelInfo(
+        name=name,
+        fingerprint=model_fingerprint(model),
+        parameters=parameter_count(model),
+        input=tuple(sample_shape) if sample_shape is not None else None,
+    )
+    plan = plan or _read_own_plan(config, world)
+    found: _Found = None, ()
     if plan is not None:
         found = _follow_given(model, config, world, plan, decided, name, sample_shape)
     elif not config.searches:
-        found = PlannedRun(plain)
+        pass
     elif stored is not None:
         kept = world.from_main(lambda: _stored_plan(stored, world.size))
-        found = PlannedRun(plain) if kept is None else _follow_stored(plain, world, _parsed(kept), decided)
+        if kept is not None:
+            found = _follow_stored(model, config, world, _parsed(kept), decided)
     elif why := _not_worth(sample_shape, steps):
-        found = PlannedRun(plain, lines=_unplanned(why) if "plan" in given else ())
+        found = _unplanned(why) if "plan" in given else found
     elif option := not_modelled(config):
-        found = PlannedRun(plain, lines=_unplanned(f"no prediction knows {option}"))
+        found = _unplanned(f"no prediction knows {option}")
     else:
+        from hybridpar.planner.measure import has_tuned_kernels
+        from hybridpar.planner.measure_run import Question
+
         fixed = fixed_by(config, decided, world.size, [path for path, _ in model.named_parameters()], named)
         if fixed.kernels == "tuned" and not has_tuned_kernels(model):
             fixed = replace(fixed, kernels=None)  # of a model without such layers stock and tuned are the same
         question = Question.of_run(config, fixed, name, sample_shape or (), steps)
-        found = _search(model, plain, world, question, decided, announce)
-    _require_effect(found.config, named, world.size, shape_of(found.config, world.size, found.plan))
-    return found
+        found = _search(model, world, question, announce)
+    followed, lines = found
+    resolved = resolve(config, world.size, followed, decided, model=info, device=world.device.type)
+    _require_effect(config, named, world.size, resolved.placement)
+    return PlannedRun(resolved, lines)
 
 
-def _require_effect(config: TrainConfig, named: Collection[str], workers: int, shape: Shape | None = None) -> None:
+def _require_effect(
+    config: TrainConfig, named: Collection[str], workers: int, placement: Placement | None = None
+) -> None:
     """Refuse a named option that would do nothing.
 
     Args:
         config: The options.
         named: Those that must have an effect.
         workers: Workers of the job.
-        shape: How they are divided; None where that is not decided, and a single worker alone excludes something.
+        placement: Of the stages; None where that is not decided, and a single worker alone excludes something.
 
     Raises:
         UsageError: An option acts on what replicas exchange and there is one, or on stages and there are none.
     """
-    replicas = workers if shape is None else shape.replicas
+    replicas = workers if placement is None else placement.replicas
     if replicas == 1 and (option := needs_replicas(config, named)):
         raise UsageError(
             f"{option} has no effect with one replica on {workers} worker(s)",
@@ -169,7 +172,7 @@ def _require_effect(config: TrainConfig, named: Collection[str], workers: int, s
             if workers == 1
             else f"Leave it out, or ask for more replicas: --replicas 2 or --workers {2 * workers}.",
         )
-    if shape is not None and shape.stages == 1 and (option := needs_stages(config, named)):
+    if placement is not None and len(placement.stages) == 1 and (option := needs_stages(config, named)):
         raise UsageError(
             f"{option} without stages has no effect",
             "It acts on the stages of a pipeline, and the model is trained as a whole.",
@@ -202,7 +205,7 @@ def plan_loop(
     """
     asked, decided = config, decided_options(config)
     if config.plan_file is None and plan is None:
-        replicas = shape_of(config, world.size).replicas
+        replicas = resolve(config, world.size).placement.replicas
         samples = config.batch_size if example is None else example.shape[0] * replicas * config.micro_batches
         asked = replace(config, replicas=replicas, batch_size=samples)
         decided |= {"stages", "replicas", "micro_batches"}
@@ -219,72 +222,42 @@ def plan_loop(
     )
     for line in found.lines if world.is_main else ():
         _log.info(line.removesuffix(_DETAILS))  # there is no run directory here
-    if found.plan is None:
-        return replace(found, config=replace(config, plan="none"))
-    return replace(found, config=replace(found.config, batch_size=config.batch_size))
+    return found
 
 
-def before_joining(config: TrainConfig, given: Collection[str] = (), plan: Plan | None = None) -> TrainConfig:
-    """Options with what a plan says of the exchange of gradients: workers join by these, before they can plan.
-
-    Args:
-        config: Options.
-        given: Options that were named.
-        plan: The plan; default: the file that the options name.
-    """
-    sync = None if plan is None else plan.sync
-    if plan is None and config.plan_file is not None:
-        with contextlib.suppress(PlanError):  # raised on all workers once they have joined, so that no rank blocks
-            sync = read_plan(config.plan_file).sync
-    if sync is None:
-        return config
-    said: dict[str, Any] = {"sync_lanes": sync.lanes, "batch_norm": sync.batch_norm, "compress": _policy_text(sync)}
-    decided = decided_options(config, given)
-    return replace(config, **{option: value for option, value in said.items() if option not in decided})
-
-
-def follow(config: TrainConfig, plan: Plan, decided: Collection[str], workers: int) -> TrainConfig:
-    """Options with what a plan says, wherever the user did not decide otherwise.
-
-    Args:
-        config: Options.
-        plan: The plan.
-        decided: Options that win over it.
-        workers: Workers of the job.
+def _read_own_plan(config: TrainConfig, world: World) -> Plan | None:
+    """The plan's file that the options name, if they do; a collective.
 
     Raises:
-        UsageError: The number of stages contradicts the plan.
+        PlanError: It cannot be read here or elsewhere, or not all workers have read the same one.
     """
-    said: dict[str, Any] = {}
-    stages = follow_stages(config, plan, "stages" in decided)
-    if plan.placement is not None and (plan.inputs is not None or plan.workers == workers):
-        said["replicas"] = plan.placement.replicas
-    if plan.pipeline is not None:
-        said["micro_batches"] = plan.pipeline.micro_batches
-        if stages.stages > 1:
-            said |= {"schedule": plan.pipeline.schedule, "recompute": plan.pipeline.recompute}
-    if plan.sync is not None:
-        said |= {"bucket_mb": plan.sync.bucket_bytes / 2**20, "compress": _policy_text(plan.sync)}
-    if plan.measured is not None and not (config.channels_last or config.uses_kernels):
-        said["memory_format"] = plan.measured.memory_format
-    if plan.kernels is not None and plan.kernels.database == "auto":
-        said["kernels"] = "auto"
-    wanted = {option: value for option, value in said.items() if option not in decided}
-    return replace(stages, plan="none", **wanted)
-
-
-def _policy_text(sync: Sync) -> str:
-    """The codecs of a plan, as `--compress` takes them."""
-    rules = sync.policy
-    if len(rules) == 1 and rules[0].pattern == "*":
-        return rules[0].codec
-    return "; ".join(f"{rule.pattern} -> {rule.codec}" for rule in rules)
+    if config.plan_file is None:
+        return None
+    plan: Plan | None = None
+    problem: HybridparError | None = None
+    try:
+        plan = read_plan(config.plan_file)
+    except HybridparError as error:
+        problem = error
+    mine = "unreadable" if plan is None else hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
+    everyone = [str(answer) for answer in world.gather(mine)]
+    if problem is not None:
+        raise problem
+    if len(set(everyone)) > 1:
+        table = "\n".join(f"  rank {rank}: {fingerprint}" for rank, fingerprint in enumerate(everyone))
+        raise PlanError(
+            f"the workers have read different plans from {config.plan_file}:\n{table}",
+            "All workers follow one plan.",
+            "Copy the same file to every host.",
+        )
+    return plan
 
 
 def _as_followed(config: TrainConfig, plan: Plan, decided: Collection[str], workers: int) -> Plan:
     """The plan, without its prediction where the user decided otherwise than it says."""
-    if follow(config, plan, decided, workers) == follow(config, plan, _NO_KNOBS & set(decided), workers):
-        return plan
+    with contextlib.suppress(HybridparError):  # raised where it is resolved for good, if options are wrong
+        if resolve(config, workers, plan, decided) == resolve(config, workers, plan, _NO_KNOBS & set(decided)):
+            return plan
     return _unpredicted(plan)
 
 
@@ -296,7 +269,13 @@ def _follow_given(
     decided: Collection[str],
     name: str,
     sample_shape: Sequence[int] | None,
-) -> PlannedRun:
+) -> _Found:
+    from hybridpar.partition.planning import require_model
+    from hybridpar.planner.inputs import check_made_for
+    from hybridpar.planner.link_ways import PLAIN_WAYS
+    from hybridpar.planner.links import measure_cluster
+    from hybridpar.planner.record import is_as_recorded
+
     require_model(plan, model, name)
     if plan.inputs is not None:
         check_made_for(plan, measure_cluster(world, ways=PLAIN_WAYS))
@@ -307,11 +286,13 @@ def _follow_given(
     if followed.inputs is not None and (other := _made_for_other(config, followed, sample_shape)):
         followed, told = _unpredicted(followed), f", which was made for {other}: its prediction does not hold here"
     place = f"from {config.plan_file}" if config.plan_file is not None else "as given"
-    return PlannedRun(follow(config, plan, decided, world.size), followed, (f"plan     {place}{told}",))
+    return followed, (f"plan     {place}{told}",)
 
 
 def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int] | None) -> str:
     """What a plan was searched for and this run is not, so that it takes other steps than were predicted."""
+    from hybridpar.planner.inputs import inputs_of_plan
+
     inputs = inputs_of_plan(plan)
     told = []
     if inputs.batch != config.batch_size:
@@ -332,20 +313,22 @@ def _unpredicted(plan: Plan) -> Plan:
     return plan.model_copy(update={"inputs": None, "predicted": None})
 
 
-def _follow_stored(config: TrainConfig, world: World, plan: Plan, decided: Collection[str]) -> PlannedRun:
+def _follow_stored(model: nn.Module, config: TrainConfig, world: World, plan: Plan, decided: Collection[str]) -> _Found:
     """Go on by the plan of the run; one that does not fit any more is left, and none is made in its place."""
+    count = len(plan.partition.stages)
     if plan.workers != world.size:
-        why = f"the run's own plan is for {plan.workers} worker(s), and here are {world.size}"
-        return PlannedRun(config, lines=_unplanned(why))
-    if "stages" in decided and config.stages != len(plan.partition.stages):
-        return PlannedRun(config, lines=_unplanned(f"--stages {config.stages} is not what the run's own plan says"))
+        return _unplanned(f"the run's own plan is for {plan.workers} worker(s), and here are {world.size}")
+    if "stages" in decided and config.stages != count:
+        return _unplanned(f"--stages {config.stages} is not what the run's own plan says")
     adds_only = world.size > 1 and not isinstance(world.lane_sums[0], BackendSum)
-    if adds_only and _policy_text(plan.sync or Sync()) != "none":
-        why = "the run's own plan compresses gradients, and workers that share memory only add"
-        return PlannedRun(config, lines=_unplanned(why))
+    if adds_only and plan.sync is not None and plan.sync.codec != "none":
+        return _unplanned("the run's own plan compresses gradients, and workers that share memory only add")
+    if count > 1:
+        from hybridpar.partition.planning import require_model
+
+        require_model(plan, model, plan.model.name)
     followed = _as_followed(config, plan, decided, world.size)
-    line = f"plan     as the run began with, not searched for again{_expected(followed)}"
-    return PlannedRun(follow(config, plan, decided, world.size), followed, (line,))
+    return followed, (f"plan     as the run began with, not searched for again{_expected(followed)}",)
 
 
 def set_aside(place: Path) -> None:
@@ -377,10 +360,12 @@ def _usable(place: Path) -> Plan | None:
         plan = read_plan(place)
     except HybridparError:
         return None
-    return plan if (plan.inputs is not None or plan.followed) and plan.placement is not None else None
+    return plan if plan.is_followed and plan.placement is not None else None
 
 
 def _not_worth(sample_shape: Sequence[int] | None, steps: int | None) -> str:
+    from hybridpar.planner.measure_run import LEAST_STEPS
+
     if sample_shape is None:
         return "there is no example of inputs, in floating point, to measure with"
     if steps is None:
@@ -394,22 +379,19 @@ def _parsed(text: str) -> Plan:
     return parse_plan(json.loads(text))
 
 
-def _search(
-    model: nn.Module,
-    config: TrainConfig,
-    world: World,
-    question: Question,
-    decided: Collection[str],
-    announce: Callable[[str], None],
-) -> PlannedRun:
-    """Measure, and follow the fastest plan; where that fails the run goes on without a plan."""
+def _search(model: nn.Module, world: World, question: Question, announce: Callable[[str], None]) -> _Found:
+    """Measure, and take the fastest plan; where that fails the run goes on without a plan."""
+    from hybridpar.planner.measure_run import measure_inputs
+    from hybridpar.planner.record import plan_of
+    from hybridpar.planner.search import find_plan
+
     begun = time.perf_counter()
     try:
         inputs = measure_inputs(model, question, world, announce=announce)
     except SyncError:
         raise
     except HybridparError as error:
-        return PlannedRun(config, lines=_unplanned(error.what))
+        return _unplanned(error.what)
 
     def decide() -> tuple[str | None, tuple[str, ...]]:
         assert inputs is not None
@@ -417,18 +399,15 @@ def _search(
         try:
             answer = find_plan(inputs)
         except PlanError as error:
-            return None, _unplanned(error.what)
+            return _unplanned(error.what)
         return plan_of(answer).to_json(), _told(answer, inputs, time.perf_counter() - begun)
 
     text, lines = world.from_main(decide)
-    if text is None:
-        return PlannedRun(config, lines=lines)
-    plan = _parsed(text)
-    return PlannedRun(follow(config, plan, decided, world.size), plan, lines)
+    return None if text is None else _parsed(text), lines
 
 
-def _unplanned(why: str) -> tuple[str, ...]:
-    return (f"plan     none: {why}",)
+def _unplanned(why: str) -> tuple[None, tuple[str, ...]]:
+    return None, (f"plan     none: {why}",)
 
 
 def _expected(plan: Plan) -> str:
@@ -438,6 +417,8 @@ def _expected(plan: Plan) -> str:
 
 def _told(answer: Answer, inputs: PlannerInputs, seconds: float) -> tuple[str, ...]:
     """Which plan was chosen, and how much slower the next best is."""
+    from hybridpar.planner.explain import brief, caveats
+
     chosen = answer.chosen
     line = f"plan     {brief(chosen.candidate, answer)}, about {_ms(chosen.step_ms)} a step"
     others = (one for one in answer.ranked if _kind(one) != _kind(chosen))
@@ -466,6 +447,8 @@ def _fewer_workers(answer: Answer, inputs: PlannerInputs) -> str:
 
     On a CPU they are predicted with their own cores alone, though they would get those of the others as well.
     """
+    from hybridpar.planner.search import find_plan
+
     fixed = inputs.fixed
     if inputs.workers == 1 or fixed.replicas is not None or fixed.stages not in (None, 1):
         return ""

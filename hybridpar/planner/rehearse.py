@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.collective import BackendSum
-from hybridpar.comm.world import World
+from hybridpar.comm.world import BackendSum, World
 from hybridpar.compress.auto import PLAIN
 from hybridpar.lanes import Lanes
 from hybridpar.machine.cluster_file import ClusterSpec

@@ -22,7 +22,7 @@ class PlanRequest(PlanConfig):
     """Cut a model into balanced stages, or search for the fastest way to train it; write the plan."""
 
     model: tyro.conf.Positional[str] = ""
-    """A torchvision classification model, or your own as package.module:factory. Not with --calibrate."""
+    """A torchvision classification model, timm/NAME, or your own as package.module:factory. Not with --calibrate."""
     explain: bool = False
     """Search for the fastest plan on this machine or on --cluster: stages, replicas, lanes, micro-batches, schedule,
     cut, codecs, memory format, kernels. Say why the others lost, and what would help."""

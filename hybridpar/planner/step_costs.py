@@ -24,12 +24,12 @@ from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.profile_cache import device_name
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
+from hybridpar.pipeline.agreement import decide
 from hybridpar.pipeline.local_stage import LocalStage
 from hybridpar.pipeline.stage_module import WholeModel
 from hybridpar.pipeline.stage_run import Mailbox, StageRun
 from hybridpar.planner.store import NOISE, steadied
 from hybridpar.sync.buckets import make_buckets
-from hybridpar.sync.control import decide
 from hybridpar.sync.options import SyncOptions
 
 #: Steps of each measurement; the median of them counts.
@@ -95,16 +95,18 @@ def measure_step_costs(
         )
         try:
             for _ in range(steps + 1):
-                stage.start(0, None)  # frees the gradients of the step before
+                flight = stage.gradients.new_flight()
+                stage.start(0, flight)  # frees the gradients of the step before
                 loss = any_loss(model(example))
                 pooling = clock.mark()
                 stage.after_forward()
                 pooled = clock.mark()
                 loss.backward()  # type: ignore[no-untyped-call]
                 began = clock.mark()
-                squares = stage.local_squares()
+                stage.gradients.measure(flight)
+                squares = stage.gradients.squares(flight)
                 values = decide(torch.zeros_like(squares).expand(4), squares, guard=True, measured=True)
-                stage.apply(values, None, None, None, on_device=False)
+                stage.apply(values, on_device=False)
                 ended = clock.mark()
                 clock.wait()
                 update.append(clock.between(pooling, pooled) + clock.between(began, ended))

@@ -12,8 +12,8 @@ from hybridpar.config import TrainConfig
 from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError
-from hybridpar.models import build_model, require_trained
-from hybridpar.planner.stage_plan import micro_batch_samples
+from hybridpar.models import build_model, parse_arguments, require_trained
+from hybridpar.plan import ResolvedPlan
 from hybridpar.train.model_check import check_outputs
 
 
@@ -38,7 +38,7 @@ def check_batch(config: TrainConfig, samples: int, workers: int) -> None:
     Raises:
         UsageError: The batch is larger than the training set.
     """
-    if config.batch_size > samples >= FEWEST_PER_PART * workers * config.parts_per_step:
+    if config.batch_size > samples >= FEWEST_PER_PART * workers * config.parts_per_step(config.micro_batches):
         raise UsageError(
             f"--batch-size is {config.batch_size:,}, and the training set has {samples:,} samples",
             "A step sees a sample once at most.",
@@ -46,29 +46,29 @@ def check_batch(config: TrainConfig, samples: int, workers: int) -> None:
         )
 
 
-def example_batch(data: ImageData, config: TrainConfig, replicas: int) -> torch.Tensor:
+def example_batch(data: ImageData, config: TrainConfig, plan: ResolvedPlan) -> torch.Tensor:
     """Something of the size of a micro-batch, for measuring the model.
 
     Args:
         data: The data set.
         config: Options of the run.
-        replicas: Copies of the model.
+        plan: Its plan.
     """
-    samples = micro_batch_samples(config, replicas)
+    samples = plan.micro_batch_samples(config.batch_size)
     return torch.randn(samples, *data.sample_shape, generator=torch.Generator().manual_seed(0))
 
 
 def batch_maker(
-    data: ImageData, config: TrainConfig, device: torch.device, replica: int, replicas: int
+    data: ImageData, config: TrainConfig, plan: ResolvedPlan, device: torch.device, replica: int
 ) -> Callable[[int], TrainBatches]:
     """What makes this worker's batches of any batch size.
 
     Args:
         data: The data set.
         config: Options.
+        plan: The plan of the run.
         device: Where batches are put.
         replica: Which share of a batch is this worker's; workers of one replica are given the same samples.
-        replicas: Copies of the model.
 
     Returns:
         Called with a batch size, returns the batches.
@@ -80,24 +80,33 @@ def batch_maker(
             seed=config.seed,
             batch_size=batch_size,
             rank=replica,
-            workers=replicas,
-            micro_batches=config.parts_per_step,
+            workers=plan.placement.replicas,
+            micro_batches=config.parts_per_step(plan.pipeline.micro_batches),
             loader_workers=config.loader_workers,
             device=device,
-            channels_last=config.uses_channels_last,
+            channels_last=plan.channels_last,
+            in_pairs=config.mixes,
+            repeats=config.repeats,
         )
 
     return make
 
 
 def test_batches(
-    data: ImageData, config: TrainConfig, device: torch.device, workers: int, share: int, shares: int
+    data: ImageData,
+    config: TrainConfig,
+    plan: ResolvedPlan,
+    device: torch.device,
+    workers: int,
+    share: int,
+    shares: int,
 ) -> TestBatches:
     """This worker's share of the test set.
 
     Args:
         data: The data set.
         config: Options.
+        plan: The plan of the run.
         device: Where batches are put.
         workers: Of the job, which a batch is divided among.
         share: Which share is this worker's.
@@ -110,7 +119,7 @@ def test_batches(
         workers=shares,
         loader_workers=config.loader_workers,
         device=device,
-        channels_last=config.uses_channels_last,
+        channels_last=plan.channels_last,
     )
 
 
@@ -128,6 +137,27 @@ def load_data(config: TrainConfig, world: World) -> ImageData:
     return loaded[0] if loaded else load_dataset(config)
 
 
+def configured_model(config: TrainConfig, name: str, classes: int) -> nn.Module:
+    """Build a model as the options of a run say.
+
+    Args:
+        config: Options.
+        name: What the user calls the model.
+        classes: Number of classes.
+
+    Raises:
+        UsageError: See `build_model` and `parse_arguments`.
+    """
+    return build_model(
+        name,
+        classes,
+        stem=config.stem,
+        args=parse_arguments(config.model_arg),
+        drop_rate=config.drop_rate,
+        drop_path_rate=config.drop_path_rate,
+    )
+
+
 def make_model(config: TrainConfig, name: str, data: ImageData, device: torch.device) -> nn.Module:
     """Build the model of a run on a device, and refuse one that cannot be trained on the data.
 
@@ -140,7 +170,7 @@ def make_model(config: TrainConfig, name: str, data: ImageData, device: torch.de
     Raises:
         UsageError: See `build_model`, `require_trained` and `check_outputs`.
     """
-    model = build_model(name, data.classes, stem=config.stem)
+    model = configured_model(config, name, data.classes)
     require_trained(model, name)
     check_outputs(model, name, data.classes, data.sample_shape, config, device)
     return model

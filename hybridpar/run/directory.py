@@ -2,6 +2,7 @@
 
     runs/NAME/
       run.json       model, options, versions, and the job that writes here
+      config.toml    the options, for `hybridpar train --config`
       plan.json      the plan; plan-N-workers.json is used again with N workers
       compress.csv   the codec of each parameter, where gradients are compressed
       policy.toml    the same as rules, where they were measured
@@ -25,19 +26,21 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from hybridpar.config import TrainConfig
+from hybridpar.config.files import config_text
 from hybridpar.errors import CheckpointError, DataError, RunDirectoryError, UsageError
 from hybridpar.formats.file_reader import read_json
 from hybridpar.observe.files import replace_file, run_directory_error
 from hybridpar.train.checkpoint_files import latest_checkpoint, read_manifest, resolve_checkpoint, step_of
 
 RUN_FILE = "run.json"
+CONFIG_FILE = "config.toml"
 _OWN_FILES = (
-    *(RUN_FILE, "plan.json", "compress.csv", "policy.toml", "metrics.jsonl", "summary.json", "loss.png"),
+    *(RUN_FILE, CONFIG_FILE, "plan.json", "compress.csv", "policy.toml", "metrics.jsonl", "summary.json", "loss.png"),
     "staleness.png",
 )
 _OWN_FOLDERS = ("checkpoints", "tensorboard")
@@ -48,6 +51,7 @@ _FIXED = {
     **dict.fromkeys(("data", "batch_size", "seed", "image_size", "synthetic_samples"), _SAMPLES),
     "optimizer": "The checkpoint holds the state of the other optimizer.",
     "stem": "The checkpoint holds the weights of the other stem.",
+    "model_arg": "The checkpoint holds the weights of a model built with these.",
 }
 #: Options of a command and not of the run: they are never recalled, and a change is not worth a line.
 _OF_THE_COMMAND = {"resume", "resume_from", "overwrite", "run_dir", "debug", "download"}
@@ -214,8 +218,16 @@ def recall_options(config: _Config, model: str, named: Collection[str] | None) -
     return dataclasses.replace(config, **taken), (*lines, *changed)
 
 
-def claim_place(place: RunPlace, config: TrainConfig, model: str, versions: dict[str, str]) -> RunPlace:
-    """Make the directory this run's own: delete the run that it replaces, and write `run.json`.
+def claim_place(
+    place: RunPlace,
+    config: TrainConfig,
+    model: str,
+    versions: Mapping[str, str],
+    named: Collection[str] = (),
+    *,
+    follows_plan: bool = False,
+) -> RunPlace:
+    """Make the directory this run's own: delete the run that it replaces, write `run.json` and `config.toml`.
 
     Called by one worker once model, data and checkpoint are known to be good, so that a request which fails has
     deleted nothing.
@@ -225,6 +237,8 @@ def claim_place(place: RunPlace, config: TrainConfig, model: str, versions: dict
         config: Options of the run.
         model: What the command line calls the model.
         versions: Versions of packages, to be recorded.
+        named: Options that a command line named.
+        follows_plan: The run has a plan that was searched for, which a run that repeats it follows.
 
     Returns:
         The place with the directory that the run really got.
@@ -236,7 +250,7 @@ def claim_place(place: RunPlace, config: TrainConfig, model: str, versions: dict
         "model": model,
         "job": os.environ.get("TORCHELASTIC_RUN_ID"),
         "options": {key: _plain(value) for key, value in dataclasses.asdict(config).items()},
-        "versions": versions,
+        "versions": dict(versions),
     }
     try:
         if place.claim == "replace":
@@ -247,6 +261,8 @@ def claim_place(place: RunPlace, config: TrainConfig, model: str, versions: dict
     except OSError as error:
         raise run_directory_error(place.directory, error) from error
     replace_file(place.directory / RUN_FILE, [json.dumps(facts, indent=2).encode() + b"\n"])
+    text = config_text(config, model, named, "plan.json" if follows_plan else None)
+    replace_file(place.directory / CONFIG_FILE, [text.encode()])
     return place
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
-from hybridpar.plan import KernelChoice, Kernels, Plan
-from hybridpar.planner.stage_plan import lane_threads, micro_batch_samples, shape_of
+from hybridpar.plan import KernelChoice, Kernels, ResolvedPlan
+from hybridpar.planner.resolve import lane_threads
 from hybridpar.sync.batchnorm import without_replicas
 from hybridpar.tvm_kernels.choice import Choices, Decision, active_choices
 from hybridpar.tvm_kernels.cuda_device import gpu_at
@@ -36,14 +36,14 @@ class KernelUse:
     """What the depthwise convolutions and the norms of a run run on.
 
     Attributes:
-        config: Options of the run.
+        micro_batches: Of a replica and step.
         choices: What decided.
         operations: Layer and decision of each direction of each convolution in a training step of one micro-batch.
         norms: Layer and decision of each norm of one micro-batch.
         pairs: Layer and decision of each convolution that alone is read by a norm.
     """
 
-    config: TrainConfig
+    micro_batches: int
     choices: Choices
     operations: Sequence[tuple[DepthwiseLayer, Decision]]
     norms: Sequence[tuple[NormLayer, Decision]] = ()
@@ -87,7 +87,7 @@ class KernelUse:
         """The entry of the summary; a collective that times kernels against torch on all workers at once."""
         everything = (*self.operations, *self.norms, *self.pairs)
         often = Counter(decision.key for _, decision in everything if decision.kernel is not None)
-        saved = self.choices.measure_saving(often) * self.config.micro_batches
+        saved = self.choices.measure_saving(often) * self.micro_batches
         everyone = [float(one) for one in world.gather(saved)]  # type: ignore[arg-type]
         return {
             "tuned": self.tuned,
@@ -112,16 +112,16 @@ def _reasons(on_torch: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def prepare_kernels(
-    model: nn.Module, config: TrainConfig, world: World, sample_shape: Sequence[int], plan: Plan | None = None
+    model: nn.Module, config: TrainConfig, plan: ResolvedPlan, world: World, sample_shape: Sequence[int]
 ) -> KernelUse | None:
     """Decide for all depthwise convolutions and norms of a run, and load their kernels before the first step.
 
     Args:
         model: The whole model, swapped.
         config: Options.
+        plan: The plan of the run.
         world: The workers.
         sample_shape: Of one sample.
-        plan: Of the stages, where there is one.
 
     Returns:
         None where kernels were not asked for.
@@ -130,17 +130,16 @@ def prepare_kernels(
         KernelError: A kernel is missing, and HYBRIDPAR_KERNELS is `strict`.
     """
     choices = active_choices()
-    if not config.uses_kernels or choices is None:
+    if plan.kernels is None or choices is None:
         return None
-    shape = shape_of(config, world.size, plan)
-    samples = micro_batch_samples(config, shape.replicas)
-    layout = Layout.CHANNELS_LAST if config.uses_channels_last else Layout.CONTIGUOUS
+    samples = plan.micro_batch_samples(config.batch_size)
+    layout = Layout.CHANNELS_LAST if plan.channels_last else Layout.CONTIGUOUS
     layers: list[DepthwiseLayer] = []
     norms: list[NormLayer] = []
     if len(sample_shape) == 3:
         with without_replicas(model):  # looking must leave no trace in a step's statistics
             layers, norms = tunable_layers(model, (samples, *sample_shape), layout=layout)
-    threads = lane_threads(shape, world.device)
+    threads = lane_threads(plan.placement, world.device)
     device = cpu_fingerprint()
     if world.device.type == "cuda":
         threads, device = 1, gpu_at(world.device.index or 0).fingerprint
@@ -157,7 +156,7 @@ def prepare_kernels(
     pair_keys = [(layer, conv_norm_key(shape, *where)) for layer, shape in pairs]
     choices.prepare(key for _, key in (*operations, *norm_keys, *pair_keys))
     return KernelUse(
-        config,
+        plan.pipeline.micro_batches,
         choices,
         [(layer, choices.decide(key)) for layer, key in operations],
         [(norm, choices.decide(key)) for norm, key in norm_keys],

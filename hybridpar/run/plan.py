@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,24 +15,20 @@ from hybridpar.config import TrainConfig
 from hybridpar.machine.process import available_cores
 from hybridpar.observe.running import WARM_UP_STEPS
 from hybridpar.pipeline.engine import PipelineEngine
-from hybridpar.pipeline.predict import StepOfAll, gather_facts, predicted_costs, whole_program
 from hybridpar.plan import (
-    Measured,
-    ModelInfo,
-    Pipeline,
-    Placement,
     Plan,
     Predicted,
-    Sync,
+    ResolvedPlan,
     SyncRule,
-    trivial_plan,
 )
-from hybridpar.planner.stage_plan import micro_batch_samples
 from hybridpar.schedule.costs import Link
-from hybridpar.schedule.simulate import Simulation, simulate
 from hybridpar.sync.compression_table import WireFormat
 from hybridpar.train.engine import Engine
 from hybridpar.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from hybridpar.pipeline.predict import StepOfAll
+    from hybridpar.schedule.simulate import Simulation
 
 
 @dataclass(frozen=True)
@@ -60,69 +57,42 @@ class Forecast:
         )
 
 
-def plan_of_run(trainer: Trainer, config: TrainConfig, model: ModelInfo, device: str, wire_format: WireFormat) -> Plan:
-    """The plan that a run follows, before anything is predicted.
+def plan_of_run(trainer: Trainer, device: str, wire_format: WireFormat) -> ResolvedPlan:
+    """The plan of a run as it is written down, before a pipeline is predicted.
 
     Args:
         trainer: What trains.
-        config: Its options.
-        model: What it trains.
         device: Name of the device.
         wire_format: Codecs of the gradients.
     """
-    world, engine = trainer.world, trainer.engine
-    rules = tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in wire_format.applied.rules)
-    sync = Sync(lanes=config.sync_lanes, bucket_bytes=config.bucket_bytes, policy=rules, batch_norm=config.batch_norm)
-    measured = Measured(
-        device=device,
-        threads=torch.get_num_threads(),
-        dtype="bfloat16" if config.amp == "bf16" else "float32",
-        memory_format="channels_last" if config.uses_channels_last else "contiguous",
-        seed=config.seed,
-        versions={"torch": torch.__version__},
-    )
-    if engine.plan is None:
-        took = wire_format.choice.backward_ms if wire_format.choice is not None else None
-        return trivial_plan(
-            model,
-            backward_ms=took,
-            micro_batch=micro_batch_samples(config, world.size) if took is not None else None,
-            replicas=world.size,
-            device=world.device.type,
-            pipeline=Pipeline(micro_batches=config.micro_batches),
-            sync=sync,
-            measured=measured,
-        )
-    made, shape = engine.plan.plan, engine.plan.shape
-    if made.measured is not None:  # says what the stage times are from, which may be another machine
-        measured = made.measured.model_copy(update={"seed": config.seed})
-    return Plan(
-        model=model,
-        partition=made.partition,
-        placement=Placement.of_lanes(
-            engine.plan.lane_of, engine.plan.worker_of, shape.placement, shape.replicas, world.device.type
-        ),
-        pipeline=Pipeline(
-            schedule=engine.pipeline.options.schedule, micro_batches=config.micro_batches, recompute=config.recompute
-        ),
-        sync=sync,
-        kernels=made.kernels,
-        measured=measured,
-    )
+    plan, rules = trainer.plan, wire_format.applied.rules
+    update: dict[str, object] = {}
+    if plan.inputs is None:  # a search has said of every parameter what it is sent as
+        policy = tuple(SyncRule(pattern=rule.pattern, codec=format_codec(rule.codec)) for rule in rules)
+        update["sync"] = plan.sync.model_copy(update={"policy": policy})
+    if plan.measured.profile is None:  # else it says what the times of stages are from, which may be another machine
+        here = {"device": device, "threads": torch.get_num_threads(), "versions": {"torch": torch.__version__}}
+        update["measured"] = plan.measured.model_copy(update=here)
+    if wire_format.choice is not None and wire_format.choice.backward_ms is not None and not plan.is_staged:
+        stage = plan.partition.stages[0].model_copy(update={"backward_ms": wire_format.choice.backward_ms})
+        samples = plan.micro_batch_samples(trainer.config.batch_size)
+        update["partition"] = plan.partition.model_copy(update={"stages": (stage,), "micro_batch": samples})
+    return plan.model_copy(update=update)
 
 
-def as_searched(plan: Plan, searched: Plan) -> Plan:
-    """The plan of a run that follows one which was searched for: that one, as this run trains by it.
+def as_asked(config: TrainConfig, plan: ResolvedPlan) -> TrainConfig:
+    """The options of a run as a resumed run is to recall them, which does not recall a plan's file.
+
+    Workers join by what the file says of the exchange, before they can read the run's own plan.
 
     Args:
-        plan: What the run does.
-        searched: What it follows, with its prediction.
+        config: The user's request.
+        plan: The plan of the run.
     """
-    facts = plan.measured
-    measured = searched.measured
-    if measured is not None and facts is not None:
-        measured = measured.model_copy(update={"seed": facts.seed, "dtype": facts.dtype})
-    return searched.model_copy(update={"model": plan.model, "measured": measured, "ran": None})
+    if config.plan_file is None:
+        return config
+    sync = plan.sync
+    return replace(config, sync_lanes=sync.lanes, batch_norm=sync.batch_norm, compress=sync.codec)
 
 
 def with_forecast(plan: Plan, forecast: Forecast) -> Plan:
@@ -151,11 +121,14 @@ def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequen
     Returns:
         The forecast, the same on all workers; None where nothing says how long a stage takes.
     """
+    from hybridpar.pipeline.predict import gather_facts, predicted_costs, whole_program
+    from hybridpar.schedule.simulate import simulate
+
     pipeline = engine.pipeline
     facts = gather_facts(pipeline)
     assert pipeline.program is not None
     program = whole_program(pipeline.program, facts)
-    profile = _profile(plan, config, pipeline)
+    profile = _profile(plan, pipeline)
     cores = _cores_per_lane(pipeline)
     if profile is None and not steps:
         return None
@@ -167,7 +140,7 @@ def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequen
         backward_ms=backward,
         steps=steps,
         replicas=pipeline.replicas,
-        sync_lanes=config.sync_lanes,
+        sync_lanes=engine.plan.sync.lanes,
         commit=config.guard or config.clip_norm is not None,
         cores=cores if profile is not None else None,
     )
@@ -179,12 +152,12 @@ def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequen
     return Forecast(simulate(program, costs), costs.link if travels and steps else None, source)
 
 
-def _profile(plan: Plan, config: TrainConfig, pipeline: PipelineEngine) -> tuple[list[float], list[float]] | None:
+def _profile(plan: Plan, pipeline: PipelineEngine) -> tuple[list[float], list[float]] | None:
     """Forward and backward times of all stages as measured, for the micro-batches of this run."""
     forward, backward = pipeline.options.forward_ms, pipeline.options.backward_ms
     if plan.measured is None or plan.measured.profile != "measured" or forward is None or backward is None:
         return None
-    again = [ahead if index in config.recompute else 0.0 for index, ahead in enumerate(forward)]
+    again = [ahead if index in pipeline.options.recompute else 0.0 for index, ahead in enumerate(forward)]
     return list(forward), [back + more for back, more in zip(backward, again, strict=True)]
 
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,31 +17,41 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, describe_data
 from hybridpar.machine.launch import StopRequest, record_failure
-from hybridpar.models import parameter_count
-from hybridpar.observe import Progress, RunInfo, StepRecord, open_progress, print_report
 from hybridpar.observe.files import replace_file
+from hybridpar.observe.live import open_progress
+from hybridpar.observe.progress import Progress
+from hybridpar.observe.records import RunInfo, StepRecord
 from hybridpar.observe.summary import SUMMARY_FILE, read_summary
 from hybridpar.pipeline.step import LateOutcome
-from hybridpar.plan import ModelInfo, Plan
-from hybridpar.planner.planned_run import before_joining, plan_run, set_aside
-from hybridpar.planner.stage_plan import shape_of
+from hybridpar.plan import Plan
+from hybridpar.planner.planned_run import plan_run, set_aside
+from hybridpar.planner.resolve import join_workers
 from hybridpar.run.data import batch_maker, check_batch, example_batch, load_data, make_model, steps_of, test_batches
 from hybridpar.run.directory import before_the_start, claim_place, find_place, recall_options
-from hybridpar.run.figures import WorkerFigures, close_plan, measured_fields, predicted_fields
-from hybridpar.run.kernels import prepare_kernels
+from hybridpar.run.figures import (
+    WorkerFigures,
+    buffering_news,
+    close_plan,
+    measured_fields,
+    predicted_fields,
+    recipe_fields,
+)
 from hybridpar.run.loop import RunLoop
 from hybridpar.run.memory import MemoryMeter
-from hybridpar.run.plan import as_searched, plan_of_run
-from hybridpar.run.recipe import BatchSelector, buffering_news, recipe_fields
+from hybridpar.run.plan import as_asked, plan_of_run
 from hybridpar.run.save_rule import SaveRule
-from hybridpar.run.served_run import run_served
 from hybridpar.run.sync import sync_fields, wire_format_lines
 from hybridpar.run.timeline import StageWatch, check_timeline
 from hybridpar.run.timings import StepClock, StepTimes, Timings
 from hybridpar.run.worker import device_name, tune_worker
 from hybridpar.schedule.spans import StepSpans
+from hybridpar.sync.policy import is_auto
 from hybridpar.train.checkpoint import usable
 from hybridpar.train.trainer import StepResult, Trainer
+
+if TYPE_CHECKING:
+    from hybridpar.run.batch_search import BatchSelector
+    from hybridpar.run.kernels import KernelUse
 
 
 def run_training(config: TrainConfig, model_name: str, given: Collection[str] | None = None) -> int:
@@ -62,11 +73,12 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
     config, changes = recall_options(config, model_name, given)
     config.check()
     if config.uses_servers:
+        from hybridpar.run.served_run import run_served
+
         return run_served(config, model_name, changes)
     rule = SaveRule.parse(config.checkpoint_every)
     given = given or ()
-    config = before_joining(config, given)
-    world = World.join(lanes=config.sum_groups, timeout=config.timeout, shared_memory=config.shares_memory)
+    world = join_workers(config, given)
     try:
         tune_worker(config, world)
         with open_progress() if world.is_main else Progress() as progress:
@@ -129,17 +141,16 @@ class Run(RunLoop):
             stored=self.place.directory / "plan.json" if self.place.continues else None,
             announce=progress.prepare,
         )
-        asked, self.config = config, self.planned.config
-        config = self.config
+        plan = self.planned.plan
         # What planning left behind is not for training; the model is, and is there already.
         self.memory.restart(sum(one.nbytes for one in chain(model.parameters(), model.buffers())))
         alone_on_gpus = world.device.type == "cuda" and world.size == 1
-        world.from_main(lambda: check_timeline(config, torch.cuda.device_count() if alone_on_gpus else 1))
+        world.from_main(lambda: check_timeline(config, plan, torch.cuda.device_count() if alone_on_gpus else 1))
         # Rank = position * replicas + replica: the workers of one replica are given the same samples.
-        replicas = self.replicas = shape_of(config, world.size, self.planned.stages).replicas
-        batches_of = batch_maker(data, config, world.device, world.rank % replicas, replicas)
+        self.replicas = plan.placement.replicas
+        batches_of = batch_maker(data, config, plan, world.device, world.rank % self.replicas)
         self.batches = batches_of(config.batch_size)
-        self.test = test_batches(data, config, world.device, world.size, world.rank, world.size)
+        self.test = test_batches(data, config, plan, world.device, world.size, world.rank, world.size)
         per_epoch = self.batches.steps_per_epoch
         self.total = config.steps if config.steps is not None else config.epochs * per_epoch
         self.epochs = math.ceil(self.total / per_epoch)
@@ -150,12 +161,20 @@ class Run(RunLoop):
             steps_per_epoch=per_epoch,
             world=world,
             plan=self.planned,
-            example=example_batch(data, config, replicas) if config.is_staged or config.chooses else None,
+            example=example_batch(data, config, plan) if plan.is_staged or is_auto(plan.sync.codec) else None,
             name=model_name,
+            classes=data.classes,
         )
-        select = config.select_batch > 0
-        self.selector = BatchSelector(self.trainer, config, batches_of, len(data.train)) if select else None
-        self.kernels = prepare_kernels(model, config, world, data.sample_shape, self.planned.stages)
+        self.selector: BatchSelector | None = None
+        if config.select_batch > 0:
+            from hybridpar.run.batch_search import BatchSelector
+
+            self.selector = BatchSelector(self.trainer, config, batches_of, len(data.train))
+        self.kernels: KernelUse | None = None
+        if plan.kernels is not None:
+            from hybridpar.run.kernels import prepare_kernels
+
+            self.kernels = prepare_kernels(model, config, plan, world, data.sample_shape)
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + world.rank)
         self.at.resumed_from = self._resume()
@@ -163,9 +182,13 @@ class Run(RunLoop):
         if self.is_over:
             return
         # Only now is it sure that the run can start; what stood in its directory before may go.
-        self.place = world.from_main(lambda: claim_place(self.place, asked, model_name, {"torch": torch.__version__}))
+        asked = as_asked(config, plan)
+        versions, searched = {"torch": torch.__version__}, plan.inputs is not None
+        self.place = world.from_main(
+            lambda: claim_place(self.place, asked, model_name, versions, given, follows_plan=searched)
+        )
         self.at.directory = self.place.directory
-        self.plan, self.info = self._describe(data)
+        self.plan, self.info = self._describe()
         plan_file = self.place.directory / "plan.json"
         self.watch = StageWatch(self.trainer, config, self.plan, self.total, plan_file)
         self.timings = Timings()
@@ -206,35 +229,26 @@ class Run(RunLoop):
                 f"nothing left to train: the run in {self.place.directory} has done all of its {self.total:,} steps; "
                 f"a larger {'--steps' if self.config.steps is not None else '--epochs'} goes on"
             )
+            from hybridpar.observe.report import print_report
+
             print_report(result, [self.place.directory / SUMMARY_FILE, self.place.checkpoints])
         return 0
 
-    def _describe(self, data: ImageData) -> tuple[Plan, RunInfo]:
+    def _describe(self) -> tuple[Plan, RunInfo]:
         device = device_name(self.world.device)
         notes = [*self._opening_notes(), *self.planned.lines]
         if self.place.restarted:
             since = f"step {self.at.resumed_from}" if self.at.resumed_from else "the start"
             notes.append(f"a worker died; all workers were restarted and go on from {since}")
-        parameters = parameter_count(self.trainer.model)
-        model = ModelInfo(
-            name=self.model_name,
-            fingerprint=self.trainer.fingerprint,
-            parameters=parameters,
-            input=data.sample_shape,
-        )
         wire_format = self.trainer.engine.wire_format()
         notes += wire_format_lines(wire_format, self.place.directory if self.world.is_main else None)
         self.choice = wire_format.choice
-        plan = plan_of_run(self.trainer, self.config, model, device, wire_format)
-        if self.planned.searched and self.planned.plan is not None:
-            plan = as_searched(plan, self.planned.plan)
-        elif self.planned.plan is not None:
-            plan = plan.model_copy(update={"followed": True})
+        plan: Plan = plan_of_run(self.trainer, device, wire_format)
         if self.kernels is not None:
             notes += self.kernels.notes()
             plan = plan.model_copy(update={"kernels": self.kernels.section()})
         if self.world.is_main:
-            if self.planned.plan is None and self.place.continues:
+            if not plan.is_followed and self.place.continues:
                 set_aside(self.place.directory / "plan.json")
             replace_file(self.place.directory / "plan.json", [plan.to_json().encode()])
         assert plan.pipeline is not None
@@ -247,7 +261,7 @@ class Run(RunLoop):
             epochs=self.epochs,
             steps_total=self.total,
             steps_per_epoch=self.batches.steps_per_epoch,
-            parameters=parameters,
+            parameters=plan.model.parameters,
             batch_size=self.config.batch_size,
             run_dir=self.place.directory,
             notes=tuple(notes),
@@ -286,6 +300,7 @@ class Run(RunLoop):
                 break
             with self.clock.away():
                 evaluation = self.trainer.evaluate(self.test)
+            self.trainer.note_metric(evaluation.accuracy)
             if at.epoch_step >= self.batches.steps_per_epoch:  # --steps may end within an epoch
                 at.epoch, at.epoch_step = epoch + 1, 0
             last = epoch == self.epochs - 1
@@ -365,7 +380,7 @@ class Run(RunLoop):
 
     def _finish(self, stopped: bool) -> None:
         engine = self.trainer.engine
-        saved = engine.pipeline.peak_saved_bytes if engine.plan is not None else None
+        saved = engine.pipeline.peak_saved_bytes if engine.plan.is_staged else None
         noted = WorkerFigures(self.timings.share(self.watch.ahead), saved, self.memory.peak_bytes())
         answers = self.world.gather(noted)
         kernels = self.kernels.measured(self.world) if self.kernels is not None else None

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from hybridpar.comm.world import World, default_device
 from hybridpar.compress import check_optimizer, read_policy
@@ -23,11 +22,18 @@ from hybridpar.data import Batch, ImageData, describe_data, load_dataset
 from hybridpar.errors import SyncError, TrainingError
 from hybridpar.machine.launch import StopRequest, record_failure
 from hybridpar.models import parameter_count
-from hybridpar.observe import Progress, RunInfo, StepRecord, draw_staleness, open_progress
+from hybridpar.models.outputs import OutputLoss
 from hybridpar.observe.files import replace_file
-from hybridpar.optim.build import build_optimizer, rate_factor
+from hybridpar.observe.live import open_progress
+from hybridpar.observe.plots import draw_staleness
+from hybridpar.observe.progress import Progress
+from hybridpar.observe.records import RunInfo, StepRecord
+from hybridpar.optim.build import build_optimizer
+from hybridpar.optim.losses import make_loss
 from hybridpar.optim.recipe import expand
+from hybridpar.optim.schedule import rate_factor
 from hybridpar.plan import ModelInfo, Pipeline, trivial_plan
+from hybridpar.planner.resolve import resolve
 from hybridpar.run.data import batch_maker, check_batch, make_model, test_batches
 from hybridpar.run.directory import before_the_start
 from hybridpar.run.figures import WorkerFigures, measured_fields
@@ -144,29 +150,30 @@ class ServedRun(RunLoop):
         tune_worker(config, World(device=self.device))
         data = self._load_data()
         check_batch(config, len(data.train), place.workers)
-        self.batches = batch_maker(data, config, self.device, place.rank, place.workers)(config.batch_size)
+        plan = resolve(config, place.workers)
+        self.batches = batch_maker(data, config, plan, self.device, place.rank)(config.batch_size)
         # Without a barrier worker 0 tests alone while the others go on.
         share = (place.rank, place.workers) if self.rules.barrier else (0, 1)
-        self.test = test_batches(data, config, self.device, place.workers, *share)
+        self.test = test_batches(data, config, plan, self.device, place.workers, *share)
         self.per_epoch = self.batches.steps_per_epoch
         self.total = config.steps if config.steps is not None else config.epochs * self.per_epoch
         self.sample_shape = data.sample_shape
         torch.manual_seed(config.seed)
         self.model = make_model(config, model_name, data, self.device)
         self.data_line = describe_data(data) if self.is_main else ""
-        if config.uses_channels_last:
+        if plan.channels_last:
             self.model.to(memory_format=torch.channels_last)
         self.policy = read_policy(config.compress)
         self.policy.check(list(trained_parameters(self.model)))
         check_for_servers(self.policy)
         for entry in self.policy.rules:
             check_optimizer(entry.codec, build_optimizer(self.model, config))
-        described = described_parameters(self.model)
+        described = described_parameters(self.model, config.no_decay)
         self.parts = parts_of_a_host(described, place.hosts)
         self.stripes = cut_model(described, place.hosts * self.parts)
         if self.is_main:
             tell_parts(place, self.parts)
-        self.loss = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
+        self.loss = OutputLoss(make_loss(config))
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + place.rank)
         self.timings = Timings()
@@ -350,7 +357,7 @@ class ServedRun(RunLoop):
         with self.learner.autocast():
             own = Evaluation(0.0, 0.0, 0)
             if len(self.test):
-                own = evaluate(self.learner.forward, self.loss, self.test, World(device=self.device))
+                own = evaluate(self.learner.forward, self.loss.of_scores, self.test, World(device=self.device))
         if not self.rules.barrier:
             return own
         sums = [own.accuracy * own.samples, own.loss * own.samples, own.samples]

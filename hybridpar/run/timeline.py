@@ -14,11 +14,10 @@ from pathlib import Path
 from hybridpar.comm.clocks import gather_spans
 from hybridpar.config import TrainConfig
 from hybridpar.errors import RunDirectoryError, UsageError
-from hybridpar.observe import write_timeline
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.running import WARM_UP_STEPS
 from hybridpar.observe.timeline import Timeline, add_prediction
-from hybridpar.plan import Plan
+from hybridpar.plan import Plan, ResolvedPlan
 from hybridpar.run.plan import Forecast, forecast_step, with_forecast
 from hybridpar.schedule.spans import StepSpans
 from hybridpar.train.engine import Engine
@@ -28,11 +27,12 @@ from hybridpar.train.trainer import Trainer
 TIMELINE_STEPS = 3
 
 
-def check_timeline(config: TrainConfig, devices: int = 1) -> None:
+def check_timeline(config: TrainConfig, plan: ResolvedPlan, devices: int = 1) -> None:
     """Refuse a timeline that could not be written, before anything has been trained; for the worker that writes it.
 
     Args:
         config: Options.
+        plan: The plan of the run.
         devices: How many devices a worker has.
 
     Raises:
@@ -41,7 +41,7 @@ def check_timeline(config: TrainConfig, devices: int = 1) -> None:
     path = config.timeline
     if path is None:
         return
-    if not config.is_staged:
+    if not plan.is_staged:
         raise UsageError(
             f"--timeline {path} without stages",
             "A timeline shows the passes of stages on their lanes; without stages the host runs the model as a whole.",
@@ -76,7 +76,7 @@ class StageWatch:
     """
 
     def __init__(self, trainer: Trainer, config: TrainConfig, plan: Plan, total: int, plan_file: Path) -> None:
-        self._engine = trainer.engine if trainer.engine.plan is not None else None
+        self._engine = trainer.engine if trainer.plan.is_staged else None
         self._world = trainer.world
         self._config = config
         #: The plan of the run, with its prediction as soon as there is one.
@@ -158,6 +158,8 @@ class StageWatch:
         spans = self.forecast.simulation.timeline if self.forecast is not None else ()
         timeline = Timeline(add_prediction(recording.steps, spans, replicas), replicas, self._facts(recording.clocks))
         try:
+            from hybridpar.observe.timeline_file import write_timeline
+
             write_timeline(path, timeline)
         except RunDirectoryError as error:
             self.problem = f"there is no timeline: {error.what}"

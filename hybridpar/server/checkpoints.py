@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.flat import flat_view
+from hybridpar.comm.transport import flat_view
 from hybridpar.server.running import flat_buffers, running_buffers
 from hybridpar.server.stripes import Stripe, piece_views, trained_parameters
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.flat import flat_view, is_dense
+from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.server.link import Links
 from hybridpar.server.running import flat_buffers, put_buffers
 from hybridpar.server.stripes import trained_parameters

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.optim.build import parameter_groups
+from hybridpar.optim.build import optimizer_by_name, parameter_groups, undecayed_names
 from hybridpar.server.shard import OptimizerOf
 from hybridpar.server.stripes import trained_parameters
 
@@ -25,22 +26,21 @@ def optimizer_of(config: OptimizerConfig) -> OptimizerOf:
             {"params": group["params"], "weight_decay": config.weight_decay if group["decays"] else 0.0}
             for group in groups
         ]
-        if config.optimizer == "sgd":
-            return torch.optim.SGD(ready, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=True)
-        return torch.optim.AdamW(ready, lr=config.lr, fused=True)
+        return optimizer_by_name(ready, config)
 
     return make
 
 
-def described_parameters(model: nn.Module) -> list[tuple[str, tuple[int, ...], bool]]:
+def described_parameters(model: nn.Module, no_decay: Sequence[str] = ()) -> list[tuple[str, tuple[int, ...], bool]]:
     """Name, shape, and whether weight decay applies, of each trained parameter; see `cut_model`.
 
     Args:
         model: The model.
+        no_decay: Patterns of names without weight decay.
     """
     decaying = {
         id(parameter)
-        for group in parameter_groups(model, 1.0)
+        for group in parameter_groups(model, 1.0, no_decay=undecayed_names(model, no_decay))
         if group["weight_decay"] > 0
         for parameter in group["params"]
     }

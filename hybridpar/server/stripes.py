@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.flat import flat_view, is_dense
+from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.errors import UsageError
 
 #: With more, little would be gained: of n parts all but 1 / n of the way back is hidden.

@@ -1,4 +1,5 @@
-"""BatchNorm statistics that do not depend on how a batch was divided over micro-batches and replicas.
+"""BatchNorm statistics that do not depend on how a batch was divided over micro-batches and replicas, and the rollback
+of a model's other buffers.
 
 Stock BatchNorm updates its running statistics once per forward call. With M micro-batches that is M updates per step
 (an effective momentum of 1 - (1 - m)^M), and with replicas each keeps the statistics of its own shard. Here the sums
@@ -18,7 +19,7 @@ says in `reduce_state(state)` what copies and pickles are made of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,8 +28,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hybridpar.comm.collective import SumGroup
-from hybridpar.sync.constants import Constants
+from hybridpar.comm.world import SumGroup
+from hybridpar.lanes.base import Constants
 from hybridpar.sync.sync_batchnorm import normalise_over_replicas
 
 
@@ -148,6 +149,40 @@ class BatchNormPool:
             layer.__class__ = original
             del layer._pool
         self.layers, self._originals = [], []
+
+
+class BufferRollback:
+    """Puts the buffers of a model back to what they were at the beginning of a step, which is rolled back.
+
+    Stock BatchNorm moves its running statistics in every forward call, and one NaN in them would stay for ever. So
+    the buffers that a forward pass may write to are copied at the beginning of a step; they are small. What is pooled
+    needs no copy.
+
+    Args:
+        model: The model.
+        spared: Modules whose buffers no forward pass writes to.
+    """
+
+    def __init__(self, model: nn.Module, spared: Iterable[nn.Module] = ()) -> None:
+        ignored = {id(buffer) for module in spared for buffer in module.buffers()}
+        self._buffers = [buffer for buffer in model.buffers() if id(buffer) not in ignored]
+        self._saved = [buffer.detach().clone() for buffer in self._buffers]
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Remember the buffers; called before the first forward pass of a step."""
+        if self._buffers:
+            torch._foreach_copy_(self._saved, self._buffers)
+
+    @torch.no_grad()
+    def restore(self, unless: Tensor | None = None) -> None:
+        """Put back what `keep` saw.
+
+        Args:
+            unless: Optional 0-d tensor; where it is not zero nothing changes. Keeps the decision on the device.
+        """
+        for saved, buffer in zip(self._saved, self._buffers, strict=True):
+            buffer.copy_(saved if unless is None else torch.where(unless != 0, buffer, saved))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.flat import flat_view, is_dense
+from hybridpar.comm.transport import flat_view, is_dense
 
 
 @dataclass(eq=False, slots=True)

@@ -7,13 +7,11 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
-from hybridpar.comm.collective import BackendSum
-from hybridpar.comm.world import World
+from hybridpar.comm.world import BackendSum, World, all_reduce_bytes
 from hybridpar.compress import Policy, TorchGroup, format_codec, parse_codec
 from hybridpar.compress.auto import PLAIN, PROVEN, PROVEN_RATE, Layers, Prediction, candidates_of, choose, kinds_of
 from hybridpar.compress.rates import CodecRate, Kind, LinkCost, measure_codec, measure_link, meet_over
 from hybridpar.sync.buckets import make_buckets
-from hybridpar.sync.control import all_reduce_bytes
 
 
 @dataclass(frozen=True)

@@ -1,53 +1,43 @@
 """Sums gradients over workers as messages of codecs, and keeps what codecs remember of each parameter.
 
-Coders are made once per parameter and live as long as training; the `Exchange` of a bucket lives as long as the buckets
-are cut as they are. It runs on the sync lane that the bucket's sum would have run on. A bucket of which nothing is
-compressed is added as it is.
+The exchange of a bucket lives as long as the buckets are cut as they are. It runs on the sync lane that the bucket's
+sum would have run on. A bucket of which nothing is compressed is added as it is.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybridpar.comm.collective import BackendSum, SumGroup
 from hybridpar.comm.node_worlds import NodeWorlds
-from hybridpar.comm.world import World
+from hybridpar.comm.world import BackendSum, SumGroup, World, all_reduce_bytes
 from hybridpar.compress import (
     Coder,
     Exchange,
     Phase,
     PhaseTimer,
     Policy,
-    TensorSpec,
     TorchGroup,
     format_codec,
     read_policy,
 )
 from hybridpar.compress.codecs.none import Full
-from hybridpar.compress.hierarchy import Leaders, NodeExchange
-from hybridpar.compress.redivide import put_together, restore
+from hybridpar.compress.coders import ParameterCoders
+from hybridpar.compress.hierarchy import NodeExchange
+from hybridpar.compress.redivide import put_together
 from hybridpar.errors import SyncError
+from hybridpar.lanes.base import start_copy
 from hybridpar.sync.buckets import Bucket
-from hybridpar.sync.control import all_reduce_bytes, start_copy
 from hybridpar.sync.figures import BucketCost, SyncCosts
 
 _log = logging.getLogger(__name__)
 
 #: The norm of what was not sent takes a pass over it, so it is taken in the first step and then in each of so many.
 RESIDUAL_EVERY = 50
-
-
-class Committed(Protocol):
-    """What knows, sooner or later, whether a step counts."""
-
-    @property
-    def committed(self) -> bool:
-        """Whether it does; reading it may wait."""
 
 
 class Decision:
@@ -72,7 +62,7 @@ class Decision:
         return float(self._copy) > 0
 
 
-class Compression:
+class Compression(ParameterCoders):
     """Adds gradients over the workers as a codec's messages, and remembers what was not sent.
 
     The calls of a step: `add` for each bucket, on its sync lane; then `commit_or_rollback`, when it is known whether
@@ -106,21 +96,21 @@ class Compression:
                 "Join with World.join(shared_memory=False).",
             )
         policy.prepare(world.device)
-        self.policy = policy
+        # Who exchanges by the codec: all workers, or one of each node.
+        self._party = party = world if nodes is None else nodes.across
+        super().__init__(
+            *(policy, party.rank, party.size, seed),
+            average=False,
+            nodes=None if nodes is None else nodes.nodes,
+            place=0 if nodes is None else nodes.inside.rank,  # ranks there are in the order of places in the node
+        )
         self._world = world
-        self._seed = seed
         self._nodes = nodes
         self._groups = list(groups)
-        # Who exchanges by the codec: all workers, or one of each node.
-        self._party = world if nodes is None else nodes.across
-        self._leaders = Leaders(1 if nodes is None else nodes.nodes.leaders)
         self._buckets: tuple[Bucket, ...] = ()
-        self._coders: dict[str, Coder] = {}
-        self._saved: dict[str, Any] = {}
         self._exchanges: dict[int, Exchange | NodeExchange] = {}
         self._steps = 0
-        self._samples = 1.0
-        self._undecided: tuple[Committed, list[str], SyncCosts | None] | None = None
+        self._undecided: tuple[Decision, list[str], SyncCosts | None] | None = None
 
     def cut(self, buckets: Sequence[Bucket]) -> None:
         """Follow how the buckets are cut; no step is under way. Only float32 is compressed."""
@@ -131,7 +121,9 @@ class Compression:
         for bucket in buckets:
             shapes = {slot.name: tuple(slot.parameter.shape) for slot in bucket.slots}
             if bucket.dtype == torch.float32 and any(self._changes(name, shape) for name, shape in shapes.items()):
-                self._exchanges[bucket.index] = self._exchange(bucket)
+                self._exchanges[bucket.index] = self.exchange_of(
+                    list(shapes), [slot.parameter for slot in bucket.slots]
+                )
 
     def add(self, bucket: Bucket, flat: Tensor, group: SumGroup) -> BucketCost:
         """Replace a bucket's gradients by what the workers make of their sum; equal bit for bit on all of them.
@@ -185,31 +177,20 @@ class Compression:
             exchange.rollback()
 
     def commit_or_rollback_later(
-        self, outcome: Committed, unused: Collection[str] = (), costs: SyncCosts | None = None
+        self, decision: Decision, unused: Collection[str] = (), costs: SyncCosts | None = None
     ) -> None:
         """As `commit_or_rollback`, for a step whose decision the host has not read.
 
         What a codec keeps is the host's to swap. It does so when the next step's first bucket is full: then the device
         has that step's forward pass to do, so that it does not wait for the host, which waits for it.
         """
-        self._undecided = (outcome, list(unused), costs)
+        self._undecided = (decision, list(unused), costs)
 
     def catch_up(self) -> None:
         """Settle the step that `commit_or_rollback_later` was told of, if there is one."""
         if self._undecided is not None:
-            (outcome, unused, costs), self._undecided = self._undecided, None
-            self.commit_or_rollback(outcome.committed, unused, costs)
-
-    def set_rate(self, learning_rate: float) -> None:
-        """Say which learning rate the coming steps use."""
-        for coder in self._coders.values():
-            coder.rescale(learning_rate)
-
-    def set_batch_scale(self, samples: float) -> None:
-        """Say how many samples the coming steps have, as a multiple of what codecs' options were given for."""
-        self._samples = samples
-        for coder in self._coders.values():
-            coder.set_batch_scale(samples)
+            (decision, unused, costs), self._undecided = self._undecided, None
+            self.commit_or_rollback(decision.committed, unused, costs)
 
     def bytes_by_parameter(self) -> dict[str, tuple[str, int, int]]:
         """For each parameter the codec that it is sent as, and bytes of a step: as it is, and as that codec.
@@ -234,10 +215,7 @@ class Compression:
     def state_dict(self) -> dict[str, Any]:
         """What this worker needs to go on bit for bit: the policy, the codecs' state, and the worker's place."""
         self.catch_up()
-        parameters = {name: coder.state_dict() for name, coder in self._coders.items()}
-        place = {"rank": self._party.rank, "workers": self._party.size, "nodes": self._node_sizes}
-        leaders = {} if self._nodes is None else {"leaders": dict(self._leaders.chosen)}
-        return {"codec": str(self.policy), **place, **leaders, "parameters": parameters}
+        return super().state_dict()
 
     def _row(self, coder: Coder) -> tuple[str, int, int]:
         """What a parameter is sent as, and its bytes as it is and as that."""
@@ -252,15 +230,13 @@ class Compression:
         """Whether the workers are all on one of several nodes, where codecs are used between nodes alone."""
         return self._nodes is not None and len(self._nodes.nodes.members) == 1
 
-    @property
-    def _node_sizes(self) -> list[int]:
-        return [] if self._nodes is None else [len(node) for node in self._nodes.nodes.members]
-
     def fits(self, state: Mapping[str, Any]) -> bool:
-        """Whether a state is of this worker's own place and parameters; else those of all workers are needed."""
-        own = (self._party.rank, self._party.size, self._node_sizes)
-        theirs = (state.get("rank"), state.get("workers"), state.get("nodes"))
-        return own == theirs and (not self._coders or self._coders.keys() == state["parameters"].keys())
+        """Whether a state is of this worker's own place and parameters; else those of all workers are needed.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+        return super().fits(state) and (not self._coders or self._coders.keys() == state["parameters"].keys())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned, or what `put_together` made of what it returned on all workers of a run.
@@ -273,25 +249,22 @@ class Compression:
             CheckpointError: A parameter's state does not fit it.
         """
         self.catch_up()
-        self._coders, self._saved = {}, {}
-        self._take_over(state)
+        self._coders = {}
+        self._load(state if self._can_use(state) else {})
         self.cut(self._buckets)  # coders are made anew
 
-    def _take_over(self, state: Mapping[str, Any]) -> None:
+    def _can_use(self, state: Mapping[str, Any]) -> bool:
         if not state:
-            return
-        whole = "rank" not in state
+            return False
         if state["codec"] != str(self.policy):
             self._tell_lost(state, f"they were kept by {state['codec']}, and this run compresses by {self.policy}")
-            return
-        if not (whole or self.fits(state)):
-            return
+            return False
+        if "rank" in state and not self.fits(state):
+            return False
         if self._on_one_node:
             self._tell_lost(state, "all workers are on one node, where gradients are sent in full precision")
-            return
-        self._saved = dict(state["parameters"])
-        if self._nodes is not None and "leaders" in state:
-            self._leaders.adopt(state["leaders"])
+            return False
+        return True
 
     def _tell_lost(self, state: Mapping[str, Any], why: str) -> None:
         """Say once for a run that what had not been sent is not sent any more."""
@@ -310,29 +283,6 @@ class Compression:
         """Whether a parameter is sent compressed; equal on all workers, whoever leads it."""
         codec = self.policy.codec_of(name)
         return codec.fits(shape) and format_codec(codec) != "none"
-
-    def _exchange(self, bucket: Bucket) -> Exchange | NodeExchange:
-        if self._nodes is None:
-            return Exchange([self._coder(slot.name, slot.parameter) for slot in bucket.slots])
-        sizes = [slot.parameter.numel() for slot in bucket.slots]
-        own = self._nodes.inside.rank  # ranks there are in the order of places in the node
-        coders = [
-            self._coder(slot.name, slot.parameter) if self._leaders.of(slot.name, size) == own else None
-            for slot, size in zip(bucket.slots, sizes, strict=True)
-        ]
-        return NodeExchange(sizes, coders)
-
-    def _coder(self, name: str, parameter: Tensor) -> Coder:
-        if name not in self._coders:
-            party = self._party
-            spec = TensorSpec(
-                name, tuple(parameter.shape), party.rank, party.size, self._seed, parameter.device, average=False
-            )
-            self._coders[name] = coder = self.policy.bind(spec)
-            coder.set_batch_scale(self._samples)
-            if name in self._saved:
-                restore(coder, self._saved.pop(name))
-        return self._coders[name]
 
 
 def add_plainly(bucket: Bucket, flat: Tensor, group: SumGroup, workers: int) -> BucketCost:

@@ -26,7 +26,6 @@ from torch import Tensor
 from hybridpar.errors import HybridparError
 from hybridpar.lanes import Event
 from hybridpar.sync.buckets import Bucket, view_like
-from hybridpar.sync.control import LOSS
 from hybridpar.sync.reducer import Flight, GradientReducer
 
 _log = logging.getLogger(__name__)
@@ -107,8 +106,8 @@ class DelayedReducer(GradientReducer):
         """The squared norm of the gradients to apply; not finite where the loss of this step is not, so that its
         BatchNorm statistics are rolled back.
         """
-        assert flight.report is not None
-        return super().squares(flight) + 0.0 * flight.report[LOSS]
+        assert flight.loss is not None
+        return super().squares(flight) + 0.0 * flight.loss
 
     def place_gradients(self) -> None:
         """Put the reduced gradients of the step before in `.grad`."""
@@ -138,7 +137,7 @@ class DelayedReducer(GradientReducer):
         squares = torch.zeros(len(self.buckets), dtype=torch.float64, device=device)
         flight = Flight(self._steps, squares, flats=self._flats)
         if step is not None:
-            flight.report, flight.reported = step.report, step.reported
+            flight.layouts, flight.reported = step.layouts, step.reported
         self._late = _Late(flight, gradients, used, rate)
         with torch.no_grad():
             for bucket, views in zip(self.buckets, self._views, strict=True):

@@ -14,7 +14,9 @@ class SyncOptions:
     Attributes:
         bucket_bytes: Size at which a bucket is full; a parameter of at least this size has a bucket of its own.
         guard: Roll a step back on all workers when any gradient is not finite.
-        clip_norm: Scale the gradient down to this global norm.
+        clip_norm: Scale the gradient down to this global norm; with another `clip_mode` its limit.
+        clip_mode: `norm`, `value` or `agc`, see `hybridpar.sync.clipping`.
+        not_clipped: Names of parameters that `agc` leaves alone.
         pool_batch_norm: Pool BatchNorm's running statistics over micro-batches and workers.
         sync_batch_norm: Also normalise by the moments over the replicas, on a group of its own.
         codec: What gradients are sent as: a policy of `hybridpar.compress` or its text, or `auto`, which measures.
@@ -29,6 +31,8 @@ class SyncOptions:
     bucket_bytes: int = 8 << 20
     guard: bool = True
     clip_norm: float | None = None
+    clip_mode: str = "norm"
+    not_clipped: tuple[str, ...] = ()
     pool_batch_norm: bool = True
     sync_batch_norm: bool = False
     codec: str | Policy = "none"
@@ -36,6 +40,11 @@ class SyncOptions:
     seed: int = 0
     hierarchy: bool = True
     delayed: bool = False
+
+    @property
+    def global_norm(self) -> float | None:
+        """The norm that the gradient of all parameters is clipped to, if it is."""
+        return self.clip_norm if self.clip_mode == "norm" else None
 
     @property
     def policy(self) -> Policy:

@@ -25,16 +25,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hybridpar.comm.collective import SumGroup
 from hybridpar.comm.node_worlds import NodeWorlds
-from hybridpar.comm.world import World
+from hybridpar.comm.world import SumGroup, World
 from hybridpar.compress import Policy
 from hybridpar.errors import SyncError
 from hybridpar.lanes import Event, Lane, Lanes
 from hybridpar.lanes.base import Work
 from hybridpar.sync.buckets import Bucket, Slot, layout_fingerprint, make_buckets
-from hybridpar.sync.compression import add_plainly, make_compression
-from hybridpar.sync.control import check_layout
+from hybridpar.sync.compression import Compression, add_plainly, make_compression
 from hybridpar.sync.figures import SyncCosts
 
 
@@ -43,14 +41,15 @@ class Flight:
     """What is known about the gradients of one step."""
 
     number: int  # of the step, from 1
-    squares: Tensor  # per bucket, float64; only the share of this worker is filled in
+    squares: Tensor  # float64, per bucket: only the share of this worker is filled in; or 0-d, of all gradients
     releasing: bool = False  # the last backward pass runs, so full buckets may leave
     checked: set[Lane] = field(default_factory=set)
     landed: list[Event] = field(default_factory=list)
     next_bucket: int = 0
     costs: SyncCosts = field(default_factory=SyncCosts)  # by bucket, written by the sync lanes
-    report: Tensor | None = None  # the summed forward report, in which workers compare their layouts; see `reported`
-    reported: Event | None = None  # passed when `report` is there
+    loss: Tensor | None = None  # mean loss of all replicas, 0-d; see `reported`
+    layouts: Tensor | None = None  # sums of the replicas' `layout` and of its square, float64; see `reported`
+    reported: Event | None = None  # passed when `loss` and `layouts` are there
     flats: list[Tensor] = field(default_factory=list)  # gathered buckets, by index
     marks: list[Event] = field(default_factory=list)  # where another lane gathers them: passed when each is gathered
     on_ready: Callable[[int], None] | None = None  # called when a bucket is gathered, with its number
@@ -72,7 +71,126 @@ def open_sync_lanes(world: World, lanes: Lanes, spared: int = 0) -> SyncLanes:
     return [(lanes.open(f"sync-{index}", priority=-1), group) for index, group in enumerate(groups)]
 
 
-class GradientReducer:
+class LocalGradients:
+    """The gradients of a stage that has no replicas: nothing is sent, only their norm is taken.
+
+    The norm is taken in one pass after the backward pass, where somebody needs it: hooks would run once per parameter.
+
+    Args:
+        parameters: The stage's parameters by name, in the model's order.
+        compute: The stage's lane.
+        measure: Whether to take the sums of squares.
+
+    Attributes:
+        buckets: Buckets of gradients that are sent together; none here.
+        layout: Fingerprint of the buckets, to be compared between workers.
+        compression: What compresses gradients; None where nothing does.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], compute: Lane, measure: bool) -> None:
+        self._parameters = parameters
+        self._compute = compute
+        self._measure = measure
+        self._steps = 0
+        self.buckets: list[Bucket] = []
+        self.layout = 0
+        self.compression: Compression | None = None
+
+    def new_flight(self) -> Flight:
+        """What will be known about the gradients of the next step."""
+        self._steps += 1
+        squares = torch.zeros(len(self.buckets), dtype=torch.float64, device=self._compute.device)
+        return Flight(self._steps, squares)
+
+    def start(self, flight: Flight) -> None:
+        """Forget the gradients of the step before, and expect those of the next.
+
+        Args:
+            flight: What will be known about them.
+        """
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def marks(self, flight: Flight) -> list[Event]:
+        """Events that the last backward pass will pass, one per bucket; none where its hooks send the buckets.
+
+        Args:
+            flight: What is known about this step's gradients.
+        """
+        return flight.marks
+
+    def begin_last(self, flight: Flight, rate: float | None = None) -> None:
+        """On the stage's lane: the next backward pass is the last of the step.
+
+        Args:
+            flight: What is known about this step's gradients.
+            rate: Learning rate of the step, in any unit: a codec may scale what it keeps by its changes.
+        """
+
+    def flush(self) -> list[bool]:
+        """After the last backward pass: send what is left, with zeros for parameters that were not used here.
+
+        Returns:
+            For each parameter, in the order of the buckets, whether it was used on this worker; empty where nothing is
+            sent.
+        """
+        return []
+
+    def measure(self, flight: Flight) -> None:
+        """On the stage's lane, after `flush`: take the norm, where buckets do not bring it.
+
+        It is not finite exactly where an element is not; where float32 overflows it is taken again in float64.
+
+        Args:
+            flight: Gets the sum of squares of all gradients, 0-d float64; 0 where it is not needed.
+        """
+        gradients = [one.grad.detach() for one in self._parameters.values() if one.grad is not None]
+        if self._measure and gradients:
+            flight.squares = _sum_of_all_squares(gradients, None, self._compute.device)
+            if flight.squares.device.type == "cpu" and not bool(torch.isfinite(flight.squares)):
+                flight.squares = _sum_of_all_squares(gradients, torch.float64, self._compute.device)
+
+    def squares(self, flight: Flight) -> Tensor:
+        """This worker's part of the squared norm of the reduced gradients, 0-d float64, once all sums are there.
+
+        Args:
+            flight: What is known about this step's gradients.
+        """
+        return flight.squares.sum()
+
+    def place_gradients(self) -> None:
+        """Before they are used: reduced gradients are in `.grad` already."""
+
+    def keep_used(self, users: Tensor, used: list[bool]) -> list[str]:
+        """Give parameters used on no worker `.grad` None, so that the optimizer skips them.
+
+        Args:
+            users: Number of workers that used each parameter, in the order of the buckets, 1-D.
+            used: What `flush` returned; where this worker used everything there is nothing to look up.
+
+        Returns:
+            Their names.
+        """
+        return []
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all gradients by a factor, in place.
+
+        Args:
+            factor: 0-d.
+        """
+        for parameter in self._parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.dtype))
+
+    def close_step(self) -> None:
+        """After the step was applied or rolled back."""
+
+    def close(self) -> None:
+        """Remove all hooks. Gradients stay as they are."""
+
+
+class GradientReducer(LocalGradients):
     """Sums the gradients of a stage over its replicas, bucket by bucket, as they become ready.
 
     The calls of a step. The host: `rebuild_buckets` where `is_due`, `new_flight`; when it issues the last backward
@@ -109,11 +227,10 @@ class GradientReducer:
         seed: int = 0,
         nodes: NodeWorlds | None = None,
     ) -> None:
-        self._parameters = parameters
+        super().__init__(parameters, compute, measure)
         self._world = replicas
         self._lanes = lanes
-        self._compute = compute
-        self._measure = measure
+        self._inline = compute is lanes.caller  # the host runs the passes, and hooks send the buckets
         self._bucket_bytes = bucket_bytes
         self._sync_lanes = sync_lanes
         self.compression = make_compression(codec, replicas, [group for _, group in sync_lanes], seed, nodes)
@@ -122,61 +239,49 @@ class GradientReducer:
         self._trainable: tuple[bool, ...] = ()
         self._places: dict[str, tuple[Bucket, Slot]] = {}
         self._hooks: dict[str, RemovableHandle] = {}
-        self._steps = 0
         self._flight: Flight | None = None
-        self.buckets: list[Bucket] = []
-        #: Fingerprint of the buckets, to be compared between workers.
-        self.layout = 0
         self.follow_trainable()
 
     # ------------------------------------------------------------------ a step
 
-    def new_flight(self) -> Flight:
-        """What will be known about the gradients of the next step."""
-        self._steps += 1
-        squares = torch.zeros(len(self.buckets), dtype=torch.float64, device=self._world.device)
-        return Flight(self._steps, squares)
-
     def start(self, flight: Flight) -> None:
-        """Forget the gradients of the step before, and expect those of the next."""
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        """Forget the gradients of the step before, and expect those of the next in every bucket."""
+        super().start(flight)
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots)
         self._flight = flight
 
     def marks(self, flight: Flight) -> list[Event]:
         """Events that the last backward pass will pass, one per bucket; none where its hooks send the buckets."""
-        if self._compute is not self._lanes.caller:
+        if not self._inline:
             flight.marks = [self._lanes.event() for _ in self.buckets]
         return flight.marks
 
     def begin_last(self, flight: Flight, rate: float | None = None) -> None:
-        """On the stage's lane: the next backward pass is the last of the step.
-
-        Args:
-            flight: What is known about this step's gradients.
-            rate: Learning rate of the step, in any unit: a codec may scale what it keeps by its changes.
-        """
+        """The next backward pass is the last of the step: from now on full buckets are sent."""
         if self.compression is not None:
-            if self._compute is not self._lanes.caller:
+            if not self._inline:
                 self.compression.catch_up()
             if rate is not None:
                 self.compression.set_rate(rate)
         flight.releasing = True
 
     def issue(self, index: int, flight: Flight) -> Event:
-        """Issue the sum of a bucket, where the hooks have not; the event is passed when the sum is there."""
-        if self._compute is self._lanes.caller:
+        """Issue the sum of a bucket, where the hooks have not.
+
+        Args:
+            index: The bucket's number.
+            flight: What is known about this step's gradients.
+
+        Returns:
+            An event that is passed when the sum is there.
+        """
+        if self._inline:
             return flight.landed[index]
         return self._send(self.buckets[index], flight, flight.marks[index])
 
     def flush(self) -> list[bool]:
-        """After the last backward pass: send what is left, with zeros for parameters that were not used here.
-
-        Returns:
-            For each parameter, in the order of the buckets, whether it was used on this worker.
-        """
+        """After the last backward pass: send what is left, with zeros for parameters that were not used here."""
         flight = self._flight
         assert flight is not None
         used = [slot.seen == flight.number for bucket in self.buckets for slot in bucket.slots]
@@ -199,27 +304,15 @@ class GradientReducer:
             self._adopt_observed_order(self._observed)
         self.follow_trainable()
 
-    def squares(self, flight: Flight) -> Tensor:
-        """This worker's part of the squared norm of the reduced gradients, 0-d float64, once all sums are there."""
-        return flight.squares.sum()
-
-    def place_gradients(self) -> None:
-        """Before they are used: reduced gradients are in `.grad` already, as views of the buckets."""
+    def measure(self, flight: Flight) -> None:
+        """Sync lanes take the squares, bucket by bucket."""
 
     def close_step(self) -> None:
         """After the step was applied or rolled back: backward passes until the next step are not the reducer's."""
         self._flight = None
 
     def keep_used(self, users: Tensor, used: list[bool]) -> list[str]:
-        """Give parameters used on no worker `.grad` None, so that the optimizer skips them.
-
-        Args:
-            users: Number of workers that used each parameter, in the order of the buckets.
-            used: What `flush` returned; where this worker used everything there is nothing to look up.
-
-        Returns:
-            Their names.
-        """
+        """Give parameters used on no worker `.grad` None; return their names."""
         if all(used):
             return []
         names = [slot.name for bucket in self.buckets for slot in bucket.slots]
@@ -229,7 +322,7 @@ class GradientReducer:
         return unused
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply all reduced gradients by a 0-d factor, in place."""
+        """Multiply all reduced gradients by a 0-d factor, in place, bucket by bucket."""
         for bucket in self.buckets:
             flat = bucket.flat()
             flat.mul_(factor.to(flat.dtype))
@@ -269,7 +362,7 @@ class GradientReducer:
         flight.flats.append(bucket.collect())
         if flight.on_ready is not None:
             flight.on_ready(bucket.index)
-        if self._compute is not self._lanes.caller:
+        if not self._inline:
             self._compute.mark(flight.marks[bucket.index])
             return
         if self.compression is not None:  # before the event: it may leave work of its own on this lane
@@ -308,7 +401,7 @@ class GradientReducer:
         return landed
 
     def _check_peers(self, lane: Lane, flight: Flight) -> None:
-        """Before a lane's first bucket, check that all workers cut the same buckets.
+        """Before a lane's first bucket, check that all workers cut the same buckets; on a GPU that would stall it.
 
         A collective whose sizes differ between workers does not fail in an orderly way: gloo aborts the process.
         """
@@ -317,9 +410,9 @@ class GradientReducer:
         flight.checked.add(lane)
 
         def check() -> None:
-            assert flight.report is not None
-            lane.keep(flight.report)
-            check_layout(flight.report, self._world.size)
+            assert flight.layouts is not None
+            lane.keep(flight.layouts)
+            check_layout(flight.layouts, self._world.size)
 
         lane.wait(flight.reported)
         lane.submit(check)
@@ -399,6 +492,34 @@ def _make_hook(sync: weakref.ref[GradientReducer], name: str) -> Callable[[Tenso
             target.gradient_ready(name)
 
     return hook
+
+
+def check_layout(layouts: Tensor, workers: int) -> None:
+    """Refuse to go on where workers cut different buckets.
+
+    All fingerprints h are equal exactly where K sum(h^2) = sum(h)^2; with 16 bits the sums are exact in float64.
+
+    Args:
+        layouts: sum(h) and sum(h^2) over the workers, float64, on a CPU.
+        workers: K.
+
+    Raises:
+        SyncError: They differ.
+    """
+    total, squares = layouts.tolist()
+    if workers * squares != total**2:
+        raise SyncError(
+            "the workers do not train the same parameters",
+            "Names, shapes, memory formats and requires_grad of all parameters must be equal on all workers.",
+            "Build and freeze the model in the same way on every worker.",
+        )
+
+
+def _sum_of_all_squares(gradients: list[Tensor], dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    norms = torch._foreach_norm(gradients, 2, dtype)
+    if any(norm.device != device for norm in norms):
+        norms = tuple(norm.to(device) for norm in norms)
+    return torch.stack(norms).double().square().sum()
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:

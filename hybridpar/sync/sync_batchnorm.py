@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridpar.comm.collective import SumGroup
+from hybridpar.comm.world import SumGroup
 
 
 def normalise_over_replicas(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
-from hybridpar.pipeline.step import LateOutcome
-from hybridpar.sync.control import StepOutcome
+from hybridpar.pipeline.step import LateOutcome, StepInput, StepOutcome
+from hybridpar.plan import ResolvedPlan
 from hybridpar.sync.delayed_reducer import DelayedReducer
 from hybridpar.sync.figures import SyncFigures, add_up
 from hybridpar.sync.reducer import GradientReducer
@@ -67,6 +68,7 @@ class DoubleBufferEngine(Engine):
 
     Args:
         model: The model, on its device; it is not cut.
+        plan: The plan of the run.
         optimizer: Called with the model; for `half` it must give SGD.
         loss: Mean loss of outputs and targets.
         config: Options; `double_buffer` says how.
@@ -81,6 +83,7 @@ class DoubleBufferEngine(Engine):
     def __init__(
         self,
         model: nn.Module,
+        plan: ResolvedPlan,
         optimizer: OptimizerFactory,
         loss: Loss,
         config: TrainConfig,
@@ -89,7 +92,7 @@ class DoubleBufferEngine(Engine):
         example: Tensor | None = None,
     ) -> None:
         self._halves = config.double_buffer == "half" and world.size > 1
-        super().__init__(model, None, optimizer, loss, config, world, lanes, example)
+        super().__init__(model, plan, None, optimizer, loss, config, world, lanes, example)
         if self._halves:
             # Two steps of half a batch each are to mean what one step means.
             self._decay_factor = 0.5
@@ -121,35 +124,30 @@ class DoubleBufferEngine(Engine):
             _check_halves(optimizer)
         return optimizer
 
-    def step(
-        self,
-        micro_batches: Sequence[tuple[Tensor, Tensor]],
-        samples: int,
-        global_samples: int | None,
-        *,
-        rate_factor: float,
-        stop: bool,
-        save: bool,
-    ) -> StepOutcome:
-        """Train on this worker's share of one global batch; see `Engine.step`."""
+    def step(self, given: StepInput) -> StepOutcome:
+        """Train on this worker's share of one global batch, by late gradients.
+
+        Args:
+            given: The share, and what the step is to do with it.
+
+        Returns:
+            What the workers agreed on.
+
+        Raises:
+            UsageError: This worker's batch cannot be cut in halves, or another worker refuses the step.
+            SyncError: A worker died or did not answer in time.
+        """
         if self._halves:
-            return self._step_in_halves(micro_batches, samples, global_samples, rate_factor, stop, save)
+            return self._step_in_halves(given)
         self._staleness = self._age
         started = time.perf_counter()
-        outcome = super().step(micro_batches, samples, global_samples, rate_factor=rate_factor, stop=stop, save=save)
+        outcome = super().step(given)
         if self._watching and not self.on_trial:
             self._watch((time.perf_counter() - started) * 1e3, outcome)
         return outcome
 
-    def _step_in_halves(
-        self,
-        micro_batches: Sequence[tuple[Tensor, Tensor]],
-        samples: int,
-        global_samples: int | None,
-        rate_factor: float,
-        stop: bool,
-        save: bool,
-    ) -> JoinedOutcome:
+    def _step_in_halves(self, given: StepInput) -> JoinedOutcome:
+        micro_batches, global_samples = given.micro_batches, given.global_samples
         if len(micro_batches) < 2:
             self.refuse()
             raise UsageError(
@@ -158,13 +156,14 @@ class DoubleBufferEngine(Engine):
                 "Hand over tensors, or twice as many micro-batches.",
             )
         if global_samples is None:
-            global_samples = self.pipeline.count_samples(samples)()
+            global_samples = self.pipeline.count_samples(given.samples)()
         middle = (len(micro_batches) + 1) // 2
         outcomes, ages = [], []
         for half in (micro_batches[:middle], micro_batches[middle:]):
             ages.append(self._age)
             own = sum(int(targets.shape[0]) for _, targets in half)
-            outcome = super().step(half, own, global_samples, rate_factor=rate_factor, stop=stop, save=save)
+            part = replace(given, micro_batches=half, samples=own, global_samples=global_samples)
+            outcome = super().step(part)
             assert isinstance(outcome, LateOutcome)
             outcomes.append(outcome)
         self._staleness = statistics.mean(ages)

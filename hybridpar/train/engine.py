@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,20 +29,22 @@ from hybridpar.lanes import Lanes
 from hybridpar.models import autocast
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from hybridpar.optim.build import Rates, fill_momentum, load_optimizer_state, optimizer_state, scaled_options
-from hybridpar.partition.profile import measure_backward_ms
+from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.capture_rules import check_capturable
-from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import OptimizerStep, first_bad_parameter
 from hybridpar.pipeline.options import WHOLE
 from hybridpar.pipeline.stage_module import StageModule, WholeModel
-from hybridpar.pipeline.step import LateOutcome, StepState
-from hybridpar.planner.stage_plan import StagePlan, pipeline_options
+from hybridpar.pipeline.step import LateOutcome, StepInput, StepOutcome, StepState
+from hybridpar.plan import ResolvedPlan, Sync
+from hybridpar.planner.stages import pipeline_options
 from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat
-from hybridpar.sync.control import StepOutcome
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.policy import check_compression
+
+if TYPE_CHECKING:
+    from hybridpar.pipeline.cuda_graph import StepGraph
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 Loss = Callable[[Any, Tensor], Tensor]
@@ -53,14 +55,15 @@ class Engine:
 
     Args:
         model: The whole model, on its device.
-        plan: Its stages and where they run; None for a model that is not cut.
+        plan: The plan of the run.
+        stages: The stages of the model, as the plan cuts it; None where it is not cut.
         optimizer: Called with each stage that this worker trains, or with the model.
         loss: Mean loss of outputs and targets.
-        config: Options.
+        config: Options, without those that the plan says, and without a recipe.
         world: The workers.
         lanes: Lanes of this worker.
-        example: Inputs of one micro-batch, on the device, by which codec `auto` times the backward pass of a model
-            that is not cut.
+        example: Inputs of one micro-batch, on the device: the plan's times of stages are in proportion to its samples,
+            and codec `auto` times the backward pass of a model that is not cut by it.
 
     Attributes:
         optimizers: Of each stage that this worker trains.
@@ -73,7 +76,8 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        plan: StagePlan | None,
+        plan: ResolvedPlan,
+        stages: Sequence[Stage] | None,
         optimizer: OptimizerFactory,
         loss: Loss,
         config: TrainConfig,
@@ -83,6 +87,7 @@ class Engine:
     ) -> None:
         self.model = model
         self.plan = plan
+        self._stages = stages
         self._loss = loss
         self._config = config
         self._world = world
@@ -105,20 +110,26 @@ class Engine:
         # Without the guard every step counts, so the host need not wait for a GPU's decision.
         fused = all(getattr(one, "_step_supports_amp_scaling", False) for one in self.optimizers)
         on_gpu = world.device.type == "cuda" and (fused or not config.guard)
-        self.late = plan is not None or config.cuda_graph or on_gpu
+        self.late = plan.is_staged or config.cuda_graph or on_gpu
 
     def _open_pipeline(self, world: World) -> PipelineEngine:
         config, plan, example = self._config, self.plan, self._example
         stages: Sequence[StageModule]
-        if plan is not None:
-            stages, micro_batches = plan.stages, config.micro_batches
-            options = pipeline_options(plan, config, sync_options(config), self._lanes.device)
+        sync = sync_options(config, plan.sync, self.model)
+        micro_batches = plan.pipeline.micro_batches
+        if self._stages is not None:
+            assert example is not None
+            stages = self._stages
+            with self.autocast():
+                options = pipeline_options(plan, self._stages, example, config, sync, world, self._lanes.device)
         else:
             stages = [WholeModel(self.model)]
-            micro_batches = config.micro_batches if world.size > 1 else config.parts_per_step
-            options = replace(WHOLE, compile=config.compile, capture=config.cuda_graph, sync=sync_options(config))
+            micro_batches = micro_batches if world.size > 1 else config.parts_per_step(micro_batches)
+            options = replace(WHOLE, compile=config.compile, capture=config.cuda_graph, sync=sync)
 
         def time_backward() -> float:
+            from hybridpar.partition.profile import measure_backward_ms
+
             assert example is not None
             with self.autocast():
                 return measure_backward_ms(self.model, (example,))
@@ -126,16 +137,18 @@ class Engine:
         return PipelineEngine(
             *(self.model, stages, world, self._lanes, self._loss, self._step_of, options, micro_batches),
             context=self.autocast,
-            time_backward=None if example is None or plan is not None else time_backward,
+            time_backward=None if example is None or plan.is_staged else time_backward,
         )
 
     def _make_graph(self) -> StepGraph[StepState]:
+        from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
+
         check_capturable(
             self._world.device,
             self._world,
             self.optimizers,
             positions=self.pipeline.positions,
-            devices=self.plan.devices if self.plan is not None else (),
+            devices=self.pipeline.options.devices,
             random_stages=list(self.pipeline.random_stages),
             compiled=self._config.compile,
         )
@@ -149,7 +162,7 @@ class Engine:
         Raises:
             UsageError: The optimizer holds parameters of others.
         """
-        if self.plan is not None and not any(True for _ in module.parameters()):
+        if self.plan.is_staged and not any(True for _ in module.parameters()):
             return None
         optimizer = self._make_optimizer(module)
         rates = Rates(optimizer, self._world.device if self._config.cuda_graph else None)
@@ -173,7 +186,7 @@ class Engine:
         optimizer = self._factory(module)
         own = {id(parameter) for parameter in module.parameters()}
         if any(id(parameter) not in own for group in optimizer.param_groups for parameter in group["params"]):
-            if self.plan is None:
+            if not self.plan.is_staged:
                 raise UsageError(
                     "the optimizer holds parameters that the model does not",
                     "Gradients are synchronised for the parameters of the model.",
@@ -189,25 +202,11 @@ class Engine:
 
     # ------------------------------------------------------------------ a step
 
-    def step(
-        self,
-        micro_batches: Sequence[tuple[Tensor, Tensor]],
-        samples: int,
-        global_samples: int | None,
-        *,
-        rate_factor: float,
-        stop: bool,
-        save: bool,
-    ) -> StepOutcome:
+    def step(self, given: StepInput) -> StepOutcome:
         """Train on this replica's share of one global batch.
 
         Args:
-            micro_batches: Inputs and targets of each, on the device.
-            samples: Samples of this replica.
-            global_samples: Samples of all replicas; None where each knows only its own.
-            rate_factor: What the optimizers' peak learning rates are multiplied with.
-            stop: Ask all workers to stop after this step.
-            save: Ask all workers for a checkpoint after this step.
+            given: The share, and what the step is to do with it.
 
         Returns:
             What the workers agreed on. Where `late`, the step may still be running; reading the outcome waits for it.
@@ -216,24 +215,24 @@ class Engine:
             UsageError: Another worker refuses the step.
             SyncError: A worker died or did not answer in time.
         """
-        if self.plan is None and not self.model.training:
+        if not self.plan.is_staged and not self.model.training:
             self.model.train()
-        if global_samples is None and self.pipeline.replicas == 1:
-            global_samples = samples
+        if given.global_samples is None and self.pipeline.replicas == 1:
+            given = replace(given, global_samples=given.samples)
         if self.graph is not None:
-            issued = self.graph.step(
-                micro_batches, samples, global_samples, rate_factor=rate_factor, stop=stop, save=save
-            )
+            issued = self.graph.step(given)
             if issued is not None:
                 return self.pipeline.adopt(issued)
-        counted: int | Callable[[], int] | None = global_samples
+        counted: int | Callable[[], int] | None = given.global_samples
         if counted is None:
-            counted = self.pipeline.count_samples(samples)
+            counted = self.pipeline.count_samples(given.samples)
             # Lanes cannot wait for the sum. The host can: it runs a first forward pass meanwhile, unless that needs
             # other workers, who may have refused the step.
-            if self.plan is not None or self._config.batch_norm == "sync":
+            if self.plan.is_staged or self.plan.sync.batch_norm == "sync":
                 counted = counted()
-        return self.pipeline.step(micro_batches, counted, rate_factor=rate_factor, stop=stop, save=save)
+        return self.pipeline.step(
+            given.micro_batches, counted, rate_factor=given.rate_factor, stop=given.stop, save=given.save
+        )
 
     def issue(
         self, micro_batches: Sequence[tuple[Tensor, Tensor]], samples: int, global_samples: int, flags: Tensor
@@ -279,6 +278,11 @@ class Engine:
         self.pipeline.wait()
 
     @property
+    def double_buffer(self) -> str:
+        """What was asked for of late gradients: `off`, `delay`, `half` or `auto`."""
+        return self._config.double_buffer or "off"
+
+    @property
     def staleness(self) -> float | None:
         """Updates made since the weights that a step's gradient was computed on; None where that is always none."""
         return None
@@ -286,7 +290,7 @@ class Engine:
     def bad_parameter(self, outcome: StepOutcome) -> str | None:
         """Name of a parameter of this worker's stages whose gradient was not finite."""
         found = outcome.bad_parameter if isinstance(outcome, LateOutcome) else None
-        return found or (first_bad_parameter(self.model) if self.plan is None else None)
+        return found or (None if self.plan.is_staged else first_bad_parameter(self.model))
 
     # ----------------------------------------------------------- between steps
 
@@ -296,17 +300,17 @@ class Engine:
         self.synchronize_buffers()
         self.model.eval()
         try:
-            if self.plan is None:
+            if not self.plan.is_staged:
                 yield self.pipeline.forwards[0]
             else:
-                yield self.pipeline.evaluate if self.plan.devices else self.model
+                yield self.pipeline.evaluate if self.pipeline.options.devices else self.model
         finally:
             self.model.train()
 
     def synchronize_buffers(self) -> None:
         """Make the model whole on every worker; a collective."""
         self.pipeline.wait()
-        if self._config.batch_norm == "local":
+        if self.plan.sync.batch_norm == "local":
             for stage in self.pipeline.stages.values():
                 average_buffers(stage.module, self.pipeline.replica_world)
         self.pipeline.collect()
@@ -370,15 +374,25 @@ class Engine:
         self.pipeline.close()
 
 
-def sync_options(config: TrainConfig) -> SyncOptions:
-    """How gradients are synchronised, from the options of a run."""
+def sync_options(config: TrainConfig, sync: Sync, model: nn.Module) -> SyncOptions:
+    """How gradients are synchronised.
+
+    Args:
+        config: Options of the run.
+        sync: What its plan says of it.
+        model: The whole model. Its last two parameters, those of the classifier, are not clipped adaptively, as in
+            timm and in the paper.
+    """
+    names = [name for name, _ in model.named_parameters()]
     return SyncOptions(
-        bucket_bytes=config.bucket_bytes,
+        bucket_bytes=sync.bucket_bytes,
         guard=config.guard,
         clip_norm=config.clip_norm,
-        pool_batch_norm=config.batch_norm != "local",
-        sync_batch_norm=config.batch_norm == "sync",
-        codec=config.compress,
+        clip_mode=config.clip_mode,
+        not_clipped=tuple(names[-2:]) if config.clip_mode == "agc" else (),
+        pool_batch_norm=sync.batch_norm != "local",
+        sync_batch_norm=sync.batch_norm == "sync",
+        codec=sync.codec,
         fidelity=config.fidelity,
         seed=config.seed,
         hierarchy=config.hierarchy,

@@ -12,18 +12,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hybridpar.comm.replicate import replicate
-from hybridpar.comm.world import World
+from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.config import TrainConfig
 from hybridpar.lanes import Lanes
 from hybridpar.optim.build import load_optimizer_state, optimizer_state
 from hybridpar.pipeline.local_stage import OptimizerStep
-from hybridpar.sync.control import StepOutcome, all_reduce_bytes
+from hybridpar.pipeline.step import StepInput, StepOutcome
+from hybridpar.plan import ResolvedPlan
 from hybridpar.sync.figures import SyncFigures
 from hybridpar.train.engine import Engine, Loss, OptimizerFactory, sync_options
 from hybridpar.train.periodic import average_model, average_tensors, copy_of
@@ -85,6 +87,7 @@ class LocalSgdEngine(Engine):
 
     Args:
         model: The model, on its device; it is not cut.
+        plan: The plan of the run.
         optimizer: Called with the model.
         loss: Mean loss of outputs and targets.
         config: Options; `local_steps` says how often workers average.
@@ -95,6 +98,7 @@ class LocalSgdEngine(Engine):
     def __init__(
         self,
         model: nn.Module,
+        plan: ResolvedPlan,
         optimizer: OptimizerFactory,
         loss: Loss,
         config: TrainConfig,
@@ -109,9 +113,11 @@ class LocalSgdEngine(Engine):
         self._steps = 0
         self._flags = [False, False]
         self._own_step: OptimizerStep | None = None
-        super().__init__(model, None, optimizer, loss, config, world if self._together else self._alone, lanes)
+        team = world if self._together else self._alone
+        super().__init__(model, plan, None, optimizer, loss, config, team, lanes)
         if not self._together:
-            replicate(model, world, agree=(sync_options(config), config.micro_batches, every))
+            agree = (sync_options(config, plan.sync, model), plan.pipeline.micro_batches, every)
+            replicate(model, world, agree=agree)
         #: Of the steps that workers take together; there is another one of this worker alone.
         self._shared = self.pipeline if self._together else None
         self._trained = [one for one in model.parameters() if one.is_floating_point()]
@@ -123,35 +129,36 @@ class LocalSgdEngine(Engine):
         """Whether workers train on their own by now."""
         return self._steps >= self._together
 
-    def step(
-        self,
-        micro_batches: Sequence[tuple[Tensor, Tensor]],
-        samples: int,
-        global_samples: int | None,
-        *,
-        rate_factor: float,
-        stop: bool,
-        save: bool,
-    ) -> StepOutcome:
-        """Train on this worker's share of a batch; requests to stop or save are agreed on at the next average."""
+    def step(self, given: StepInput) -> StepOutcome:
+        """Train on this worker's share of a batch; requests to stop or save are agreed on at the next average.
+
+        Args:
+            given: The share, and what the step is to do with it.
+
+        Returns:
+            What this worker knows of the step; of one that ended with an average, what all workers agreed on.
+
+        Raises:
+            UsageError: Another worker refuses the step.
+            SyncError: A worker died or did not answer in time.
+        """
         if not self.parted:
-            outcome = super().step(
-                micro_batches, samples, global_samples, rate_factor=rate_factor, stop=stop, save=save
-            )
+            outcome = super().step(given)
             self._go_to(self._steps + 1)
             return outcome
-        own = super().step(micro_batches, samples, samples, rate_factor=rate_factor, stop=False, save=False)
-        self._flags = [self._flags[0] or stop, self._flags[1] or save]
+        samples = given.samples
+        own = super().step(replace(given, global_samples=samples, stop=False, save=False))
+        self._flags = [self._flags[0] or given.stop, self._flags[1] or given.save]
         self._steps += 1
         if (self._steps - self._together) % self._every:
-            return OwnOutcome(own, global_samples or samples * self._team.size, self._full_bytes)
+            return OwnOutcome(own, given.global_samples or samples * self._team.size, self._full_bytes)
         return self._meet(own, samples)
 
     def _meet(self, own: StepOutcome, samples: int) -> MetOutcome:
         """Average the parameters, and learn what all workers know of the step."""
         squares = own._value(5)
         started = time.perf_counter()
-        sent = average_tensors(self._trained, self._team, self._config.bucket_bytes)
+        sent = average_tensors(self._trained, self._team, self.plan.sync.bucket_bytes)
         message = torch.tensor(
             [own.loss * samples, samples, *self._flags, own.committed, squares],
             dtype=torch.float64,

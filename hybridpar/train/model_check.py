@@ -1,8 +1,8 @@
 """Checks before the first step that the outputs of a model fit the classes of the data.
 
-The command line trains with cross-entropy, so a model must turn a batch of images into one tensor of shape
-(batch, classes). Torch trains a head of 1,000 outputs on 10 classes without a word, and answers other misfits with an
-error in the middle of the loss.
+The command line trains with cross-entropy, so a model must turn a batch of images into scores of shape
+(batch, classes): a tensor, or one among other outputs (`hybridpar.models.outputs`). Torch trains a head of 1,000
+outputs on 10 classes without a word, and answers other misfits with an error in the middle of the loss.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import random
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError, user_error
 from hybridpar.models import article, autocast
+from hybridpar.models.outputs import main_output
 from hybridpar.partition.state import untouched
 
 #: Images of the batch that the model is tried on: BatchNorm needs two.
@@ -105,12 +106,15 @@ def _require_one_input(model: nn.Module, name: str, images: Tensor) -> None:
 
 def _require_scores(outputs: object, name: str, classes: int, when: str) -> None:
     wanted = f"a tensor of shape (batch, {classes}) is needed"
-    if not isinstance(outputs, Tensor):
+    try:
+        outputs = main_output(outputs)
+    except UsageError as error:
         raise UsageError(
             f"{name} returned {article(outputs)}{when}; {wanted}",
-            _contents(outputs),
+            error.why,
             "Wrap it, or use Trainer with your own loss.",
-        )
+        ) from error
+    assert isinstance(outputs, Tensor)
     shape = tuple(outputs.shape)
     if shape == (SAMPLES, classes) and outputs.is_floating_point():
         return
@@ -129,16 +133,6 @@ def _require_scores(outputs: object, name: str, classes: int, when: str) -> None
         ("Return its mean over height and width, outputs.mean((2, 3))" if over_space else "Wrap it")
         + ", or use Trainer with your own loss.",
     )
-
-
-def _contents(outputs: object) -> str:
-    """What there is in outputs that are no tensor."""
-    if isinstance(outputs, Mapping):
-        keys = ", ".join(repr(key) for key in list(outputs)[:5])
-        return f"It has the keys {keys}{', ...' if len(outputs) > 5 else ''}."
-    if isinstance(outputs, (tuple, list)):
-        return f"It has {len(outputs)} items, the first of which is {article(outputs[0])}." if outputs else ""
-    return ""
 
 
 def _failed(model: nn.Module, name: str, images: Tensor, error: Exception) -> UsageError:

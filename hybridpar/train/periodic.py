@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from hybridpar.comm.world import World
+from hybridpar.comm.world import World, all_reduce_bytes
 from hybridpar.sync.buckets import cut_buckets
-from hybridpar.sync.control import all_reduce_bytes
 
 
 @torch.no_grad()

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybridpar.errors import TrainingError
-from hybridpar.pipeline.step import LateOutcome
-from hybridpar.sync.control import StepOutcome
+from hybridpar.pipeline.step import LateOutcome, StepOutcome
 
 #: Steps in a row that may be bad before training stops.
 MAX_BAD_STEPS = 3

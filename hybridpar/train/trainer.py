@@ -23,14 +23,20 @@ from hybridpar.config.recipe import LATE
 from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.lanes import Lanes
 from hybridpar.models import autocast, model_fingerprint
-from hybridpar.optim.build import rate_factor
+from hybridpar.models.outputs import OutputLoss
+from hybridpar.optim.build import undecayed_names
+from hybridpar.optim.losses import make_loss
 from hybridpar.optim.pace import Pace
 from hybridpar.optim.recipe import expand, make_optimizer
+from hybridpar.optim.schedule import Plateau, rate_factor, warmup_length
 from hybridpar.pipeline.capture_rules import check_capturable
-from hybridpar.plan import Plan
-from hybridpar.planner.planned_run import PlannedRun, before_joining, plan_loop
-from hybridpar.planner.stage_plan import make_stage_plan, shape_of
+from hybridpar.pipeline.step import StepInput
+from hybridpar.plan import Plan, ResolvedPlan
+from hybridpar.planner.planned_run import PlannedRun, plan_loop
+from hybridpar.planner.resolve import join_workers
+from hybridpar.planner.stages import cut_model
 from hybridpar.sync.compression import codec_states
+from hybridpar.sync.policy import is_auto
 from hybridpar.train.checkpoint import (
     CheckpointData,
     load_checkpoint,
@@ -40,14 +46,11 @@ from hybridpar.train.checkpoint import (
     save_checkpoint,
     usable,
 )
-from hybridpar.train.delayed import DoubleBufferEngine
 from hybridpar.train.engine import Engine
 from hybridpar.train.evaluation import Evaluation as Evaluation
 from hybridpar.train.evaluation import evaluate
-from hybridpar.train.local_sgd import LocalSgdEngine
 from hybridpar.train.step_result import BadSteps
 from hybridpar.train.step_result import StepResult as StepResult
-from hybridpar.tvm_kernels import optimize
 
 _log = logging.getLogger(__name__)
 
@@ -79,19 +82,21 @@ class Trainer:
         optimizer: Called with the model, or in a pipeline with each of its stages, returns the optimizer; default:
             what `config` says.
         loss: Called with the model's output and the target, returns the *mean* over the samples; default:
-            cross-entropy with the configured label smoothing.
+            cross-entropy with the configured label smoothing, of auxiliary outputs, too: see
+            `hybridpar.models.outputs`.
         config: Options; those that concern data and run directory are not used here. With `plan="auto"` and both
             `total_steps` and `example`, memory format, kernels and codec, and of a pipeline that is asked for cut,
-            placement and schedule, are searched for. The attribute `config` says what was found, and `planned` why.
+            placement and schedule, are searched for. The attribute `plan` says what was found, and `planned` why.
         total_steps: Length of the learning-rate schedule; None keeps the rate constant.
         steps_per_epoch: For the warm-up, which is given in epochs.
         world: The workers; default: joined from the environment and left again by `close`.
         lanes: Lanes of the worker's device; default: opened here and closed by `close`.
         plan: The plan to follow, where `config` decides nothing else, as the file that `config.plan` names; or what
-            `plan_run` found.
+            `plan_run` found, for this config.
         example: Inputs of one micro-batch, by which a model is cut into stages; without stages `compress="auto"`
             times the backward pass by it, behind which sync can hide, and without it all of the sync counts.
         name: What to call the model in the plan.
+        classes: Number of classes, which soft targets of mixup and cutmix have.
 
     Raises:
         UsageError: Stages, replicas and workers do not fit each other, or something that a pipeline needs is missing.
@@ -119,20 +124,26 @@ class Trainer:
         plan: Plan | PlannedRun | None = None,
         example: Tensor | None = None,
         name: str | None = None,
+        classes: int | None = None,
     ) -> None:
-        found = plan if isinstance(plan, PlannedRun) else None
         given = plan if isinstance(plan, Plan) else None
-        self.config = before_joining(config or TrainConfig(), plan=given)
+        #: The options as they were given; where a plan says otherwise, `plan` counts.
+        self.config = config or TrainConfig()
         if self.config.uses_servers:
             raise UsageError(
                 f"Trainer with sync={self.config.sync!r}",
                 "A trainer makes steps together with its peers; with parameter servers every worker makes its own.",
                 "Use `hybridpar train --sync`, or hybridpar.server in a script of your own.",
             )
+        if self.config.mixes and classes is None:
+            raise UsageError(
+                "a Trainer that mixes batches, without the number of classes",
+                "The targets of mixup and cutmix have a value for each class.",
+                "Give it: Trainer(..., classes=10).",
+            )
+        self._classes = classes
         self._owns_world = world is None
-        self.world = world or World.join(
-            lanes=self.config.sum_groups, timeout=self.config.timeout, shared_memory=self.config.shares_memory
-        )
+        self.world = world or join_workers(self.config, plan=given)
         self._owns_lanes = lanes is None
         self.lanes = lanes or Lanes(self.world.device)
         self.total_steps = total_steps
@@ -141,15 +152,16 @@ class Trainer:
         self.pace: Pace | None = None
         try:
             check_recipe(self.config)
-            self.planned = found or plan_loop(model, self.config, self.world, example, total_steps, name, given)
-            stages, self.config = self.planned.stages, self.planned.config
-            self._asked = self.config
-            self._replicas = (
-                1 if self.config.recipe == "none" else shape_of(self.config, self.world.size, stages).replicas
+            self.planned = (
+                plan
+                if isinstance(plan, PlannedRun)
+                else plan_loop(model, self.config, self.world, example, total_steps, name, given)
             )
-            self.config = expand(self.config, total_steps=total_steps, replicas=self._replicas)
-            self._prepare(model, loss)
-            self.engine = self._open_engine(optimizer, stages, example, name)
+            self.model = model.to(self.world.device)
+            self.fingerprint = model_fingerprint(self.model)
+            self._loss = loss or OutputLoss(make_loss(self.config, mixed=self.config.mixes))
+            self._plateau = Plateau(self.config) if self.config.lr_schedule == "plateau" else None
+            self.engine = self._open_engine(optimizer, self.planned.plan, example)
         except BaseException as error:
             if self._owns_lanes:
                 self.lanes.__exit__(type(error), error, error.__traceback__)
@@ -159,41 +171,52 @@ class Trainer:
         self.steps_done = 0
         self._bad_steps = BadSteps(late=self.engine.late, name_parameter=self.engine.bad_parameter)
 
-    def _prepare(self, model: nn.Module, loss: LossFunction | None) -> None:
-        self.model = model.to(self.world.device)
-        if self.config.uses_channels_last:
-            self.model.to(memory_format=torch.channels_last)
-        if self.config.uses_kernels:
-            chosen = self.config.kernels.strip()
-            optimize(self.model, None if chosen == "auto" else chosen)
-        self.fingerprint = model_fingerprint(self.model)
-        self._loss = loss or nn.CrossEntropyLoss(label_smoothing=self.config.label_smoothing)
-        self._peak_rate = self.config.lr
-
     def _open_engine(
         self,
         optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None,
-        plan: Plan | None,
+        plan: ResolvedPlan,
         example: Tensor | None,
-        name: str | None,
     ) -> Engine:
+        asked, device = self.config, self.world.device
+        self._channels_last = plan.channels_last
+        if plan.channels_last:
+            self.model.to(memory_format=torch.channels_last)
+        if plan.kernels is not None:
+            from hybridpar.tvm_kernels import optimize
+
+            optimize(self.model, None if plan.kernels.database == "auto" else plan.kernels.database)
+        given: dict[str, Any] = {"total_steps": self.total_steps, "replicas": plan.placement.replicas}
+        options = expand(asked, staged=plan.is_staged, **given)
+        if asked.recipe != "none":
+            plan = plan.with_codec(options.compress)
+        self._peak_rate = options.lr
+
+        no_decay = undecayed_names(self.model, asked.no_decay)  # a stage does not know what the model says
+
         def make(module: nn.Module) -> torch.optim.Optimizer:
-            made = optimizer(module) if optimizer else self._make_optimizer(module)
+            if optimizer is not None:
+                made = optimizer(module)
+            else:
+                made = make_optimizer(module, asked, options, **given, no_decay=no_decay)
             self._peak_rate = float(made.param_groups[0]["lr"])
             return made
 
-        if self.config.cuda_graph:  # before the model is measured and cut; the engines look at the rest
-            positions = shape_of(self.config, self.world.size, plan).positions
-            check_capturable(self.world.device, self.world, (), positions=positions, compiled=self.config.compile)
-        if plan is None and not self.config.is_staged:
-            timed = self._place(example) if example is not None and self.config.chooses else None
-            given = make, self._loss, self.config, self.world, self.lanes
-            if self.config.local_steps is not None:
-                return LocalSgdEngine(self.model, *given)
-            if self.config.double_buffer in LATE:
-                return DoubleBufferEngine(self.model, *given, timed)
-            return Engine(self.model, None, *given, timed)
-        if self._asked.double_buffer in LATE or self._asked.local_steps is not None:
+        if asked.cuda_graph:  # before the model is measured and cut; the engines look at the rest
+            positions = plan.placement.workers
+            check_capturable(device, self.world, (), positions=positions, compiled=asked.compile)
+        with_what = make, self._loss, options, self.world, self.lanes
+        if not plan.is_staged:
+            timed = self._place(example) if example is not None and is_auto(plan.sync.codec) else None
+            if options.local_steps is not None:
+                from hybridpar.train.local_sgd import LocalSgdEngine
+
+                return LocalSgdEngine(self.model, plan, *with_what)
+            if options.double_buffer in LATE:
+                from hybridpar.train.delayed import DoubleBufferEngine
+
+                return DoubleBufferEngine(self.model, plan, *with_what, timed)
+            return Engine(self.model, plan, None, *with_what, timed)
+        if asked.double_buffer in LATE or asked.local_steps is not None:
             raise UsageError(
                 "a pipeline whose gradients are late, or whose workers train on their own",
                 "Stages hide gradients behind each other's passes, and replicas of a stage are equal in every step.",
@@ -205,12 +228,15 @@ class Trainer:
                 "A model is cut into stages by running it on one micro-batch.",
                 "Give one: Trainer(..., example=images), of the size of a micro-batch.",
             )
-        with autocast(self.config.amp, self.world.device):
-            stages = make_stage_plan(self.model, self._place(example), self.config, self.world, name=name, plan=plan)
-        return Engine(self.model, stages, make, self._loss, self.config, self.world, self.lanes)
+        placed = self._place(example)
+        with autocast(asked.amp, device):
+            plan, stages = cut_model(self.model, placed, plan, asked, self.world)
+        return Engine(self.model, plan, stages, *with_what, placed)
 
-    def _make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        return make_optimizer(module, self._asked, self.config, total_steps=self.total_steps, replicas=self._replicas)
+    @property
+    def plan(self) -> ResolvedPlan:
+        """What is done in a step: stages, replicas, micro-batches, codecs, kernels."""
+        return self.engine.plan
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -226,7 +252,7 @@ class Trainer:
 
         Args:
             batch: Inputs and targets, first dimension samples, which are divided into nearly equal
-                `config.micro_batches`; or micro-batches made by a loader. Shares may differ between workers.
+                `plan.pipeline.micro_batches`; or micro-batches made by a loader. Shares may differ between workers.
             stop: Ask all workers to stop after this step; `result.outcome.stop` is then true on all of them.
             save: Likewise for a checkpoint.
 
@@ -241,11 +267,13 @@ class Trainer:
         started = time.perf_counter()
         micro_batches, samples, global_samples = self._divide(batch)
         placed = [(self._place(inputs), self._place(targets)) for inputs, targets in micro_batches]
+        if self.config.mixes:
+            placed = self._mixed(placed)
         factor = self._rate_factor()
-        outcome = self.engine.step(placed, samples, global_samples, rate_factor=factor, stop=stop, save=save)
+        outcome = self.engine.step(StepInput(placed, samples, global_samples, factor, stop, save))
         self.steps_done += 1
         host_ms = (time.perf_counter() - started) * 1e3
-        staged = self.engine.plan is not None
+        staged = self.plan.is_staged
         result = StepResult(self.steps_done, outcome, self._peak_rate * factor, host_ms, self.engine.staleness, staged)
         self._bad_steps.watch(result)
         return result
@@ -256,28 +284,57 @@ class Trainer:
         if not isinstance(batch, (tuple, list)):
             return batch.micro_batches, batch.samples, batch.global_samples
         inputs, targets = batch
-        samples, parts = _sample_count(targets), self.config.parts_per_step
-        if samples < parts:
+        samples, parts = int(targets.shape[0]), self.config.parts_per_step(self.plan.pipeline.micro_batches)
+        if samples < (2 * parts if self.config.mixes else parts):
             with contextlib.suppress(SyncError):  # this worker's problem is the one to tell
                 self.engine.refuse()
             raise UsageError(
                 f"a batch of {samples} samples cannot be divided into {parts} micro-batches",
-                "Every micro-batch needs a sample, and two where the model has BatchNorm.",
+                "Every micro-batch needs a sample, and two where the model has BatchNorm or batches are mixed.",
                 "Use larger batches, or fewer micro-batches (micro_batches).",
             )
+        if self.config.mixes:  # a sample and its neighbour stay together
+            ends = [2 * (samples // 2 * part // parts) for part in range(1, parts)]
+            return list(zip(inputs.tensor_split(ends), targets.tensor_split(ends), strict=True)), samples, None
         return list(zip(inputs.tensor_split(parts), targets.tensor_split(parts), strict=True)), samples, None
 
+    def _mixed(self, placed: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Mixup and cutmix, by one draw for the global batch of the step."""
+        from hybridpar.data.mix import MixDraw, draw_mix, mix
+
+        config, done = self.config, self.steps_done
+        epoch = (done if self.pace is None else self.pace.first_steps(done)) / self.steps_per_epoch
+        draw = MixDraw()
+        if not config.mix_off_epoch or epoch < config.mix_off_epoch:
+            height, width = placed[0][0].shape[-2:]
+            draw = draw_mix(config, config.seed, done, (height, width))
+        assert self._classes is not None
+        classes, smoothing = self._classes, config.label_smoothing
+        return [mix(inputs, targets, draw, classes=classes, smoothing=smoothing) for inputs, targets in placed]
+
     def _place(self, tensor: Tensor) -> Tensor:
-        if self.config.uses_channels_last and tensor.ndim == 4:
+        if self._channels_last and tensor.ndim == 4:
             return tensor.to(self.world.device, memory_format=torch.channels_last, non_blocking=True)
         return tensor.to(self.world.device, non_blocking=True)
 
     def _rate_factor(self) -> float:
+        lowered = 1.0 if self._plateau is None else self._plateau.factor
         if self.pace is not None:
-            return self.pace.factor(self.steps_done, self.config)
+            return lowered * self.pace.factor(self.steps_done, self.config)
         if self.total_steps is None:
-            return 1.0
-        return rate_factor(self.steps_done, self.total_steps, self.steps_per_epoch, self.config)
+            return lowered
+        return lowered * rate_factor(self.steps_done, self.total_steps, self.steps_per_epoch, self.config)
+
+    def note_metric(self, metric: float) -> None:
+        """Tell `lr_schedule="plateau"` the result of an evaluation; on all workers alike, as `evaluate` gives it.
+
+        Args:
+            metric: Such as the accuracy after an epoch; the larger, the better. During the warm-up it does not count.
+        """
+        total = self.total_steps
+        warmup = 0 if total is None else warmup_length(total, self.steps_per_epoch, self.config)
+        if self._plateau is not None and self.steps_done > warmup:
+            self._plateau.step(metric)
 
     def wait(self) -> None:
         """Wait until the steps that were asked for are done, before the model is looked at or changed by others.
@@ -305,7 +362,8 @@ class Trainer:
         """
         with self.engine.evaluating() as forward, autocast(self.config.amp, self.world.device):
             placed = ((self._place(inputs), self._place(targets)) for inputs, targets in batches)
-            return evaluate(forward, self._loss, placed, self.world)
+            loss = self._loss.of_scores if isinstance(self._loss, OutputLoss) else self._loss
+            return evaluate(forward, loss, placed, self.world)
 
     def fit(
         self,
@@ -333,6 +391,7 @@ class Trainer:
                     on_step(result)
             if test is not None:
                 evaluations.append(self.evaluate(test()))
+                self.note_metric(evaluations[-1].accuracy)
         return evaluations
 
     # ------------------------------------------------------------- checkpoints
@@ -349,6 +408,8 @@ class Trainer:
         """
         self.engine.synchronize_buffers()
         training = {"optimizer": self.engine.optimizer_state(), "extra": dict(extra or {})}
+        if self._plateau is not None:
+            training["plateau"] = self._plateau.state_dict()
         local = {"random": random_state(self.world.device), "sync": self.engine.state_dict()}
         model = {name: tensor.detach().cpu() for name, tensor in self.engine.model_state().items()}
         data = CheckpointData(self.steps_done, self.fingerprint, model, training, local)
@@ -377,6 +438,8 @@ class Trainer:
         with usable(Path(path)):
             self.model.load_state_dict(data.model)
             self.engine.load_optimizer_state(data.training["optimizer"])
+            if self._plateau is not None and "plateau" in data.training:
+                self._plateau.load_state_dict(data.training["plateau"])
             self.engine.go_on_from(data.step)
             self.steps_done = data.step
             self._bad_steps.forget()
@@ -394,7 +457,7 @@ class Trainer:
     def _load_codecs(self, path: Path, data: CheckpointData) -> None:
         """Take over what codecs kept on other workers than these."""
         codecs = self.engine.codecs
-        if self.config.compresses and self.world.size == 1 and data.workers > 1:
+        if self.config.may_compress(self.plan.sync.codec) and self.world.size == 1 and data.workers > 1:
             _log.warning("what %d workers had not sent is dropped: one worker sends nothing", data.workers)
         own = codec_states(data.local["sync"]) if data.local is not None else []
         same = data.workers == self.world.size and len(own) == len(codecs)
@@ -421,10 +484,6 @@ class Trainer:
             if self._owns_lanes:
                 # After an exception the lanes skip what has not begun: it may wait for peers that are gone.
                 self.lanes.__exit__(kind, error, trace)
-
-
-def _sample_count(targets: Tensor) -> int:
-    return int(targets.shape[0])
 
 
 def _difference(saved: Mapping[str, Tensor], model: nn.Module) -> str:

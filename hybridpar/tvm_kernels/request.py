@@ -22,7 +22,7 @@ class TuneConfig:
     """
 
     model: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")] = None
-    """A torchvision classification model such as mobilenet_v2, or your own as package.module:factory."""
+    """A torchvision model such as mobilenet_v2, timm/NAME, or your own as package.module:factory."""
     shapes: Path | None = None
     """Instead of a model: a file with one shape per line, such as `8x96x56x56 k3x3 s1x1 p1x1 d1x1` for a convolution or
     `25088x96 relu6` for the pixels, channels and activation of a norm."""

@@ -22,6 +22,7 @@ from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.partition.profile_cache import profile_key
 from hybridpar.partition.trace import trace_model
 from hybridpar.partition.units import find_units
+from hybridpar.planner.resolve import resolve
 from hybridpar.run.kernels import prepare_kernels
 from hybridpar.tvm_kernels import choice, optimize, search
 from hybridpar.tvm_kernels.database import Database, append_records
@@ -142,7 +143,8 @@ def test_what_training_asks_for_is_what_is_tuned(options, monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads_per_worker(workers, available_cores()))
     try:
-        use = prepare_kernels(optimize(separable(), Database()), run, _World(), (3, 8, 8))  # type: ignore[arg-type]
+        plan, world = resolve(run, workers), _World()
+        use = prepare_kernels(optimize(separable(), Database()), run, plan, world, (3, 8, 8))  # type: ignore[arg-type]
     finally:
         torch.set_num_threads(threads)
     assert use is not None

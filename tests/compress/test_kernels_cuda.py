@@ -177,7 +177,7 @@ def test_sums_of_codes_are_read(found: CudaKernels, by_torch: Callable[[], None]
         words = torch.empty(fields.words, dtype=fields.word)
         fields.pack(words, lambda start, stop, into, codes=codes: into.copy_(codes[start:stop]), SCRATCH)
         out, scale = torch.empty(1000), torch.tensor([0.3])
-        assert kernels.qsgd_decode(words, scale, fields, workers * steps, workers * steps, out, SCRATCH)
+        assert kernels.qsgd_read(words, scale, fields, workers * steps, workers * steps, out, SCRATCH, add=False)
         assert same_bits(out, (codes.float() - workers * steps) / (workers * steps) * scale)
 
 
@@ -223,7 +223,7 @@ def test_a_message_may_begin_anywhere(found: CudaKernels) -> None:
         assert (room[:begin] == 0xA5).all()
         assert (room[begin + 160 :] == 0xA5).all()
         out = torch.empty(400)
-        assert kernels.onebit_decode(lower, upper, packed, out.view(4, 100), 1)
+        assert kernels.onebit_read(lower, upper, packed, out.view(4, 100), 1, add=False)
         assert torch.equal(out.view(4, 100), torch.where(values >= 0, upper.unsqueeze(1), lower.unsqueeze(1)))
     assert len(seen) == 1
 
@@ -285,22 +285,22 @@ def test_no_call_waits_for_the_device() -> None:
 
     for shape in ((5, 100), (5, 1000)):
         levels = (empty(5), empty(5), empty(-(-shape[0] * shape[1] // 8), dtype=torch.uint8))
-        found.onebit_encode(empty(*shape), empty(*shape), empty(*shape), 0.9, *levels)
-        found.onebit_decode(*levels, empty(*shape), 2)
-        found.onebit_add(*levels, empty(*shape))
+        found.onebit_encode(empty(*shape), KeptResidual(empty(*shape), empty(*shape), 0.9), *levels)
+        found.onebit_read(*levels, empty(*shape), 2, add=False)
+        found.onebit_read(*levels, empty(*shape), 1, add=True)
     codes = (empty(1), empty(256, dtype=torch.uint8))
     for mode in range(3):
         rule = kernels.ThresholdRule(mode, 0.5, 1.5, 0.5)
-        found.twobit_encode(empty(1000), None, None, 1.0, rule, *codes, scratch)
-    found.twobit_decode(*codes, empty(1000), 2)
-    found.twobit_add(*codes, empty(1000))
+        found.twobit_encode(empty(1000), Residual(), rule, *codes, scratch)
+    found.twobit_read(*codes, empty(1000), 2, add=False)
+    found.twobit_read(*codes, empty(1000), 1, add=True)
     found.largest(empty(1000), empty(1))
     for word in (torch.uint8, torch.int32, torch.int64):
         fields = Fields(1000, 4, word, 2)
         words = empty(fields.words, dtype=word)
         found.qsgd_encode(empty(1000), empty(1), empty(700), [0, 1], 7, fields, words, scratch)
-        found.qsgd_decode(words, empty(1), fields, 7, 7, empty(1000), scratch)
-        found.qsgd_add(words, empty(1), fields, 7, 7, empty(1000), scratch)
+        for add in (False, True):
+            found.qsgd_read(words, empty(1), fields, 7, 7, empty(1000), scratch, add=add)
     assert set(launched) == {name for name in PARAMETERS if "planes" not in name}
 
 
@@ -309,8 +309,8 @@ def test_empty_tensors_launch_nothing(found: CudaKernels, monkeypatch: pytest.Mo
     none, levels = torch.empty(0, 40), torch.empty(0)
     packed = torch.empty(0, dtype=torch.uint8)
     assert kernels.onebit_encode(none, Residual(), levels, levels, packed, SCRATCH)
-    assert kernels.onebit_decode(levels, levels, packed, none, 1)
-    assert kernels.twobit_add(torch.ones(1), packed, levels)
+    assert kernels.onebit_read(levels, levels, packed, none, 1, add=False)
+    assert kernels.twobit_read(torch.ones(1), packed, levels, 1, add=True)
     out = torch.ones(1)
     assert kernels.largest(levels, out)
     assert out.item() == 0

@@ -24,6 +24,11 @@ WRONG = [
     ("step_epochs", (0.5, 1.5)),
     ("label_smoothing", 1.0),
     ("clip_norm", 0.0),
+    ("betas", (0.9, 1.0)),
+    ("min_lr", -0.1),
+    ("decay_rate", 0.0),
+    ("milestones", (0.0,)),
+    ("bce_threshold", 1.0),
     ("sync_lanes", 0),
     ("sync_lanes", 9),
     ("bucket_mb", 0.0),
@@ -53,6 +58,23 @@ def test_a_value_out_of_range_is_named_with_its_rule(option, value):
 )
 def test_the_ends_of_a_range_belong_to_it(option, value):
     TrainConfig(**{option: value}).check()
+
+
+@pytest.mark.parametrize(
+    ("options", "one", "other"),
+    [
+        ({"optimizer": "adamv"}, "'adamv'", "adam"),
+        ({"lr_schedule": "multistep"}, "--lr-schedule multistep", "--milestones"),
+        ({"clip_mode": "agc"}, "--clip-mode agc", "--clip-norm"),
+        ({"optimizer": "timm/lamb", "sync": "ps"}, "--optimizer timm/lamb", "--sync ps"),
+        ({"lr_schedule": "plateau", "sync": "ps"}, "--lr-schedule plateau", "--sync ps"),
+    ],
+)
+def test_options_of_the_optimizer_that_do_not_fit_are_one_error(options, one, other):
+    with pytest.raises(UsageError) as caught:
+        TrainConfig(**options).check()
+    assert one in caught.value.what
+    assert other in str(caught.value)
 
 
 def test_nesterov_needs_momentum():

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from hybridpar.config import DataConfig
 from hybridpar.data import ImageData, describe_data, load_dataset
+from hybridpar.data.sampling import AugmentKey
 from hybridpar.errors import DataError
 
 
@@ -71,3 +74,12 @@ def test_without_time_a_part_that_is_spread_over_the_images_is_read(root: Path, 
     truncate(root / "test" / "dog" / "3.jpg")
     told = describe_data(folder(root), seconds=0.0)
     assert "1 of 2 test images that were tried cannot be read and will be left out: cat/0.jpg" in told
+
+
+def test_a_bad_image_ends_the_run_where_that_is_asked_for(root: Path) -> None:
+    truncate(root / "train" / "dog" / "3.jpg")
+    data = load_dataset(DataConfig(data="folder", data_root=root, image_size=16, bad_images="error"))
+    with pytest.raises(DataError, match=r"dog/3\.jpg"):
+        describe_data(data)
+    with pytest.raises(DataError, match=r"dog/3\.jpg"):
+        data.train.load_readable(np.array([9]), AugmentKey(0, 0), torch.device("cpu"))

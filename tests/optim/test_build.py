@@ -1,23 +1,26 @@
-"""Optimizers against torch's own, and the learning rate as a function of the step alone."""
+"""Optimizers by name against torch's and timm's own, their groups, and their state by parameter name."""
 
 from __future__ import annotations
 
 import copy
-import math
+import importlib.util
 
 import pytest
 import torch
+from timm.optim import create_optimizer_v2
 from torch import nn
 
 from hybridpar.config import OptimizerConfig
-from hybridpar.errors import CheckpointError
+from hybridpar.config.optimizer import TORCH_OPTIMIZERS, state_copies
+from hybridpar.errors import CheckpointError, UsageError
 from hybridpar.optim.build import (
+    Rates,
     build_optimizer,
     fill_momentum,
     load_optimizer_state,
     optimizer_state,
     parameter_groups,
-    rate_factor,
+    undecayed_names,
 )
 
 
@@ -85,6 +88,129 @@ def test_steps_are_those_of_torchs_plain_optimizer(options, reference):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
 
 
+def plain_groups(model):
+    decays = ("conv.weight", "head.weight", "table")
+    return [
+        {"params": [p for n, p in model.named_parameters() if (n in decays) == decaying], "weight_decay": decay}
+        for decaying, decay in ((True, 0.1), (False, 0.0))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "arguments"),
+    [
+        ({"optimizer": "rmsprop", "eps": 0.03, "opt_arg": ("alpha=0.9",)}, "rmsproptf", None),
+        ({"optimizer": "nadam", "betas": (0.8, 0.9)}, None, {"betas": (0.8, 0.9)}),
+        ({"optimizer": "adam", "opt_arg": ("amsgrad=true",)}, None, {"amsgrad": True}),
+        ({"optimizer": "radam"}, None, {}),
+        ({"optimizer": "adagrad"}, None, {}),
+        ({"optimizer": "timm/lamb"}, "lamb", {}),
+        ({"optimizer": "timm/lion", "betas": (0.9, 0.95)}, "lion", {"betas": (0.9, 0.95)}),
+        ({"optimizer": "timm/rmsproptf", "opt_arg": ("alpha=0.8",)}, "rmsproptf", {"alpha": 0.8}),
+    ],
+)
+def test_optimizers_by_name_are_torchs_and_timms(options, name, arguments):
+    ours, theirs = Mixed(), Mixed()
+    theirs.load_state_dict(ours.state_dict())
+    steps(ours, build_optimizer(ours, OptimizerConfig(lr=0.05, weight_decay=0.1, **options)))
+    if name is not None and arguments is not None:
+        reference = create_optimizer_v2(plain_groups(theirs), name, lr=0.05, momentum=0.9, **arguments)
+    elif name is not None:
+        reference = torch.optim.RMSprop(plain_groups(theirs), lr=0.05, alpha=0.9, eps=0.03, momentum=0.9)
+    else:
+        reference = getattr(torch.optim, TORCH_OPTIMIZERS[options["optimizer"]][0])(
+            plain_groups(theirs), lr=0.05, **arguments
+        )
+    steps(theirs, reference)
+    for (label, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=label)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer": "adamv"}, ("'adamv'", "adam")),
+        ({"optimizer": "timm/lamp"}, ("'timm/lamp'", "timm/lamb")),
+        ({"optimizer": "adamw", "opt_arg": ("amsgrat=True",)}, ("'amsgrat'", "amsgrad")),
+        ({"optimizer": "timm/lion", "eps": 1e-3}, ("timm/lion has no argument 'eps'",)),
+        ({"optimizer": "adamw", "opt_arg": ("amsgrad",)}, ("NAME=VALUE",)),
+        ({"optimizer": "muon"}, ("2D", "timm/muon")),
+        ({"optimizer": "timm/adahessian"}, ("second derivatives",)),
+    ],
+)
+def test_what_no_optimizer_can_be_made_of_is_one_error(options, said):
+    with pytest.raises(UsageError) as caught:
+        build_optimizer(Mixed(), OptimizerConfig(**options))
+    assert all(part in str(caught.value) for part in said)
+
+
+def test_timm_that_is_missing_is_one_line(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError) as caught:
+        build_optimizer(Mixed(), OptimizerConfig(optimizer="timm/lamb"))
+    assert caught.value.fix == "Install it: pip install 'hybridpar[timm]'"
+
+
+@pytest.mark.parametrize("name", [*TORCH_OPTIMIZERS, "timm/lamb", "timm/lion", "timm/adan", "timm/mars"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_the_tensors_that_an_optimizer_keeps_are_counted(name, momentum):
+    model = nn.Linear(8, 8, bias=False)
+    config = OptimizerConfig(optimizer=name, momentum=momentum)
+    optimizer = build_optimizer(model, config)
+    steps(model, optimizer, count=1)
+    kept = sum(value.numel() for value in optimizer.state[model.weight].values() if getattr(value, "ndim", 0))
+    assert state_copies(config) == pytest.approx(kept / 64, abs=0.8 if name == "adafactor" else 0)
+
+
+class Named(Mixed):
+    def no_weight_decay(self):
+        return {"table"}
+
+
+def test_the_model_and_the_user_name_parameters_without_weight_decay():
+    model = Named()
+    names = undecayed_names(model, ("conv.*",))
+    assert names == {"table", "conv.weight", "conv.bias"}
+    optimizer = build_optimizer(model, OptimizerConfig(no_decay=("conv.*",)))
+    assert optimizer.param_groups[0]["params"] == [model.head.weight]
+    # A stage is another module with some of the names.
+    stage = nn.Module()
+    stage.conv = model.conv
+    (alone,) = parameter_groups(stage, 0.1, no_decay=names)
+    assert alone["weight_decay"] == 0.0
+
+
+def test_rates_are_scaled_by_parameter():
+    model = Mixed()
+    optimizer = build_optimizer(model, OptimizerConfig(lr=0.5), scales={"head.weight": 0.1, "head.bias": 0.1})
+    rates = Rates(optimizer)
+    rates.set(0.5)
+    by_name = {
+        id(parameter): (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert len(optimizer.param_groups) == 4
+    assert by_name[id(model.head.weight)] == (pytest.approx(0.025), 5e-4)
+    assert by_name[id(model.head.bias)] == (pytest.approx(0.025), 0.0)
+    assert by_name[id(model.conv.weight)] == (pytest.approx(0.25), 5e-4)
+
+
+@pytest.mark.parametrize("name", ["timm/lamb", "timm/adan", "timm/lion", "adafactor", "rmsprop"])
+def test_state_of_any_optimizer_goes_on_bit_for_bit(name, tmp_path):
+    config = OptimizerConfig(optimizer=name, lr=0.01)
+    one, other = Mixed(), Mixed()
+    first = build_optimizer(one, config)
+    steps(one, first)
+    other.load_state_dict(one.state_dict())
+    torch.save(optimizer_state(first, one), tmp_path / "state.pt")
+    second = build_optimizer(other, config)
+    load_optimizer_state(second, other, torch.load(tmp_path / "state.pt", weights_only=True))
+    steps(one, first)
+    steps(other, second)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
 def test_a_parameter_that_joins_late_starts_with_momentum_zero():
     torch.manual_seed(0)
     late, reference = nn.Linear(3, 3), nn.Linear(3, 3)
@@ -100,49 +226,6 @@ def test_a_parameter_that_joins_late_starts_with_momentum_zero():
     # Both took their first step with m = g; only the weight has taken a second one, with m = 0.9 g + g.
     torch.testing.assert_close(late.bias, reference.bias - 0.05)
     torch.testing.assert_close(late.weight, reference.weight - 0.05 * (1 + 1.9))
-
-
-CONFIG = OptimizerConfig(warmup_epochs=2.0, lr_schedule="cosine")
-
-
-def factors(config, total=100, per_epoch=10):
-    return [rate_factor(step, total, per_epoch, config) for step in range(total)]
-
-
-def test_warm_up_is_linear_and_reaches_the_peak():
-    warm = factors(CONFIG)[:20]
-    assert warm == [pytest.approx((step + 1) / 20) for step in range(20)]
-
-
-def test_cosine_falls_from_the_peak_to_zero():
-    rates = factors(CONFIG)[20:]
-    assert rates[0] == 1.0
-    assert rates[40] == pytest.approx(0.5)
-    assert rates == sorted(rates, reverse=True)
-    assert 0 <= rates[-1] < 0.001
-    # Loshchilov and Hutter 2017, equation 5, with a minimum of zero.
-    assert rates[10] == pytest.approx((1 + math.cos(math.pi * 10 / 80)) / 2)
-
-
-def test_step_schedule_divides_by_ten_at_each_fraction():
-    rates = factors(OptimizerConfig(warmup_epochs=0.0, lr_schedule="step", step_epochs=(0.5, 0.75)))
-    assert rates[:50] == [1.0] * 50
-    assert rates[50:75] == [pytest.approx(0.1)] * 25
-    assert rates[75:] == [pytest.approx(0.01)] * 25
-
-
-def test_constant_schedule_keeps_the_peak():
-    assert factors(OptimizerConfig(warmup_epochs=0.0, lr_schedule="constant")) == [1.0] * 100
-
-
-def test_warm_up_takes_at_most_half_of_a_short_run():
-    rates = factors(OptimizerConfig(warmup_epochs=50.0, lr_schedule="constant"), total=10)
-    assert rates[:5] == [pytest.approx(step / 5) for step in range(1, 6)]
-    assert rates[5:] == [1.0] * 5
-
-
-def test_a_run_of_one_step_trains_at_the_peak():
-    assert factors(OptimizerConfig(), total=1) == [1.0]
 
 
 @pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"optimizer": "adamw"}])

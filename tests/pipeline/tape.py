@@ -26,7 +26,7 @@ from hybridpar.pipeline import cuda_graph
 from hybridpar.train import engine, trainer
 
 #: Functions that look at a value on a CPU only.
-_CPU_ONLY = {"squares", "clip_factor", "sum_of_squares"}
+_CPU_ONLY = {"measure", "clip_factor", "sum_of_squares"}
 
 NOT_PERMITTED = "operation not permitted when stream is capturing"
 

@@ -21,10 +21,11 @@ from hybridpar import TrainConfig, Trainer
 from hybridpar.comm.world import World
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
+from hybridpar.lanes.base import Constants
+from hybridpar.pipeline.agreement import backward_report, forward_report
 from hybridpar.pipeline.capture_rules import check_capturable
 from hybridpar.pipeline.cuda_graph import StepGraph
-from hybridpar.sync.constants import Constants
-from hybridpar.sync.control import backward_report, forward_report
+from hybridpar.pipeline.step import StepInput
 from tests.pipeline.tape import StandInCuda, StreamLanes, Tape, stand_in
 from tests.small_nets import SmallNet
 
@@ -307,7 +308,7 @@ class TestFailure:
         engine: Any = SimpleNamespace()
         graph: StepGraph[Any] = StepGraph(engine, StreamLanes(), [], [])
         for _ in range(2):
-            assert graph.step(batches([2]), 2, None, rate_factor=1.0, stop=False, save=False) is None
+            assert graph.step(StepInput(batches([2]), 2, None)) is None
         assert "global_samples" in caplog.text
         assert len(caplog.records) == 1
 
@@ -411,7 +412,7 @@ class TestRefusals:
             TrainConfig(cuda_graph=True, timeline="trace.json").check()  # type: ignore[arg-type]
 
     def test_the_trainer_refuses_before_it_cuts_the_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("hybridpar.train.trainer.make_stage_plan", lambda *_, **__: pytest.fail("cut"))
+        monkeypatch.setattr("hybridpar.train.trainer.cut_model", lambda *_, **__: pytest.fail("cut"))
         with Lanes("cpu") as lanes, pytest.raises(UsageError, match="device 'cpu'"):
             Trainer(SmallNet(), config=replace(GRAPH, stages=2), world=World(), lanes=lanes, example=torch.zeros(1))
 

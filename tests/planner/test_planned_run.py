@@ -25,12 +25,12 @@ from hybridpar.errors import PlanError, UsageError
 from hybridpar.observe import read_metrics
 from hybridpar.plan import Measured, Pipeline, Plan, Predicted, Stage, Sync, read_plan
 from hybridpar.planner import measure_run as run_inputs
-from hybridpar.planner import planned_run, store
+from hybridpar.planner import planned_run, search, store
 from hybridpar.planner.compare import slower_links
 from hybridpar.planner.fixed import Fixed, decided_options, fixed_by, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
-from hybridpar.planner.planned_run import before_joining, follow
 from hybridpar.planner.profile import SizedTimes, Variant
+from hybridpar.planner.resolve import join_workers, resolve
 from hybridpar.planner.search import find_plan
 from hybridpar.run.sync import wire_format_lines
 from hybridpar.sync.compression_table import LayerBytes, WireFormat
@@ -47,13 +47,13 @@ PREDICTED = ("step_ms", "compute_ms", "exposed_sync_ms", "bubble", "bytes_sent_p
 def always_planned(noise: float = math.inf) -> Iterator[None]:
     """Runs of tests are far too short to be worth a plan, and profiles are kept up to a noise: of any, by default."""
     kept = mock.patch.object(run_inputs, "MOST_NOISE", noise)
-    with mock.patch.object(planned_run, "LEAST_STEPS", 1), mock.patch.object(run_inputs, "WORTH", 1e9), kept:
+    with mock.patch.object(run_inputs, "LEAST_STEPS", 1), mock.patch.object(run_inputs, "WORTH", 1e9), kept:
         yield
 
 
 @contextmanager
 def never_searched() -> Iterator[None]:
-    with mock.patch.object(planned_run, "find_plan", side_effect=AssertionError("searched")):
+    with mock.patch.object(search, "find_plan", side_effect=AssertionError("searched")):
         yield
 
 
@@ -138,7 +138,7 @@ def test_a_short_run_is_not_planned_and_is_as_without_a_planner(tmp_path, capsys
 
 
 def test_measuring_that_takes_longer_than_it_can_gain_is_left(tmp_path, capsys):
-    with mock.patch.object(planned_run, "LEAST_STEPS", 1), never_searched():
+    with mock.patch.object(run_inputs, "LEAST_STEPS", 1), never_searched():
         train(tmp_path / "run", steps=4)
     assert "more than half of 4 steps" in capsys.readouterr().out
     assert read_plan(tmp_path / "run" / "plan.json").inputs is None
@@ -222,36 +222,33 @@ def whole_plan() -> Plan:
 
 
 def test_a_plan_says_everything_that_nobody_decided():
-    followed = follow(TrainConfig(plan=Path("p.json")), whole_plan(), frozenset(), 4)
-    assert followed == replace(
-        TrainConfig(),
-        plan="none",
-        stages=2,
-        replicas=2,
-        micro_batches=4,
-        schedule="gpipe",
-        placement="linear",
-        recompute=(0,),
-        compress="a.* -> fp16; * -> none",
-        bucket_mb=1.0,
-        memory_format="channels_last",
-        kernels="auto",
-    )
+    plan = whole_plan()
+    followed = resolve(TrainConfig(plan=Path("p.json")), 4, plan, frozenset())
+    assert followed.placement == plan.placement
+    assert followed.pipeline == plan.pipeline
+    assert followed.sync == plan.sync
+    assert followed.sync.codec == "a.* -> fp16; * -> none"
+    assert followed.channels_last
+    assert followed.kernels == plan.kernels
+    assert followed.followed
     mine = {"micro_batches", "compress", "memory_format", "replicas"}
-    kept = follow(TrainConfig(micro_batches=8, memory_format="contiguous"), whole_plan(), mine, 4)
-    assert (kept.micro_batches, kept.compress, kept.memory_format, kept.replicas) == (8, "none", "contiguous", None)
+    kept = resolve(TrainConfig(micro_batches=8, memory_format="contiguous"), 4, plan, mine)
+    assert (kept.pipeline.micro_batches, kept.sync.codec, kept.channels_last) == (8, "none", False)
+    assert (kept.placement.replicas, kept.sync.bucket_bytes) == (2, 1 << 20)
     with pytest.raises(UsageError, match="--stages 1 with a plan of 2 stages"):
-        follow(TrainConfig(), whole_plan(), {"stages"}, 4)
+        resolve(TrainConfig(), 4, plan, {"stages"})
     with pytest.raises(UsageError, match="--stages 3 with a plan of 2 stages"):
-        follow(TrainConfig(stages=3), whole_plan(), {"stages"}, 4)
+        resolve(TrainConfig(stages=3), 4, plan, {"stages"})
 
 
-def test_workers_join_by_what_a_plans_file_says_of_the_exchange(tmp_path):
+def test_workers_join_by_what_a_plans_file_says_of_the_exchange(tmp_path, monkeypatch):
+    monkeypatch.setattr(World, "join", lambda **how: how)
     whole_plan().save(tmp_path / "plan.json")
-    asked = TrainConfig(plan=tmp_path / "plan.json")
-    assert not before_joining(asked).shares_memory
-    assert before_joining(asked, {"compress"}).shares_memory
-    assert before_joining(TrainConfig()) == TrainConfig()
+    asked = TrainConfig(plan=tmp_path / "plan.json", batch_norm="sync")
+    assert join_workers(asked) == {"lanes": 3, "timeout": 120.0, "shared_memory": False}
+    assert join_workers(asked, {"compress"})["shared_memory"]
+    assert join_workers(TrainConfig(plan=tmp_path / "missing.json"))["lanes"] == 2
+    assert join_workers(TrainConfig(), plan=whole_plan())["shared_memory"] is False
 
 
 def test_the_command_line_knows_which_options_were_named():
@@ -570,17 +567,16 @@ def test_a_loop_of_ones_own_is_planned_within_what_it_decides(tmp_path, caplog):
     caplog.set_level(logging.INFO, "hybridpar")
     images, labels = torch.randn(16, 3, 8, 8), torch.randint(10, (16,))
     with always_planned(), Trainer(plain(), config=TrainConfig(), total_steps=200, example=images) as trainer:
-        assert trainer.planned.searched
-        assert (trainer.config.stages, trainer.config.micro_batches) == (1, 1)
-        assert trainer.config.batch_size == TrainConfig().batch_size
-        assert trainer.planned.plan is not None
-        assert isinstance(trainer.planned.plan.predicted, Predicted)
+        assert trainer.config == TrainConfig()
+        assert (trainer.plan.is_staged, trainer.plan.pipeline.micro_batches) == (False, 1)
+        assert trainer.plan.inputs is not None
+        assert isinstance(trainer.plan.predicted, Predicted)
         trainer.step((images, labels))
     assert "a step (next best: " in caplog.text
     assert "plan.json" not in caplog.text
     with never_searched(), Trainer(plain(), config=TrainConfig(), total_steps=20, example=images) as trainer:
-        assert trainer.planned.plan is None
-        assert trainer.config == replace(TrainConfig(), plan="none")
+        assert not trainer.plan.is_followed
+        assert trainer.plan.predicted is None
 
 
 def test_a_plan_as_an_object_is_followed_as_its_file_is(tmp_path):
@@ -594,17 +590,18 @@ def test_a_plan_as_an_object_is_followed_as_its_file_is(tmp_path):
         }
     )
     plan.save(tmp_path / "plan.json")
-    configs = []
+    plans = []
     for options, given in ((TrainConfig(), plan), (TrainConfig(plan=tmp_path / "plan.json"), None)):
         with Trainer(plain(), config=options, plan=given, example=images) as trainer:
-            configs.append(trainer.config)
+            plans.append(trainer.plan)
             assert "plan     " in trainer.planned.lines[0]
-    assert configs[0] == configs[1]
-    assert (configs[0].stages, configs[0].micro_batches, configs[0].schedule) == (2, 4, "gpipe")
-    assert configs[0].uses_channels_last
+    assert plans[0] == plans[1]
+    assert plans[0].pipeline == plan.pipeline
+    assert (plans[0].partition, plans[0].sync, plans[0].followed) == (plan.partition, plan.sync, True)
+    assert plans[0].channels_last
     whole = partition_model(plain(), [images], 1).plan
     with Trainer(plain(), plan=whole) as trainer:
-        assert not trainer.config.is_staged
+        assert not trainer.plan.is_staged
 
 
 def test_the_option_says_what_it_takes(capsys):

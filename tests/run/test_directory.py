@@ -98,7 +98,9 @@ def test_overwrite_deletes_the_run_and_nothing_else(run_dir):
     again = start(run_dir=run_dir, overwrite=True)
     assert again.directory == place.directory
     assert again.checkpoint is None
-    assert sorted(path.name for path in place.directory.iterdir()) == ["checkpoints", "notes.txt", "run.json"]
+    assert sorted(path.name for path in place.directory.iterdir()) == [
+        *("checkpoints", "config.toml", "notes.txt", "run.json")
+    ]
     assert not list(place.checkpoints.iterdir())
 
 

@@ -18,7 +18,7 @@ from hybridpar.errors import KernelError, UsageError
 from hybridpar.observe import read_metrics
 from hybridpar.observe.report import _rows
 from hybridpar.plan import read_plan
-from hybridpar.planner.stage_plan import lane_threads, shape_of
+from hybridpar.planner.resolve import lane_threads, resolve
 from hybridpar.run.kernels import prepare_kernels
 from hybridpar.tvm_kernels import choice, optimize
 from hybridpar.tvm_kernels.database import Database, append_records
@@ -130,7 +130,7 @@ def test_norms_run_fused_where_a_record_says_so(tmp_path, kernels, norms, capsys
 def test_a_run_says_which_convolutions_sum_up_for_norms(known, kernels, norms, monkeypatch):
     config = TrainConfig(kernels="auto", data="synthetic", image_size=8, batch_size=4, channels_last=True)
     both = ConvNormShape(ConvShape.parse("4x8x8x8 k3x3 s1x1 p1x1 d1x1"), "relu")
-    threads = lane_threads(shape_of(config, 1), torch.device("cpu"))
+    threads = lane_threads(resolve(config, 1).placement, torch.device("cpu"))
     records = Database()
     own = record_of(both.convolution, Direction.FORWARD, Layout.CHANNELS_LAST, threads=threads)
     records.add([own, norm_record(both.norm, threads=threads)])
@@ -140,7 +140,7 @@ def test_a_run_says_which_convolutions_sum_up_for_norms(known, kernels, norms, m
     saved = {"depthwise_conv2d": 1.0, "batch_norm_act": 2.0, "depthwise_batch_norm_act": 5.0}
     monkeypatch.setattr(choice.Choices, "measure_saving", lambda _, keys: sum(saved[key.op] for key in keys))
     layers = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.ReLU()
-    use = prepare_kernels(optimize(nn.Sequential(*layers), records), config, World(), (3, 8, 8))
+    use = prepare_kernels(optimize(nn.Sequential(*layers), records), config, resolve(config, 1), World(), (3, 8, 8))
     assert use is not None
     said = "1 of 1 convolutions sum up their results for norms" in "\n".join(use.notes())
     assert said is known
@@ -155,7 +155,7 @@ def test_looking_for_norms_leaves_no_trace_in_running_statistics(kernels, monkey
     with Trainer(separable(), config=config, world=world) as trainer:
         pool = next(layer._pool.pool for layer in trainer.model.modules() if hasattr(layer, "_pool"))
         before = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()}
-        use = prepare_kernels(trainer.model, config, world, (3, 8, 8))
+        use = prepare_kernels(trainer.model, config, trainer.plan, world, (3, 8, 8))
         assert use is not None
         assert len(use.norms) == 2
         assert not pool.sums.any()

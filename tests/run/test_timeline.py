@@ -13,8 +13,8 @@ from hybridpar.errors import RunDirectoryError, UsageError
 from hybridpar.machine.launch import StopRequest
 from hybridpar.observe import read_metrics, read_timeline
 from hybridpar.plan import read_plan
+from hybridpar.planner.resolve import resolve
 from hybridpar.run import loop
-from hybridpar.run import timeline as run_timeline
 from hybridpar.run.timeline import check_timeline
 from hybridpar.schedule.actions import COMPUTE, Kind
 from tests.observe.test_timeline import check_events
@@ -130,7 +130,7 @@ def test_a_timeline_that_cannot_be_is_refused(tmp_path, monkeypatch, options, de
     monkeypatch.chdir(tmp_path)
     config = TrainConfig(**{"timeline": Path("trace.json"), **options})
     with pytest.raises(UsageError) as caught:
-        check_timeline(config, devices)
+        check_timeline(config, resolve(config, 1), devices)
     for part in said:
         assert part in str(caught.value)
     assert str(config.timeline) in caught.value.what
@@ -148,7 +148,7 @@ def test_a_full_disk_does_not_lose_the_run(tmp_path, monkeypatch, capsys):
     def full(path, timeline):
         raise RunDirectoryError(f"cannot write {path}: No space left on device")
 
-    monkeypatch.setattr(run_timeline, "write_timeline", full)
+    monkeypatch.setattr("hybridpar.observe.timeline_file.write_timeline", full)
     assert train(tmp_path / "run", steps=6, timeline=tmp_path / "trace.json", **PIPELINE) == 0
     check_run(tmp_path / "run", steps=6)
     shown = capsys.readouterr().out

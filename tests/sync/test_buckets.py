@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hybridpar.comm.flat import flat_view, is_dense
+from hybridpar.comm.transport import flat_view, is_dense
 from hybridpar.sync.buckets import cut_buckets, layout_fingerprint, make_buckets
 
 sizes = st.lists(st.integers(0, 300), max_size=40)

@@ -200,13 +200,13 @@ class Compressing:
 )
 def test_a_stage_lets_the_host_decide_only_where_it_knows(guarded, on_device, commit, told):
     stage = object.__new__(LocalStage)
-    stage.guarded, stage.reducer = guarded, SimpleNamespace(compression=Compressing())  # type: ignore[assignment]
+    stage.guarded, stage.gradients = guarded, SimpleNamespace(compression=Compressing())  # type: ignore[assignment]
     values = torch.tensor([0.0, 0, 0, 0, commit, 0])
-    stage._commit_or_rollback(values, [], None, on_device)
-    assert stage.reducer.compression.told == [told]  # type: ignore[union-attr]
+    stage._settle_codecs(stage._decision(values, on_device), [], None)
+    assert stage.gradients.compression.told == [told]  # type: ignore[union-attr]
     stage.guarded = True
-    stage._commit_or_rollback(values, [], None, True)
-    assert stage.reducer.compression.told[1].committed is bool(commit)  # type: ignore[union-attr]
+    stage._settle_codecs(stage._decision(values, True), [], None)
+    assert stage.gradients.compression.told[1].committed is bool(commit)  # type: ignore[union-attr]
 
 
 def _parameters(engine: PipelineEngine) -> dict[str, Any]:

@@ -38,13 +38,13 @@ class TwoInputs(Net):
 class DictInTraining(Net):
     def forward(self, images: Tensor) -> Any:
         scores = super().forward(images)
-        return {"logits": scores} if self.training else scores
+        return {"scores": scores} if self.training else scores
 
 
 class TupleInEvaluation(Net):
     def forward(self, images: Tensor) -> Any:
         scores = super().forward(images)
-        return scores if self.training else (scores, scores)
+        return scores if self.training else ("scores", scores)
 
 
 def check(model: nn.Module, **options: Any) -> None:
@@ -56,13 +56,19 @@ def test_a_model_that_fits_is_accepted(amp: str) -> None:
     check(Net(), amp=amp)
 
 
+@pytest.mark.parametrize("change", [lambda scores: {"logits": scores}, lambda scores: (scores, scores)])
+def test_scores_may_be_among_other_outputs(change: Callable[[Tensor], Any]) -> None:
+    check(Net(change))
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
         (Net(outputs=1000), "mine:net has 1,000 outputs, and the data has 10 classes"),
         (Net(outputs=5), "mine:net has 5 outputs, and the data has 10 classes"),
-        (Net(lambda scores: {"logits": scores}), "mine:net returned a dict; a tensor of shape (batch, 10) is needed"),
-        (Net(lambda scores: (scores, scores)), "mine:net returned a tuple; a tensor"),
+        (Net(lambda scores: {"scores": scores}), "mine:net returned a dict; a tensor of shape (batch, 10) is needed"),
+        (Net(lambda scores: ([scores],)), "mine:net returned a tuple; a tensor"),
+        (Net(lambda scores: (scores[:, :5], scores)), "mine:net has 5 outputs, and the data has 10 classes"),
         (Net(lambda scores: None), "mine:net returned a NoneType; a tensor"),
         (DictInTraining(), "mine:net returned a dict; a tensor"),
         (TupleInEvaluation(), "mine:net returned a tuple in evaluation mode"),

@@ -79,6 +79,20 @@ def test_a_step_is_that_of_a_plain_loop(options):
     assert_equal(train(config), plain_loop(config))
 
 
+def test_a_plateau_lowers_the_rate_and_is_in_the_checkpoint(tmp_path):
+    config = TrainConfig(lr_schedule="plateau", patience_epochs=0, warmup_epochs=0.0, lr=0.5)
+    with Trainer(make_model(), config=config) as trainer:
+        rates = []
+        for step, accuracy in enumerate((0.5, 0.5, 0.6, 0.6)):
+            rates.append(trainer.step(make_batch(step)).lr)
+            trainer.note_metric(accuracy)
+        path = trainer.save(tmp_path)
+    assert rates == pytest.approx([0.5, 0.5, 0.05, 0.05])
+    with Trainer(make_model(), config=config) as again:
+        again.load(path)
+        assert again.step(make_batch()).lr == pytest.approx(0.005)
+
+
 def test_label_smoothing_changes_the_result():
     assert not torch.equal(
         train(TrainConfig(label_smoothing=0.1)).head.weight, train(TrainConfig(label_smoothing=0.0)).head.weight

@@ -16,7 +16,7 @@ class BenchCodecs:
     """Measure how fast one core encodes and decodes the gradients of a model, and how many bytes are sent."""
 
     model: str = "resnet18"
-    """A torchvision classification model such as resnet18, or your own as package.module:factory."""
+    """A torchvision model such as resnet18, timm/NAME, or your own as package.module:factory."""
     classes: int = 1000
     """Outputs of the model."""
     codec: Annotated[tuple[str, ...], tyro.conf.arg(name="compress", aliases=["--codec"])] = (
@@ -50,7 +50,7 @@ class BenchSync:
     """Measure training steps with and without compressed gradients on this machine, or as a worker of torchrun."""
 
     model: str = "resnet18"
-    """A torchvision classification model such as resnet18, or your own as package.module:factory."""
+    """A torchvision model such as resnet18, timm/NAME, or your own as package.module:factory."""
     workers: int = 2
     """Workers to start here; under torchrun they are those of the job."""
     compress: tuple[str, ...] = ("fp16", "onebit", "powersgd:rank=4")

@@ -100,11 +100,11 @@ def measure_steps(request: BenchSync, stack: ExitStack) -> tuple[str, float, lis
         bucket_mb=request.bucket_mb,
         timeout=request.timeout,
     )
-    grouped = World.join(lanes=config.sum_groups, timeout=config.timeout, shared_memory=False)
+    grouped = World.join(lanes=config.sync_lanes, timeout=config.timeout, shared_memory=False)
     stack.callback(grouped.close)
     if grouped.size == 1:
         raise UsageError("a job of one worker", "It has nobody to send gradients to.", "Start two or more.")
-    shared = World.join(lanes=config.sum_groups, timeout=config.timeout)
+    shared = World.join(lanes=config.sync_lanes, timeout=config.timeout)
     stack.callback(shared.close)
     share = max(1, request.batch_size // grouped.size)
     draw = torch.Generator().manual_seed(grouped.rank)

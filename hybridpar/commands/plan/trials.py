@@ -21,24 +21,13 @@ from hybridpar.config import TrainConfig
 from hybridpar.data import Batch
 from hybridpar.errors import UsageError
 from hybridpar.lanes import Lanes
-from hybridpar.plan import Plan
-from hybridpar.planner.planned_run import PlannedRun, follow
+from hybridpar.plan import Plan, ResolvedPlan
+from hybridpar.planner.planned_run import PlannedRun
+from hybridpar.planner.resolve import resolve
 from hybridpar.train.trainer import Trainer
 
 #: Steps of each plan that are not counted: shapes are found, buckets are cut anew.
 FIRST_STEPS = 3
-
-
-def config_of_plan(plan: Plan, base: TrainConfig) -> TrainConfig:
-    """The options with which a run follows a plan.
-
-    Args:
-        plan: The plan.
-        base: What the plan does not say: optimizer, batch size, ...
-    """
-    followed = follow(base, plan, frozenset(), plan.workers or 1)
-    lanes = base.sync_lanes if plan.sync is None else plan.sync.lanes
-    return replace(followed, sync_lanes=lanes, kernels="auto" if plan.kernels is not None else "off")
 
 
 class Trial:
@@ -70,8 +59,8 @@ class Trial:
     ) -> None:
         self._stack = ExitStack()
         self.trainer: Trainer | None = None
-        config = config_of_plan(plan, replace(base, batch_size=len(images)))
-        workers, stages = plan.workers or 1, len(plan.partition.stages)
+        config, workers, stages = replace(base, batch_size=len(images)), plan.workers or 1, len(plan.partition.stages)
+        run = resolve(config, workers, plan, (), device=world.device.type)
         if stages > 1 and 1 < workers < world.size:
             raise UsageError(
                 f"a pipeline on {workers} of {world.size} workers cannot be tried",
@@ -79,13 +68,13 @@ class Trial:
                 f"Start {workers} workers.",
             )
         try:
-            own = self._place(world, workers, config)
+            own = self._place(world, config, run)
             if own is None:
                 return
-            replicas = config.replicas or 1
+            replicas = run.placement.replicas
             replica = own.rank % replicas  # replicas of a stage have neighbouring ranks
             mine = images.tensor_split(replicas)[replica], targets.tensor_split(replicas)[replica]
-            parts = [part.tensor_split(config.micro_batches) for part in mine]
+            parts = [part.tensor_split(run.pipeline.micro_batches) for part in mine]
             self._batch = Batch(tuple(zip(*parts, strict=True)), len(mine[1]), len(targets))
             lanes = self._stack.enter_context(Lanes(own.device))
             self.trainer = Trainer(
@@ -93,7 +82,7 @@ class Trial:
                 config=config,
                 world=own,
                 lanes=lanes,
-                plan=PlannedRun(config, plan),
+                plan=PlannedRun(run),
                 example=parts[0][0],
             )
             self._stack.callback(self.trainer.close)
@@ -101,9 +90,10 @@ class Trial:
             self.close()
             raise
 
-    def _place(self, world: World, workers: int, config: TrainConfig) -> World | None:
+    def _place(self, world: World, config: TrainConfig, run: ResolvedPlan) -> World | None:
         """The workers of the plan, of which this is one; None where it is not."""
-        lanes, shared = config.sum_groups, config.shares_memory
+        lanes, shared = run.sync.groups, config.shares_memory(run.sync.codec)
+        workers = run.placement.replicas * run.placement.workers
         if workers == world.size:
             # Codecs are not exchanged through shared memory.
             made = World.join(lanes=lanes, timeout=world.timeout, device=world.device, shared_memory=shared)

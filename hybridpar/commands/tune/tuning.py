@@ -28,8 +28,9 @@ from hybridpar.formats.file_reader import read_text
 from hybridpar.machine.cluster import default_workers
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.machine.steady import MOST_NOISE
-from hybridpar.models import build_model, seed_everything
-from hybridpar.planner.stage_plan import share_of_worker
+from hybridpar.models import seed_everything
+from hybridpar.planner.resolve import share_of_worker
+from hybridpar.run.data import configured_model
 from hybridpar.tvm_kernels.compile_ahead import compile_all
 from hybridpar.tvm_kernels.cuda_device import KNOWN, Gpu, gpu_at
 from hybridpar.tvm_kernels.database import read_database, user_database
@@ -125,17 +126,17 @@ def find_work(config: TuneConfig) -> Counter[KernelKey]:
         return work
     assert config.model is not None
     sample, classes, batch, layout = config.sample, config.classes, config.batch, Layout(config.layout)
-    threads, stem = config.threads, "imagenet"
+    threads, run = config.threads, TrainConfig()
     if config.for_ is not None:
         run = parse_train_options(config.for_)
         data = load_dataset(run)
         channels, rows, columns = data.sample_shape
         share = share_of_worker(run, run.workers or run.workers_wanted or default_workers())
-        sample, classes, batch, stem = (channels, rows, columns), data.classes, share.samples, run.stem
+        sample, classes, batch = (channels, rows, columns), data.classes, share.samples
         threads = threads or share.threads
         layout = Layout.CONTIGUOUS if run.memory_format == "contiguous" else Layout.CHANNELS_LAST
     seed_everything(config.seed)
-    model = build_model(config.model, classes, stem=stem)  # type: ignore[arg-type]
+    model = configured_model(run, config.model, classes)
     convolutions, norms = tunable_layers(model, (batch, *sample), layout=layout)
     where = _place(config, threads)
     for layer in convolutions:

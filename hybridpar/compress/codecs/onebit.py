@@ -21,7 +21,7 @@ from torch import Tensor
 from hybridpar.compress import kernels
 from hybridpar.compress.codec import CODECS, Codec, Coder, Residual, Scratch, TensorSpec
 from hybridpar.compress.packing import at_least, bits_size, count_ones, pack_bits, select, unpack_bits
-from hybridpar.compress.quantised import Quantiser, check_meet, quantised_coder
+from hybridpar.compress.quantised import Quantiser, check_meet, put, quantised_coder
 from hybridpar.errors import UsageError, nearest
 
 _GROUPS = ("row", "column")
@@ -125,30 +125,17 @@ class RowSigns(Quantiser):
                 select(bits, a1.unsqueeze(1), a0.unsqueeze(1), half)
                 v.sub_(half)
 
-    def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
+    def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
         groups, length = out.shape
         lower, upper, packed = _parts(message, groups)
-        if kernels.onebit_decode(lower, upper, packed, out, divisor):
+        if kernels.onebit_read(lower, upper, packed, out, divisor, add=add):
             return
         a0, a1 = (lower / divisor).unsqueeze(1), (upper / divisor).unsqueeze(1)
         for first, last in _chunks(groups, length):
             bits = _bits(packed, first, last, length)
             decoded = scratch.take("half", bits.numel()).view(bits.shape)
             select(bits, a1[first:last], a0[first:last], decoded)
-            out[first:last] = decoded
-
-    def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        groups, length = total.shape
-        lower, upper, packed = _parts(message, groups)
-        if divisor != 1:
-            lower, upper = lower / divisor, upper / divisor
-        if kernels.onebit_add(lower, upper, packed, total):
-            return
-        for first, last in _chunks(groups, length):
-            bits = _bits(packed, first, last, length)
-            decoded = scratch.take("half", bits.numel()).view(bits.shape)
-            select(bits, upper[first:last].unsqueeze(1), lower[first:last].unsqueeze(1), decoded)
-            total[first:last].add_(decoded)
+            put(decoded, out[first:last], add=add)
 
 
 class ColumnSigns(Quantiser):
@@ -201,21 +188,13 @@ class ColumnSigns(Quantiser):
             v = residual.again(values[first:last], first * groups)
             v.sub_(self._chosen(lower, upper, packed, first, last, scratch))
 
-    def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
+    def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
         out = out.t()
         lower, upper, packed = self._divided(message, out.shape[1], divisor, scratch)
-        if kernels.onebit_decode_columns(lower, upper, packed, out):
+        if kernels.onebit_read_columns(lower, upper, packed, out, add=add):
             return
         for first, last in _row_ranges(*out.shape):
-            out[first:last] = self._chosen(lower, upper, packed, first, last, scratch)
-
-    def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        total = total.t()
-        lower, upper, packed = self._divided(message, total.shape[1], divisor, scratch)
-        if kernels.onebit_add_columns(lower, upper, packed, total):
-            return
-        for first, last in _row_ranges(*total.shape):
-            total[first:last].add_(self._chosen(lower, upper, packed, first, last, scratch))
+            put(self._chosen(lower, upper, packed, first, last, scratch), out[first:last], add=add)
 
     def _divided(self, message: Tensor, groups: int, divisor: int, scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
         """As `_parts`, with levels over a divisor."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from hybridpar.compress.codec import CODECS, NO_RESIDUAL, Codec, Full, Kept, Residual, Scratch, TensorSpec, WarmUpCoder
 from hybridpar.compress.codecs.onebit import OneBit, quantiser_of
 from hybridpar.compress.packing import ALIGN, at_least, bits_size, pack_bits, unpack_bits
-from hybridpar.compress.quantised import Quantiser, ShardedCoder
+from hybridpar.compress.quantised import Quantiser, ShardedCoder, put
 from hybridpar.errors import UsageError, nearest
 
 _LEVELS = ("means", "norm")
@@ -163,13 +163,9 @@ class ScaledSigns(Quantiser):
         if residual.keeps:
             v.sub_(_signs(bits, level, scratch))
 
-    def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
+    def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
         level, packed = _parts(message, out.numel())
-        out.copy_(_signs(unpack_bits(packed, out.numel()), level / divisor, scratch))
-
-    def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        level, packed = _parts(message, total.numel())
-        total.add_(_signs(unpack_bits(packed, total.numel()), level / divisor, scratch))
+        put(_signs(unpack_bits(packed, out.numel()), level / divisor, scratch), out, add=add)
 
 
 def _signs(bits: Tensor, level: Tensor, scratch: Scratch) -> Tensor:

@@ -38,7 +38,7 @@ from hybridpar.compress.codec import (
 )
 from hybridpar.compress.noise import Noise, NoisyCoder
 from hybridpar.compress.packing import Fields
-from hybridpar.compress.quantised import Quantiser, ShardedCoder
+from hybridpar.compress.quantised import Quantiser, ShardedCoder, put
 from hybridpar.compress.scaled import ScaledCoder, write_scale
 from hybridpar.errors import UsageError, nearest
 
@@ -153,7 +153,7 @@ class SummedLevels(ScaledCoder):
     def finish(self, out: Tensor) -> None:
         spec, steps, (words,) = self.spec, self._grid.steps, self._received
         zero, unit = spec.workers * steps, spec.divisor * steps
-        if kernels.qsgd_decode(words, self._scale, self._fields, zero, unit, out, self._scratch):
+        if kernels.qsgd_read(words, self._scale, self._fields, zero, unit, out, self._scratch, add=False):
             return
 
         def put(start: int, stop: int, values: Tensor) -> None:
@@ -205,29 +205,17 @@ class LevelQuantiser(Quantiser):
         write_scale(values, scale)
         self._grid.encode(values, scale, fields, out[_HEAD:].view(fields.word), scratch)
 
-    def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
+    def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
         scale = message[:4].view(torch.float32)
         fields, steps = self._fields(out.numel()), self._grid.steps
         words = message[_HEAD:].view(fields.word)
-        if kernels.qsgd_decode(words, scale, fields, steps, steps * divisor, out, scratch):
+        if kernels.qsgd_read(words, scale, fields, steps, steps * divisor, out, scratch, add=add):
             return
 
-        def put(start: int, stop: int, values: Tensor) -> None:
-            torch.mul(values, scale, out=out[start:stop])
+        def use(start: int, stop: int, values: Tensor) -> None:
+            put(values.mul_(scale), out[start:stop], add=add)
 
-        self._grid.decode(words, fields, 1, divisor, put, scratch)
-
-    def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        scale = message[:4].view(torch.float32)
-        fields, steps = self._fields(total.numel()), self._grid.steps
-        words = message[_HEAD:].view(fields.word)
-        if kernels.qsgd_add(words, scale, fields, steps, steps * divisor, total, scratch):
-            return
-
-        def put(start: int, stop: int, values: Tensor) -> None:
-            total[start:stop].add_(values.mul_(scale))
-
-        self._grid.decode(words, fields, 1, divisor, put, scratch)
+        self._grid.decode(words, fields, 1, divisor, use, scratch)
 
     def _fields(self, count: int) -> Fields:
         return Fields.dense(count, 2 * self._grid.steps)

@@ -173,22 +173,17 @@ class TernaryQuantiser(Quantiser):
                 sign.copy_(positive.view(torch.uint8)).mul_(2).sub_(sent.view(torch.uint8))
                 v.sub_(sign.mul_(level))
 
-    def decode(self, message: Tensor, out: Tensor, divisor: int, scratch: Scratch) -> None:
+    def read(self, message: Tensor, out: Tensor, scratch: Scratch, divisor: int, *, add: bool) -> None:
         level = message[:_HEAD].view(torch.float32)
-        if kernels.twobit_decode(level, message[_HEAD:], out, divisor):
+        if kernels.twobit_read(level, message[_HEAD:], out, divisor, add=add):
             return
         level = level / divisor
         for start, stop in _chunks(out.numel()):
-            torch.mul(self._values(message, start, stop, scratch), level, out=out[start:stop])
-
-    def add(self, message: Tensor, total: Tensor, scratch: Scratch, divisor: int = 1) -> None:
-        level = message[:_HEAD].view(torch.float32)
-        if divisor != 1:
-            level = level / divisor
-        if kernels.twobit_add(level, message[_HEAD:], total):
-            return
-        for start, stop in _chunks(total.numel()):
-            total[start:stop].addcmul_(self._values(message, start, stop, scratch), level)
+            values = self._values(message, start, stop, scratch)
+            if add:
+                out[start:stop].addcmul_(values, level)
+            else:
+                torch.mul(values, level, out=out[start:stop])
 
     def _magnitudes(self, values: Tensor, residual: Residual, scratch: Scratch) -> tuple[Tensor, Tensor]:
         """Mean and largest magnitude of v, 0-d; this is where v is made."""

@@ -107,34 +107,37 @@ def onebit_encode(
         packed: Where the bits go.
         scratch: Memory to borrow, where values do not lie side by side.
     """
-    kept, pending, factor = _halves(residual)
     values = _side_by_side(values, scratch)
-    kernels = _kernels(values, kept, pending)
+    kernels = _kernels(values, *_halves(residual))
     if kernels is None:
         return False
     _check_groups(values, lower, upper, packed)
-    _check_halves(values, kept, pending)
-    kernels.onebit_encode(values, kept, pending, factor, lower, upper, packed)
+    _check_halves(values, residual)
+    kernels.onebit_encode(values, residual, lower, upper, packed)
     return True
 
 
-def onebit_decode(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int) -> bool:
-    """Set out = C(v) / divisor, one group per row."""
+def onebit_read(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int, *, add: bool) -> bool:
+    """Set out = C(v) / divisor, or add that to it.
+
+    Args:
+        lower: Lower levels, one per group.
+        upper: Upper levels.
+        packed: The bits.
+        out: One group per row.
+        divisor: At least 1.
+        add: Whether to add.
+
+    Returns:
+        Whether it was done.
+    """
     kernels = _kernels(out)
     if kernels is None:
         return False
     _check_groups(out, lower, upper, packed)
-    kernels.onebit_decode(lower, upper, packed, out, divisor)
-    return True
-
-
-def onebit_add(lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> bool:
-    """Add C(v) to `total`, one group per row."""
-    kernels = _kernels(total)
-    if kernels is None:
-        return False
-    _check_groups(total, lower, upper, packed)
-    kernels.onebit_add(lower, upper, packed, total)
+    if add and divisor != 1:
+        lower, upper, divisor = lower / divisor, upper / divisor, 1
+    kernels.onebit_read(lower, upper, packed, out, divisor, add=add)
     return True
 
 
@@ -151,33 +154,33 @@ def onebit_encode_columns(
         packed: Where the bits go, row by row, each in whole 16s.
         scratch: Memory to borrow.
     """
-    kept, pending, factor = _halves(residual)
-    kernels = _column_kernels(values, kept, pending)
+    kernels = _column_kernels(values, *_halves(residual))
     if kernels is None:
         return False
     _check_columns(values, lower, upper, packed)
-    _check_halves(values, kept, pending)
-    kernels.onebit_encode_columns(values, kept, pending, factor, lower, upper, packed, scratch)
+    _check_halves(values, residual)
+    kernels.onebit_encode_columns(values, residual, lower, upper, packed, scratch)
     return True
 
 
-def onebit_decode_columns(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor) -> bool:
-    """Set out = C(v), one group per column; rows of `out` may lie apart."""
+def onebit_read_columns(lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, *, add: bool) -> bool:
+    """Set out = C(v), or add that to it, where each column is a group; on a CPU alone.
+
+    Args:
+        lower: Lower levels, one per column.
+        upper: Upper levels.
+        packed: The bits, row by row, each in whole 16s.
+        out: Its rows may lie apart.
+        add: Whether to add.
+
+    Returns:
+        Whether it was done.
+    """
     kernels = _column_kernels(out, lower, upper)
     if kernels is None:
         return False
     _check_columns(out, lower, upper, packed)
-    kernels.onebit_decode_columns(lower, upper, packed, out)
-    return True
-
-
-def onebit_add_columns(lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> bool:
-    """Add C(v) to `total`, one group per column; its rows may lie apart."""
-    kernels = _column_kernels(total, lower, upper)
-    if kernels is None:
-        return False
-    _check_columns(total, lower, upper, packed)
-    kernels.onebit_add_columns(lower, upper, packed, total)
+    kernels.onebit_read_columns(lower, upper, packed, out, add=add)
     return True
 
 
@@ -194,35 +197,37 @@ def twobit_encode(
         codes: Where the codes go, whole words of 32 bits.
         scratch: Memory to borrow, where values do not lie side by side.
     """
-    kept, pending, factor = _halves(residual)
     values = _side_by_side(values, scratch)
-    kernels = _kernels(values, kept, pending)
+    kernels = _kernels(values, *_halves(residual))
     if kernels is None:
         return False
     assert codes.numel() == -(-values.numel() // 16) * 4
     assert level.numel() == 1
-    _check_halves(values, kept, pending)
-    kernels.twobit_encode(values, kept, pending, factor, rule, level, codes, scratch)
+    _check_halves(values, residual)
+    kernels.twobit_encode(values, residual, rule, level, codes, scratch)
     return True
 
 
-def twobit_decode(level: Tensor, codes: Tensor, out: Tensor, divisor: int) -> bool:
-    """Set out = C(v) / divisor."""
+def twobit_read(level: Tensor, codes: Tensor, out: Tensor, divisor: int, *, add: bool) -> bool:
+    """Set out = C(v) / divisor, or add that to it.
+
+    Args:
+        level: One element.
+        codes: Whole words of 32 bits.
+        out: 1-D.
+        divisor: At least 1.
+        add: Whether to add.
+
+    Returns:
+        Whether it was done.
+    """
     kernels = _kernels(out)
     if kernels is None:
         return False
     assert codes.numel() * 4 >= out.numel()
-    kernels.twobit_decode(level, codes, out, divisor)
-    return True
-
-
-def twobit_add(level: Tensor, codes: Tensor, total: Tensor) -> bool:
-    """Add C(v) to `total`."""
-    kernels = _kernels(total)
-    if kernels is None:
-        return False
-    assert codes.numel() * 4 >= total.numel()
-    kernels.twobit_add(level, codes, total)
+    if add and divisor != 1:
+        level, divisor = level / divisor, 1
+    kernels.twobit_read(level, codes, out, divisor, add=add)
     return True
 
 
@@ -262,29 +267,30 @@ def qsgd_encode(
     return True
 
 
-def qsgd_decode(
-    words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, scratch: Scratch
+def qsgd_read(
+    words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, scratch: Scratch, *, add: bool
 ) -> bool:
-    """Set out = (code - zero) / unit * scale."""
+    """Set out = (code - zero) / unit * scale, or add that to it.
+
+    Args:
+        words: Packed codes.
+        scale: One element.
+        fields: Where codes lie.
+        zero: Code of the value 0.
+        unit: Code of the scale, above `zero`.
+        out: 1-D.
+        scratch: Memory to borrow.
+        add: Whether to add.
+
+    Returns:
+        Whether it was done.
+    """
     kernels = _kernels(scale, out)
     if kernels is None or fields.in_words is None:
         return False
     assert out.numel() == fields.count
     _check_words(words, fields)
-    kernels.qsgd_decode(words, scale, fields, zero, unit, out, scratch)
-    return True
-
-
-def qsgd_add(
-    words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, total: Tensor, scratch: Scratch
-) -> bool:
-    """Add (code - zero) / unit * scale to `total`."""
-    kernels = _kernels(scale, total)
-    if kernels is None or fields.in_words is None:
-        return False
-    assert total.numel() == fields.count
-    _check_words(words, fields)
-    kernels.qsgd_add(words, scale, fields, zero, unit, total, scratch)
+    kernels.qsgd_read(words, scale, fields, zero, unit, out, scratch, add=add)
     return True
 
 
@@ -294,23 +300,20 @@ def _check_columns(values: Tensor, lower: Tensor, upper: Tensor, packed: Tensor)
     assert packed.numel() == rows * -(-columns // 16) * 2
 
 
-def _column_kernels(values: Tensor, *others: Tensor | None) -> CpuKernels | None:
+def _column_kernels(values: Tensor, *others: Tensor) -> CpuKernels | None:
     """The kernels for columns of these values, whose rows may lie apart; None where there are none."""
     rows, columns = values.shape
     dense = columns == 1 or values.stride(1) == 1
     apart = rows == 1 or values.stride(0) >= columns
     if not (dense and apart) or values.dtype != torch.float32:
         return None
-    there = [tensor for tensor in others if tensor is not None]
-    kernels = _kernels(*there) if there else table(values.device)
+    kernels = _kernels(*others) if others else table(values.device)
     on_cpu = values.device.type == "cpu" and isinstance(kernels, CpuKernels)
     return kernels if on_cpu else None  # type: ignore[return-value]
 
 
-def _halves(residual: Residual) -> tuple[Tensor | None, Tensor | None, float]:
-    if isinstance(residual, KeptResidual):
-        return residual.kept, residual.pending, residual.factor
-    return None, None, 1.0
+def _halves(residual: Residual) -> tuple[Tensor, ...]:
+    return (residual.kept, residual.pending) if isinstance(residual, KeptResidual) else ()
 
 
 def _side_by_side(values: Tensor, scratch: Scratch) -> Tensor:
@@ -320,15 +323,14 @@ def _side_by_side(values: Tensor, scratch: Scratch) -> Tensor:
     return scratch.take("side by side", values.numel()).view(values.shape).copy_(values)
 
 
-def _kernels(*tensors: Tensor | None) -> CpuKernels | CudaKernels | None:
+def _kernels(*tensors: Tensor) -> CpuKernels | CudaKernels | None:
     """The kernels of the device that has some tensors, or None where there are none that take them."""
-    there = [tensor for tensor in tensors if tensor is not None]
-    device = there[0].device
-    for tensor in there:
+    device = tensors[0].device
+    for tensor in tensors:
         if tensor.device != device or tensor.dtype != torch.float32 or not tensor.is_contiguous():
             return None
     kernels = table(device)
-    return None if kernels is None or max(map(torch.numel, there)) > kernels.most_values else kernels
+    return None if kernels is None or max(map(torch.numel, tensors)) > kernels.most_values else kernels
 
 
 def _check_groups(values: Tensor, lower: Tensor, upper: Tensor, packed: Tensor) -> None:
@@ -337,9 +339,8 @@ def _check_groups(values: Tensor, lower: Tensor, upper: Tensor, packed: Tensor) 
     assert lower.numel() == upper.numel() == groups
 
 
-def _check_halves(values: Tensor, kept: Tensor | None, pending: Tensor | None) -> None:
-    for half in (kept, pending):
-        assert half is None or half.numel() == values.numel()
+def _check_halves(values: Tensor, residual: Residual) -> None:
+    assert all(half.numel() == values.numel() for half in _halves(residual))
 
 
 def _check_words(words: Tensor, fields: Fields) -> None:

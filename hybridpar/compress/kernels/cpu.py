@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.codegen.build import Function, load_kernels
-from hybridpar.compress.codec import CHUNK, Scratch
+from hybridpar.compress.codec import CHUNK, KeptResidual, Residual, Scratch
 
 if TYPE_CHECKING:
     from hybridpar.compress.packing import Fields
@@ -66,37 +66,29 @@ class CpuKernels:
     def onebit_encode(
         self,
         values: Tensor,
-        kept: Tensor | None,
-        pending: Tensor | None,
-        factor: float,
+        residual: Residual,
         lower: Tensor,
         upper: Tensor,
         packed: Tensor,
     ) -> None:
         """Encode rows as signs and two levels."""
         places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), *values.shape, _streams(values))
-        if kept is None or pending is None:
-            self.functions["onebit_encode"](values.data_ptr(), 0, 0, *places)
-        else:
-            halves = (kept.data_ptr(), pending.data_ptr())
-            self.functions["onebit_encode_keep"](values.data_ptr(), *halves, *places, factor)
+        self._encode("onebit_encode", values, residual, *places)
 
-    def onebit_decode(self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int) -> None:
-        """Decode rows, divided by `divisor`."""
+    def onebit_read(
+        self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int, *, add: bool
+    ) -> None:
+        """Decode rows; they are divided by `divisor`, or added to `out`."""
         places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr(), *out.shape, _streams(out))
-        self.functions["onebit_decode"](*places, float(divisor))
-
-    def onebit_add(self, lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> None:
-        """Add decoded rows to `total`."""
-        places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), total.data_ptr(), *total.shape)
-        self.functions["onebit_add"](*places, _streams(total))
+        if add:
+            self.functions["onebit_add"](*places)
+        else:
+            self.functions["onebit_decode"](*places, float(divisor))
 
     def onebit_encode_columns(
         self,
         values: Tensor,
-        kept: Tensor | None,
-        pending: Tensor | None,
-        factor: float,
+        residual: Residual,
         lower: Tensor,
         upper: Tensor,
         packed: Tensor,
@@ -106,26 +98,18 @@ class CpuKernels:
         ones = scratch.take("ones", values.shape[1])
         places = (lower.data_ptr(), upper.data_ptr(), ones.data_ptr(), packed.data_ptr())
         numbers = (*values.shape, values.stride(0), _streams(values))
-        if kept is None or pending is None:
-            self.functions["onebit_columns_encode"](values.data_ptr(), 0, 0, *places, *numbers)
-        else:
-            halves = (kept.data_ptr(), pending.data_ptr())
-            self.functions["onebit_columns_encode_keep"](values.data_ptr(), *halves, *places, *numbers, factor)
+        self._encode("onebit_columns_encode", values, residual, *places, *numbers)
 
-    def onebit_decode_columns(self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor) -> None:
-        """Decode columns."""
-        self._columns("decode", lower, upper, packed, out)
-
-    def onebit_add_columns(self, lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> None:
-        """Add decoded columns to `total`."""
-        self._columns("add", lower, upper, packed, total)
+    def onebit_read_columns(self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, *, add: bool) -> None:
+        """Decode columns, or add them to `out`."""
+        places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr())
+        name = "onebit_columns_add" if add else "onebit_columns_decode"
+        self.functions[name](*places, *out.shape, out.stride(0), _streams(out))
 
     def twobit_encode(
         self,
         values: Tensor,
-        kept: Tensor | None,
-        pending: Tensor | None,
-        factor: float,
+        residual: Residual,
         rule: ThresholdRule,
         level: Tensor,
         codes: Tensor,
@@ -134,21 +118,15 @@ class CpuKernels:
         """Encode values as minus, nothing or plus."""
         places = (level.data_ptr(), codes.data_ptr(), values.numel(), rule.mode, _streams(values))
         numbers = (rule.fixed, rule.scale, rule.cap)
-        if kept is None or pending is None:
-            self.functions["twobit_encode"](values.data_ptr(), 0, 0, *places, *numbers)
-        else:
-            halves = (kept.data_ptr(), pending.data_ptr())
-            self.functions["twobit_encode_keep"](values.data_ptr(), *halves, *places, *numbers, factor)
+        self._encode("twobit_encode", values, residual, *places, *numbers)
 
-    def twobit_decode(self, level: Tensor, codes: Tensor, out: Tensor, divisor: int) -> None:
-        """Decode values, divided by `divisor`."""
+    def twobit_read(self, level: Tensor, codes: Tensor, out: Tensor, divisor: int, *, add: bool) -> None:
+        """Decode values; they are divided by `divisor`, or added to `out`."""
         places = (level.data_ptr(), codes.data_ptr(), out.data_ptr(), out.numel(), _streams(out))
-        self.functions["twobit_decode"](*places, float(divisor))
-
-    def twobit_add(self, level: Tensor, codes: Tensor, total: Tensor) -> None:
-        """Add decoded values to `total`."""
-        places = (level.data_ptr(), codes.data_ptr(), total.data_ptr(), total.numel(), _streams(total))
-        self.functions["twobit_add"](*places)
+        if add:
+            self.functions["twobit_add"](*places)
+        else:
+            self.functions["twobit_decode"](*places, float(divisor))
 
     def largest(self, values: Tensor, out: Tensor) -> None:
         """Write the largest magnitude."""
@@ -176,25 +154,8 @@ class CpuKernels:
         if lies is not fields:
             self.functions["qsgd_spread"](words.data_ptr(), planes.data_ptr(), lies.words, lies.width)
 
-    def qsgd_decode(
-        self, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, scratch: Scratch
-    ) -> None:
-        """Decode codes of a grid."""
-        self._qsgd("decode", words, scale, fields, zero, unit, out, scratch)
-
-    def qsgd_add(
-        self, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, total: Tensor, scratch: Scratch
-    ) -> None:
-        """Add decoded codes of a grid to `total`."""
-        self._qsgd("add", words, scale, fields, zero, unit, total, scratch)
-
-    def _columns(self, name: str, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor) -> None:
-        places = (lower.data_ptr(), upper.data_ptr(), packed.data_ptr(), out.data_ptr())
-        self.functions[f"onebit_columns_{name}"](*places, *out.shape, out.stride(0), _streams(out))
-
-    def _qsgd(
+    def qsgd_read(
         self,
-        name: str,
         words: Tensor,
         scale: Tensor,
         fields: Fields,
@@ -202,14 +163,24 @@ class CpuKernels:
         unit: int,
         out: Tensor,
         scratch: Scratch,
+        *,
+        add: bool,
     ) -> None:
+        """Decode codes of a grid, or add them to `out`."""
         lies = _in_words(fields)
         if lies is not fields:
             planes, words = words, scratch.take("plane words", lies.words, lies.word)
             self.functions["qsgd_collect"](planes.data_ptr(), words.data_ptr(), lies.words, lies.width)
         addresses = (words.data_ptr(), scale.data_ptr(), out.data_ptr())
         fixed = (lies.count, lies.words, lies.width, lies.per_word, zero)
-        self.functions[f"qsgd_{name}{words.itemsize * 8}"](*addresses, *fixed, float(unit))
+        self.functions[f"qsgd_{'add' if add else 'decode'}{words.itemsize * 8}"](*addresses, *fixed, float(unit))
+
+    def _encode(self, name: str, values: Tensor, residual: Residual, *arguments: int | float) -> None:
+        if isinstance(residual, KeptResidual):
+            halves = residual.kept.data_ptr(), residual.pending.data_ptr()
+            self.functions[f"{name}_keep"](values.data_ptr(), *halves, *arguments, residual.factor)
+        else:
+            self.functions[name](values.data_ptr(), 0, 0, *arguments)
 
 
 def _streams(written: Tensor) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.codegen.nvrtc import load_cuda_kernels
-from hybridpar.compress.codec import CHUNK, Scratch
+from hybridpar.compress.codec import CHUNK, KeptResidual, Residual, Scratch
 from hybridpar.compress.kernels.cpu import ThresholdRule
 
 if TYPE_CHECKING:
@@ -89,9 +89,7 @@ class CudaKernels:
     def onebit_encode(
         self,
         values: Tensor,
-        kept: Tensor | None,
-        pending: Tensor | None,
-        factor: float,
+        residual: Residual,
         lower: Tensor,
         upper: Tensor,
         packed: Tensor,
@@ -101,27 +99,22 @@ class CudaKernels:
         by_warps = length <= _WARP_VALUES
         kernel = "onebit_encode_warp" if by_warps else "onebit_encode_block"
         blocks = _parts(groups, THREADS // _LANES) if by_warps else groups
-        places = (_address(values), _address(kept), _address(pending), _address(lower), _address(upper))
-        self._launch(kernel, blocks, *places, _address(packed), groups, length, factor)
+        kept, pending, factor = _halves(residual)
+        places = (_address(values), kept, pending, _address(lower), _address(upper), _address(packed))
+        self._launch(kernel, blocks, *places, groups, length, factor)
 
-    def onebit_decode(self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int) -> None:
-        """Decode rows, divided by `divisor`."""
-        self._onebit("onebit_decode", lower, upper, packed, out, divisor)
-
-    def onebit_add(self, lower: Tensor, upper: Tensor, packed: Tensor, total: Tensor) -> None:
-        """Add decoded rows to `total`."""
-        self._onebit("onebit_add", lower, upper, packed, total, 1)
-
-    def _onebit(self, kernel: str, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int) -> None:
+    def onebit_read(
+        self, lower: Tensor, upper: Tensor, packed: Tensor, out: Tensor, divisor: int, *, add: bool
+    ) -> None:
+        """Decode rows; they are divided by `divisor`, or added to `out`."""
         places = (_address(lower), _address(upper), _address(packed), _address(out))
+        kernel = "onebit_add" if add else "onebit_decode"
         self._launch(kernel, _blocks(out.numel()), *places, out.numel(), out.shape[1], float(divisor))
 
     def twobit_encode(
         self,
         values: Tensor,
-        kept: Tensor | None,
-        pending: Tensor | None,
-        factor: float,
+        residual: Residual,
         rule: ThresholdRule,
         level: Tensor,
         codes: Tensor,
@@ -129,26 +122,21 @@ class CudaKernels:
     ) -> None:
         """Encode values as minus, nothing or plus."""
         count = values.numel()
-        source = (_address(values), _address(kept))
+        kept, pending, factor = _halves(residual)
+        source = (_address(values), kept)
         parts = _address(scratch.take("parts", _PARTS_ROOM, torch.float64))
         blocks = max(_blocks(count, _MOST_PARTS), 1)  # also of no values there is a level
         self._launch("twobit_magnitudes", blocks, *source, parts, count, factor)
         if rule.mode == 2:
             self._launch("twobit_chosen", blocks, *source, parts, blocks, count, rule.scale, factor)
-        places = (_address(pending), _address(level), _address(codes), parts)
+        places = (pending, _address(level), _address(codes), parts)
         numbers = (rule.mode, rule.fixed, rule.scale, rule.cap, factor)
         self._launch("twobit_codes", max(_blocks(count), 1), *source, *places, blocks, count, *numbers)
 
-    def twobit_decode(self, level: Tensor, codes: Tensor, out: Tensor, divisor: int) -> None:
-        """Decode values, divided by `divisor`."""
-        self._twobit("twobit_decode", level, codes, out, divisor)
-
-    def twobit_add(self, level: Tensor, codes: Tensor, total: Tensor) -> None:
-        """Add decoded values to `total`."""
-        self._twobit("twobit_add", level, codes, total, 1)
-
-    def _twobit(self, kernel: str, level: Tensor, codes: Tensor, out: Tensor, divisor: int) -> None:
+    def twobit_read(self, level: Tensor, codes: Tensor, out: Tensor, divisor: int, *, add: bool) -> None:
+        """Decode values; they are divided by `divisor`, or added to `out`."""
         places = (_address(level), _address(codes), _address(out))
+        kernel = "twobit_add" if add else "twobit_decode"
         self._launch(kernel, _blocks(out.numel()), *places, out.numel(), float(divisor))
 
     def largest(self, values: Tensor, out: Tensor) -> None:
@@ -181,30 +169,38 @@ class CudaKernels:
             blocks = min(_parts(last - first, THREADS), _MOST_BLOCKS)
             self._launch(kernel, blocks, *places, *_layout(fields), steps, CHUNK, first, last, at)
 
-    def qsgd_decode(
-        self, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor, _scratch: Scratch
+    def qsgd_read(
+        self,
+        words: Tensor,
+        scale: Tensor,
+        fields: Fields,
+        zero: int,
+        unit: int,
+        out: Tensor,
+        _scratch: Scratch,
+        *,
+        add: bool,
     ) -> None:
-        """Decode codes of a grid."""
-        self._qsgd("decode", words, scale, fields, zero, unit, out)
-
-    def qsgd_add(
-        self, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, total: Tensor, _scratch: Scratch
-    ) -> None:
-        """Add decoded codes of a grid to `total`."""
-        self._qsgd("add", words, scale, fields, zero, unit, total)
-
-    def _qsgd(self, name: str, words: Tensor, scale: Tensor, fields: Fields, zero: int, unit: int, out: Tensor) -> None:
+        """Decode codes of a grid, or add them to `out`."""
         blocks = min(_parts(fields.words, THREADS), _MOST_BLOCKS)
         places = (_address(words), _address(scale), _address(out))
-        self._launch(f"qsgd_{name}_{_memory(fields)}", blocks, *places, *_layout(fields), zero, float(unit))
+        kernel = f"qsgd_{'add' if add else 'decode'}_{_memory(fields)}"
+        self._launch(kernel, blocks, *places, *_layout(fields), zero, float(unit))
 
     def _launch(self, kernel: str, blocks: int, *arguments: int | float | bytes) -> None:
         if blocks:
             self.functions[kernel]((blocks, 1, 1), (THREADS, 1, 1), *arguments)
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def _address(tensor: Tensor) -> int:
+    return tensor.data_ptr()
+
+
+def _halves(residual: Residual) -> tuple[int, int, float]:
+    """Addresses of what is kept and of what will be, and the factor of the former."""
+    if isinstance(residual, KeptResidual):
+        return residual.kept.data_ptr(), residual.pending.data_ptr(), residual.factor
+    return 0, 0, 1.0
 
 
 def _parts(count: int, size: int) -> int:

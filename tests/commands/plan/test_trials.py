@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hybridpar.comm.world import World
-from hybridpar.commands.plan.trials import Trial, config_of_plan, random_batch, time_plans
+from hybridpar.commands.plan.trials import Trial, random_batch, time_plans
 from hybridpar.config import TrainConfig
 from hybridpar.errors import UsageError
 from hybridpar.machine.cluster_file import parse_cluster
@@ -17,6 +17,7 @@ from hybridpar.plan import Plan, parse_plan
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.measure import profile_model
 from hybridpar.planner.record import plan_of
+from hybridpar.planner.resolve import resolve
 from hybridpar.planner.search import Answer, find_plan
 from tests.planner.small import RATES
 from tests.ranks import run_ranks
@@ -97,20 +98,17 @@ def test_a_plan_s_options_are_those_of_a_run():
     base = TrainConfig(lr=0.5, batch_size=BATCH)
     for outcome in answer.ranked:
         candidate, plan = outcome.candidate, plan_of(answer, outcome)
-        shape, config = candidate.shape, config_of_plan(plan, base)
+        shape, run = candidate.shape, resolve(base, plan.workers, plan, ())
         assert plan.workers == shape.workers
-        assert (config.stages, config.replicas, config.micro_batches) == (
+        placement = run.placement
+        assert (len(placement.stages), placement.replicas, run.pipeline.micro_batches) == (
             shape.stages,
             shape.replicas,
             shape.micro_batches,
         )
-        assert config.lr == 0.5
-        assert config.compresses == bool(codec_choices[candidate.codec].codecs)
-        assert config.schedule == (candidate.schedule if shape.stages > 1 else None)
-    assert (
-        config_of_plan(plan.model_copy(update={"sync": None, "pipeline": None, "placement": None}), base).replicas
-        is None
-    )
+        assert base.may_compress(run.sync.codec) == bool(codec_choices[candidate.codec].codecs)
+        assert run.pipeline.schedule == candidate.schedule
+        assert run.inputs == plan.inputs
 
 
 def refused(world: World, text: str) -> str:

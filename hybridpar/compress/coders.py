@@ -1,0 +1,136 @@
+"""The coders of all parameters of a worker, and the exchanges that buckets are sent by.
+
+Coders are made once per parameter and live as long as training: they keep what was not sent. Buckets are cut anew while
+training goes on, so exchanges are made of the coders as buckets need them. The hook of DDP and the trainer's sync of
+gradients are both made from this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hybridpar.compress.codec import Coder, TensorSpec
+from hybridpar.compress.exchange import Exchange
+from hybridpar.compress.hierarchy import Leaders, NodeExchange, Nodes
+from hybridpar.compress.policy import Policy
+
+
+class ParameterCoders:
+    """The coders of a worker's parameters.
+
+    Args:
+        policy: What gradients are sent as.
+        rank: This worker's number among those that exchange with it by codecs.
+        workers: How many these are.
+        seed: For what codecs draw at random; equal on all workers.
+        average: Whether results are the mean over all workers, or the sum.
+        nodes: Where codecs are used between nodes alone, which workers are on which node.
+        place: This worker's place in its node.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        rank: int,
+        workers: int,
+        seed: int,
+        *,
+        average: bool,
+        nodes: Nodes | None = None,
+        place: int = 0,
+    ) -> None:
+        self.policy = policy
+        self._place = rank, workers
+        self._seed = seed
+        self._average = average
+        self._members = nodes.members if nodes is not None else ()
+        self._own_place = place
+        self._leaders = Leaders(nodes.leaders if nodes is not None else 1)
+        self._coders: dict[str, Coder] = {}
+        self._saved: dict[str, Any] = {}
+        self._samples = 1.0
+
+    def exchange_of(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Exchange | NodeExchange:
+        """A new exchange of some parameters; for between nodes with coders of those alone that this worker leads.
+
+        Args:
+            names: Their names, in an order that is equal on all workers.
+            parameters: The parameters.
+
+        Raises:
+            CheckpointError: The state that was loaded for a parameter does not fit it.
+        """
+        if not self._members:
+            return Exchange([self._coder(name, one) for name, one in zip(names, parameters, strict=True)])
+        coders = [
+            self._coder(name, one) if self._leaders.of(name, one.numel()) == self._own_place else None
+            for name, one in zip(names, parameters, strict=True)
+        ]
+        # A node hands over the part of the mean that it has to add.
+        share = len(self._members) / sum(map(len, self._members)) if self._average else 1.0
+        return NodeExchange([one.numel() for one in parameters], coders, share)
+
+    def set_rate(self, learning_rate: float) -> None:
+        """Say which learning rate the coming steps use, for error feedback with `rescale`.
+
+        Args:
+            learning_rate: In any unit; its changes count.
+        """
+        for coder in self._coders.values():
+            coder.rescale(learning_rate)
+
+    def set_batch_scale(self, samples: float) -> None:
+        """Say how many samples the coming steps have.
+
+        Args:
+            samples: As a multiple of what codecs' options were given for.
+        """
+        self._samples = samples
+        for coder in self._coders.values():
+            coder.set_batch_scale(samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this worker needs to go on bit for bit: the policy, the codecs' state, and the worker's place."""
+        rank, workers = self._place
+        return {
+            "codec": str(self.policy),
+            "rank": rank,
+            "workers": workers,
+            "nodes": self._node_sizes,
+            "leaders": dict(self._leaders.chosen),
+            "parameters": {name: coder.state_dict() for name, coder in self._coders.items()},
+        }
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether a state is of this worker's own place; else those of all workers are needed.
+
+        Args:
+            state: What `state_dict` returned.
+        """
+        return (*self._place, self._node_sizes) == tuple(state.get(key) for key in ("rank", "workers", "nodes"))
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Forget all coders; those that are made from now on go on from a state, one worker's or that of all."""
+        self._coders, self._saved = {}, dict(state.get("parameters", {}))
+        if self._members and "leaders" in state:
+            self._leaders.adopt(state["leaders"])
+
+    @property
+    def _node_sizes(self) -> list[int]:
+        return [len(node) for node in self._members]
+
+    def _coder(self, name: str, parameter: Tensor) -> Coder:
+        if name not in self._coders:
+            shape = tuple(parameter.shape)
+            spec = TensorSpec(name, shape, *self._place, self._seed, parameter.device, average=self._average)
+            self._coders[name] = coder = self.policy.bind(spec)
+            coder.set_batch_scale(self._samples)
+            saved = self._saved.pop(name, None)
+            if isinstance(saved, list):  # of all workers of a run
+                coder.load_states(saved)
+            elif saved is not None:
+                coder.load_state_dict(saved)
+        return self._coders[name]

@@ -1,0 +1,211 @@
+"""Decodes image files of any kind to upright RGB images.
+
+What becomes of the kinds:
+
+- grey and palette images get three equal or looked-up channels; 16-bit grey keeps its upper 8 bits;
+- transparency (RGBA, LA, palettes) is dropped, as torchvision's loader does; CMYK is converted by Pillow's formula;
+- an image is turned as the camera noted in its EXIF data; of an animation or several pages the first one counts;
+- a file that is truncated, empty, broken or no image is a `DataError`.
+
+A plain JPEG file is not decoded before its pixels are asked for, so that `RandomCrop` can have it decoded at a fraction
+of its size.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hybridpar.errors import DataError
+
+#: Sizes that a JPEG can be decoded at, as divisors.
+_SCALES = (8, 4, 2)
+
+
+def open_image(file: Path | bytes, name: str) -> Image.Image:
+    """Open an image as upright RGB.
+
+    Args:
+        file: The file, or its content.
+        name: What it is called in messages.
+
+    Returns:
+        The image; a plain JPEG is decoded when its pixels are first used, and any other kind has been.
+
+    Raises:
+        DataError: The file is missing, or damaged as far as it was read; the message names it.
+    """
+    try:
+        content = file if isinstance(file, bytes) else file.read_bytes()
+        image = Image.open(io.BytesIO(content))
+        if image.format == "JPEG" and image.mode == "RGB" and _orientation(image) == 1:
+            return image
+        image.load()
+        return _as_rgb(_upright(image))
+    except Exception as error:  # Pillow's decoders report damage by almost any
+        raise _unreadable(file, name, error) from error
+
+
+def decode(image: Image.Image, name: str, *, fast: bool = False) -> Image.Image:
+    """Decode the pixels of an image that was opened.
+
+    Args:
+        image: Of `open_image`.
+        name: What it is called in messages.
+        fast: Decode a JPEG to an eighth of its size.
+
+    Returns:
+        The image itself.
+
+    Raises:
+        DataError: It is damaged.
+    """
+    try:
+        if fast:
+            image.draft(None, (1, 1))
+        image.load()
+    except Exception as error:
+        raise _unreadable(b".", name, error) from error
+    return image
+
+
+def read_image(path: Path) -> Image.Image:
+    """Decode an image file to RGB, upright as its EXIF data say.
+
+    Raises:
+        DataError: The file is missing or damaged; the message names it.
+    """
+    return decode(open_image(path, str(path)), str(path))
+
+
+class RandomCrop(nn.Module):
+    """Cuts a random area out of an image and resizes it to a square: Szegedy et al. 2015, "Inception" sec. 6.
+
+    The distribution is that of torchvision's RandomResizedCrop. A JPEG that is not decoded yet is decoded at 1/2, 1/4
+    or 1/8 of its size, where the area still has at least `size` pixels on each side then. Such an image differs a
+    little from one that is decoded in full and scaled down, as any two ways of scaling do.
+
+    Args:
+        size: Side of the square, in pixels.
+        scale: Smallest and largest fraction of the image's area.
+        ratio: Smallest and largest ratio of width to height.
+        interpolation: `nearest`, `bilinear`, `bicubic` or `lanczos`; `random` draws one of the second and the third.
+        draft: Decode JPEGs at a fraction of their size where that is enough.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        scale: tuple[float, float] = (0.08, 1.0),
+        ratio: tuple[float, float] = (3 / 4, 4 / 3),
+        interpolation: str = "bilinear",
+        draft: bool = True,
+    ) -> None:
+        super().__init__()
+        self.size = size
+        self.scale = scale
+        self.ratio = ratio
+        self.interpolation = interpolation
+        self.draft = draft
+
+    def forward(self, image: Image.Image) -> Tensor:
+        """Crop and resize.
+
+        Args:
+            image: RGB.
+
+        Returns:
+            uint8, shape (3, size, size), on the CPU.
+        """
+        left, top, width, height = self.area(*image.size)
+        box = (left, top, left + width, top + height)
+        if self.draft:
+            whole = image.size
+            divisor = next((by for by in _SCALES if min(width, height) >= by * self.size), 1)
+            if divisor > 1:
+                image.draft(None, (whole[0] // divisor, whole[1] // divisor))  # nothing where it is decoded, or no JPEG
+                across, down = image.size[0] / whole[0], image.size[1] / whole[1]
+                box = (
+                    math.floor(left * across),
+                    math.floor(top * down),
+                    math.ceil((left + width) * across),
+                    math.ceil((top + height) * down),
+                )
+        mode = self.interpolation
+        if mode == "random":
+            mode = ("bilinear", "bicubic")[int(torch.randint(2, ()))]
+        if mode not in ("bilinear", "bicubic"):
+            resized = image.resize((self.size, self.size), Image.Resampling[mode.upper()], box)
+            return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
+        area = image.crop(box)
+        # Rows of RGB pixels: the layout that torch resizes fastest.
+        pixels = torch.frombuffer(bytearray(area.tobytes()), dtype=torch.uint8)
+        pixels = pixels.view(1, area.height, area.width, 3).permute(0, 3, 1, 2)
+        return functional.interpolate(pixels, (self.size, self.size), mode=mode, antialias=True)[0]
+
+    def area(self, width: int, height: int) -> tuple[int, int, int, int]:
+        """Draw an area of an image.
+
+        Args:
+            width: Of the image, in pixels.
+            height: Of the image.
+
+        Returns:
+            Left, top, width and height of the area. After ten draws that do not fit, the largest area in the middle
+            whose ratio is allowed.
+        """
+        shortest, longest = math.log(self.ratio[0]), math.log(self.ratio[1])
+        for part, shape, across, down in torch.rand(10, 4).tolist():
+            area = width * height * (self.scale[0] + part * (self.scale[1] - self.scale[0]))
+            ratio = math.exp(shortest + shape * (longest - shortest))
+            wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < wide <= width and 0 < high <= height:
+                return int(across * (width - wide + 1)), int(down * (height - high + 1)), wide, high
+        wide = max(1, min(width, round(height * self.ratio[1])))
+        high = max(1, min(height, round(width / self.ratio[0])))
+        return (width - wide) // 2, (height - high) // 2, wide, high
+
+
+def _orientation(image: Image.Image) -> int:
+    try:
+        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:  # the note is damaged, not the pixels
+        return 1
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Turn an image as the camera noted in its EXIF data."""
+    try:
+        return image if _orientation(image) == 1 else ImageOps.exif_transpose(image)
+    except Exception:
+        return image
+
+
+def _as_rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "I" or image.mode.startswith("I;16"):  # 16-bit grey, which Pillow would cut off at 255
+        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
+    elif image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # what Pillow asks for, in a warning
+    return image.convert("RGB")
+
+
+def _unreadable(file: Path | bytes, name: str, error: Exception) -> DataError:
+    reason = str(error) or type(error).__name__
+    if isinstance(error, UnidentifiedImageError):
+        empty = file == b"" if isinstance(file, bytes) else file.stat().st_size == 0
+        reason = "it is empty" if empty else "it is no image of a known format"
+    elif isinstance(error, OSError) and error.strerror:
+        reason = error.strerror
+    return DataError(
+        f"cannot read the image {name}: {reason}",
+        "Every file of the data set must be a whole image.",
+        "Replace the file, or remove it from the data set.",
+    )

@@ -1,0 +1,166 @@
+"""Random changes of training images by name: torchvision's transforms, and timm's policies.
+
+All of them draw from torch's CPU generator, which a source seeds for each image, so that an image is the same for the
+same (seed, epoch, index).
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torchvision.transforms import InterpolationMode, v2
+
+from hybridpar.config.augment import AugmentConfig
+from hybridpar.data.decode import RandomCrop
+from hybridpar.errors import UsageError, shortened
+
+#: What stands before a policy of timm.
+TIMM = "timm/"
+
+_AUTO = {
+    "imagenet": v2.AutoAugmentPolicy.IMAGENET,
+    "cifar10": v2.AutoAugmentPolicy.CIFAR10,
+    "svhn": v2.AutoAugmentPolicy.SVHN,
+}
+
+
+def interpolation_of(name: str) -> InterpolationMode:
+    """The interpolation that an option names.
+
+    Args:
+        name: Such as `bicubic`.
+    """
+    return InterpolationMode[name.upper()]
+
+
+def random_crop(size: int, config: AugmentConfig) -> RandomCrop:
+    """A random area at a random aspect ratio, resized (Szegedy et al. 2015).
+
+    Args:
+        size: Side of the square that comes out, in pixels.
+        config: `scale`, `ratio` and the interpolation in training.
+    """
+    name = config.train_interpolation or config.interpolation
+    return RandomCrop(size, scale=config.scale, ratio=config.ratio, interpolation=name)
+
+
+def random_changes(
+    config: AugmentConfig,
+    flip: float,
+    size: int,
+    mean: Sequence[float],
+    modes: Sequence[str] = ("nearest", "bilinear", "bicubic"),
+) -> list[Any]:
+    """What is done to an image after the crop: mirroring, a policy, colours.
+
+    Args:
+        config: The options.
+        flip: Probability of mirroring left to right, where no option says it.
+        size: Side of the images, in pixels.
+        mean: Mean of each channel of pixels in [0, 1].
+        modes: Interpolations by which such images can be turned; the last one stands in for others.
+
+    Returns:
+        Transforms of PIL images and of uint8 tensors, in order; those that would do nothing are left out.
+
+    Raises:
+        UsageError: timm is missing, or does not know the policy.
+    """
+    flip = flip if config.hflip is None else config.hflip
+    changes: list[Any] = [v2.RandomHorizontalFlip(flip)] if flip else []
+    if config.vflip:
+        changes.append(v2.RandomVerticalFlip(config.vflip))
+    name, _, arguments = config.augment.partition(":")
+    mode = interpolation_of(config.interpolation if config.interpolation in modes else modes[-1])
+    if config.augment.startswith(TIMM):
+        changes.append(TimmPolicy(config.augment.removeprefix(TIMM), size, mean))
+    elif name == "ra":
+        operations, magnitude = map(int, (arguments or "2,9").split(","))
+        changes.append(v2.RandAugment(operations, magnitude, interpolation=mode))
+    elif name == "ta":
+        changes.append(v2.TrivialAugmentWide(interpolation=mode))
+    elif name == "aa":
+        changes.append(v2.AutoAugment(_AUTO[arguments or "imagenet"], interpolation=mode))
+    elif name == "augmix":
+        changes.append(v2.AugMix(interpolation=mode))
+    if config.color_jitter:
+        changes.append(v2.ColorJitter(*(config.color_jitter,) * 3))
+    return changes
+
+
+def random_erasing(config: AugmentConfig, mean: Sequence[float]) -> list[v2.Transform]:
+    """Erasing of a rectangle, which gets the mean colour (Zhong et al. 2020); empty where it is off.
+
+    Args:
+        config: `random_erasing`.
+        mean: Mean of each channel of pixels in [0, 1].
+    """
+    if not config.random_erasing:
+        return []
+    return [v2.RandomErasing(config.random_erasing, value=[round(255 * one) for one in mean])]
+
+
+class TimmPolicy:
+    """A policy of timm, which draws from Python's generator and numpy's, seeded by torch's.
+
+    Both are put back afterwards.
+
+    Args:
+        spec: As timm reads it, such as `rand-m9-mstd0.5-inc1`.
+        size: Side of the images, in pixels.
+        mean: Mean of each channel of pixels in [0, 1], the colour of what is moved in.
+
+    Raises:
+        UsageError: timm is missing, or does not know the policy.
+    """
+
+    def __init__(self, spec: str, size: int, mean: Sequence[float]) -> None:
+        try:
+            module = importlib.import_module("timm.data.auto_augment")
+        except ImportError as error:
+            raise UsageError(
+                f"the policy timm/{shortened(spec)} comes with timm, which is not installed",
+                fix="Install it: pip install 'hybridpar[timm]'",
+            ) from error
+        colour = tuple(min(255, round(255 * one)) for one in mean)
+        moved: dict[str, Any] = {"translate_const": int(size * 0.45)}
+        make = module.auto_augment_transform
+        if spec.startswith("rand"):
+            make = module.rand_augment_transform
+        elif spec.startswith("augmix"):
+            make = module.augment_and_mix_transform
+            moved["translate_pct"] = 0.3
+        try:
+            self._policy: Callable[[Image.Image], Image.Image] = make(spec, {**moved, "img_mean": colour})
+        except (AssertionError, KeyError, ValueError) as error:
+            raise UsageError(
+                f"timm does not know the policy {shortened(repr(spec))}",
+                "It is what timm's --aa takes, such as rand-m9-mstd0.5-inc1, augmix-m5-w4-d2 or original.",
+            ) from error
+
+    def __call__(self, image: Any) -> Any:
+        """Change an image.
+
+        Args:
+            image: A PIL image or a uint8 tensor.
+
+        Returns:
+            The same kind of image.
+        """
+        states = random.getstate(), np.random.get_state()
+        seed = int(torch.randint(2**31, ()))
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            if isinstance(image, torch.Tensor):
+                return v2.functional.pil_to_tensor(self._policy(v2.functional.to_pil_image(image)))
+            return self._policy(image)
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])

@@ -1,0 +1,25 @@
+"""Models by name, what is set in them before training, and how they are told apart.
+
+`build_model` builds a model of torchvision, of timm or of the user's own. Importing this package imports neither torch
+nor torchvision, so that names can be checked at once.
+"""
+
+from hybridpar.models.arguments import parse_arguments
+from hybridpar.models.build import build_model, check_model_name, require_trained
+from hybridpar.models.context import autocast, seed_everything
+from hybridpar.models.identity import model_fingerprint, parameter_count
+from hybridpar.models.torchvision_models import model_names
+from hybridpar.models.user_models import article
+
+__all__ = [
+    "article",
+    "autocast",
+    "build_model",
+    "check_model_name",
+    "model_fingerprint",
+    "model_names",
+    "parameter_count",
+    "parse_arguments",
+    "require_trained",
+    "seed_everything",
+]

@@ -1,0 +1,82 @@
+"""Keeps parameters as they are in training, by patterns over names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from hybridpar.errors import UsageError, nearest, shortened
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_Module = TypeVar("_Module", bound="nn.Module")
+
+
+def freeze(model: nn.Module, patterns: str | Sequence[str], *, batch_norm: bool = True) -> list[str]:
+    """Stop training of the parameters that patterns name.
+
+    A pattern is compared with the names of parameters and of modules, all of whose parameters it then names:
+    `layer1`, `layer[12].*`, `*.bias`, `features.0`. `*` also stands for dots.
+
+    BatchNorm layers all of whose parameters are frozen, and those without parameters inside a module that is named, are
+    kept in evaluation mode: they normalise by their running statistics and do not move them, as is usual in
+    fine-tuning. Else the features of a frozen layer would go on changing with every batch.
+
+    Args:
+        model: The model; changed in place.
+        patterns: Patterns, or one text with commas between them.
+        batch_norm: Keep those BatchNorm layers in evaluation mode.
+
+    Returns:
+        Names of the parameters that are frozen by the patterns.
+
+    Raises:
+        UsageError: A pattern names nothing.
+    """
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    words = patterns.split(",") if isinstance(patterns, str) else patterns
+    frozen: set[str] = set()
+    inside: set[nn.Module] = set()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = {name: module for name, module in model.named_modules() if name}
+    for pattern in filter(None, (word.strip() for word in words)):
+        named = [name for name in modules if fnmatchcase(name, pattern)]
+        found = {name for name in parameters if fnmatchcase(name, pattern)}
+        found |= {f"{owner}.{name}" for owner in named for name, _ in modules[owner].named_parameters()}
+        if not found and not named:
+            raise UsageError(
+                f"--freeze {shortened(pattern)}: no parameter and no module has such a name",
+                nearest(pattern, [*modules, *parameters]),
+                "A pattern is the name of a module or of a parameter, in which * stands for any characters.",
+            )
+        frozen |= found
+        inside.update(one for owner in named for one in modules[owner].modules())
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    for layer in model.modules() if batch_norm else ():
+        own = list(layer.parameters(recurse=False))
+        if isinstance(layer, _BatchNorm) and (not any(one.requires_grad for one in own) if own else layer in inside):
+            keep_in_evaluation(layer)
+    return sorted(frozen, key=list(parameters).index)
+
+
+def keep_in_evaluation(module: _Module) -> _Module:
+    """Put a module in evaluation mode, in which `train()` of the model leaves it; copies of it stay in it, too.
+
+    Args:
+        module: The module.
+
+    Returns:
+        The same module.
+    """
+    module.eval()
+    vars(module)["train"] = partial(_stay, module)
+    return module
+
+
+def _stay(module: _Module, mode: bool = True) -> _Module:
+    return module

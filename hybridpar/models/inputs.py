@@ -1,0 +1,89 @@
+"""The images that published weights were trained on, as data sets must give them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybridpar.models.pretrained import find_torchvision_weights
+from hybridpar.models.timm_models import PREFIX, check_tag, check_timm_name
+from hybridpar.models.torchvision_models import model_names
+from hybridpar.models.weight_files import DEFAULT, HUB, is_file
+
+#: Networks whose weights of torchvision are for values in [-1, 1], to which they scale images themselves only where
+#: torchvision loads the weights.
+_SYMMETRIC = ("googlenet", "inception_v3")
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """The images that weights are for.
+
+    Attributes:
+        size: Side of the square images, in pixels.
+        mean: Of each channel of pixels in [0, 1], taken off first.
+        std: Of each channel, divided by.
+        interpolation: How images are resized: `bilinear`, `bicubic`, ...
+        crop_ratio: `size` as a part of the shorter side that test images are resized to before their centre is cut out.
+    """
+
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str
+    crop_ratio: float
+
+
+def model_input(name: str, weights: str | None, args: Mapping[str, object] | None = None) -> ModelInput | None:
+    """The images that a model's published weights are for, from the configuration that comes with them.
+
+    Args:
+        name: What the user calls the model.
+        weights: The weights as the user names them.
+        args: Arguments that the model is built with.
+
+    Returns:
+        The images; None where nothing is known: without weights, with those of a file, and for a user's own model.
+
+    Raises:
+        UsageError: There are no such weights.
+    """
+    if weights is None or is_file(weights) or weights.startswith(HUB):
+        return None
+    if name.startswith(PREFIX):
+        return _of_timm(name, weights, args or {})
+    if "_Weights." in weights or name in model_names():
+        return _of_torchvision(name, weights, args or {})
+    return None
+
+
+def _of_torchvision(name: str, weights: str, args: Mapping[str, object]) -> ModelInput:
+    preset: Any = find_torchvision_weights(weights, name).transforms()
+    size = int(preset.crop_size[0])
+    mean, std = tuple(preset.mean), tuple(preset.std)
+    if name in _SYMMETRIC and not args.get("transform_input"):
+        mean, std = (0.5,) * 3, (0.5,) * 3
+    return ModelInput(size, mean, std, str(preset.interpolation.value), size / int(preset.resize_size[0]))
+
+
+def _of_timm(name: str, weights: str, args: Mapping[str, object]) -> ModelInput | None:
+    own = name.removeprefix(PREFIX)
+    if own.startswith(HUB):
+        return None  # its configuration is on the hub
+    check_timm_name(name)
+    resolve = importlib.import_module("timm.data").resolve_data_config
+    published: Any = importlib.import_module("timm.models").get_pretrained_cfg
+
+    full = own if weights == DEFAULT else f"{own.partition('.')[0]}.{weights}"
+    check_tag(full)
+    size = args.get("img_size")
+    found = resolve({"img_size": size} if isinstance(size, int) else {}, published(full).to_dict())
+    return ModelInput(
+        int(found["input_size"][-1]),
+        tuple(found["mean"]),
+        tuple(found["std"]),
+        str(found["interpolation"]),
+        float(found["crop_pct"]),
+    )

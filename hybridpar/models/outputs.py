@@ -1,0 +1,157 @@
+"""The scores among what a model returns, and the loss of models with auxiliary heads.
+
+A model returns a tensor; a tuple or list, whose first item are the scores; or a named tuple, a mapping or an object
+with attributes (as models of `transformers` return), whose scores are called `logits` or `out`. Auxiliary scores are
+what is called `aux...`, and, in a plain tuple, the other tensors of the shape of the scores.
+
+In training the loss is that of the scores, plus 0.4 times that of an auxiliary output where there is one (as PyTorch's
+tutorial trains Inception v3), or 0.3 times that of each of several (GoogLeNet: Szegedy et al. 2015, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from hybridpar.errors import UsageError, shortened
+from hybridpar.models.user_models import article
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+#: Names of the scores among named outputs, the first that is there.
+MAIN = ("logits", "out")
+
+#: What the names of auxiliary outputs begin with.
+AUXILIARY = "aux"
+
+#: Weight of the loss of a single auxiliary output, and of each of several.
+ONE, EACH_OF_SEVERAL = 0.4, 0.3
+
+
+def main_output(outputs: Any) -> Any:
+    """The scores among what a model returned.
+
+    Args:
+        outputs: What it returned.
+
+    Returns:
+        The tensor of scores.
+
+    Raises:
+        UsageError: There is none; it says what there is.
+    """
+    return split_outputs(outputs)[0]
+
+
+def split_outputs(outputs: Any) -> tuple[Any, list[Any]]:
+    """Scores and auxiliary scores among what a model returned; see above for the rule.
+
+    Args:
+        outputs: What it returned.
+
+    Returns:
+        The tensor of scores, and those of auxiliary heads, of which there may be none.
+
+    Raises:
+        UsageError: There are no scores.
+    """
+    import torch
+
+    if isinstance(outputs, torch.Tensor):
+        return outputs, []
+    named = _named(outputs)
+    if named is not None:
+        main = next((named[name] for name in MAIN if isinstance(named.get(name), torch.Tensor)), None)
+        if main is not None:
+            return main, [
+                value
+                for name, value in named.items()
+                if str(name).lower().startswith(AUXILIARY) and isinstance(value, torch.Tensor)
+            ]
+    if isinstance(outputs, (tuple, list)) and outputs and isinstance(outputs[0], torch.Tensor):
+        main = outputs[0]
+        return main, [one for one in outputs[1:] if isinstance(one, torch.Tensor) and one.shape == main.shape]
+    raise UsageError(
+        f"the model returned {article(outputs)} without scores",
+        " ".join(
+            filter(None, (_contents(outputs), "Scores are a tensor, the first of a tuple, or called logits or out."))
+        ),
+        "Return them under such a name, or use Trainer with your own loss.",
+    )
+
+
+def _named(outputs: Any) -> Mapping[Any, Any] | None:
+    """Outputs by name; None where they have none."""
+    if isinstance(outputs, Mapping):
+        return outputs
+    if isinstance(outputs, tuple):
+        names: Sequence[str] = getattr(outputs, "_fields", ())
+        return dict(zip(names, outputs, strict=False)) if names else None
+    if is_dataclass(outputs):
+        return {one.name: getattr(outputs, one.name, None) for one in fields(outputs)}
+    return None if isinstance(outputs, list) else getattr(outputs, "__dict__", None)
+
+
+def _contents(outputs: Any) -> str:
+    """What there is in outputs without scores."""
+    named = _named(outputs)
+    if named:
+        names = shortened(", ".join(repr(name) for name in list(named)[:5]))
+        return f"It has {names}{', ...' if len(named) > 5 else ''}."
+    if isinstance(outputs, (tuple, list)) and outputs:
+        return f"It has {len(outputs)} items, the first of which is {article(outputs[0])}."
+    return ""
+
+
+class OutputLoss:
+    """A loss of scores as a loss of whatever a model returns; works in any training loop.
+
+    Args:
+        loss: Called with scores and targets, returns a mean.
+        auxiliary: Weight of the loss of each auxiliary output; default: 0.4 of one, 0.3 of each of several.
+
+    Example:
+        >>> criterion = OutputLoss(torch.nn.CrossEntropyLoss())           # doctest: +SKIP
+        >>> criterion(inception(images), labels).backward()               # doctest: +SKIP
+    """
+
+    def __init__(self, loss: Callable[[Any, Tensor], Tensor], auxiliary: float | None = None) -> None:
+        self.loss = loss
+        self.auxiliary = auxiliary
+
+    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
+        """The loss that is trained.
+
+        Args:
+            outputs: What the model returned.
+            targets: As the loss takes them.
+
+        Returns:
+            The weighted sum, 0-d.
+
+        Raises:
+            UsageError: There are no scores among the outputs.
+        """
+        main, auxiliary = split_outputs(outputs)
+        total = self.loss(main, targets)
+        usual = ONE if len(auxiliary) == 1 else EACH_OF_SEVERAL
+        for one in auxiliary:
+            total = total + (usual if self.auxiliary is None else self.auxiliary) * self.loss(one, targets)
+        return total
+
+    def of_scores(self, outputs: Any, targets: Tensor) -> Tensor:
+        """The loss of the scores alone, as it is tested.
+
+        Args:
+            outputs: What the model returned.
+            targets: As the loss takes them.
+
+        Returns:
+            The loss, 0-d.
+
+        Raises:
+            UsageError: There are no scores among the outputs.
+        """
+        return self.loss(main_output(outputs), targets)

@@ -1,0 +1,137 @@
+"""Classification models of torchvision, by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, get_type_hints
+
+from hybridpar.errors import UsageError, nearest, shortened
+from hybridpar.models.arguments import not_built, not_taken, refused_argument
+from hybridpar.registry import names_in_source
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: What torchvision calls dropout and stochastic depth.
+_RATES = {"drop_rate": ("dropout", "drop_rate"), "drop_path_rate": ("stochastic_depth_prob",)}
+
+
+def model_names() -> list[str]:
+    """Names of all torchvision classification models."""
+    spec = importlib.util.find_spec("torchvision")
+    folder = Path(spec.origin).parent / "models" if spec is not None and spec.origin is not None else Path()
+    if names := names_in_source(folder, "register_model"):
+        return sorted(names)
+    import torchvision
+
+    return list(torchvision.models.list_models(module=torchvision.models))
+
+
+def check_torchvision_name(name: str) -> None:
+    """Refuse a name that torchvision has no classification model of; nothing is imported.
+
+    Args:
+        name: What the user typed.
+
+    Raises:
+        UsageError: It names the nearest models.
+    """
+    names = model_names()
+    if name not in names:
+        raise UsageError(
+            f"unknown model {shortened(repr(name))}",
+            nearest(name, names),
+            "Name a torchvision classification model, timm/NAME, or your own as package.module:factory.",
+        )
+
+
+def build_torchvision_model(name: str, classes: int, args: Mapping[str, object]) -> nn.Module:
+    """Build a torchvision model with fresh weights.
+
+    Args:
+        name: Its name.
+        classes: Number of classes of the last layer.
+        args: Arguments of its builder. `drop_rate` and `drop_path_rate` are what torchvision calls `dropout` and
+            `stochastic_depth_prob`.
+
+    Returns:
+        The model.
+
+    Raises:
+        UsageError: There is no such model, or it does not take an argument.
+    """
+    check_torchvision_name(name)
+    import torchvision
+    from torch import nn
+
+    kind = get_type_hints(torchvision.models.get_model_builder(name))["return"]
+    options: dict[str, object] = {"num_classes": classes}
+    if name in ("googlenet", "inception_v3"):
+        # Auxiliary heads return a tuple in training; torchvision's own initialisation takes a minute.
+        options.update(aux_logits=False, init_weights=False)
+    options |= _translated(name, kind, args)
+    path_rate: object = None
+    try:
+        model = torchvision.models.get_model(name, weights=None, **options)
+    except Exception as error:
+        if refused_argument(error, options) == "stochastic_depth_prob":
+            # Swin and MaxViT set it themselves.
+            path_rate = options.pop("stochastic_depth_prob")
+            model = torchvision.models.get_model(name, weights=None, **options)
+        elif (key := refused_argument(error, args)) is not None:
+            raise not_taken(name, key) from error
+        else:
+            raise not_built(name, args, error) from error
+    if path_rate is not None:
+        _set_path_rate(model, float(str(path_rate)))
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _translated(name: str, kind: type, args: Mapping[str, object]) -> dict[str, object]:
+    """Arguments under the names that a class of torchvision gives them."""
+    parameters = inspect.signature(kind).parameters
+    swallows = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    translated: dict[str, object] = {}
+    for key, value in args.items():
+        taken = next((own for own in _RATES.get(key, (key,)) if own in parameters), None)
+        if taken is None and (key in _RATES or swallows):  # ConvNeXt drops what it does not know
+            raise not_taken(name, key)
+        translated[taken or key] = value
+    return translated
+
+
+def _set_path_rate(model: nn.Module, rate: float) -> None:
+    """Scale the rates of stochastic depth, which grow with depth, so that the largest is `rate`."""
+    from torchvision.ops import StochasticDepth
+
+    layers = [layer for layer in model.modules() if isinstance(layer, StochasticDepth)]
+    largest = max(layer.p for layer in layers)
+    for layer in layers:
+        layer.p *= rate / largest
+
+
+def use_cifar_stem(model: nn.Module, name: str) -> None:
+    """Replace a ResNet's 7x7 stride-2 convolution and max-pool by one 3x3 stride-1 convolution.
+
+    Args:
+        model: A ResNet of torchvision.
+        name: What the user calls it.
+
+    Raises:
+        UsageError: It is another model.
+    """
+    import torchvision
+    from torch import nn
+
+    stem, pool = getattr(model, "conv1", None), getattr(model, "maxpool", None)
+    if not isinstance(model, torchvision.models.ResNet) or not isinstance(stem, nn.Conv2d) or pool is None:
+        raise UsageError(
+            f"--stem cifar does not fit {name}", "Only ResNets have the stem that it replaces.", "Leave --stem away."
+        )
+    model.conv1 = nn.Conv2d(3, stem.out_channels, kernel_size=3, stride=1, padding=1, bias=False)
+    nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
+    model.maxpool = nn.Identity()

@@ -1,0 +1,184 @@
+"""Starts a model from weights that exist: published ones, a file, or a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybridpar.errors import UsageError, shortened
+from hybridpar.models.layers import head_parameters
+from hybridpar.models.pretrained import published_weights
+from hybridpar.models.weight_files import is_file, read_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+#: Part of the tensors outside of the head that weights may lack.
+_MAY_LACK = 0.1
+
+#: Names that a message lists.
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class WeightsReport:
+    """What became of weights.
+
+    Attributes:
+        source: Where they are from.
+        taken: Tensors of the model that have values from there.
+        total: Tensors of the model, buffers included.
+        new: Tensors that have the values that the model was built with.
+        left_out: Tensors of the source that the model does not have.
+        classes: Classes of the source and of the model, where they differ.
+    """
+
+    source: str
+    taken: int
+    total: int
+    new: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    classes: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        """The report as one line."""
+        text = f"{self.source}: {self.taken} of {self.total} tensors taken"
+        if self.new:
+            text += f"; new: {_first(self.new, 5)}"
+            text += f" ({self.classes[0]} -> {self.classes[1]} classes)" if self.classes else ""
+        return text + (f"; left out: {_first(self.left_out)}" if self.left_out else "")
+
+
+def load_weights(
+    model: nn.Module, source: str | Path, *, name: str | None = None, args: Mapping[str, object] | None = None
+) -> WeightsReport:
+    """Give a model weights. The head stays new where its number of classes differs.
+
+    Args:
+        model: The model; changed in place, and not at all where the weights do not fit.
+        source: `default` or a name of published weights, see `hybridpar.models.pretrained`; or a file or directory, see
+            `hybridpar.models.weight_files`.
+        name: What the user calls the model; needed for published weights of torchvision.
+        args: Arguments that the model was built with.
+
+    Returns:
+        What was taken, what is new, and what was left out.
+
+    Raises:
+        UsageError: The weights cannot be had, or are those of another architecture.
+
+    Example:
+        >>> model = build_model("resnet50", 10)                                     # doctest: +SKIP
+        >>> print(load_weights(model, "default", name="resnet50"))                  # doctest: +SKIP
+        ResNet50_Weights.IMAGENET1K_V2: 318 of 320 tensors taken; new: fc.weight, fc.bias (1000 -> 10 classes)
+    """
+    import torch
+
+    text = str(source)
+    with torch.random.fork_rng(devices=[]):  # timm builds a model to read weights
+        if is_file(text):
+            told, state = text, read_weights(Path(text))
+        else:
+            told, state = published_weights(text, name, model, args or {})
+    return _put(model, _converted(model, state), told, name or type(model).__name__)
+
+
+def _converted(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under the names that the model has, where they are in another form of the same architecture."""
+    own = model.state_dict()
+
+    def fits(tensors: Mapping[str, Tensor]) -> int:
+        return sum(name in tensors and tensors[name].shape == tensor.shape for name, tensor in own.items())
+
+    best = fits(state)
+    for prefix in sorted({f"{name.partition('.')[0]}." for name in state if "." in name}):  # as Lightning's `model.`
+        stripped = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+        if fits(stripped) > max(best, len(own) // 2):
+            state, best = stripped, fits(stripped)
+            break
+    # timm knows the original names, and how position embeddings change their size.
+    convert = getattr(sys.modules.get(type(model).__module__), "checkpoint_filter_fn", None)
+    if convert is not None and hasattr(model, "pretrained_cfg") and best < len(own):
+        with contextlib.suppress(Exception):  # it expects weights of the architecture
+            converted: dict[str, Tensor] = convert(dict(state), model)
+            if fits(converted) > best:
+                return converted
+    return state
+
+
+def _put(model: nn.Module, state: dict[str, Tensor], source: str, name: str) -> WeightsReport:
+    """Load what fits."""
+    own = model.state_dict()
+    others = [key for key in own if key in state and own[key].shape != state[key].shape]
+    classes, heads = _other_classes(model, own, state, others)
+    fitting: Any = OrderedDict((key, tensor) for key, tensor in state.items() if key not in others)
+    # The versions of modules, by which some convert former names.
+    fitting._metadata = getattr(own if own.keys() <= state.keys() else state, "_metadata", None)
+    kept = {key: tensor.clone() for key, tensor in own.items()}
+    try:
+        missing, unknown = model.load_state_dict(fitting, strict=False)
+    except (RuntimeError, ValueError):  # a module that converts names, or counts versions
+        missing, unknown = [key for key in own if key not in fitting], [key for key in fitting if key not in own]
+        heads = set()
+    allowed = heads | set(head_parameters(model))
+    lacking = [key for key in missing if key not in allowed]
+    wrong = [key for key in others if key not in heads]
+    if wrong or len(lacking) > _MAY_LACK * max(1, len(own) - len(allowed)) or len(missing) == len(own):
+        model.load_state_dict(kept)
+        raise _misfit(source, name, own, state, wrong, lacking, unknown)
+    return WeightsReport(source, len(own) - len(missing), len(own), tuple(missing), tuple(unknown), classes)
+
+
+def _other_classes(
+    model: nn.Module, own: Mapping[str, Tensor], state: Mapping[str, Tensor], others: Sequence[str]
+) -> tuple[tuple[int, int] | None, set[str]]:
+    """The two numbers of classes where they differ, and the tensors that differ for that reason alone."""
+    head = next((key for key in head_parameters(model) if key in others), None)
+    if head is None:
+        return None, set()
+    numbers = len(state[head]), len(own[head])
+    return numbers, {
+        key
+        for key in others
+        if (len(state[key]), len(own[key])) == numbers and state[key].shape[1:] == own[key].shape[1:]
+    }
+
+
+def _misfit(
+    source: str,
+    name: str,
+    own: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    wrong: Sequence[str],
+    lacking: Sequence[str],
+    unknown: Sequence[str],
+) -> UsageError:
+    fit = sum(key in state and state[key].shape == own[key].shape for key in own)
+    problems = []
+    if wrong:
+        first = wrong[0]
+        shapes = f"{first} is {tuple(state[first].shape)} there and {tuple(own[first].shape)} in the model"
+        problems.append(f"{len(wrong)} {'has another shape' if len(wrong) == 1 else 'have other shapes'}: {shapes}.")
+    if lacking:
+        problems.append(f"{len(lacking)} of the model {_are(lacking)} not in them: {_first(lacking)}.")
+    if unknown:
+        problems.append(f"{len(unknown)} of them {_are(unknown)} not in the model: {_first(unknown)}.")
+    return UsageError(
+        f"the weights {shortened(source)} are not of {name}: {fit} of the model's {len(own)} tensors fit",
+        " ".join(problems),
+        "Name the model that they are of, with the same --model-arg.",
+    )
+
+
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _first(names: Sequence[str], most: int = _NAMED) -> str:
+    """Some names for a message."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,0 +1,155 @@
+"""Cuts a model into the stages of its plan, equal on all workers.
+
+Rank 0 measures the model and cuts it; the others follow its plan, so that noise cannot make two workers disagree.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.config.optimizer import state_copies
+from hybridpar.partition.cost import Problem, Worker
+from hybridpar.partition.nest import tensor_leaves
+from hybridpar.partition.planning import partition_model, stages_from_plan
+from hybridpar.partition.profile_cache import profiles_directory
+from hybridpar.partition.stage import Stage
+from hybridpar.pipeline.options import PipelineOptions
+from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, BackwardCost, may_split, measure_backward
+from hybridpar.plan import ResolvedPlan, parse_plan
+from hybridpar.planner.resolve import lane_threads
+from hybridpar.sync.options import SyncOptions
+
+_log = logging.getLogger(__name__)
+
+
+def cut_model(
+    model: nn.Module, example: torch.Tensor, plan: ResolvedPlan, config: TrainConfig, world: World
+) -> tuple[ResolvedPlan, list[Stage]]:
+    """Cut a model into the stages of a plan; a collective.
+
+    Args:
+        model: The whole model, on its device.
+        example: One micro-batch, on the device, in the memory format of the training.
+        plan: The plan, whose stages may have no units yet.
+        config: Options.
+        world: All workers.
+
+    Returns:
+        The plan with the units of each stage, the same on all workers, and the stages, over the modules and parameters
+        of this worker's model.
+
+    Raises:
+        PlanError: The plan is for another model.
+        PartitionError: The model cannot be cut into so many stages.
+    """
+    if not any(stage.units for stage in plan.partition.stages):
+        placement, device = plan.placement, example.device
+
+        def make() -> str:
+            """Measure and cut on rank 0; an error there is raised on all workers."""
+            problem = Problem(
+                len(placement.stages),
+                (Worker(device.type, placement.lanes_each),) * placement.workers,
+                placement.kind,
+                micro_batches=plan.pipeline.micro_batches,
+                optimizer_copies=state_copies(config),
+            )
+            threads = lane_threads(placement, device)
+            made = partition_model(model, example, problem, threads=threads, cache=profiles_directory())
+            return made.plan.to_json()
+
+        made = parse_plan(json.loads(world.from_main(make)))
+        facts = {"memory_format", "dtype", "seed"}
+        measured = (made.measured or plan.measured).model_copy(update=plan.measured.model_dump(include=facts))
+        plan = plan.model_copy(update={"partition": made.partition, "measured": measured})
+    return plan, stages_from_plan(model, plan, (example,))
+
+
+def pipeline_options(
+    plan: ResolvedPlan,
+    stages: Sequence[Stage],
+    example: torch.Tensor,
+    config: TrainConfig,
+    sync: SyncOptions,
+    world: World,
+    device: torch.device,
+) -> PipelineOptions:
+    """The options of the pipeline that follows a plan; a collective.
+
+    Args:
+        plan: The plan.
+        stages: Its stages.
+        example: One micro-batch, on the device. Times and sizes of the plan are in proportion to its samples.
+        config: Options of the run.
+        sync: Options of the exchange of gradients.
+        world: All workers.
+        device: Of this worker's lanes.
+    """
+    sections, placement, pipeline = plan.partition.stages, plan.placement, plan.pipeline
+    scale = example.shape[0] / (plan.partition.micro_batch or example.shape[0])
+
+    def known(values: Sequence[float | None]) -> tuple[float, ...] | None:
+        """The values for this run's micro-batches, where all of them are known."""
+        found = [value * scale for value in values if value is not None]
+        return tuple(found) if len(found) == len(values) else None
+
+    saved = known([stage.saved_bytes for stage in sections])
+    halves = _measure_halves(stages, example, world) if pipeline.schedule == "zero_bubble" else None
+    # All GPUs of the machine where one worker has lanes for them and is alone.
+    lanes = placement.lanes_each
+    count = torch.cuda.device_count() if device.type == "cuda" and world.size == 1 else 1
+    return PipelineOptions(
+        placement.lane_of,
+        placement.worker_of,
+        devices=tuple(f"cuda:{lane * count // lanes}" for lane in range(lanes)) if count > 1 else (),
+        schedule=pipeline.schedule,
+        recompute=pipeline.recompute,
+        compile=config.compile,
+        threads=lane_threads(placement, device),
+        seed=config.seed,
+        forward_ms=known([stage.forward_ms for stage in sections]),
+        backward_ms=known([stage.backward_ms for stage in sections]),
+        saved_bytes=tuple(map(round, saved)) if saved is not None else None,
+        input_ms=tuple(cost.input_ms for cost in halves) if halves is not None else None,
+        weight_ms=tuple(cost.weight_ms for cost in halves) if halves is not None else None,
+        split_backward=halves is not None and may_split(halves),
+        sync=sync,
+        sync_lanes=plan.sync.lanes,
+        capture=config.cuda_graph,
+        record=config.timeline is not None,
+    )
+
+
+def _measure_halves(stages: Sequence[Stage], example: torch.Tensor, world: World) -> tuple[BackwardCost, ...]:
+    """Whether splitting backward passes pays, as rank 0 finds it."""
+
+    def measure() -> tuple[BackwardCost, ...]:
+        for stage in stages:
+            stage.train()
+        inputs = {stages[0].model_inputs[0]: example}
+        return tuple(measure_backward(stages, inputs, None, _any_loss))
+
+    costs = world.from_main(measure)
+    if world.is_main and not may_split(costs):
+        worst = max(range(len(costs)), key=lambda index: costs[index].ratio)
+        _log.warning(
+            "zero_bubble keeps backward passes whole: in halves that of stage %d costs %.2f times as much, and more "
+            "than %.2f times is not worth it",
+            worst,
+            costs[worst].ratio,
+            MOST_SPLIT_COST,
+        )
+    return costs
+
+
+def _any_loss(output: Any, target: Any) -> torch.Tensor:
+    """Something to go backward from, for any kind of output."""
+    return torch.stack([leaf.float().square().mean() for _, leaf in tensor_leaves(output)]).sum()

@@ -1,0 +1,55 @@
+"""Clipping that needs no norm over all parameters: by value, and adaptive gradient clipping.
+
+Both act on each parameter by itself, so a stage of a pipeline clips its own gradients, once they are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+#: Norm that a unit's weights are taken to have at least (Brock et al. 2021, equation 3).
+_LEAST_NORM = 1e-3
+
+
+@torch.no_grad()
+def clip_each(parameters: Iterable[nn.Parameter], mode: str, limit: float) -> None:
+    """Clip the gradient of each parameter, in place.
+
+    Args:
+        parameters: Those without a gradient are left out.
+        mode: `value`: every element to [-limit, limit]; `agc`: see `clip_adaptively`.
+        limit: The limit, or its factor.
+    """
+    if mode == "value":
+        torch.nn.utils.clip_grad_value_(parameters, limit)
+        return
+    for parameter in parameters:
+        if parameter.grad is not None:
+            clip_adaptively(parameter.grad, parameter, limit)
+
+
+def clip_adaptively(gradient: Tensor, weight: Tensor, factor: float) -> None:
+    """Scale down, in place, what of a gradient is large for the weights that it moves.
+
+    The gradient of a unit, one row of a matrix or one filter, is scaled to the norm max(|w|, 0.001) * factor of its
+    weights where it is longer (Brock et al. 2021, "High-performance large-scale image recognition without
+    normalization", equation 3). A vector is one unit.
+
+    Args:
+        gradient: Shape of `weight`.
+        weight: The weights.
+        factor: Lambda of the paper, 0.01 to 0.16.
+    """
+    longest = _unit_norm(weight).clamp_(min=_LEAST_NORM).mul_(factor)
+    norm = _unit_norm(gradient)
+    clipped = gradient * (longest / norm.clamp(min=1e-6))
+    gradient.copy_(torch.where(norm < longest, gradient, clipped))
+
+
+def _unit_norm(values: Tensor) -> Tensor:
+    over = tuple(range(1, values.ndim)) or None
+    norm: Tensor = torch.linalg.vector_norm(values, dim=over, keepdim=values.ndim > 1)
+    return norm

@@ -1,0 +1,125 @@
+"""Tests of configuration files: what they stand for on a command line, what a run writes, and wrong files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybridpar.commands import find_command
+from hybridpar.commands.train import Train
+from hybridpar.config import TrainConfig
+from hybridpar.config.files import config_text, preset_file, preset_names, read_settings
+from hybridpar.errors import UsageError
+
+
+def parsed(*words: str) -> Train:
+    command = find_command("train")
+    return command.parse("train", command.expanded("train", words))
+
+
+def write(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "a.toml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_typed_options_win_over_set_over_file_over_preset(tmp_path: Path) -> None:
+    file = write(tmp_path, 'model = "resnet34"\n[optimisation]\nlr = 0.3\nmomentum = 0.5\nepochs = 3\n')
+    train = parsed("--preset", "digits", "--config", file, "--set", "momentum=0.6", "--set", "lr=0.4", "--lr", "0.5")
+    assert (train.model, train.lr, train.momentum, train.epochs, train.batch_size) == ("resnet34", 0.5, 0.6, 3, 64)
+
+
+def test_a_typed_model_wins_over_the_file_s(tmp_path: Path) -> None:
+    file = write(tmp_path, 'model = "resnet34"\n')
+    assert parsed("--config", file, "vgg11").model == "vgg11"
+    assert parsed("vgg11", f"--config={file}").model == "vgg11"
+
+
+def test_every_kind_of_value(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        'model = "resnet18"\nguard = false\nnesterov = true\ndownload = false\nstep_epochs = [0.25, 0.5]\n'
+        'data-root = "/x y"\nclip-norm = 1\nplan = "none"\nweight-decay = -0.0\n',
+    )
+    train = parsed("--config", file)
+    assert (train.guard, train.nesterov, train.download, train.step_epochs) == (False, True, False, (0.25, 0.5))
+    assert (train.data_root, train.clip_norm, train.plan) == (Path("/x y"), 1.0, "none")
+
+
+def test_a_flag_of_the_file_is_taken_back_by_hand(tmp_path: Path) -> None:
+    file = write(tmp_path, 'model = "resnet18"\nguard = true\n')
+    assert parsed("--config", file, "--no-guard").guard is False
+
+
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path, 'model = "resnet18"\nplan = "plan.json"\n')
+    assert parsed("--config", file).plan == tmp_path / "plan.json"
+
+
+def test_what_a_run_writes_is_what_it_was_given(tmp_path: Path) -> None:
+    config = TrainConfig(lr=0.3, step_epochs=(0.2,), data_root=Path('odd "name"\\x'), guard=False, clip_norm=2.0)
+    file = write(tmp_path, config_text(config, "package.module:factory", named=["stages"]))
+    assert {one.name for one in read_settings(Path(file))} == {
+        *("model", "lr", "step_epochs", "data_root", "guard", "clip_norm", "stages")
+    }
+    train = parsed("--config", file)
+    assert train.model == "package.module:factory"
+    assert all(getattr(train, name) == value for name, value in vars(config).items())
+
+
+def test_a_run_that_is_repeated_follows_its_plan_and_writes_elsewhere(tmp_path: Path) -> None:
+    config = TrainConfig(run_dir=Path("there"), overwrite=True)
+    file = write(tmp_path, config_text(config, "resnet18", plan="plan.json"))
+    train = parsed("--config", file)
+    assert (train.plan, train.run_dir, train.overwrite) == (tmp_path / "plan.json", None, False)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_presets_are_valid(name: str) -> None:
+    parsed("--preset", name).check()
+    assert preset_names()[name].endswith((".", ")."))
+
+
+def test_presets_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    command = find_command("presets")
+    assert command.run(command.parse("presets", []), []) == 0
+    assert "digits" in capsys.readouterr().out
+    assert command.run(command.parse("presets", ["digits"]), []) == 0
+    assert capsys.readouterr().out == preset_file("digits").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("\n[optimisation]\nbatchsize = 3\n", ("line 3", "'batchsize'", "batch-size", "epochs, steps")),
+        ("[optimisation]\n\nlr = 'x'\n", ("line 3", 'lr cannot be "x"', "0.02")),
+        ("lr = 1\n[optimisation]\nlr = 2\n", ("line 1", "line 3", "twice")),
+        ("batch_size = 1\nbatch-size = 2\n", ("twice",)),
+        ("[planning]\nlr = 2\n", ("line 2", "[planning]", "[optimisation]")),
+        ("[optimization]\nlr = 2\n", ("[optimization]", "optimisation")),
+        ("lr = 1.1.1\n", ("a.toml", "line 1")),
+        ("lr = {a = 1}\n", ("unknown table [lr]",)),
+        ("[optimisation]\nlr = {a = 1}\n", ("line 2", "lr cannot be a table")),
+        ("stem = 'imagnet'\n", ("line 1", "stem cannot be")),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, said: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError) as caught:
+        parsed("resnet18", "--config", write(tmp_path, text))
+    assert all(part in str(caught.value) for part in said), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--preset", "digts"], "digits"),
+        (["--config", "nowhere.toml"], "No such file"),
+        (["--set", "lr"], "KEY=VALUE"),
+        (["--set", "lrr=1"], "unknown option 'lrr'"),
+        (["--set"], "without a value"),
+    ],
+)
+def test_wrong_words(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parsed("resnet18", *words)

@@ -1,0 +1,146 @@
+"""Mixup and cutmix against timm's own, and alike under every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from timm.data import Mixup
+
+from hybridpar import Trainer
+from hybridpar.config import AugmentConfig, TrainConfig
+from hybridpar.data.mix import MixDraw, box_around, draw_mix, mix
+from hybridpar.data.sampling import divide
+from hybridpar.errors import UsageError
+from tests.ranks import run_ranks
+from tests.train.training import close, make_net, same, weights
+
+CLASSES = 5
+
+
+def batch(samples=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(samples, 3, 9, 7, generator=generator)
+    return images, torch.randint(0, CLASSES, (samples,), generator=generator)
+
+
+def to_ends(samples):
+    """An order in which neighbours come to lie at the ends of the batch, where timm looks for partners."""
+    return torch.cat([torch.arange(0, samples, 2), torch.arange(1, samples, 2).flip(0)])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("cuts", [False, True], ids=["mixup", "cutmix"])
+@pytest.mark.parametrize("own", [0.3, 0.85])
+def test_it_is_timms_on_the_same_random_numbers(smoothing, cuts, own, monkeypatch):
+    images, labels = batch()
+    places: Iterator[int] = iter((1, 6))
+    timms = Mixup(0.8, 1.0, label_smoothing=smoothing, num_classes=CLASSES)
+    monkeypatch.setattr(timms, "_params_per_batch", lambda: (own, cuts))
+    monkeypatch.setattr(np.random, "randint", lambda low, high, size=None: next(places))
+    order = to_ends(len(images))
+    wanted, wanted_targets = timms(images[order].clone(), labels[order])
+    box = box_around(own, 1, 6, (9, 7)) if cuts else None
+    draw = MixDraw(1 - box.area / 63 if box is not None else own, box)
+    mixed, targets = mix(images, labels, draw, classes=CLASSES, smoothing=smoothing)
+    torch.testing.assert_close(mixed[order], wanted, rtol=0, atol=0)
+    torch.testing.assert_close(targets[order], wanted_targets, rtol=1e-6, atol=1e-7)
+
+
+def test_several_labels_are_mixed_as_timm_mixes_them(monkeypatch):
+    images, _ = batch()
+    several = (torch.rand(8, CLASSES) > 0.5).float()
+    timms = Mixup(0.8, label_smoothing=0.1, num_classes=CLASSES, multi_label=True)
+    monkeypatch.setattr(timms, "_params_per_batch", lambda: (0.3, False))
+    order = to_ends(8)
+    _, wanted = timms(images[order].clone(), several[order])
+    _, targets = mix(images, several, MixDraw(0.3), classes=CLASSES, smoothing=0.1)
+    torch.testing.assert_close(targets[order], wanted)
+
+
+def test_an_odd_last_sample_stays_as_it_is():
+    images, labels = batch(7)
+    mixed, targets = mix(images, labels, MixDraw(0.3), classes=CLASSES)
+    assert torch.equal(mixed[-1], images[-1] * 0.3 + images[-1] * 0.7)
+    torch.testing.assert_close(targets[-1], torch.nn.functional.one_hot(labels[-1], CLASSES).float())
+
+
+def test_draws_follow_from_seed_and_step_alone():
+    config = AugmentConfig(mixup=0.8, cutmix=1.0, mix_prob=0.5, mix_switch=0.5)
+    draws = [draw_mix(config, 3, step, (32, 32)) for step in range(400)]
+    assert draws == [draw_mix(config, 3, step, (32, 32)) for step in range(400)]
+    assert draws != [draw_mix(config, 4, step, (32, 32)) for step in range(400)]
+    off = sum(draw == MixDraw() for draw in draws)
+    cuts = sum(draw.box is not None for draw in draws)
+    assert off == pytest.approx(200, abs=40)
+    assert cuts == pytest.approx(100, abs=30)
+    blended = [draw.own for draw in draws if draw.box is None and draw.own < 1]
+    assert np.mean(blended) == pytest.approx(0.5, abs=0.08)
+    assert np.var(blended) == pytest.approx(1 / (4 * (2 * 0.8 + 1)), abs=0.03)  # that of Beta(0.8, 0.8)
+
+
+@pytest.mark.parametrize(("samples", "parts"), [(16, 1), (16, 4), (17, 4), (11, 2), (9, 4)])
+def test_parts_are_cut_at_even_positions(samples, parts):
+    cut = divide(6, 6 + samples, parts, in_pairs=True)
+    assert [start for start, _ in cut] == [6, *(stop for _, stop in cut[:-1])]
+    assert cut[-1][1] == 6 + samples
+    assert all((start - 6) % 2 == 0 and stop - start >= 2 for start, stop in cut)
+    sizes = [stop - start for start, stop in cut]
+    assert max(sizes) - min(sizes) <= 3
+
+
+OPTIONS = {"mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1, "lr": 0.1, "seed": 3}
+
+
+def train(world, options, steps=4, cut=None, save=None, load=None):
+    with Trainer(make_net(), config=TrainConfig(**OPTIONS, **options), world=world, classes=CLASSES) as trainer:
+        if load is not None:
+            trainer.load(load)
+        losses = []
+        for step in range(trainer.steps_done, steps):
+            generator = torch.Generator().manual_seed(step)
+            x = torch.randn(16, 3, 4, 4, generator=generator)
+            y = torch.randint(0, CLASSES, (16,), generator=generator)
+            size = world.size if world is not None else 1
+            rank = world.rank if world is not None else 0
+            losses.append(trainer.step((x.tensor_split(size)[rank], y.tensor_split(size)[rank])).loss)
+        if save is not None:
+            trainer.save(save)
+        return weights(trainer.model), losses
+
+
+def test_every_layout_mixes_alike():
+    one, losses = train(None, {})
+    assert losses[0] != train(None, {"mix_prob": 0.0})[1][0]
+    for other, theirs in (train(None, {"micro_batches": 4}), train(None, {"micro_batches": 3})):
+        close(one, other)
+        assert losses == pytest.approx(theirs, rel=1e-5)
+    for two, theirs in run_ranks(train, 2, {}):
+        close(one, two)
+        assert losses == pytest.approx(theirs, rel=1e-5)
+
+
+def test_a_resumed_run_mixes_as_an_uninterrupted_one(tmp_path):
+    whole, _ = train(None, {})
+    train(None, {}, steps=2, save=tmp_path)
+    assert same(whole, train(None, {}, load=tmp_path / "step-2")[0])
+
+
+def test_mixing_ends_with_an_epoch():
+    config = TrainConfig(**OPTIONS, mix_off_epoch=1)
+    with Trainer(make_net(), config=config, classes=CLASSES, steps_per_epoch=2) as trainer:
+        mixed = []
+        for _ in range(4):
+            x, y = torch.randn(8, 3, 4, 4), torch.randint(0, CLASSES, (8,))
+            placed = trainer._mixed([(x, y)])
+            mixed.append(not torch.equal(placed[0][0], x))
+            assert placed[0][1].shape == (8, CLASSES)
+            trainer.step((x, y))
+    assert mixed == [True, True, False, False]
+
+
+def test_mixing_needs_the_number_of_classes():
+    with pytest.raises(UsageError, match="classes"):
+        Trainer(make_net(), config=TrainConfig(mixup=0.2))

@@ -1,0 +1,172 @@
+"""Augmentation by name against torchvision's and timm's own on the same random numbers, and repeated samples."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data.auto_augment import rand_augment_transform
+from torchvision.transforms import InterpolationMode, v2
+
+from hybridpar.config import TrainConfig
+from hybridpar.data import TrainBatches, load_dataset
+from hybridpar.data.decode import RandomCrop
+from hybridpar.data.policies import TimmPolicy
+from hybridpar.data.repeats import RepeatedImages
+from hybridpar.data.sampling import AugmentKey, cut_epoch, epoch_order, repeated
+from hybridpar.data.sources import imagenet_transforms
+from hybridpar.errors import UsageError
+
+MEAN = (0.485, 0.456, 0.406)
+LINEAR, CUBIC = InterpolationMode.BILINEAR, InterpolationMode.BICUBIC
+CPU = torch.device("cpu")
+
+
+def picture(side=40):
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8))
+
+
+OWN = [
+    ({"augment": "ra:2,7"}, [v2.RandomHorizontalFlip(), v2.RandAugment(2, 7, interpolation=LINEAR)]),
+    ({"augment": "ta", "hflip": 0.0}, [v2.TrivialAugmentWide(interpolation=LINEAR)]),
+    ({"augment": "aa"}, [v2.RandomHorizontalFlip(), v2.AutoAugment(interpolation=LINEAR)]),
+    ({"augment": "augmix"}, [v2.RandomHorizontalFlip(), v2.AugMix(interpolation=LINEAR)]),
+    (
+        {"hflip": 0.3, "vflip": 0.5, "color_jitter": 0.4},
+        [v2.RandomHorizontalFlip(0.3), v2.RandomVerticalFlip(0.5), v2.ColorJitter(0.4, 0.4, 0.4)],
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "changes"), OWN, ids=["ra", "ta", "aa", "augmix", "flips"])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_training_transforms_are_torchvisions(options, changes, seed):
+    config = TrainConfig(scale=(0.3, 0.9), ratio=(0.5, 2.0), random_erasing=0.5, **options)
+    reference = v2.Compose(
+        [
+            RandomCrop(24, scale=(0.3, 0.9), ratio=(0.5, 2.0)),
+            *changes,
+            v2.RandomErasing(0.5, value=[124, 116, 104]),
+        ]
+    )
+    mine, _ = imagenet_transforms(24, config, MEAN)
+    results = []
+    for transform in (mine, reference):
+        torch.manual_seed(seed)
+        results.append(transform(picture()))
+    assert torch.equal(*results)
+
+
+def test_test_images_are_cut_out_by_the_crop_ratio():
+    _, mine = imagenet_transforms(24, TrainConfig(crop_ratio=0.9, interpolation="bicubic"), MEAN)
+    reference = v2.Compose([v2.Resize(27, CUBIC, antialias=True), v2.CenterCrop(24), v2.PILToTensor()])
+    assert torch.equal(mine(picture()), reference(picture()))
+
+
+def test_a_random_interpolation_is_one_of_two():
+    def crops(interpolation):
+        transform = RandomCrop(24, scale=(1.0, 1.0), ratio=(1.0, 1.0), interpolation=interpolation)
+        return {transform(picture()).numpy().tobytes() for _ in range(20)}
+
+    assert len(crops("lanczos")) == 1
+    assert crops("random") == crops("bilinear") | crops("bicubic")
+
+
+@pytest.mark.parametrize("kind", ["picture", "tensor"])
+def test_a_policy_of_timm_is_seeded_by_torch_and_leaves_the_other_generators_alone(kind):
+    image = picture() if kind == "picture" else v2.functional.pil_to_tensor(picture())
+    policy = TimmPolicy("rand-m9-mstd0.5-inc1", 40, MEAN)
+    random.seed(5)
+    before = random.getstate()
+    torch.manual_seed(3)
+    first = policy(image)
+    assert random.getstate() == before
+    torch.manual_seed(3)
+    seed = int(torch.randint(2**31, ()))
+    random.seed(seed)
+    np.random.seed(seed)
+    colour = tuple(round(255 * one) for one in MEAN)
+    wanted = rand_augment_transform("rand-m9-mstd0.5-inc1", {"translate_const": 18, "img_mean": colour})(picture())
+    assert np.array_equal(np.asarray(v2.functional.to_pil_image(first) if kind == "tensor" else first), wanted)
+
+
+def test_what_timm_does_not_know_is_one_error():
+    with pytest.raises(UsageError, match="does not know the policy"):
+        imagenet_transforms(24, TrainConfig(augment="timm/nonsense"), MEAN)
+    with pytest.raises(UsageError, match="--augment is rand"):
+        TrainConfig(augment="rand").check()
+
+
+def synthetic(**options):
+    return TrainConfig(data="synthetic", synthetic_samples=20, image_size=16, **options)
+
+
+def test_images_in_memory_are_changed_alike_whoever_asks():
+    config = synthetic(augment="ra:2,9", random_erasing=0.5, vflip=0.5)
+    source = load_dataset(config).train
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    together = source.load(np.arange(6), AugmentKey(0, 3), CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    for index in range(6):
+        alone = source.load(np.array([index]), AugmentKey(0, 3), CPU)
+        assert torch.equal(alone[0], together[index])
+    assert not torch.equal(together, source.load(np.arange(6), AugmentKey(0, 4), CPU))
+    plain = load_dataset(synthetic()).train
+    assert not torch.equal(together, plain.load(np.arange(6), AugmentKey(0, 3), CPU))
+    assert torch.equal(source.load(np.arange(6), None, CPU), plain.load(np.arange(6), None, CPU))
+
+
+def test_copies_of_a_sample_are_in_one_batch_and_differ():
+    data = load_dataset(synthetic())
+    steps = cut_epoch(20, 8, 1)
+    order = repeated(epoch_order(20, 0, 2), steps, 3, 20)
+    assert len(order) == 20
+    for start, stop in steps:
+        samples, counts = np.unique(order[start:stop] % 20, return_counts=True)
+        assert counts.max() <= 3
+        assert len(samples) == -(-(stop - start) // 3)
+        assert len(set(order[start:stop])) == stop - start
+        assert all(a % 20 != b % 20 for a, b in zip(order[start : stop - 1], order[start + 1 : stop], strict=True))
+    source = RepeatedImages(data.train, 2)
+    images = source.load(np.array([23, 3, 5, 25]), AugmentKey(0, 1), CPU)
+    plain = data.train.load(np.array([3, 5]), AugmentKey(0, 1), CPU)
+    assert torch.equal(images[1], plain[0])
+    assert torch.equal(images[2], plain[1])
+    assert not torch.equal(images[0], images[1])
+    assert source.labels[23] == source.labels[3]
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_every_layout_sees_the_same_pairs(repeats):
+    data = load_dataset(synthetic(augment="ta"))
+
+    def seen(workers, micro_batches):
+        batches = [
+            TrainBatches(
+                data,
+                seed=0,
+                batch_size=10,
+                rank=rank,
+                workers=workers,
+                micro_batches=micro_batches,
+                in_pairs=True,
+                repeats=repeats,
+            ).epoch(1)
+            for rank in range(workers)
+        ]
+        steps = []
+        for shares in zip(*batches, strict=True):
+            parts = [part for share in shares for part in share.micro_batches]
+            assert all(len(labels) % 2 == 0 for _, labels in parts)
+            steps.append((torch.cat([images for images, _ in parts]), torch.cat([labels for _, labels in parts])))
+        return steps
+
+    whole = seen(1, 1)
+    for layout in ((2, 1), (1, 4)):
+        for (images, labels), (others, their) in zip(whole, seen(*layout), strict=True):
+            assert torch.equal(images, others)
+            assert torch.equal(labels, their)

@@ -1,0 +1,74 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from hybridpar.errors import UsageError
+from hybridpar.models.freezing import freeze, keep_in_evaluation
+
+
+def net() -> nn.Sequential:
+    blocks = [nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.BatchNorm2d(3, affine=False)) for _ in range(2)]
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(12, 2))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "frozen"),
+    [
+        ("0", ["0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"]),
+        ("*.0", ["0.0.weight", "0.0.bias", "1.0.weight", "1.0.bias"]),
+        ("*.0.bias, 3.weight", ["0.0.bias", "1.0.bias", "3.weight"]),
+        (["[01].1"], ["0.1.weight", "0.1.bias", "1.1.weight", "1.1.bias"]),
+        ("", []),
+    ],
+)
+def test_patterns_name_parameters_and_modules(patterns, frozen):
+    model = net()
+    assert freeze(model, patterns) == frozen
+    assert [name for name, one in model.named_parameters() if not one.requires_grad] == frozen
+
+
+def test_a_pattern_that_names_nothing_is_refused():
+    model = net()
+    with pytest.raises(UsageError, match=r"--freeze 3\.wieght(.|\n)*Did you mean 3\.weight") as caught:
+        freeze(model, "0,3.wieght")
+    assert caught.value.exit_code == 2
+    assert all(one.requires_grad for one in model.parameters())
+
+
+def test_frozen_batch_norm_keeps_its_statistics():
+    model = net()
+    freeze(model, "0")
+    model.train()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model(torch.randn(4, 3, 2, 2)).sum().backward()
+    moved = {name for name, buffer in model.named_buffers() if not torch.equal(buffer, before[name])}
+    assert {name[0] for name in moved} == {"1"}
+    assert not model[0][1].training
+    assert not model[0][2].training
+    assert model[1][1].training
+
+
+def test_batch_norm_whose_bias_alone_is_frozen_trains_on():
+    model = net()
+    freeze(model, "*.1.bias")
+    assert model.train()[0][1].training
+
+
+def test_batch_norm_can_be_left_in_training():
+    model = net()
+    freeze(model, "0", batch_norm=False)
+    assert model.train()[0][1].training
+
+
+def test_copies_stay_in_evaluation():
+    model = nn.Sequential(keep_in_evaluation(nn.BatchNorm2d(3)))
+    twin = copy.deepcopy(model)
+    assert not twin.train()[0].training
+    assert twin[0].train() is twin[0]
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert not torch.load(file, weights_only=False).train()[0].training

@@ -1,0 +1,160 @@
+"""The learning rate as a function of the step alone, against the schedulers of timm and torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from timm.scheduler import create_scheduler_v2
+from torch.optim import lr_scheduler
+
+from hybridpar.config import OptimizerConfig
+from hybridpar.optim.schedule import Plateau, rate_factor
+
+CONFIG = OptimizerConfig(warmup_epochs=2.0, lr_schedule="cosine")
+
+
+def factors(config, total=100, per_epoch=10):
+    return [rate_factor(step, total, per_epoch, config) for step in range(total)]
+
+
+def test_warm_up_is_linear_and_reaches_the_peak():
+    warm = factors(CONFIG)[:20]
+    assert warm == [pytest.approx((step + 1) / 20) for step in range(20)]
+
+
+def test_cosine_falls_from_the_peak_to_zero():
+    rates = factors(CONFIG)[20:]
+    assert rates[0] == 1.0
+    assert rates[40] == pytest.approx(0.5)
+    assert rates == sorted(rates, reverse=True)
+    assert 0 <= rates[-1] < 0.001
+    # Loshchilov and Hutter 2017, equation 5, with a minimum of zero.
+    assert rates[10] == pytest.approx((1 + math.cos(math.pi * 10 / 80)) / 2)
+
+
+def test_step_schedule_divides_by_ten_at_each_fraction():
+    rates = factors(OptimizerConfig(warmup_epochs=0.0, lr_schedule="step", step_epochs=(0.5, 0.75)))
+    assert rates[:50] == [1.0] * 50
+    assert rates[50:75] == [pytest.approx(0.1)] * 25
+    assert rates[75:] == [pytest.approx(0.01)] * 25
+
+
+def test_constant_schedule_keeps_the_peak():
+    assert factors(OptimizerConfig(warmup_epochs=0.0, lr_schedule="constant")) == [1.0] * 100
+
+
+def test_warm_up_takes_at_most_half_of_a_short_run():
+    rates = factors(OptimizerConfig(warmup_epochs=50.0, lr_schedule="constant"), total=10)
+    assert rates[:5] == [pytest.approx(step / 5) for step in range(1, 6)]
+    assert rates[5:] == [1.0] * 5
+
+
+def test_a_run_of_one_step_trains_at_the_peak():
+    assert factors(OptimizerConfig(), total=1) == [1.0]
+
+
+LR, EPOCHS, PER_EPOCH = 0.4, 20, 7
+TOTAL = EPOCHS * PER_EPOCH
+
+
+def ours(**options):
+    """The rate of every step, or of the first step of every epoch."""
+    config = OptimizerConfig(lr=LR, **options)
+    every = PER_EPOCH if config.lr_update == "epoch" else 1
+    rates = [LR * rate_factor(step, TOTAL, PER_EPOCH, config) for step in range(TOTAL)]
+    for step in range(TOTAL):  # the same within an epoch
+        assert rates[step] == rates[step - step % every]
+    return rates[::every]
+
+
+def timms(sched, per_epoch, epochs=EPOCHS, **options):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
+    scheduler, _ = create_scheduler_v2(
+        optimizer, sched, num_epochs=epochs, step_on_epochs=per_epoch, updates_per_epoch=PER_EPOCH, **options
+    )
+    rates = []
+    for time in range(EPOCHS if per_epoch else TOTAL):
+        (scheduler.step if per_epoch else scheduler.step_update)(time)
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+TIMM = [
+    ("cosine", {}, {}),
+    ("cosine", {"min_lr": 0.01, "cooldown_epochs": 3.0}, {"epochs": 17, "min_lr": 0.01}),
+    ("poly", {"lr_power": 0.9, "min_lr": 0.01}, {"decay_rate": 0.9, "min_lr": 0.01}),
+    ("step", {"decay_epochs": 6.0, "decay_rate": 0.5}, {"decay_epochs": 6, "decay_rate": 0.5}),
+    ("wsd", {"min_lr": 0.02}, {"min_lr": 0.02}),
+    ("wsd", {"decay_epochs": 5.0, "cooldown_epochs": 2.0}, {"epochs": 18, "decay_epochs": 5}),
+    ("constant", {}, {}),
+]
+
+
+@pytest.mark.parametrize("per_epoch", [True, False], ids=["epochs", "steps"])
+@pytest.mark.parametrize("prefix", [True, False], ids=["prefix", "inside"])
+@pytest.mark.parametrize(("sched", "options", "other"), TIMM)
+def test_schedules_are_timms(sched, options, other, prefix, per_epoch):
+    warm = 4
+    rates = ours(
+        lr_schedule=sched,
+        warmup_epochs=float(warm),
+        warmup_lr=1e-3,
+        warmup_prefix=prefix,
+        lr_update="epoch" if per_epoch else "step",
+        **options,
+    )
+    # timm adds the warm-up to the epochs where it is a prefix; here the number of epochs is that of the run.
+    epochs = other.get("epochs", EPOCHS) - (warm if prefix else 0)
+    given = {"warmup_lr": 1e-3, "warmup_epochs": warm, "warmup_prefix": prefix, **other, "epochs": epochs}
+    assert rates == pytest.approx(timms(sched, per_epoch, **given), abs=1e-12)
+
+
+def torchs(scheduler):
+    rates = []
+    for _ in range(EPOCHS):
+        rates.append(scheduler.optimizer.param_groups[0]["lr"])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize(
+    ("options", "make"),
+    [
+        ({"lr_schedule": "multistep", "milestones": (5.0, 9.0)}, lambda o: lr_scheduler.MultiStepLR(o, [5, 9], 0.1)),
+        ({"lr_schedule": "exp", "decay_rate": 0.9}, lambda o: lr_scheduler.ExponentialLR(o, 0.9)),
+        ({"lr_schedule": "step", "decay_epochs": 4.0}, lambda o: lr_scheduler.StepLR(o, 4, 0.1)),
+        ({"lr_schedule": "cosine", "min_lr": 0.01}, lambda o: lr_scheduler.CosineAnnealingLR(o, 16, 0.01)),
+        ({"lr_schedule": "poly", "lr_power": 0.9}, lambda o: lr_scheduler.PolynomialLR(o, 16, 0.9)),
+    ],
+)
+def test_schedules_are_torchs_after_torchvisions_warm_up(options, make):
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
+    warm = lr_scheduler.LinearLR(optimizer, start_factor=0.01, total_iters=4)
+    both = lr_scheduler.SequentialLR(optimizer, [warm, make(optimizer)], milestones=[4])
+    mine = ours(warmup_epochs=4.0, warmup_lr=0.01 * LR, lr_update="epoch", **options)
+    assert mine == pytest.approx(torchs(both), rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "poly", "wsd", "exp"])
+def test_no_rate_is_below_the_least(schedule):
+    rates = ours(lr_schedule=schedule, min_lr=0.05, warmup_epochs=0.0, decay_rate=0.5)
+    assert min(rates) >= 0.05 - 1e-12
+    assert rates[-1] < 0.1
+
+
+def test_a_plateau_lowers_the_rate_as_torchs_does_and_survives_a_checkpoint():
+    config = OptimizerConfig(lr=LR, lr_schedule="plateau", patience_epochs=1, min_lr=0.01)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
+    reference = lr_scheduler.ReduceLROnPlateau(optimizer, mode="max", patience=1, factor=0.1, min_lr=0.01)
+    plateau = Plateau(config)
+    for metric in (0.1, 0.5, 0.5, 0.4, 0.4, 0.6, 0.5, 0.5, 0.5, 0.5):
+        plateau.step(metric)
+        again = Plateau(config)
+        again.load_state_dict(plateau.state_dict())
+        plateau = again
+        reference.step(metric)
+        assert LR * plateau.factor == pytest.approx(optimizer.param_groups[0]["lr"])
+    assert plateau.factor < 0.2

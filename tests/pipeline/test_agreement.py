@@ -1,0 +1,142 @@
+"""What the workers agree on in a step, number by number."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hybridpar.comm.world import World, all_reduce_bytes
+from hybridpar.errors import SyncError
+from hybridpar.lanes import Lanes
+from hybridpar.pipeline.agreement import _LAYOUT, HEAD, Agreement, backward_report, decide, forward_report
+from hybridpar.pipeline.step import COMMIT, StepOutcome
+from hybridpar.sync.figures import SyncFigures
+from hybridpar.sync.reducer import check_layout
+from tests.ranks import run_ranks
+
+
+def report(loss=1.0, samples=4, stop=False, save=False, layout=7, batch_norm=None):
+    return forward_report(
+        torch.tensor(loss, dtype=torch.float64), samples, stop=stop, save=save, layout=layout, batch_norm=batch_norm
+    )
+
+
+class Known(StepOutcome):
+    """An outcome whose values are there."""
+
+    sync = SyncFigures()
+
+    def __init__(self, values):
+        self.values = values
+
+    def _value(self, index):
+        return float(self.values[index])
+
+
+def outcome(reports, squares=4.0, *, guard=True, measured=True):
+    return Known(decide(sum(reports), torch.tensor(squares, dtype=torch.float64), guard=guard, measured=measured))
+
+
+def test_summed_reports_are_the_step_of_all_workers():
+    agreed = outcome([report(0.75, 6), report(0.25, 2)])
+    assert agreed.loss == 1.0
+    assert agreed.samples == 8
+    assert agreed.committed
+    assert agreed.grad_norm == 2.0
+    assert not agreed.stop
+    assert not agreed.save
+
+
+@pytest.mark.parametrize("wish", ["stop", "save"])
+def test_the_wish_of_one_worker_counts_for_all(wish):
+    agreed = outcome([report(), report(**{wish: True}), report()])
+    assert getattr(agreed, wish)
+    assert not getattr(agreed, {"stop": "save", "save": "stop"}[wish])
+
+
+@pytest.mark.parametrize("squares", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_rolls_back_under_the_guard_only(squares):
+    guarded = outcome([report()], squares)
+    assert not guarded.committed
+    assert float(guarded.values[COMMIT]) == 0.0
+    assert guarded.grad_norm == math.inf
+    assert outcome([report()], squares, guard=False).committed
+
+
+def test_a_norm_that_nobody_took_is_unknown():
+    assert outcome([report()], 0.0, guard=False, measured=False).grad_norm is None
+    assert outcome([report()], 0.0).grad_norm == 0.0
+
+
+def test_batchnorm_sums_follow_the_head():
+    sums = torch.arange(5, dtype=torch.float64)
+    message = report(batch_norm=sums)
+    assert torch.equal(message[HEAD:], sums)
+    assert message.dtype == torch.float64
+    assert len(report()) == HEAD
+
+
+def test_a_backward_report_is_the_norm_and_who_used_what():
+    message = backward_report(torch.tensor(3.0, dtype=torch.float64), [True, False, True])
+    assert message.tolist() == [3.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("layout", [0, 1, 65535])
+def test_equal_layouts_pass(layout):
+    for workers in (1, 2, 64):
+        check_layout(sum(report(layout=layout) for _ in range(workers))[_LAYOUT:HEAD], workers)
+
+
+@pytest.mark.parametrize("layouts", [(1, 2), (65535, 65534), (5, 5, 6), (0, 65535), (1, 2, 3)])
+def test_different_layouts_are_refused(layouts):
+    with pytest.raises(SyncError, match="do not train the same parameters"):
+        check_layout(sum(report(layout=layout) for layout in layouts)[_LAYOUT:HEAD], len(layouts))
+
+
+@pytest.mark.parametrize(
+    ("payload", "workers", "sent"), [(1000, 1, 0), (1000, 2, 1000), (1000, 4, 1500), (999, 3, 1332)]
+)
+def test_bytes_of_an_all_reduce(payload, workers, sent):
+    assert all_reduce_bytes(payload, workers) == sent
+
+
+def agree(world, lanes, whole=True):
+    return Agreement({}, world, world, lanes, whole=whole)
+
+
+def test_one_worker_alone_counts_its_own_samples():
+    with Lanes("cpu") as lanes:
+        agreement = agree(World(), lanes)
+        assert agreement.lane is lanes.caller
+        assert agreement.count_samples(3)() == 3
+
+
+def count_in_order(world, count):
+    with Lanes("cpu") as lanes:
+        agreement = agree(world, lanes)
+        pending = [agreement.count_samples(10**place * (world.rank + 1)) for place in range(count)]
+        return [one() for one in reversed(pending)]
+
+
+def test_messages_are_summed_in_the_order_they_were_sent():
+    assert run_ranks(count_in_order, 3, 4) == [[6000, 600, 60, 6]] * 3
+
+
+def lose_a_peer(world):
+    with Lanes("cpu") as lanes:
+        agreement = agree(world, lanes)
+        if world.rank == 1:
+            return "left"
+        try:
+            agreement.count_samples(1)()
+        except SyncError as error:
+            return str(error)
+    return "no error"
+
+
+def test_who_waited_for_what_is_in_the_error():
+    first, second = run_ranks(lose_a_peer, 2, timeout=15)
+    assert second == "left"
+    assert "worker 0 of 2 stopped while exchanging sample counts" in first

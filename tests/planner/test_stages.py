@@ -1,0 +1,106 @@
+"""A model is cut into the stages of its plan, the same on all workers, and runs where the plan places them."""
+
+from __future__ import annotations
+
+import torch
+
+from hybridpar.comm.world import World
+from hybridpar.config import TrainConfig
+from hybridpar.errors import HybridparError
+from hybridpar.models import model_fingerprint
+from hybridpar.partition.stage import Stage
+from hybridpar.pipeline.options import PipelineOptions
+from hybridpar.plan import ModelInfo, Plan, ResolvedPlan
+from hybridpar.planner.resolve import resolve
+from hybridpar.planner.stages import cut_model, pipeline_options
+from hybridpar.sync.options import SyncOptions
+from hybridpar.train.trainer import Trainer
+from tests.pipeline.oracle import Residuals, images, seeded
+from tests.planner.test_resolve import placed
+from tests.ranks import run_ranks
+
+EXAMPLE = images(2)[0]
+CPU = torch.device("cpu")
+
+
+def cut(
+    model: torch.nn.Module, config: TrainConfig, world: World, example: torch.Tensor = EXAMPLE
+) -> tuple[ResolvedPlan, list[Stage]]:
+    info = ModelInfo(name="net", fingerprint=model_fingerprint(model), parameters=1)
+    return cut_model(model, example, resolve(config, world.size, model=info), config, world)
+
+
+def options_of(plan: ResolvedPlan, stages: list[Stage], example: torch.Tensor, config: TrainConfig) -> PipelineOptions:
+    return pipeline_options(plan, stages, example, config, SyncOptions(), World(), CPU)
+
+
+def test_the_stages_are_the_models_own() -> None:
+    model = seeded(Residuals)
+    plan, stages = cut(model, TrainConfig(stages=2), World())
+    assert [list(section.units) != [] for section in plan.partition.stages] == [True] * 2
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert sorted(names) == sorted(dict(model.named_parameters()))
+    own = {id(parameter) for parameter in model.parameters()}
+    assert all(id(parameter) in own for stage in stages for parameter in stage.parameters())
+
+
+def test_times_of_the_plan_reach_the_schedule() -> None:
+    config = TrainConfig(stages=2, seed=5, recompute=(1,), sync_lanes=3, schedule="gpipe")
+    plan, stages = cut(seeded(Residuals), config, World())
+    options = options_of(plan, stages, EXAMPLE, config)
+    assert options.forward_ms == tuple(stage.forward_ms for stage in plan.partition.stages)
+    assert options.backward_ms == tuple(stage.backward_ms for stage in plan.partition.stages)
+    twice = options_of(plan, stages, torch.cat([EXAMPLE, EXAMPLE]), config)
+    assert options.backward_ms is not None
+    assert twice.backward_ms == tuple(2 * time for time in options.backward_ms), "times are those of the plan's batch"
+    assert (options.schedule, options.seed, options.recompute, options.sync_lanes) == ("gpipe", 5, (1,), 3)
+
+
+def cut_by_main(world: World) -> tuple[str, list[list[str]]]:
+    plan, stages = cut(seeded(Residuals), TrainConfig(stages=world.size), world)
+    return plan.to_json(), [list(stage.state_dict()) for stage in stages]
+
+
+def test_all_workers_follow_what_rank_0_measured() -> None:
+    first, second = run_ranks(cut_by_main, 2)
+    assert first == second
+
+
+def cannot_be_cut(world: World) -> str:
+    try:
+        cut(torch.nn.Linear(3, 3), TrainConfig(stages=world.size), world, torch.zeros(2, 3))
+    except HybridparError as error:
+        return f"{type(error).__name__}: {error}"
+    return "passed"
+
+
+def test_a_problem_of_rank_0_is_everybodys() -> None:
+    first, second = run_ranks(cannot_be_cut, 2)
+    assert first == second
+    assert "passed" not in first
+
+
+def trained_by(world: World, plan: Plan) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """The stages that this worker ran, and the model after some steps."""
+    batches = [images(4, seed=step) for step in range(3)]
+    config = TrainConfig(plan="none", micro_batches=2)
+    with Trainer(seeded(Residuals), config=config, world=world, plan=plan, example=EXAMPLE) as trainer:
+        for batch in batches:
+            trainer.step(batch)
+        trainer.wait()
+        assert trainer.plan.is_staged
+        trainer.engine.synchronize_buffers()  # the model is whole on all workers then
+        return sorted(trainer.engine.pipeline.stages), dict(trainer.engine.model_state())
+
+
+def test_stages_run_on_the_workers_that_the_plan_names() -> None:
+    ((stages, alone),) = run_ranks(trained_by, 1, placed(3, (0, 0), (1, 0), (2, 0)))
+    assert stages == [0, 1, 2]
+    for places in [((1, 0), (0, 0), (1, 0)), ((1, 0), (1, 0), (0, 0))]:
+        moved = run_ranks(trained_by, 2, placed(3, *places))
+        assert [stages for stages, _ in moved] == [
+            [stage for stage in range(3) if places[stage][0] == rank] for rank in range(2)
+        ]
+        for name, tensor in alone.items():
+            assert torch.equal(tensor, moved[0][1][name])
+            assert torch.equal(tensor, moved[1][1][name])
