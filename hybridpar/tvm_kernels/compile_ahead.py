@@ -20,7 +20,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Compiled:
-    """A candidate that was compiled and not measured; attributes as `KernelRecord` has them."""
+    """A candidate that was compiled and not measured, with what a `KernelRecord` takes from it.
+
+    Attributes:
+        parameters: Of the schedule, by name.
+        predicted_ms: Milliseconds that the cost model predicts.
+        floor_ms: Milliseconds that neither arithmetic nor memory can beat; None where they are not known.
+        cubin: File of the machine code, relative to the database's directory.
+        align: What the addresses of all tensors are multiples of.
+        ms: None: nothing was measured.
+        stock_ms: Likewise.
+        noise: 0, as there are no measurements that could differ.
+        final: True, so that it is recorded.
+    """
 
     parameters: dict[str, int]
     predicted_ms: float

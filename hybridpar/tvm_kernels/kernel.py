@@ -277,10 +277,16 @@ def _parameters_of(record: Record) -> dict[str, int]:
 
 
 class AnyKernel(Protocol):
-    """What the op runs, on the CPU or a GPU; `TunedKernel` says what its methods do."""
+    """A kernel for the CPU or a GPU, as the operation `depthwise_conv2d` runs it."""
 
-    def takes(self, *tensors: Tensor) -> bool: ...  # noqa: D102
+    def takes(self, *tensors: Tensor) -> bool:
+        """Whether the addresses are aligned as the kernel needs it.
 
-    def __call__(  # noqa: D102
-        self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor
-    ) -> None: ...
+        Args:
+            tensors: Operands.
+        """
+        ...
+
+    def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> None:
+        """Compute, as `TunedKernel` does it."""
+        ...

@@ -63,6 +63,23 @@ class Record(BaseModel):
 
     The rival's is the median of interleaved pairs, the kernel's is that over the median of the pairs' ratios. With one
     thread they are time of the CPU, without what other processes took; with more they are time of the clock.
+
+    Attributes:
+        device: Fingerprint of the CPU or GPU.
+        threads: Threads that computed it.
+        versions: By name, versions that the times depend on; see `Operation.versions`.
+        error: Largest difference from float64, relative to the largest value; None where it was not measured.
+        stock_error: The same of torch, on the same data.
+        noise: Relative distance between measurements of the ratio of both times, the worst of them.
+        tuned_at: Seconds since the epoch; records of one search share it.
+        version: Of the format of records.
+        op: Name of the operation.
+        dtype: Of all tensors.
+        layout: Of activations.
+        ms: Of the kernel; None where it was compiled and not measured.
+        stock_ms: Of its rival.
+        layout_ms: Of torch in the layout of the record; None where that is its faster one.
+        floor_ms: What neither arithmetic nor memory can beat; None where that is not known.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True, populate_by_name=True)

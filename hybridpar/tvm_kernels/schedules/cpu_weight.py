@@ -124,7 +124,7 @@ class Weight(ConvWriter):
         channel = self._channel(block)
         for start in range(0, wide, self.tap_columns):
             columns = range(start, min(start + self.tap_columns, wide))
-            for tap, count in pieces(self.w, tall, self.tap_rows):
+            for tap, count in pieces(self.w, tall, self.tap_rows, loop=True):
                 self._taps(image, top, bottom, channel, own + block * self.lanes, tap, count, columns)
 
     def _taps(

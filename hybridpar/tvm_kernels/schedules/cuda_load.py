@@ -70,7 +70,7 @@ class TileWriter:
         """Channels of an element of the tile as float32."""
         w = self.w
         place = shared_unit(self.tile, unit, row, spot)
-        if self.vector == 1:
+        if self.vector == 1 and not self.tile.weight:  # there it would be other machine code than was measured
             return [w.keep(w.widened(self.dtype, self.shared[place]))]
         stored = w.local(self.vector, STORED[self.dtype])
         w.store(stored, w.lanes(0, self.vector), self.shared[w.lanes(place, self.vector)])

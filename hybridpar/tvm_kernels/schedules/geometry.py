@@ -220,19 +220,20 @@ def share(w: Writer, number: Any, total: Any, parts: int) -> tuple[Any, Any]:
     return low, high
 
 
-def pieces(w: Writer, size: int, step: int) -> Iterator[tuple[Any, int]]:
+def pieces(w: Writer, size: int, step: int, loop: bool = False) -> Iterator[tuple[Any, int]]:
     """Divides a range into pieces: whole ones in a loop around what the caller writes next, then a shorter one.
 
     Args:
         w: Writes the loop.
         size: End of the range, which starts at 0.
         step: Size of a whole piece.
+        loop: Write the loop also where there is one whole piece.
 
     Yields:
         Begin and size of a piece.
     """
     whole, rest = divmod(size, step)
-    if whole == 1:
+    if whole == 1 and not loop:
         yield w.t.int64(0), step
     elif whole:
         with w.t.serial(w.t.int64(0), w.t.int64(whole)) as index:
