@@ -72,27 +72,13 @@ class ConvBench(Bench):
         return x, gradient, self._weight.to(device)
 
     def run(self, kernel: Any) -> Tensor:
-        """Call a kernel as a caller would, and allocate its result.
-
-        Args:
-            kernel: Called with two operands, None and the result.
-
-        Returns:
-            The result.
-        """
+        """Call a kernel as a caller would, and allocate its result."""
         out = torch.empty_like(self._like)
         kernel(self._first, self._second, None, out)
         return out
 
     def errors(self, kernel: Any) -> tuple[float, float]:
-        """Largest difference from float64 of a kernel's result and of torch's.
-
-        Args:
-            kernel: Called with two operands, None and the result.
-
-        Returns:
-            That of the kernel and that of torch, relative to the largest value.
-        """
+        """Largest difference from float64 of a kernel's result and of torch's."""
         return self.error(kernel), self.stock_error
 
     def error(self, kernel: Any) -> float:

@@ -103,11 +103,7 @@ class NormBench(Bench):
         self._running = torch.zeros(shape.channels), torch.ones(shape.channels)
 
     def run(self, kernel: Any) -> None:
-        """Forward and backward by the kernels.
-
-        Args:
-            kernel: As `fused_batch_norm_act`.
-        """
+        """Forward and backward by the kernels."""
         x, gradient = self._next()
         y = kernel(x, self._weight, self._bias, *self._running, True, 0.1, EPS, self.shape.act)
         torch.autograd.grad(y, (x, self._weight, self._bias), gradient)
@@ -127,14 +123,7 @@ class NormBench(Bench):
         return self._inputs[own], self._gradients[own]
 
     def errors(self, kernel: Any) -> tuple[float, float]:
-        """The largest error of result and gradients against float64, each relative to its largest value.
-
-        Args:
-            kernel: As `fused_batch_norm_act`.
-
-        Returns:
-            That of the kernels and that of torch in float32; of many rows only a part is computed.
-        """
+        """The largest error of result and gradients against float64, each relative to its largest value."""
         draw, shape = torch.Generator().manual_seed(self.seed), self.shape
         part = NormShape(min(shape.rows, max(2, _CHECKED // shape.channels)), shape.channels, shape.act)
         x, gradient = images(part, draw), images(part, draw)
@@ -169,110 +158,42 @@ class BatchNormAct(Operation):
     share = 0.25
 
     def without_kernels(self, key: KernelKey) -> str:
-        """Why there are no kernels for a key.
-
-        Args:
-            key: What is to be computed, and where.
-
-        Returns:
-            A reason in words; empty where there are kernels.
-        """
+        """Why there are no kernels for a key."""
         for own, only in ((key.layout, Layout.CHANNELS_LAST), (key.dtype, "float32")):
             if own != only:
                 return f"there are kernels for {only} alone"
         return ""
 
     def reject(self, key: KernelKey, parameters: Parameters) -> str | None:
-        """Why parameters make no kernel: there are none.
-
-        Args:
-            key: What is to be computed, and where.
-            parameters: Parameters of a candidate.
-
-        Returns:
-            A reason in words; None where they make a kernel.
-        """
+        """Why parameters make no kernel: there are none."""
         return self.without_kernels(key) or ("a norm has no parameters" if parameters else None)
 
     def space(self, key: KernelKey, parts: Sequence[Parameters]) -> list[tuple[dict[str, int], float]]:
-        """The one candidate.
-
-        Args:
-            key: What is to be computed, and where.
-            parts: Parameters of the kernels that the operation's `parts` run on.
-
-        Returns:
-            Parameters of each candidate and its predicted cost.
-        """
+        """The one candidate."""
         return [] if self.without_kernels(key) else [({}, 0.0)]
 
     def load(
         self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
     ) -> Any:
-        """What computes it.
-
-        Args:
-            key: What is to be computed, and where.
-            parameters: Parameters of a candidate.
-            names: Functions in the image.
-            image: What the compiler returned.
-            session: Where a search loads machine code; None to keep it loaded.
-
-        Returns:
-            The kernel.
-
-        Raises:
-            KernelsUnavailable: It cannot be loaded.
-        """
+        """What computes it."""
         if not norm_kernels.table():
             raise KernelsUnavailable("see the log for why; HYBRIDPAR_KERNELS must not be off")
         return fused_batch_norm_act
 
     def bench(self, key: KernelKey, seed: int, parts: Sequence[Any]) -> NormBench:
-        """Random images and gradients.
-
-        Args:
-            key: What is to be computed, and where.
-            seed: Seed of the data.
-            parts: Kernels that the operation's `parts` run on.
-
-        Returns:
-            The bench.
-        """
+        """Random images and gradients."""
         return NormBench(key.shape, key.threads, seed)
 
     def measure_speed(self, builder: Builder) -> Any:
-        """The speed of copies.
-
-        Args:
-            builder: Compiles what is timed.
-
-        Returns:
-            What `floor_ms` takes.
-        """
+        """The speed of copies."""
         return measure_copies()
 
     def floor_ms(self, key: KernelKey, speed: Any) -> float | None:
-        """Time of the least passes over memory.
-
-        Args:
-            key: What is to be computed, and where.
-            speed: What `measure_speed` returned.
-
-        Returns:
-            Milliseconds.
-        """
+        """Time of the least passes over memory."""
         return norm_floor_ms(key.shape, speed, key.threads)
 
     def weight(self, key: KernelKey) -> float:
-        """Bytes of its input.
-
-        Args:
-            key: What is to be computed, and where.
-
-        Returns:
-            A number to compare with those of other keys of the operation.
-        """
+        """Bytes of its input."""
         return float(key.shape.bytes)
 
 

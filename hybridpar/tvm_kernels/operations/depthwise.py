@@ -37,27 +37,11 @@ class Depthwise(Operation):
     own_versions: ClassVar[Mapping[str, str]] = {"schedules": "2"}
 
     def reject(self, key: KernelKey, parameters: Parameters) -> str | None:
-        """Why parameters make no kernel, or None.
-
-        Args:
-            key: What is to be computed, and where.
-            parameters: Parameters of a candidate.
-
-        Returns:
-            A reason in words; None where they make a kernel.
-        """
+        """Why parameters make no kernel, or None."""
         return reject(key.shape, Direction(key.direction), key.layout, parameters)
 
     def space(self, key: KernelKey, parts: Sequence[Parameters]) -> list[tuple[dict[str, int], float]]:
-        """Candidates, each with its cycles.
-
-        Args:
-            key: What is to be computed, and where.
-            parts: Parameters of the kernels that the operation's `parts` run on.
-
-        Returns:
-            Parameters of each candidate and its predicted cost.
-        """
+        """Candidates, each with its cycles."""
         shape, direction, layout, threads, machine = *_what(key), key.threads, this_machine()
         return [
             (one, estimate(shape, direction, one, threads, machine, layout).cycles)
@@ -65,82 +49,29 @@ class Depthwise(Operation):
         ]
 
     def variant(self, key: KernelKey, parameters: Parameters) -> Variant:
-        """A candidate as something to compile.
-
-        Args:
-            key: What is to be computed, and where.
-            parameters: Parameters of a candidate.
-
-        Returns:
-            It has the properties `request` and `path`.
-        """
+        """A candidate as something to compile."""
         return Variant(*_what(key), parameters)
 
     def load(
         self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
     ) -> Any:
-        """A `TunedKernel`.
-
-        Args:
-            key: What is to be computed, and where.
-            parameters: Parameters of a candidate.
-            names: Functions in the image.
-            image: What the compiler returned.
-            session: Where a search loads machine code; None to keep it loaded.
-
-        Returns:
-            The kernel.
-
-        Raises:
-            KernelsUnavailable: It cannot be loaded.
-        """
+        """A `TunedKernel`."""
         return load_image(self.variant(key, parameters), names, image, session, key.threads)
 
     def bench(self, key: KernelKey, seed: int, parts: Sequence[Any]) -> ConvBench:
-        """Random images, weights and gradients.
-
-        Args:
-            key: What is to be computed, and where.
-            seed: Seed of the data.
-            parts: Kernels that the operation's `parts` run on.
-
-        Returns:
-            The bench.
-        """
+        """Random images, weights and gradients."""
         return ConvBench(*_what(key), key.threads, seed)
 
     def measure_speed(self, builder: Builder) -> Any:
-        """Multiply-adds and bytes a second.
-
-        Args:
-            builder: Compiles what is timed.
-
-        Returns:
-            What `floor_ms` takes.
-        """
+        """Multiply-adds and bytes a second."""
         return measure_speed(builder)
 
     def floor_ms(self, key: KernelKey, speed: Speed) -> float | None:
-        """What neither arithmetic nor copying the operands once can beat.
-
-        Args:
-            key: What is to be computed, and where.
-            speed: What `measure_speed` returned.
-
-        Returns:
-            Milliseconds.
-        """
+        """What neither arithmetic nor copying the operands once can beat."""
         return speed.floor_ms(key.shape.multiply_adds, key.shape.least_bytes, key.threads)
 
     def weight(self, key: KernelKey) -> float:
-        """A floor in milliseconds, of a common CPU.
-
-        Args:
-            key: What is to be computed, and where.
-
-        Returns:
-            A number to compare with those of other keys of the operation.
-        """
+        """A floor in milliseconds, of a common CPU."""
         floors = key.shape.multiply_adds / _MULTIPLY_ADDS, key.shape.least_bytes / _BYTES
         return 1e3 * float(max(floors)) / key.threads
 

@@ -102,14 +102,7 @@ class ConvNormBench(Bench):
         return self._normed(self.convolved(self.alone)[0], None)
 
     def run(self, kernel: TunedKernel) -> Tensor:
-        """Forward of both, with a convolution that leaves the moments of its result.
-
-        Args:
-            kernel: Computes the convolution and its moments.
-
-        Returns:
-            The norm's result, (N, C, OH, OW).
-        """
+        """Forward of both, with a convolution that leaves the moments of its result."""
         y, scratch = self.convolved(kernel)
         return self._normed(y, moments_in(scratch, y.shape[1]))
 
@@ -131,14 +124,7 @@ class ConvNormBench(Bench):
         return norm_kernels.forward(*given, moments)[0]
 
     def errors(self, kernel: TunedKernel) -> tuple[float, float]:
-        """Errors of the moments, as `moments_error` defines them.
-
-        Args:
-            kernel: Computes the convolution and its moments.
-
-        Returns:
-            That of the kernel, infinite where the convolution itself is wrong, and that of torch.
-        """
+        """Errors of the moments, as `moments_error` defines them."""
         error, stock_error = self._check.errors(kernel)
         if not is_right(error, Direction.FORWARD, "float32", stock_error):
             return math.inf, 0.0
@@ -187,95 +173,34 @@ class DepthwiseBatchNormAct(Operation):
     share = 0.1
 
     def parts(self, key: KernelKey) -> tuple[KernelKey, ...]:
-        """The convolution and the norm.
-
-        Args:
-            key: What is to be computed, and where.
-
-        Returns:
-            Keys of the operations that this one is made of.
-        """
+        """The convolution and the norm."""
         where = key.threads, key.device
         alone = KernelKey(Direction.FORWARD, key.shape.convolution, Layout.CHANNELS_LAST, *where)
         return alone, norm_key(key.shape.norm, *where)
 
     def reject(self, key: KernelKey, parameters: Parameters) -> str | None:
-        """Why parameters make no kernel, or None.
-
-        Args:
-            key: What is to be computed, and where.
-            parameters: Parameters of a candidate.
-
-        Returns:
-            A reason in words; None where they make a kernel.
-        """
+        """Why parameters make no kernel, or None."""
         return reject(key.shape.convolution, Direction.FORWARD, Layout.CHANNELS_LAST, parameters)
 
     def space(self, key: KernelKey, parts: Sequence[Parameters]) -> list[tuple[dict[str, int], float]]:
-        """The convolution's own kernel, with results written to the caches and past them.
-
-        Args:
-            key: What is to be computed, and where.
-            parts: Parameters of the kernels that the operation's `parts` run on.
-
-        Returns:
-            Parameters of each candidate and its predicted cost.
-        """
+        """The convolution's own kernel, with results written to the caches and past them."""
         both = [({**parts[0], "stream": stream}, float(stream)) for stream in (0, 1)]
         return [(one, cost) for one, cost in both if self.reject(key, one) is None]
 
     def variant(self, key: KernelKey, parameters: Parameters) -> MomentsVariant:
-        """A candidate as something to compile.
-
-        Args:
-            key: What is to be computed, and where.
-            parameters: Parameters of a candidate.
-
-        Returns:
-            It has the properties `request` and `path`.
-        """
+        """A candidate as something to compile."""
         return MomentsVariant(key.shape.convolution, Direction.FORWARD, Layout.CHANNELS_LAST, parameters)
 
     def load(
         self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
     ) -> Any:
-        """A `TunedKernel`.
-
-        Args:
-            key: What is to be computed, and where.
-            parameters: Parameters of a candidate.
-            names: Functions in the image.
-            image: What the compiler returned.
-            session: Where a search loads machine code; None to keep it loaded.
-
-        Returns:
-            The kernel.
-
-        Raises:
-            KernelsUnavailable: It cannot be loaded.
-        """
+        """A `TunedKernel`."""
         return load_image(self.variant(key, parameters), names, image, session, key.threads)
 
     def bench(self, key: KernelKey, seed: int, parts: Sequence[Any]) -> ConvNormBench:
-        """Random images and weights, and the convolution's own kernel.
-
-        Args:
-            key: What is to be computed, and where.
-            seed: Seed of the data.
-            parts: Kernels that the operation's `parts` run on.
-
-        Returns:
-            The bench.
-        """
+        """Random images and weights, and the convolution's own kernel."""
         return ConvNormBench(key.shape, parts[0], seed)
 
     def weight(self, key: KernelKey) -> float:
-        """Bytes of the norm's input.
-
-        Args:
-            key: What is to be computed, and where.
-
-        Returns:
-            A number to compare with those of other keys of the operation.
-        """
+        """Bytes of the norm's input."""
         return float(key.shape.norm.bytes)

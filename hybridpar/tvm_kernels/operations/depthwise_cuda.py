@@ -39,61 +39,23 @@ class DepthwiseCuda(Operation):
     pace = Pace(liked=8, glance=0.05, longest=0.5, reserved=0.15, pairs=9, benches=1)
 
     def reject(self, key: KernelKey, parameters: Parameters) -> str | None:
-        """Why parameters make no kernel, or None.
-
-        Args:
-            key: What is to be computed, and where.
-            parameters: Parameters of a candidate.
-
-        Returns:
-            A reason in words; None where they make a kernel.
-        """
+        """Why parameters make no kernel, or None."""
         return reject(key.shape, Direction(key.direction), key.layout, key.dtype, parameters)
 
     def space(self, key: KernelKey, parts: Sequence[Parameters]) -> list[tuple[dict[str, int], float]]:
-        """Candidates that an SM can hold, each with its seconds.
-
-        Args:
-            key: What is to be computed, and where.
-            parts: Parameters of the kernels that the operation's `parts` run on.
-
-        Returns:
-            Parameters of each candidate and its predicted cost.
-        """
+        """Candidates that an SM can hold, each with its seconds."""
         what, gpu = (key.shape, Direction(key.direction), key.layout, key.dtype), gpu_of(key.device)
         found = [(one, estimate(*what, one, gpu).seconds) for one in candidates(*what, gpu)]
         return [(one, seconds) for one, seconds in found if seconds < float("inf")]
 
     def variant(self, key: KernelKey, parameters: Parameters) -> CudaVariant:
-        """A candidate as something to compile.
-
-        Args:
-            key: What is to be computed, and where.
-            parameters: Parameters of a candidate.
-
-        Returns:
-            It has the properties `request` and `path`.
-        """
+        """A candidate as something to compile."""
         return CudaVariant(key.shape, Direction(key.direction), key.layout, key.dtype, parameters)
 
     def load(
         self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
     ) -> Any:
-        """A `CudaKernel`, on the current device. What a search compiles is not cached, and must not spill registers.
-
-        Args:
-            key: What is to be computed, and where.
-            parameters: Parameters of a candidate.
-            names: Functions in the image.
-            image: What the compiler returned.
-            session: Where a search loads machine code; None to keep it loaded.
-
-        Returns:
-            The kernel.
-
-        Raises:
-            KernelsUnavailable: It cannot be loaded.
-        """
+        """A `CudaKernel`, on the current device. What a search compiles is not cached, and must not spill registers."""
         variant, architecture = self.variant(key, parameters), key.device.rpartition(" ")[2]
         if session is not None:
             return cuda_kernel.load_cubin(variant, compile_unspilled(image, architecture).code, _current())
@@ -104,50 +66,19 @@ class DepthwiseCuda(Operation):
         return kernel
 
     def bench(self, key: KernelKey, seed: int, parts: Sequence[Any]) -> ConvBench:
-        """Random images, weights and gradients on the current device.
-
-        Args:
-            key: What is to be computed, and where.
-            seed: Seed of the data.
-            parts: Kernels that the operation's `parts` run on.
-
-        Returns:
-            The bench.
-        """
+        """Random images, weights and gradients on the current device."""
         what = key.shape, key.direction, key.layout
         return ConvBench(*what, 1, seed, key.dtype, torch.device("cuda", _current()))
 
     def measure_speed(self, builder: Builder) -> Any:
-        """Nothing: what a GPU can do is in its data sheet.
-
-        Args:
-            builder: Compiles what is timed.
-
-        Returns:
-            What `floor_ms` takes.
-        """
+        """Nothing: what a GPU can do is in its data sheet."""
 
     def floor_ms(self, key: KernelKey, speed: Any) -> float | None:
-        """What neither arithmetic nor memory can beat.
-
-        Args:
-            key: What is to be computed, and where.
-            speed: What `measure_speed` returned.
-
-        Returns:
-            Milliseconds.
-        """
+        """What neither arithmetic nor memory can beat."""
         return gpu_of(key.device).floor_ms(key.shape.multiply_adds, key.shape.least_bytes * ITEM[key.dtype] // 4)
 
     def weight(self, key: KernelKey) -> float:
-        """Its floor.
-
-        Args:
-            key: What is to be computed, and where.
-
-        Returns:
-            A number to compare with those of other keys of the operation.
-        """
+        """Its floor."""
         return self.floor_ms(key, None) or 0.0
 
 
