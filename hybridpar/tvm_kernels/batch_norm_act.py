@@ -149,15 +149,14 @@ def fused_batch_norm_act(*given: *Given) -> Tensor:
     Returns:
         (N, C, H, W), laid out as x is.
     """
-    x, weight, bias, mean, variance, training, momentum, eps, act = given
+    x, weight, bias, _, _, training, *_ = given
     moments = take_moments(x) if training else None
     if torch.is_grad_enabled() and (
         x.requires_grad or (weight is not None and weight.requires_grad) or (bias is not None and bias.requires_grad)
     ):
         result: Tensor = _BatchNormThen.apply(*given, moments)
         return result
-    running = None if mean is None or variance is None else (mean, variance)
-    return norm_kernels.forward(x, weight, bias, running, training, momentum, eps, act, moments)[0]
+    return norm_kernels.forward(*given, moments)[0]
 
 
 class _BatchNormThen(torch.autograd.Function):
@@ -165,11 +164,10 @@ class _BatchNormThen(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *given: *tuple[*Given, Tensor | None]) -> Tensor:
-        x, weight, bias, mean, variance, training, momentum, eps, act, moments = given
-        running = None if mean is None or variance is None else (mean, variance)
-        y, statistics = norm_kernels.forward(x, weight, bias, running, training, momentum, eps, act, moments)
+        x, *_, training, _, _, ctx.act, _ = given
+        y, statistics = norm_kernels.forward(*given)
         ctx.save_for_backward(x, statistics)
-        ctx.act, ctx.fixed = act, not training
+        ctx.fixed = not training
         return y
 
     @staticmethod
@@ -223,8 +221,7 @@ def _forward(
             "The kernels take float32 on a CPU, channels last, with at least two values per channel.",
             "Call torch.ops.hybridpar.batch_norm_act, which falls back to torch.",
         )
-    running = None if mean is None or variance is None else (mean, variance)
-    return norm_kernels.forward(x, weight, bias, running, training, 0.0, eps, act)
+    return norm_kernels.forward(x, weight, bias, mean, variance, training, 0.0, eps, act)
 
 
 def _forward_fake(

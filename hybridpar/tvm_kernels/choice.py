@@ -155,7 +155,7 @@ class Choices:
                     self._enter(Decision(key, None, record if wanted() else None, why))
                 else:
                     winners[key] = record
-            made = self._made([*winners.values()]) if winners else ()
+            made = self._make([*winners.values()]) if winners else ()
             for (key, record), kernel in zip(winners.items(), made, strict=True):
                 if isinstance(kernel, KernelsUnavailable):
                     _log.warning("no kernel for %s, torch is used: %s", key.text, kernel)
@@ -181,9 +181,6 @@ class Choices:
     def _enter(self, decision: Decision) -> None:
         self._decided[decision.key] = decision
         _log.info("%s", decision.text)
-
-    def _made(self, records: Sequence[Record]) -> Sequence[Any]:
-        return self._make(records)
 
     @cached_property
     def digest(self) -> str:

@@ -1,8 +1,7 @@
 """Finds the layers of a model that can be tuned, with the shapes and layouts that reach them.
 
-A forward pass without values costs neither time nor memory, and shows every convolution and every norm with the shape
-and the layout that reach it. The fastest way is `outline`; a model that does not run like that is run on torch's fake
-tensors, and one that needs values for real.
+A forward pass on torch's fake tensors, which have no values, costs a fraction of a second, and shows every convolution
+and every norm with the shape and the layout that reach it. A model that needs values is run for real.
 """
 
 from __future__ import annotations
@@ -16,9 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hybridpar.errors import UsageError
+from hybridpar.tvm_kernels.call_plan import layout_of
+from hybridpar.tvm_kernels.conv_bench import FORMATS
 from hybridpar.tvm_kernels.moments import behind
 from hybridpar.tvm_kernels.norm_swap import find_norms, fused_norms
-from hybridpar.tvm_kernels.outline import run_outlined
 from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout, NormShape
 
 
@@ -176,12 +176,6 @@ def _look(
     Raises:
         UsageError: It allows none.
     """
-    try:
-        with torch.random.fork_rng(devices=[]):
-            run_outlined(model, _input(sizes, layout, dtype, "meta"))
-        return
-    except Exception:  # any error of the model is raised again below
-        forget()
     example = _input(sizes, layout, dtype, next(model.parameters()).device)
     try:
         fake = FakeTensorMode()
@@ -206,23 +200,15 @@ def _noting(name: str, seen: list[DepthwiseLayer]) -> Any:
         x = inputs[0]
         if x.ndim != 4:
             return
-        batch, channels, height, width = map(int, x.shape)
-        shape = ConvShape(
-            batch,
-            channels,
-            height,
-            width,
-            (module.kernel_size[0], module.kernel_size[1]),
-            (module.stride[0], module.stride[1]),
-            number_padding(module),
-            (module.dilation[0], module.dilation[1]),
-        )
+        pairs = (module.kernel_size, module.stride, number_padding(module), module.dilation)
+        shape = ConvShape(*map(int, x.shape), *((rows, columns) for rows, columns in pairs))  # type: ignore[arg-type]
         needs = [Direction.FORWARD]
         if x.requires_grad:
             needs.append(Direction.INPUT_GRADIENT)
         if module.weight.requires_grad:
             needs.append(Direction.WEIGHT_GRADIENT)
-        seen.append(DepthwiseLayer(name, shape, _layout_of(x), tuple(needs)))
+        # Images of one pixel lie either way; torch takes them for contiguous ones.
+        seen.append(DepthwiseLayer(name, shape, layout_of(x) or Layout.CONTIGUOUS, tuple(needs)))
 
     return note
 
@@ -266,15 +252,8 @@ def _noting_norm(name: str, act: str, convolution: str | None, seen: list[NormLa
     return note
 
 
-def _layout_of(x: Tensor) -> Layout:
-    """Where both would be right, as with images of one pixel, it is what torch takes it for."""
-    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return Layout.CHANNELS_LAST if last else Layout.CONTIGUOUS
-
-
 def _input(sizes: Sequence[int], layout: Layout, dtype: torch.dtype, device: Any) -> Tensor:
-    form = torch.channels_last if layout is Layout.CHANNELS_LAST else torch.contiguous_format
-    return torch.zeros(tuple(sizes), dtype=dtype, device=device).contiguous(memory_format=form)
+    return torch.zeros(tuple(sizes), dtype=dtype, device=device).contiguous(memory_format=FORMATS[layout])
 
 
 def _run(model: nn.Module, state: dict[str, Tensor], example: Tensor) -> None:

@@ -104,7 +104,8 @@ def forward(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    running: tuple[Tensor, Tensor] | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
     training: bool,
     momentum: float,
     eps: float,
@@ -117,7 +118,8 @@ def forward(
         x: (N, C, H, W), channels last.
         weight: (C), or None for ones.
         bias: (C), or None for zeros.
-        running: Running mean and variance, (C) each; None for none.
+        mean: The running mean, (C); None for none.
+        variance: The running variance, (C); None where there is no mean.
         training: Whether to normalise by the statistics of the batch, and to move the running ones by them.
         momentum: How far the running statistics move.
         eps: Added to the variance.
@@ -132,12 +134,12 @@ def forward(
     y = torch.empty_like(x)
     statistics = torch.empty(norm_rows.TABLE_ROWS, plan.width)
     scratch = plan.scratch() if moments is None else moments
-    operands = (x, weight, bias, *(running or (None, None)), y, statistics, scratch)
+    operands = (x, weight, bias, mean, variance, y, statistics, scratch)
     addresses = [0 if one is None else one.data_ptr() for one in operands]
     phases = norm_rows.JOIN | norm_rows.APPLY
     if training:
         phases |= norm_rows.REDUCE if moments is None else norm_rows.GIVEN
-        phases |= 0 if running is None else norm_rows.TRACK
+        phases |= 0 if mean is None else norm_rows.TRACK
     else:
         phases |= norm_rows.FIXED
     kernel = table()[f"norm_forward_{activation}"]

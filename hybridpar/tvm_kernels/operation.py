@@ -347,19 +347,6 @@ def operation_of(key: KernelKey) -> Operation:
     return found
 
 
-def versions_of(name: str) -> dict[str, str]:
-    """Versions that records of an operation need to be used.
-
-    Args:
-        name: Of the operation.
-
-    Returns:
-        Versions by name of what they are of; empty for an operation that is not known.
-    """
-    operation = named_operation(name)
-    return {} if operation is None else dict(operation.versions)
-
-
 def whole_numbers(parameters: Mapping[str, object]) -> dict[str, int]:
     """Those parameters of a record that are whole numbers, as all of a kernel's are.
 

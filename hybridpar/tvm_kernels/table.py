@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,18 +94,6 @@ def rows_of(database: Database, only: Collection[KernelKey] | None = None) -> li
 def _ordered() -> list[Operation]:
     """The operations in the order of tables and pictures."""
     return sorted({name: one for (name, _), one in operations().items()}.values(), key=lambda one: -len(one.limits))
-
-
-def as_json(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """Rows as plain values.
-
-    Args:
-        rows: Of any operations.
-
-    Returns:
-        A dictionary for each row, by the names of the fields.
-    """
-    return [asdict(row) for row in rows]
 
 
 def table_of(rows: Sequence[Row]) -> Table:

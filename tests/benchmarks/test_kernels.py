@@ -124,7 +124,7 @@ def test_the_pairs_sides_run_as_they_are_called_and_give_the_same(monkeypatch: p
     compute = norm_kernels.forward
 
     def forward(*args: Any) -> Any:
-        given.append(args[8] is not None)
+        given.append(args[9] is not None)
         return compute(*args)
 
     monkeypatch.setattr(norm_kernels, "forward", forward)

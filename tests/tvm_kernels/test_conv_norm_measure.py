@@ -65,7 +65,7 @@ def test_a_pair_is_measured_as_it_would_run(
     compute = norm_kernels.forward
 
     def forward(*args: object) -> object:
-        given.append(args[8] is not None)
+        given.append(args[9] is not None)
         return compute(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(norm_kernels, "forward", forward)

@@ -13,7 +13,7 @@ from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.database import Database, read_database
 from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.measure import Bench, Timing
-from hybridpar.tvm_kernels.operation import KernelKey, versions_of
+from hybridpar.tvm_kernels.operation import KernelKey, operations
 from hybridpar.tvm_kernels.operations.batch_norm import BatchNormAct, NormBench, norm_floor_ms, norm_key
 from hybridpar.tvm_kernels.search import Progress, search_all
 from hybridpar.tvm_kernels.shapes import NormShape
@@ -154,7 +154,7 @@ def test_everything_is_measured_once_the_largest_first_and_kept(tmp_path: Path) 
     record = read.best(KEYS[0])
     assert record is not None
     assert (record.ms, record.stock_ms, record.floor_ms, record.error) == (1.0, 2.0, 0.5, 1e-7)
-    assert record.versions == versions_of("batch_norm_act")
+    assert record.versions == dict(operations()["batch_norm_act", "cpu"].versions)
     assert search_all(KEYS, file, 3.0, tuner=measured).skipped == 3
     assert search_all(KEYS, file, 3.0, tuner=measured, again=True).tuned == 3
 

@@ -120,7 +120,7 @@ class ConvNormBench(Bench):
         return y, kernel.run(x, self._weight, None, y)
 
     def _normed(self, y: Tensor, moments: Tensor | None) -> Tensor:
-        given = (y, *self._parameters, self._running, True, 0.1, EPS, self.shape.act)
+        given = (y, *self._parameters, *self._running, True, 0.1, EPS, self.shape.act)
         return norm_kernels.forward(*given, moments)[0]
 
     def errors(self, kernel: TunedKernel) -> tuple[float, float]:

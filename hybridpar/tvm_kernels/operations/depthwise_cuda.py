@@ -9,7 +9,6 @@ import torch
 
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.codegen.compile_pool import Builder
 from hybridpar.codegen.cuda_driver import driver
 from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, cubin
 from hybridpar.tvm_kernels import cuda_kernel
@@ -69,9 +68,6 @@ class DepthwiseCuda(Operation):
         """Random images, weights and gradients on the current device."""
         what = key.shape, key.direction, key.layout
         return ConvBench(*what, 1, seed, key.dtype, torch.device("cuda", _current()))
-
-    def measure_speed(self, builder: Builder) -> Any:
-        """Nothing: what a GPU can do is in its data sheet."""
 
     def floor_ms(self, key: KernelKey, speed: Any) -> float | None:
         """What neither arithmetic nor memory can beat."""
