@@ -11,8 +11,8 @@ from typing import Any
 
 from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder
+from hybridpar.tvm_kernels import cuda_kernel
 from hybridpar.tvm_kernels.operation import KernelKey, operation_of
-from hybridpar.tvm_kernels.operations.depthwise_cuda import compile_unspilled
 from hybridpar.tvm_kernels.search import KEPT, SearchReport, search_all
 
 _log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ def compiled_candidates(key: KernelKey, builder: Builder, count: int) -> Iterato
         request = operation.request(key, parameters)
         assert request is not None, "sources of a GPU are always written"
         try:
-            code = compile_unspilled(builder.build(request).image, key.device.rpartition(" ")[2]).code
+            code = cuda_kernel.compile_unspilled(builder.build(request).image, key.device.rpartition(" ")[2])
         except KernelsUnavailable as error:
             failed += 1
             _log.info("%s %s %s: %s", key.direction, key.shape.text, parameters, error)

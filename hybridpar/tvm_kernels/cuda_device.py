@@ -22,7 +22,6 @@ class Gpu:
         architecture: As in `sm_90`.
         processors: Streaming multiprocessors (SM).
         shared_bytes: Shared memory of an SM.
-        level2: Bytes of the last cache.
         bandwidth: Of memory, bytes a second.
         multiply_adds: Float32 multiply-adds a second.
         registers: 32-bit registers of an SM.
@@ -34,7 +33,6 @@ class Gpu:
     architecture: str
     processors: int
     shared_bytes: int
-    level2: int
     bandwidth: float
     multiply_adds: float
     registers: int = 65536
@@ -66,9 +64,9 @@ class Gpu:
 
 #: GPUs that need not be there, by what `--gpu` calls them. SXM modules, clocks of the data sheets.
 KNOWN = {
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", "sm_80", 108, 164 << 10, 40 << 20, 2.039e12, 9.75e12),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", "sm_90", 132, 228 << 10, 50 << 20, 3.35e12, 33.5e12),
-    "h200": Gpu("NVIDIA H200", "sm_90", 132, 228 << 10, 50 << 20, 4.8e12, 33.5e12),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", "sm_80", 108, 164 << 10, 2.039e12, 9.75e12),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", "sm_90", 132, 228 << 10, 3.35e12, 33.5e12),
+    "h200": Gpu("NVIDIA H200", "sm_90", 132, 228 << 10, 4.8e12, 33.5e12),
 }
 
 _FINGERPRINT = re.compile(r".+ sm_\d+[a-z]?")
@@ -125,7 +123,6 @@ def gpu_at(index: int) -> Gpu:
         architecture=architecture,
         processors=found.multi_processor_count,
         shared_bytes=getattr(found, "shared_memory_per_multiprocessor", a100.shared_bytes),
-        level2=getattr(found, "L2_cache_size", a100.level2),
         bandwidth=bandwidth,
         multiply_adds=128 * found.multi_processor_count * own_clock,
         threads=found.max_threads_per_multi_processor,

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from hybridpar.tvm_kernels import space
 from hybridpar.tvm_kernels.cuda_device import Gpu
 from hybridpar.tvm_kernels.schedules.cuda_tile import ITEM, WARP, Tile
+from hybridpar.tvm_kernels.schedules.geometry import axis
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 
 _COMMON = ("vector", "threads_c", "threads_x", "threads_y", "virtual", "columns", "rows", "skew")
@@ -212,7 +213,9 @@ def _blocks(shape: ConvShape, direction: Direction, layout: Layout) -> Iterator[
             continue
         if not last and column > (2 if transposed else 1) * shape.stride[1]:
             continue  # neighbouring threads would write far apart
-        if not (_fits(_height(shape, direction), row, y) and _fits(_width(shape, direction), column * virtual, x)):
+        if not (
+            _fits(axis(shape, direction, 0).out, row, y) and _fits(axis(shape, direction, 1).out, column * virtual, x)
+        ):
             continue
         own = {"vector": vector, "threads_c": c, "threads_x": x, "threads_y": y}
         yield own | {"virtual": virtual, "columns": column, "rows": row, "skew": skew}
@@ -235,14 +238,6 @@ def _further(shape: ConvShape, direction: Direction, own: Mapping[str, int], gpu
 
 def _tiles(size: int, tile: int) -> int:
     return -(-size // tile)
-
-
-def _height(shape: ConvShape, direction: Direction) -> int:
-    return shape.height if direction is Direction.INPUT_GRADIENT else shape.out_height
-
-
-def _width(shape: ConvShape, direction: Direction) -> int:
-    return shape.width if direction is Direction.INPUT_GRADIENT else shape.out_width
 
 
 def _fits(size: int, own: int, threads: int) -> bool:

@@ -150,7 +150,7 @@ class TunedKernel:
                 return False
         return True
 
-    def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> None:
+    def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> Tensor | None:
         """Compute.
 
         Args:
@@ -158,20 +158,6 @@ class TunedKernel:
             second: Weights, or the output's gradient where theirs is computed.
             third: Bias, or None.
             out: The result.
-
-        Raises:
-            KernelError: The result is not aligned, as torch's own allocator aligns it.
-        """
-        self.run(first, second, third, out)
-
-    def run(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> Tensor | None:
-        """As a call.
-
-        Args:
-            first: As of a call, and the next ones.
-            second: Likewise.
-            third: Likewise.
-            out: Likewise.
 
         Returns:
             The scratch memory, with what the kernel left there; None where there is none.
@@ -287,6 +273,6 @@ class AnyKernel(Protocol):
         """
         ...
 
-    def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> None:
+    def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> object:
         """Compute, as `TunedKernel` does it."""
         ...

@@ -43,8 +43,6 @@ class Timing:
         stock_ms: Median of the other.
         speedup: Median of the ratios, pair by pair.
         pairs: How many pairs were kept.
-        dropped: How many were not.
-        best_ms: Least of the one side.
         noise: How far the ratio of the least times of both sides lies from the median of the ratios. Other programs
             only add to times, most to those of many threads, so the two agree where none ran. On several threads at
             least how much longer everything took as these waited for cores, relative.
@@ -54,8 +52,6 @@ class Timing:
     stock_ms: float
     speedup: float
     pairs: int
-    dropped: int
-    best_ms: float
     noise: float = 0.0
 
 
@@ -149,9 +145,8 @@ def summarize_pairs(pairs: Sequence[tuple[float, float]]) -> Timing:
     kept = [pair for pair in pairs if all(taken <= most for taken, most in zip(pair, usual, strict=True))] or pairs
     own, stock = ([1e3 * taken for taken in side] for side in zip(*kept, strict=True))
     speedup = statistics.median(right / left for left, right in kept)
-    dropped = len(pairs) - len(kept)
     noise = relative_distance(speedup, min(stock) / min(own))
-    return Timing(statistics.median(own), statistics.median(stock), speedup, len(kept), dropped, min(own), noise)
+    return Timing(statistics.median(own), statistics.median(stock), speedup, len(kept), noise)
 
 
 def steady_timing(compare: Callable[[], Timing], most: int = 3) -> Timing:

@@ -262,8 +262,7 @@ def gather(shape: ConvShape, direction: Direction, threads: int, machine: Machin
     Yields:
         Parameters by name.
     """
-    image = (shape.height, shape.width)
-    height, width = image if direction is Direction.INPUT_GRADIENT else (shape.out_height, shape.out_width)
+    height, width = (axis(shape, direction, which).out for which in (0, 1))
     # Whoever reads such a result next finds it in no cache, however it was written.
     large = 4 * shape.batch * shape.channels * height * width > machine.level3
     tiles = itertools.product(_lanes(shape, machine), range(1, 5), range(1, min(width, 16) + 1), (0, 1), (0, 1))

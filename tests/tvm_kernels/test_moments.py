@@ -53,7 +53,7 @@ def computed(kernel: TunedKernel, shape: ConvShape, x: Tensor, weight: Tensor, b
     """Result and moments."""
     sizes = (shape.batch, shape.channels, shape.out_height, shape.out_width)
     out = torch.empty(sizes, memory_format=torch.channels_last)
-    return out, moments_in(kernel.run(x, weight, bias, out), shape.channels)
+    return out, moments_in(kernel(x, weight, bias, out), shape.channels)
 
 
 # ----------------------------------------------------------------------------------------------------------- the kernel

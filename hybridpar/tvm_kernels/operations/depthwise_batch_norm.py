@@ -117,7 +117,7 @@ class ConvNormBench(Bench):
         """
         y = torch.empty_like(self._like)
         x = self._inputs[next(self._turn) % len(self._inputs)]
-        return y, kernel.run(x, self._weight, None, y)
+        return y, kernel(x, self._weight, None, y)
 
     def _normed(self, y: Tensor, moments: Tensor | None) -> Tensor:
         given = (y, *self._parameters, *self._running, True, 0.1, EPS, self.shape.act)

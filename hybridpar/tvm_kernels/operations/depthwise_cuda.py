@@ -8,14 +8,13 @@ from typing import Any, ClassVar
 import torch
 
 from hybridpar.codegen.build import Session
-from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.cuda_driver import driver
 from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, cubin
 from hybridpar.tvm_kernels import cuda_kernel
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.cuda_cost import estimate
 from hybridpar.tvm_kernels.cuda_device import gpu_of
-from hybridpar.tvm_kernels.cuda_kernel import Compiled, CudaKernel, CudaVariant
+from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant
 from hybridpar.tvm_kernels.cuda_space import candidates, reject
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, Pace, Parameters, register_operation
 from hybridpar.tvm_kernels.operations.depthwise import CONV_LIMITS, Depthwise
@@ -44,7 +43,7 @@ class DepthwiseCuda(Operation):
     def space(self, key: KernelKey, parts: Sequence[Parameters]) -> list[tuple[dict[str, int], float]]:
         """Candidates that an SM can hold, each with its seconds."""
         what, gpu = (key.shape, Direction(key.direction), key.layout, key.dtype), gpu_of(key.device)
-        found = [(one, estimate(*what, one, gpu).seconds) for one in candidates(*what, gpu)]
+        found = [(one, estimate(*what, one, gpu)) for one in candidates(*what, gpu)]
         return [(one, seconds) for one, seconds in found if seconds < float("inf")]
 
     def variant(self, key: KernelKey, parameters: Parameters) -> CudaVariant:
@@ -57,7 +56,7 @@ class DepthwiseCuda(Operation):
         """A `CudaKernel`, on the current device. What a search compiles is not cached, and must not spill registers."""
         variant, architecture = self.variant(key, parameters), key.device.rpartition(" ")[2]
         if session is not None:
-            return cuda_kernel.load_cubin(variant, compile_unspilled(image, architecture).code, _current())
+            return cuda_kernel.load_cubin(variant, cuda_kernel.compile_unspilled(image, architecture), _current())
         kernel = CudaKernel(
             variant, lambda at: driver(DRIVER).load(cubin("depthwise", image, architecture, CONTRACTED), at)
         )
@@ -76,25 +75,6 @@ class DepthwiseCuda(Operation):
     def weight(self, key: KernelKey) -> float:
         """Its floor."""
         return self.floor_ms(key, None) or 0.0
-
-
-def compile_unspilled(source: bytes, architecture: str) -> Compiled:
-    """Compile a source, and refuse code that keeps values in memory for want of registers.
-
-    Args:
-        source: CUDA C.
-        architecture: As in `sm_90`.
-
-    Returns:
-        The machine code.
-
-    Raises:
-        KernelsUnavailable: There is no compiler, it reports an error, or a thread has too few registers.
-    """
-    found = cuda_kernel.compile_source(source.decode(), architecture)
-    if found.spilled:
-        raise KernelsUnavailable(f"a thread would keep {found.spilled} bytes in memory for want of registers")
-    return found
 
 
 def _current() -> int:
