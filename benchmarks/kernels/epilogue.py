@@ -33,8 +33,8 @@ from hybridpar.codegen.compile_pool import Builder
 from hybridpar.errors import HybridparError
 from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
 from hybridpar.tvm_kernels.database import Database, default_database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.kernel import make_kernels
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.moments import attach_moments, take_moments
 from hybridpar.tvm_kernels.operation import operations
 from hybridpar.tvm_kernels.operations.batch_norm import NORM_OP, NormRecord

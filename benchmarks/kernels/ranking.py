@@ -35,10 +35,9 @@ from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels.conv_bench import ConvBench
-from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.families import candidates, estimate
 from hybridpar.tvm_kernels.kernel import TunedKernel, Variant, load_image
-from hybridpar.tvm_kernels.machine import this_machine
+from hybridpar.tvm_kernels.machine import cpu_fingerprint, this_machine
 from hybridpar.tvm_kernels.measure import time_pairs
 from hybridpar.tvm_kernels.record import most_error
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout

@@ -119,13 +119,19 @@ def _cpu() -> list[str]:
     if sys.byteorder != "little":
         raise KernelsUnavailable("kernels are written for little-endian machines")
     wanted_keys = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+    found = [f"{key}={value}" for key, value in sorted(cpu_info().items()) if key in wanted_keys]
+    return [platform.system(), platform.machine(), *found]
+
+
+@functools.cache
+def cpu_info() -> dict[str, str]:
+    """What Linux says of the first CPU, by its names; the words of each value are sorted. Empty on other systems."""
     found: dict[str, str] = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             key, _, value = line.partition(":")
-            if key.strip() in wanted_keys:
-                found.setdefault(key.strip(), " ".join(sorted(value.split())))
-    return [platform.system(), platform.machine(), *(f"{key}={found[key]}" for key in sorted(found))]
+            found.setdefault(key.strip(), " ".join(sorted(value.split())))
+    return found
 
 
 def contents_of(
@@ -291,7 +297,7 @@ def _imported(source: Path) -> ModuleType:
 
 def _features() -> dict[str, list[str]]:
     """What LLVM would conclude from the CPU's model, but the system does not offer, as in some virtual machines."""
-    flags = next((entry for entry in _cpu() if entry.startswith("flags=")), "").partition("=")[2].split()
+    flags = cpu_info().get("flags", "").split()
     if not flags:
         return {}
     named = {"avx": "avx", "avx2": "avx2", "fma": "fma", "bmi2": "bmi2", "avx512f": "avx512f", "avx512bw": "avx512bw"}

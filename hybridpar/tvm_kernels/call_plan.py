@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hybridpar.tvm_kernels.choice import Choices, kernel_for
 from hybridpar.tvm_kernels.conv_bench import FORMATS
-from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.kernel import AnyKernel, TunedKernel
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.moments import moments_in
 from hybridpar.tvm_kernels.operations.depthwise_batch_norm import conv_norm_key
 from hybridpar.tvm_kernels.shapes import ConvNormShape, ConvShape, Direction, Layout

@@ -1,8 +1,9 @@
-"""What this CPU has and does: registers, caches, multiply-adds a second, and the speed of copies."""
+"""What this CPU is and does: its fingerprint, registers, caches, multiply-adds a second, and the speed of copies."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -11,15 +12,30 @@ from pathlib import Path
 
 import torch
 
-from hybridpar.codegen.build import Session
+from hybridpar.codegen.build import Session, cpu_info
 from hybridpar.codegen.compile_pool import Builder, Request
-from hybridpar.tvm_kernels.device import cpu_features
+from hybridpar.machine.cluster import cpu_name
 from hybridpar.tvm_kernels.measure import torch_threads
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _PEAK = Path(__file__).with_name("schedules") / "cpu_peak.py"
 #: Sizes in bytes at which copying is timed.
 _COPIED = (1 << 20, 6 << 20, 24 << 20, 64 << 20)
+
+
+def cpu_features() -> frozenset[str]:
+    """The instruction sets of the CPU, as Linux names them; empty where they are not known."""
+    return frozenset((cpu_info().get("flags") or cpu_info().get("Features", "")).split())
+
+
+@functools.cache
+def cpu_fingerprint() -> str:
+    """The CPU's name and eight digits over its instruction sets, which differ between kinds of CPU.
+
+    Records of kernels hold for one fingerprint.
+    """
+    digest = hashlib.sha256(" ".join(sorted(cpu_features())).encode()).hexdigest()[:8]
+    return f"{cpu_name()} {digest}"
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import STOCK
 from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.database import Database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.kernel import Phase, TunedKernel
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import operations
 from hybridpar.tvm_kernels.operations.batch_norm import NormRecord
 from hybridpar.tvm_kernels.operations.depthwise_batch_norm import ConvNormRecord

@@ -13,8 +13,8 @@ from hybridpar.codegen.compile_pool import Builder
 from hybridpar.tvm_kernels import norm_kernels, record, search
 from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.database import Database, append_records, read_database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.kernel import TunedKernel, make_kernels
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.measure import Bench, Timing
 from hybridpar.tvm_kernels.operation import KernelKey, operation_of
 from hybridpar.tvm_kernels.operations.depthwise_batch_norm import DepthwiseBatchNormAct, conv_norm_key, moments_error

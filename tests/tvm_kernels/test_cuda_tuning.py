@@ -27,8 +27,8 @@ from hybridpar.tvm_kernels.cuda_device import KNOWN, gpu_at, is_gpu
 from hybridpar.tvm_kernels.cuda_kernel import CudaKernel, CudaVariant
 from hybridpar.tvm_kernels.cuda_space import candidates, reject
 from hybridpar.tvm_kernels.database import Database, read_database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.kernel import make_kernels
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.operations import depthwise_cuda
 from hybridpar.tvm_kernels.record import KernelRecord

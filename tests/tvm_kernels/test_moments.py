@@ -21,10 +21,9 @@ from hybridpar.tvm_kernels import call_plan, norm_kernels, optimize, restore
 from hybridpar.tvm_kernels.choice import Choices, active_choices, use_choices
 from hybridpar.tvm_kernels.conv_bench import reference
 from hybridpar.tvm_kernels.database import Database, parse_records
-from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.families import candidates
 from hybridpar.tvm_kernels.kernel import MomentsVariant, TunedKernel, load_image
-from hybridpar.tvm_kernels.machine import Machine
+from hybridpar.tvm_kernels.machine import Machine, cpu_fingerprint
 from hybridpar.tvm_kernels.measure import torch_threads
 from hybridpar.tvm_kernels.moments import attach_moments, behind, moments_in, take_moments
 from hybridpar.tvm_kernels.operations.depthwise_batch_norm import ConvNormRecord, conv_norm_key, moments_error

@@ -11,7 +11,7 @@ from hybridpar.tvm_kernels import measure, norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import fused_batch_norm_act
 from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.database import Database, read_database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.measure import Bench, Timing
 from hybridpar.tvm_kernels.operation import KernelKey, operations
 from hybridpar.tvm_kernels.operations.batch_norm import BatchNormAct, NormBench, norm_floor_ms, norm_key

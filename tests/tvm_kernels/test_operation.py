@@ -14,7 +14,7 @@ from hybridpar.codegen.cache import KernelsUnavailable
 from hybridpar.tvm_kernels import operation
 from hybridpar.tvm_kernels.choice import Choices
 from hybridpar.tvm_kernels.database import Database, read_database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.measure import Bench, Timing, relative_error
 from hybridpar.tvm_kernels.operation import KernelKey, Operation, operation_of, operations, register_operation
 from hybridpar.tvm_kernels.record import KernelRecord

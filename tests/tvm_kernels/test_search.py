@@ -13,7 +13,7 @@ from rich.console import Console
 from hybridpar.errors import UsageError
 from hybridpar.tvm_kernels import search
 from hybridpar.tvm_kernels.database import Database, append_records, read_database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
+from hybridpar.tvm_kernels.machine import cpu_fingerprint
 from hybridpar.tvm_kernels.operation import KernelKey
 from hybridpar.tvm_kernels.operations.depthwise import Depthwise
 from hybridpar.tvm_kernels.search import KEPT, Progress, search_all, torch_ms, weigh

@@ -19,10 +19,9 @@ from hybridpar.tvm_kernels import measure, tuner
 from hybridpar.tvm_kernels.choice import Choices, use_choices
 from hybridpar.tvm_kernels.conv_bench import ConvBench, reference
 from hybridpar.tvm_kernels.database import Database
-from hybridpar.tvm_kernels.device import cpu_fingerprint
 from hybridpar.tvm_kernels.families import candidates, reject
 from hybridpar.tvm_kernels.kernel import TunedKernel, Variant, load_image, make_kernels
-from hybridpar.tvm_kernels.machine import Machine, Speed, measure_speed
+from hybridpar.tvm_kernels.machine import Machine, Speed, cpu_fingerprint, measure_speed
 from hybridpar.tvm_kernels.measure import Timing, summarize_pairs
 from hybridpar.tvm_kernels.op import depthwise_conv2d
 from hybridpar.tvm_kernels.operation import KernelKey
