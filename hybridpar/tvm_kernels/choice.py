@@ -72,12 +72,12 @@ class Choices:
 
     Args:
         database: The records.
-        make: Makes kernels of records; default: they are compiled and kept, see `kernel.make_kernels`.
+        make: Makes kernels of records; None for `kernel.make_kernels`, which compiles them and keeps what it compiled.
     """
 
-    def __init__(self, database: Database, make: KernelMaker = make_kernels) -> None:
+    def __init__(self, database: Database, make: KernelMaker | None = None) -> None:
         self.database = database
-        self._make = make
+        self._make = make or make_kernels
         self._decided: dict[KernelKey, Decision] = {}
         self._lock = threading.RLock()
         #: Kernels by what a call knows of itself; only `find` and `choose_norm` write it.

@@ -109,14 +109,12 @@ def reject(
     Returns:
         A reason in words; None where they make a kernel.
     """
-    reason = outside(shape, direction, dtype)
-    if reason is not None:
+    if reason := outside(shape, direction, dtype):
         return reason
     names = WEIGHT if direction is Direction.WEIGHT_GRADIENT else GATHER
     if set(parameters) != set(names) or not all(type(value) is int for value in parameters.values()):
         return f"the parameters are {', '.join(names)}, all whole numbers"
-    reason = _reject_numbers(shape, direction, layout, dtype, parameters)
-    if reason is not None:
+    if reason := _reject_numbers(shape, direction, layout, dtype, parameters):
         return reason
     tile = Tile(shape, direction, layout, dtype, parameters)
     if tile.shared_bytes > MOST_SHARED:

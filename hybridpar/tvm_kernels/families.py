@@ -205,8 +205,7 @@ def reject(shape: ConvShape, direction: Direction, layout: Layout, parameters: P
     Returns:
         A reason in words; None where they make a kernel.
     """
-    reason = space.outside(shape, direction)
-    if reason is not None:
+    if reason := space.outside(shape, direction):
         return reason
     family = family_of(direction, layout, parameters)
     if family is None or not all(type(value) is int for value in parameters.values()):

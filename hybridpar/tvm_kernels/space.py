@@ -63,14 +63,8 @@ def reject_rows(shape: ConvShape, direction: Direction, parameters: Mapping[str,
     vertical, horizontal = axis(shape, direction, 0), axis(shape, direction, 1)
     whole = vertical.whole
     height = -(-vertical.out // whole) * whole
-    bounds = {
-        "tile_rows": min(height, _MOST),
-        "tile_vectors": _MOST,
-        "strip": height,
-        "parts": shape.batch * shape.channels,
-    }
-    reason = _out_of_bounds(parameters, bounds)
-    if reason is not None:
+    planes, rows = shape.batch * shape.channels, min(height, _MOST)
+    if reason := _out_of_bounds(parameters, tile_rows=rows, tile_vectors=_MOST, strip=height, parts=planes):
         return reason
     if horizontal.stride > 2:
         return "columns more than two apart are only gathered over channels"
@@ -106,16 +100,9 @@ def reject_rows_weight(shape: ConvShape, direction: Direction, parameters: Mappi
         A reason in words; None where they are allowed.
     """
     del direction
-    bounds = {
-        "tap_rows": shape.kernel[0],
-        "tap_columns": shape.kernel[1],
-        "tile_rows": min(parameters["strip"], _MOST),
-        "strip": shape.out_height,
-        "parts": shape.batch,
-        "groups": shape.channels,
-    }
-    reason = _out_of_bounds(parameters, bounds)
-    if reason is not None:
+    most = {"tap_rows": shape.kernel[0], "tap_columns": shape.kernel[1], "tile_rows": min(parameters["strip"], _MOST)}
+    most |= {"strip": shape.out_height, "parts": shape.batch, "groups": shape.channels}
+    if reason := _out_of_bounds(parameters, **most):
         return reason
     if shape.stride[1] > 2:
         return "columns more than two apart are only gathered over channels"
@@ -123,8 +110,8 @@ def reject_rows_weight(shape: ConvShape, direction: Direction, parameters: Mappi
     return "too much would be written out" if written > 4 * MOST_WRITTEN_OUT else None
 
 
-def _out_of_bounds(parameters: Mapping[str, int], bounds: Mapping[str, int]) -> str | None:
-    for name, bound in bounds.items():
+def _out_of_bounds(parameters: Mapping[str, int], **most: int) -> str | None:
+    for name, bound in most.items():
         if not 1 <= parameters[name] <= bound:
             return f"{name}={parameters[name]} is not between 1 and {bound}"
     return None
@@ -141,9 +128,8 @@ def reject_turned(shape: ConvShape, direction: Direction, parameters: Mapping[st
     Returns:
         A reason in words; None where they are allowed.
     """
-    parts = shape.batch * -(-shape.channels // parameters["lanes"])
-    if not 1 <= parameters["parts"] <= parts:
-        return f"parts={parameters['parts']} is not between 1 and {parts}"
+    if reason := _out_of_bounds(parameters, parts=shape.batch * -(-shape.channels // parameters["lanes"])):
+        return reason
     if direction is Direction.INPUT_GRADIENT and parameters["strip"] % shape.stride[0]:
         return "a strip is no multiple of the stride"
     return reject_gather(shape, direction, {**parameters, "columns_outer": 0, "stream": 0})
@@ -192,16 +178,9 @@ def reject_weight(shape: ConvShape, direction: Direction, parameters: Mapping[st
     """
     del direction
     strips = -(-shape.out_height // max(parameters["strip"], 1))
-    most = {
-        "tap_rows": shape.kernel[0],
-        "tap_columns": shape.kernel[1],
-        "tile_columns": _MOST,
-        "strip": 1 << 20,
-        "parts": shape.batch * strips,
-        "groups": -(-shape.channels // parameters["lanes"]),
-    }
-    reason = _out_of_bounds(parameters, most)
-    if reason is not None:
+    most = {"tap_rows": shape.kernel[0], "tap_columns": shape.kernel[1], "tile_columns": _MOST, "strip": 1 << 20}
+    most |= {"parts": shape.batch * strips, "groups": -(-shape.channels // parameters["lanes"])}
+    if reason := _out_of_bounds(parameters, **most):
         return reason
     written = parameters["tap_rows"] * shape.kernel[1] * parameters["tile_columns"]
     return "too much would be written out" if written > 4 * MOST_WRITTEN_OUT else None

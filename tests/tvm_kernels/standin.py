@@ -54,7 +54,8 @@ class NormStandIn:
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        running: tuple[Tensor, Tensor] | None,
+        mean: Tensor | None,
+        variance: Tensor | None,
         training: bool,
         momentum: float,
         eps: float,
@@ -63,7 +64,6 @@ class NormStandIn:
     ) -> tuple[Tensor, Tensor]:
         del moments  # torch finds them itself
         self._note("forward", x, act)
-        mean, variance = running or (None, None)
         with torch.no_grad():
             y = STOCK[act](functional.batch_norm(x, mean, variance, weight, bias, training, momentum, eps))
             statistics = torch.zeros(TABLE_ROWS, norm_kernels.wide_channels(x.shape[1]))
