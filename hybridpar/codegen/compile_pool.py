@@ -53,7 +53,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Built:
-    """What became of a request.
+    """What the compiler made of a request.
 
     Attributes:
         names: The functions.

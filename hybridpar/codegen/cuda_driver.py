@@ -20,7 +20,7 @@ _BUFFER, _SIZE, _END = 1, 2, 0
 
 
 class CudaError(RuntimeError):
-    """What the driver said."""
+    """An error that the CUDA driver reports."""
 
 
 @functools.cache
@@ -60,7 +60,7 @@ class Driver:
         self.launch.argtypes = [pointer, *[unsigned] * 7, pointer, pointer, pointer]
 
     def check(self, call: str, status: int) -> None:
-        """Raise what a status says.
+        """Raise an error for a status other than success.
 
         Args:
             call: Name of the driver's function.
@@ -172,7 +172,7 @@ class CudaFunction:
     def __call__(
         self, grid: tuple[int, int, int], block: tuple[int, int, int], *arguments: Any, shared: int = 0
     ) -> None:
-        """Launch.
+        """Launch the kernel on torch's current stream of its device.
 
         Args:
             grid: Blocks in x, y and z.

@@ -47,7 +47,7 @@ STORED = {"float32": "float32", "bfloat16": "uint16", "float16": "uint16"}
 
 
 class CudaWriter(BaseWriter):
-    """Writes kernels.
+    """Writes the statements of CUDA kernels into TIR.
 
     Args:
         tvm: The module.
@@ -66,7 +66,7 @@ class CudaWriter(BaseWriter):
         threads: int,
         body: Callable[..., None],
     ) -> Any:
-        """A kernel.
+        """Write one kernel.
 
         Args:
             name: Its name.
@@ -99,7 +99,7 @@ class CudaWriter(BaseWriter):
         return builder.get()
 
     def shared(self, count: int, dtype: str) -> Any:
-        """Memory that the threads of a block share.
+        """Allocate memory that the threads of a block share.
 
         Args:
             count: Number of elements.

@@ -135,7 +135,7 @@ define linkonce_odr i32 @hp_fence() alwaysinline nounwind {{
 
 
 class BaseWriter:
-    """What kernels for CPUs and GPUs are written with alike.
+    """Base class: statements that kernels for CPUs and GPUs have in common.
 
     Args:
         tvm: The module.
@@ -200,7 +200,7 @@ class BaseWriter:
 
 
 class Writer(BaseWriter):
-    """Writes functions."""
+    """Writes the statements of functions for CPUs into TIR."""
 
     def function(
         self,
@@ -210,7 +210,7 @@ class Writer(BaseWriter):
         body: Callable[..., None],
         helpers: bool = True,
     ) -> Any:
-        """A function of 64-bit integers, addresses among them, and of floats.
+        """Write a function of 64-bit integers, addresses among them, and of floats.
 
         Args:
             name: Its name.

@@ -68,7 +68,7 @@ KernelMaker = Callable[[Sequence[Record]], Sequence[Any]]
 
 
 class Choices:
-    """Decides and remembers.
+    """Decides for each operation whether it runs on a kernel of a database or on torch, and keeps the decisions.
 
     Args:
         database: The records.
@@ -80,7 +80,7 @@ class Choices:
         self._make = make or make_kernels
         self._decided: dict[KernelKey, Decision] = {}
         self._lock = threading.RLock()
-        #: Kernels by what a call knows of itself; only `find` and `choose_norm` write it.
+        #: Kernels by the arguments of a call; only `find` and `choose_norm` write it.
         self.found: dict[tuple[Any, ...], AnyKernel | None] = {}
         #: What calls run on, by their form; only `call_plan.plan_of` writes it.
         self.plans: dict[tuple[Any, ...], Any] = {}
@@ -136,7 +136,7 @@ class Choices:
         return decision
 
     def prepare(self, keys: Iterable[KernelKey]) -> list[Decision]:
-        """Decide for operations before they run, and load their kernels together; each is told in one log line.
+        """Decide for operations before they run, and load their kernels together; each decision is one line of the log.
 
         Args:
             keys: The operations.
@@ -262,12 +262,12 @@ _active: Choices | None = None
 
 
 def active_choices() -> Choices | None:
-    """What decides; None where no database is in use, and everything runs on torch."""
+    """The choices in use; None where no database is in use, and everything runs on torch."""
     return _active
 
 
 def use_choices(choices: Choices | None) -> Choices | None:
-    """Choose by something else from now on, in the whole process.
+    """Set what the whole process chooses kernels by.
 
     Args:
         choices: What decides; None leaves everything to torch.

@@ -234,7 +234,7 @@ def weight_cost(shape: ConvShape, direction: Direction, own: Mapping[str, int], 
         loads = (span.width + len(input_columns) * tap_rows) * vectors
         live = sums + (span.width + 1) * vectors
         row += span.count * (_cycles(machine, work, loads, 0, sums, live, span.width * vectors) + 3)
-    # Rows of taps that meet the image, told in groups; a group apart at a border costs as much per row of taps.
+    # Rows of taps that lie in the image, counted in groups; a group apart at a border costs as much per row of taps.
     useful = sum(len(vertical.bounded(one)) for one in range(vertical.out)) / tap_rows
     held = strips * groups_down * (4 * sums + _TILE + _MISPREDICTED)
     compute = shape.batch * blocks * groups_across * (useful * (row + 4) + held)

@@ -41,7 +41,7 @@ class Gpu:
 
     @property
     def fingerprint(self) -> str:
-        """What tells kinds of GPU apart in records."""
+        """Name and architecture, by which records tell kinds of GPU apart."""
         return f"{self.name} {self.architecture}"
 
     @property

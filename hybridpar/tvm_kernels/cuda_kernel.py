@@ -52,7 +52,7 @@ class CudaVariant:
         direction: Which of the three.
         layout: Of input, output and their gradients; weights are always contiguous (C, 1, KH, KW).
         dtype: Of all tensors: float32, bfloat16 or float16.
-        parameters: How; which ones there are is told by `hybridpar.tvm_kernels.cuda_space`.
+        parameters: By name, as `hybridpar.tvm_kernels.cuda_space` describes them.
     """
 
     shape: ConvShape

@@ -184,7 +184,7 @@ def _warn(database: Database) -> None:
 
 
 def user_database() -> Path:
-    """Where `hybridpar tune` writes unless told otherwise, and what `--kernels auto` reads."""
+    """Where `hybridpar tune` writes by default, and what `--kernels auto` reads."""
     return cache_directory() / "kernels.jsonl"
 
 

@@ -5,8 +5,8 @@ not name one. Parameters of all of them:
     lanes: values that are computed side by side; strip: output rows that are done before the next ones.
 Forward and input gradient:
     tile_rows, tile_columns or tile_vectors: outputs held in registers; unroll: 1 if rows of taps are written out where
-    none meets a border; columns_outer: 1 if all channels of a tile come before the next tile; stream: 1 if results are
-    written past the caches; parts: units of work.
+    none crosses a border; columns_outer: 1 if all channels of a tile come before the next tile; stream: 1 if results
+    are written past the caches; parts: units of work.
 Weight gradient:
     tap_rows, tap_columns: taps whose sums are held in registers; tile_columns, tile_rows: columns or rows of the
     gradient that pass by at a time; parts, groups: units of work, by images (and strips) and by channels.
@@ -36,7 +36,7 @@ Work = tuple[Phases, int]
 
 @dataclass(frozen=True)
 class Family:
-    """A schedule.
+    """A schedule for the CPU, and how its candidates are listed, checked and compared.
 
     Attributes:
         source: Its file, without folder and ending.

@@ -40,7 +40,7 @@ class Variant:
         shape: What is computed.
         direction: Which of the three.
         layout: Of input, output and their gradients; weights are always contiguous (C, 1, KH, KW).
-        parameters: How; which ones there are is told by `hybridpar.tvm_kernels.families`.
+        parameters: By name, as `hybridpar.tvm_kernels.families` describes them.
     """
 
     shape: ConvShape
@@ -97,7 +97,7 @@ class Variant:
 
     @property
     def scratch_bytes(self) -> int:
-        """Memory for all threads together that a call needs; its content is of no matter before and after."""
+        """Bytes of memory that a call needs, for all threads together; what they hold before and after is not used."""
         return _FLOAT * self.family.work(self.shape, self.direction, self.parameters)[1]
 
 
@@ -151,7 +151,7 @@ class TunedKernel:
         return True
 
     def __call__(self, first: Tensor, second: Tensor, third: Tensor | None, out: Tensor) -> Tensor | None:
-        """Compute.
+        """Run the kernel.
 
         Args:
             first: Input, or the output's gradient where the input's is computed.

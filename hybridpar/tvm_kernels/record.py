@@ -92,7 +92,7 @@ class Record(BaseModel):
     )
     stock_error: float | None = Field(None, ge=0, description="the same of PyTorch, on the same data")
     noise: float | None = Field(
-        None, ge=0, description="how far measurements of the ratio of both times lay apart, relative; the worse is told"
+        None, ge=0, description="how far measurements of the ratio of both times lay apart, relative; the worst of them"
     )
     tuned_at: float = Field(0.0, ge=0, description="seconds since the epoch; records of one search share it")
     version: Literal[1] = RECORD_VERSION

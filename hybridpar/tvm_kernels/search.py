@@ -64,7 +64,7 @@ class Progress:
 
 @dataclass
 class SearchReport:
-    """What became of a tune.
+    """Counts of what a tune did with its keys.
 
     Attributes:
         skipped: Keys that the database had a record of.

@@ -3,7 +3,7 @@
 Level 1 is a strip of output rows of one image, which threads share out; inside, either all of a strip is done for some
 channels before the next ones (its input then stays in L1), or all channels of a tile before the next tile (memory is
 then read in order). Level 2 is a tile of rows x columns x lanes, SIMD over channels. An input element is read once per
-tile and multiplied with every tap that it meets.
+tile and multiplied with every tap that applies to it.
 
 This is TIR written out, since a schedule has no word for what it takes: a border that is split off so that each of its
 tiles has just the taps that meet the image, input rows whose bounds are computed, and a range given by the caller.
@@ -156,7 +156,7 @@ class Gather(ConvWriter):
     # ------------------------------------------------------------------------------------------------------- the tile
 
     def _tile(self, image: Any, row: Any, bottom: Any, span: Span, moved: Any, channel: Any) -> None:
-        """One tile: all taps written out where no row meets a border, else row by row."""
+        """One tile: all taps written out where no row of taps crosses a border, else row by row."""
         w, t = self.w, self.t
 
         def apart() -> None:
@@ -176,7 +176,7 @@ class Gather(ConvWriter):
             w.either(inside, lambda: self._whole(image, row, span, moved, channel), apart)
 
     def _whole(self, image: Any, row: Any, span: Span, moved: Any, channel: Any) -> None:
-        """A tile that meets no border above or below, all of it written out."""
+        """A tile whose taps cross no border above or below, all of it written out."""
         w, t = self.w, self.t
         inner = self.inner
         assert inner is not None

@@ -2,7 +2,7 @@
 
 Level 1 is a strip of rows of one plane, copied into a padded tile in L1 that has the border (`planes`). Level 2 is a
 tile of rows x vectors of outputs in registers; a value of the padded tile is read once per tile and column of taps, and
-multiplied with the tap of every output row that it meets. Taps are written out. The last vector of a row and the last
+multiplied with the tap of every output row that uses it. Taps are written out. The last vector of a row and the last
 tile and strip of a plane reach back, so there are no conditions and no scalar rest.
 
 At stride 2 outputs meet every second column: forward the padded tile keeps even and odd columns apart, and in the input

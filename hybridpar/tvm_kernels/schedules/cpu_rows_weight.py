@@ -2,7 +2,7 @@
 
 Level 1 is a strip of rows of one plane, whose input is copied into a padded tile in L1 that has the border (`planes`).
 Level 2 is a group of taps, each with a vector of sums in registers, and some rows of the gradient that pass by at a
-time: a value of the input is read once and multiplied with every row of the gradient that it meets. Sums stay vectors
+time: a value of the input is read once and multiplied with every row of the gradient that uses it. Sums stay vectors
 over all images and are added up lane by lane once, at the end. The last vector of a row reaches back with what was
 counted set to zero.
 

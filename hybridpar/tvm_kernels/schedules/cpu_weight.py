@@ -154,7 +154,7 @@ class Weight(ConvWriter):
         w.when(t.Or(top < joint, joint_end < bottom), apart)
 
     def _bounds(self, tap: Any) -> tuple[Any, Any]:
-        """Output rows for which a row of taps meets the image: from, to."""
+        """Output rows for which a row of taps lies in the image: from, to."""
         t, along = self.t, self.vertical
         offset = self.w.keep(along.padding - tap * along.dilation)
         stride = t.int64(along.stride)

@@ -124,7 +124,7 @@ class _Gather(TileWriter):
         return [self._load_unit(base[0], base[1] + row, base[2] + place(column)) for column, _ in self.columns]
 
     def _add(self, sums: Any, result_row: int, values: list[list[Any]], taps: Any, first_tap: int) -> None:
-        """Add a row of elements, each times the taps that it meets, to a row of results."""
+        """Add a row of elements, each times the taps that apply to it, to a row of results."""
         width = self.tile.horizontal.register
         for (_, uses), value in zip(self.columns, values, strict=True):
             for column, tap in uses:

@@ -161,17 +161,17 @@ class _Weight(TileWriter):
             for bit in tile.lanes_added:
                 w.store(sums, index, w.add_lanes(sums[index], bit))
         # One lane of those that have the same sums goes on.
-        speaks: Any = True
+        adds: Any = True
         if tile.lanes_added:
             mask = sum(tile.lanes_added)
-            speaks = t.bitwise_and(thread, mask) == 0
+            adds = t.bitwise_and(thread, mask) == 0
         if tile.sharers == 1:
             for tap_row in range(self.tap_rows):
                 for tap in range(self.width):
                     for lane in range(self.vector):
                         index = (tap_row * self.width + tap) * self.vector + lane
                         channel = at.c * self.vector + lane
-                        w.when(speaks, partial(self._write, out, sums[index], channel, tap_row, tap, block))
+                        w.when(adds, partial(self._write, out, sums[index], channel, tap_row, tap, block))
             return
         added = w.shared(tile.added_elements, "float32")
         sharer = self._sharer(at, thread)
@@ -186,7 +186,7 @@ class _Weight(TileWriter):
                         channel = at.c * self.vector + lane
                         w.store(added, (sharer * self.width + tap) * tile.channels + channel, value)
 
-            w.when(speaks, give)
+            w.when(adds, give)
             w.sync()
             with t.serial(0, -(-total // tile.threads)) as step:
                 item = w.keep(step * tile.threads + thread)
