@@ -59,13 +59,11 @@ class Built:
         names: The functions.
         image: The object file, or the source for CUDA.
         text: The code as text, where that was asked for.
-        seconds: How long it took, without starting a child.
     """
 
     names: tuple[str, ...]
     image: bytes
     text: str = ""
-    seconds: float = 0.0
 
 
 class Builder:
@@ -181,8 +179,7 @@ class _Child:
         if not self._ready:
             self._line(time.monotonic() + TIMEOUT, "starting TVM")
             self._ready = True
-        began = time.monotonic()
-        deadline = began + timeout
+        deadline = time.monotonic() + timeout
         try:
             self._pipe(self._process.stdin).write(request.line)
         except OSError:
@@ -192,7 +189,7 @@ class _Child:
             raise KernelsUnavailable(f"building failed: {answer['error']}")
         image = self._exactly(answer["bytes"], deadline)
         text = self._exactly(answer["text"], deadline).decode()
-        return Built(tuple(answer["names"]), image, text, time.monotonic() - began)
+        return Built(tuple(answer["names"]), image, text)
 
     def kill(self) -> None:
         """End it at once."""

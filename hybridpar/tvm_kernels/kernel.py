@@ -24,7 +24,7 @@ from hybridpar.codegen.compile_pool import Request
 from hybridpar.errors import KernelError
 from hybridpar.machine.process import available_cores
 from hybridpar.tvm_kernels.families import GATHER_MOMENTS, Family, Parameters, family_of
-from hybridpar.tvm_kernels.operation import operation_of, whole_numbers
+from hybridpar.tvm_kernels.operation import operation_of
 from hybridpar.tvm_kernels.record import Record
 from hybridpar.tvm_kernels.shapes import ConvShape, Direction, Layout
 from hybridpar.tvm_kernels.spread import run_ranges
@@ -224,15 +224,13 @@ def make_kernels(records: Sequence[Record]) -> list[Any]:
     paths: dict[int, Path] = {}
     requests: dict[int, Request] = {}
     for place, record in enumerate(records):
-        parameters = _parameters_of(record)
         try:
+            if reason := record.rejected:
+                raise KernelsUnavailable(reason)
             operation = operation_of(record.key)
-            reason = operation.reject(record.key, parameters)
-            if reason is not None or len(parameters) < len(getattr(record, "parameters", ())):
-                raise KernelsUnavailable(reason or "its parameters are not whole numbers")
-            request = operation.request(record.key, parameters)
+            request = operation.request(record.key, record.numbers)
             if request is not None:
-                paths[place], requests[place] = operation.path(record.key, parameters), request
+                paths[place], requests[place] = operation.path(record.key, record.numbers), request
         except KernelsUnavailable as error:
             made[place] = error
     try:
@@ -251,15 +249,11 @@ def _loaded(record: Record, content: bytes | KernelsUnavailable) -> Any:
         return content
     try:
         names, image = parted(content)
-        kernel = operation_of(record.key).load(record.key, _parameters_of(record), names, image, None)
+        kernel = operation_of(record.key).load(record.key, record.numbers, names, image, None)
     except (KernelsUnavailable, ImportError, RuntimeError, OSError, ValueError, AssertionError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return KernelsUnavailable(reason[-1])
     return replace(kernel, align=getattr(record, "align", _FLOAT)) if isinstance(kernel, TunedKernel) else kernel
-
-
-def _parameters_of(record: Record) -> dict[str, int]:
-    return whole_numbers(getattr(record, "parameters", {}))
 
 
 class AnyKernel(Protocol):

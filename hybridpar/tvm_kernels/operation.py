@@ -347,18 +347,6 @@ def operation_of(key: KernelKey) -> Operation:
     return found
 
 
-def whole_numbers(parameters: Mapping[str, object]) -> dict[str, int]:
-    """Those parameters of a record that are whole numbers, as all of a kernel's are.
-
-    Args:
-        parameters: Of a candidate.
-
-    Returns:
-        The parameters by name.
-    """
-    return {name: value for name, value in parameters.items() if type(value) is int}
-
-
 @functools.cache
 def _installed() -> dict[str, str]:
     found = {}

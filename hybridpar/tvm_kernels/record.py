@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from hybridpar.machine.steady import MOST_NOISE
-from hybridpar.tvm_kernels.operation import KernelKey, Operation, named_operation, operations
+from hybridpar.tvm_kernels.operation import KernelKey, Operation, named_operation, operation_of, operations
 from hybridpar.tvm_kernels.shapes import Direction, Layout, ShapeError
 
 RECORD_VERSION: Literal[1] = 1
@@ -122,6 +122,22 @@ class Record(BaseModel):
         found = named_operation(self.op)
         assert found is not None, "records of unknown operations are not read"
         return found
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """Those of its parameters that are whole numbers, as all of a kernel's are; none where it has no parameters."""
+        return {name: one for name, one in getattr(self, "parameters", {}).items() if type(one) is int}
+
+    @property
+    def rejected(self) -> str | None:
+        """Why its parameters make no kernel; None where they make one.
+
+        Raises:
+            KernelsUnavailable: There are no kernels of the operation for the device.
+        """
+        reason = operation_of(self.key).reject(self.key, self.numbers)
+        odd = len(self.numbers) < len(getattr(self, "parameters", ()))
+        return reason or ("its parameters are not whole numbers" if odd else None)
 
     @property
     def current(self) -> bool:

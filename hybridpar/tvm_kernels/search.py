@@ -32,7 +32,7 @@ from hybridpar.tvm_kernels.cuda_device import is_gpu
 from hybridpar.tvm_kernels.database import Database, append_records, packaged_records, read_database
 from hybridpar.tvm_kernels.kernel import make_kernels
 from hybridpar.tvm_kernels.measure import torch_threads
-from hybridpar.tvm_kernels.operation import KernelKey, Operation, Parameters, operation_of, whole_numbers
+from hybridpar.tvm_kernels.operation import KernelKey, Operation, Parameters, operation_of
 from hybridpar.tvm_kernels.record import Record
 from hybridpar.tvm_kernels.tuner import BUILD_TIMEOUT, Tuned, tune
 
@@ -282,7 +282,7 @@ def _made(parts: Sequence[Record]) -> list[tuple[Parameters, Any]]:
     for kernel in kernels:
         if isinstance(kernel, KernelsUnavailable):
             raise kernel
-    return [(whole_numbers(getattr(one, "parameters", {})), own) for one, own in zip(parts, kernels, strict=True)]
+    return [(one.numbers, own) for one, own in zip(parts, kernels, strict=True)]
 
 
 def _known(database: Database, key: KernelKey) -> list[dict[str, int]]:
@@ -296,7 +296,7 @@ def _known(database: Database, key: KernelKey) -> list[dict[str, int]]:
         if (best := database.best(other, current=False)) is not None and best.ms and best.stock_ms
     ]
     ordered = [best for *_, best in sorted(alike, key=lambda one: one[:3])]
-    return [whole_numbers(getattr(one, "parameters", {})) for one in ordered]
+    return [one.numbers for one in ordered]
 
 
 def weigh(
