@@ -200,7 +200,7 @@ class Settings:
         except KernelsUnavailable as error:
             print(f"{variant.shape.text} {dict(variant.parameters)}: {error}", file=sys.stderr)
             return None
-        kernel = load_image(variant, found.names, found.image, session, self.threads)
+        kernel = load_image(variant, found, session, self.threads)
         error_found = bench.error(kernel)
         if error_found > most_error(variant.direction):
             raise UsageError(f"{variant.shape.text} {variant.direction} {dict(variant.parameters)} is wrong")

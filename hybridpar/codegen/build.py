@@ -33,7 +33,7 @@ from types import ModuleType
 from typing import Any
 
 from hybridpar.codegen.cache import KernelsUnavailable, cache_path, cached_all, wanted
-from hybridpar.codegen.compile_pool import Builder, Request
+from hybridpar.codegen.compile_pool import Builder, Built, Request
 
 _log = logging.getLogger(__name__)
 
@@ -60,11 +60,10 @@ def load_kernels(name: str, sources: Sequence[Path]) -> dict[str, Function] | No
         _log.info("%s kernels are switched off by HYBRIDPAR_KERNELS", name)
         return None
     try:
-        (content,) = contents_of([kernel_path(name, sources)], [Request(sources)])
-        if isinstance(content, KernelsUnavailable):
-            raise content
-        names, image = parted(content)
-        return session().load(image, names)
+        (built,) = contents_of([kernel_path(name, sources)], [Request(sources)])
+        if isinstance(built, KernelsUnavailable):
+            raise built
+        return session().load(built)
     except (KernelsUnavailable, ImportError, OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         _log.warning("%s kernels cannot be had, slower torch code is used: %s", name, reason[-1])
@@ -136,7 +135,7 @@ def cpu_info() -> dict[str, str]:
 
 def contents_of(
     paths: Sequence[Path], requests: Sequence[Request], workers: int = 1
-) -> list[bytes | KernelsUnavailable]:
+) -> list[Built | KernelsUnavailable]:
     """The contents of cache files; those that are not there are built together.
 
     Args:
@@ -151,7 +150,8 @@ def contents_of(
         KernelsUnavailable: The directory cannot be used, or another process does not come to an end.
         OSError: It cannot be written to.
     """
-    return cached_all(paths, lambda missing: _built({index: requests[index] for index in missing}, workers))
+    contents = cached_all(paths, lambda missing: _built({index: requests[index] for index in missing}, workers))
+    return [_parted(content) for content in contents]
 
 
 def _built(requests: Mapping[int, Request], workers: int) -> Iterator[tuple[int, bytes | KernelsUnavailable]]:
@@ -166,17 +166,12 @@ def _built(requests: Mapping[int, Request], workers: int) -> Iterator[tuple[int,
                 yield index, error
 
 
-def parted(content: bytes) -> tuple[list[str], bytes]:
-    """Split the content of a cache file.
-
-    Args:
-        content: Of a file.
-
-    Returns:
-        Names of the functions, and the object file.
-    """
+def _parted(content: bytes | KernelsUnavailable) -> Built | KernelsUnavailable:
+    """What a cache file holds: names of functions in the first line, then the object file."""
+    if isinstance(content, KernelsUnavailable):
+        return content
     line, _, image = content.partition(b"\n")
-    return json.loads(line), image
+    return Built(tuple(json.loads(line)), image)
 
 
 class Session:
@@ -192,12 +187,11 @@ class Session:
         self._session = tvm_ffi_orcjit.ExecutionSession(orc_rt=None, slab_size=4 << 20)
         self._loading = threading.Lock()
 
-    def load(self, image: bytes, names: Sequence[str], keep: bool = True) -> dict[str, Function]:
+    def load(self, built: Built, keep: bool = True) -> dict[str, Function]:
         """Load an object file.
 
         Args:
-            image: The file.
-            names: Functions in it.
+            built: The file, and the names of its functions.
             keep: Leave it loaded until the process ends; otherwise until the last of the functions is gone.
 
         Returns:
@@ -208,8 +202,8 @@ class Session:
         """
         with self._loading:
             # Looking for a C++ runtime would start a compiler; these objects use none.
-            module = self._session.load_module(image, keep_module_alive=keep, cxx="-")
-        return {name: module[name] for name in names}
+            module = self._session.load_module(built.image, keep_module_alive=keep, cxx="-")
+        return {name: module[name] for name in built.names}
 
 
 @functools.cache

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridpar.codegen.build import Session, contents_of, kernel_paths, parted, session
+from hybridpar.codegen.build import Session, contents_of, kernel_paths, session
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.codegen.compile_pool import Request
+from hybridpar.codegen.compile_pool import Built, Request
 from hybridpar.errors import KernelError
 from hybridpar.machine.process import available_cores
 from hybridpar.tvm_kernels.families import GATHER_MOMENTS, Family, Parameters, family_of
@@ -187,15 +187,12 @@ class TunedKernel:
         return scratch
 
 
-def load_image(
-    variant: Variant, names: Sequence[str], image: bytes, into: Session | None = None, threads: int = 1
-) -> TunedKernel:
+def load_image(variant: Variant, built: Built, into: Session | None = None, threads: int = 1) -> TunedKernel:
     """The kernel in an object file.
 
     Args:
         variant: What was built.
-        names: Its functions.
-        image: The object file.
+        built: The object file, and the names of its functions.
         into: A session of the caller's, whose machine code goes with the last kernel; None keeps it for ever.
         threads: On how many threads it runs.
 
@@ -205,7 +202,7 @@ def load_image(
     Raises:
         RuntimeError: It is no object file for this machine.
     """
-    functions = session().load(image, names) if into is None else into.load(image, names, keep=False)
+    functions = session().load(built) if into is None else into.load(built, keep=False)
     phases = tuple((functions[name], count) for name, count in variant.phases)
     return TunedKernel(phases, variant.scratch_bytes, _FLOAT, threads, variant.align_out)
 
@@ -220,36 +217,35 @@ def make_kernels(records: Sequence[Record]) -> list[Any]:
         For each record its kernel, or a `KernelsUnavailable` that says why there is none, for instance because its
         parameters are no kernel's: a database may come from anywhere, and only what its operation allows is compiled.
     """
-    made: dict[int, Any] = {}
+    built: dict[int, Built | KernelsUnavailable] = {}
     paths: dict[int, Path] = {}
-    requests: dict[int, Request] = {}
+    requests: list[Request] = []
     for place, record in enumerate(records):
         try:
             if reason := record.rejected:
                 raise KernelsUnavailable(reason)
             operation = operation_of(record.key)
             request = operation.request(record.key, record.numbers)
-            if request is not None:
-                paths[place], requests[place] = operation.path(record.key, record.numbers), request
+            if request is None:
+                built[place] = Built((), b"")
+            else:
+                paths[place] = operation.path(record.key, record.numbers)
+                requests.append(request)
         except KernelsUnavailable as error:
-            made[place] = error
+            built[place] = error
     try:
-        contents = contents_of([*paths.values()], [*requests.values()], len(available_cores()))
+        contents = contents_of([*paths.values()], requests, len(available_cores()))
     except (KernelsUnavailable, OSError) as error:
         contents = [KernelsUnavailable(str(error)) for _ in paths]
-    built = dict(zip(paths, contents, strict=True))
-    return [
-        made[place] if place in made else _loaded(record, built.get(place, b"[]\n"))
-        for place, record in enumerate(records)
-    ]
+    built |= zip(paths, contents, strict=True)
+    return [_loaded(record, built[place]) for place, record in enumerate(records)]
 
 
-def _loaded(record: Record, content: bytes | KernelsUnavailable) -> Any:
-    if isinstance(content, KernelsUnavailable):
-        return content
+def _loaded(record: Record, built: Built | KernelsUnavailable) -> Any:
+    if isinstance(built, KernelsUnavailable):
+        return built
     try:
-        names, image = parted(content)
-        kernel = operation_of(record.key).load(record.key, record.numbers, names, image, None)
+        kernel = operation_of(record.key).load(record.key, record.numbers, built, None)
     except (KernelsUnavailable, ImportError, RuntimeError, OSError, ValueError, AssertionError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return KernelsUnavailable(reason[-1])

@@ -150,7 +150,7 @@ def measure_speed(builder: Builder, machine: Machine | None = None) -> Speed:
     machine = machine or this_machine()
     chains = 12 if machine.registers >= 16 else 6
     built = builder.build(Request((_PEAK,), {"lanes": machine.lanes, "chains": chains}))
-    peak = Session().load(built.image, built.names, keep=False)["peak"]
+    peak = Session().load(built, keep=False)["peak"]
     memory = torch.zeros(machine.lanes * chains)
     count = 200_000
     seconds = _least(lambda: peak(memory.data_ptr(), count), 15)

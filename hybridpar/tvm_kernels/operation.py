@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.codegen.compile_pool import Builder, Request
+from hybridpar.codegen.compile_pool import Builder, Built, Request
 from hybridpar.tvm_kernels.cuda_device import is_gpu
 from hybridpar.tvm_kernels.measure import Bench
 from hybridpar.tvm_kernels.shapes import Layout
@@ -209,16 +209,13 @@ class Operation(ABC):
         return path
 
     @abstractmethod
-    def load(
-        self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
-    ) -> Any:
+    def load(self, key: KernelKey, parameters: Parameters, built: Built, session: Session | None) -> Any:
         """The kernel in what was built.
 
         Args:
             key: What it computes.
             parameters: How.
-            names: Its functions.
-            image: What the compiler gave.
+            built: What the compiler made of its request; empty where there is none.
             session: Where machine code goes that a search loads; None where it is to stay.
 
         Returns:

@@ -258,7 +258,7 @@ class _Search:
         what = f"{self.key.direction} {self.key.shape.text} {parameters or ''}".strip()
         try:
             built = Built((), b"") if future is None else future.result()
-            kernel = self.operation.load(self.key, parameters, built.names, built.image, self.session)
+            kernel = self.operation.load(self.key, parameters, built, self.session)
         except (KernelsUnavailable, RuntimeError, OSError) as error:
             self.lost += 1
             _log.info("%s: %s", what, error)

@@ -14,7 +14,7 @@ import torch
 
 from hybridpar.codegen import cuda_driver
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.codegen.compile_pool import Builder
+from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.codegen.nvrtc import compiler
 from hybridpar.commands.tune.tuning import run_tune
 from hybridpar.errors import KernelError, UsageError
@@ -194,7 +194,7 @@ def test_strict_is_about_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_records_become_kernels_only_within_the_space(monkeypatch: pytest.MonkeyPatch) -> None:
     right = next(candidates(SHAPE, Direction.FORWARD, LAST, "bfloat16", HOPPER))
     contents = "hybridpar.tvm_kernels.kernel.contents_of"
-    monkeypatch.setattr(contents, lambda paths, requests, workers: [b"[]\nsource"] * len(paths))
+    monkeypatch.setattr(contents, lambda paths, requests, workers: [Built((), b"source")] * len(paths))
     monkeypatch.setattr(CudaKernel, "prepare", lambda self, index: None)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     changes = ({}, {"vector": 3}, {"threads_c": 1 << 20}, {"rows": "2; system()"}, {"columns": 10**9})

@@ -44,7 +44,7 @@ def session() -> Session:
 def made(builder: Builder, session: Session, shape: ConvShape, tile: dict[str, int], threads: int = 1) -> TunedKernel:
     variant = MomentsVariant(shape, Direction.FORWARD, LAST, tile)
     built = builder.build(variant.request)
-    kernel = load_image(variant, built.names, built.image, session)
+    kernel = load_image(variant, built, session)
     return TunedKernel(kernel.phases, kernel.scratch_bytes, 4, threads, variant.align_out)
 
 

@@ -42,7 +42,7 @@ def session() -> Session:
 def made(builder: Builder, session: Session, variant: Variant) -> SimpleNamespace:
     """The kernel, and what it is of."""
     built = builder.build(variant.request)
-    kernel = load_image(variant, built.names, built.image, session)
+    kernel = load_image(variant, built, session)
     return SimpleNamespace(variant=variant, kernel=kernel, phases=kernel.phases, scratch_bytes=kernel.scratch_bytes)
 
 

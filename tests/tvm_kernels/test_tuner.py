@@ -163,7 +163,7 @@ def test_the_op_runs_kernels_on_contiguous_images(builder: Builder) -> None:
         for record in records:
             variant = Variant(record.key.shape, record.direction, record.layout, record.parameters)
             built = builder.build(variant.request)
-            made.append(load_image(variant, built.names, built.image))
+            made.append(load_image(variant, built))
         return made
 
     shape, layout = ConvShape.parse("2x9x10x21 k3x3 s2x2 p1x1 d1x1"), Layout.CONTIGUOUS

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from hybridpar.codegen.build import Session
 from hybridpar.codegen.cache import KernelsUnavailable
-from hybridpar.codegen.compile_pool import Builder
+from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.batch_norm_act import STOCK, fused_batch_norm_act
 from hybridpar.tvm_kernels.machine import copy_speed, measure_copies
@@ -172,9 +172,7 @@ class BatchNormAct(Operation):
         """The one candidate."""
         return [] if self.without_kernels(key) else [({}, 0.0)]
 
-    def load(
-        self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
-    ) -> Any:
+    def load(self, key: KernelKey, parameters: Parameters, built: Built, session: Session | None) -> Any:
         """What computes it."""
         if not norm_kernels.table():
             raise KernelsUnavailable("see the log for why; HYBRIDPAR_KERNELS must not be off")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from hybridpar.codegen.build import Session
-from hybridpar.codegen.compile_pool import Builder
+from hybridpar.codegen.compile_pool import Builder, Built
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.families import candidates, estimate, reject
 from hybridpar.tvm_kernels.kernel import Variant, load_image
@@ -52,11 +52,9 @@ class Depthwise(Operation):
         """A candidate as something to compile."""
         return Variant(*_what(key), parameters)
 
-    def load(
-        self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
-    ) -> Any:
+    def load(self, key: KernelKey, parameters: Parameters, built: Built, session: Session | None) -> Any:
         """A `TunedKernel`."""
-        return load_image(self.variant(key, parameters), names, image, session, key.threads)
+        return load_image(self.variant(key, parameters), built, session, key.threads)
 
     def bench(self, key: KernelKey, seed: int, parts: Sequence[Any]) -> ConvBench:
         """Random images, weights and gradients."""

@@ -19,6 +19,7 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from hybridpar.codegen.build import Session
+from hybridpar.codegen.compile_pool import Built
 from hybridpar.tvm_kernels import norm_kernels
 from hybridpar.tvm_kernels.conv_bench import ConvBench
 from hybridpar.tvm_kernels.families import reject
@@ -191,11 +192,9 @@ class DepthwiseBatchNormAct(Operation):
         """A candidate as something to compile."""
         return MomentsVariant(key.shape.convolution, Direction.FORWARD, Layout.CHANNELS_LAST, parameters)
 
-    def load(
-        self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
-    ) -> Any:
+    def load(self, key: KernelKey, parameters: Parameters, built: Built, session: Session | None) -> Any:
         """A `TunedKernel`."""
-        return load_image(self.variant(key, parameters), names, image, session, key.threads)
+        return load_image(self.variant(key, parameters), built, session, key.threads)
 
     def bench(self, key: KernelKey, seed: int, parts: Sequence[Any]) -> ConvNormBench:
         """Random images and weights, and the convolution's own kernel."""

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from hybridpar.codegen.build import Session
+from hybridpar.codegen.compile_pool import Built
 from hybridpar.codegen.cuda_driver import driver
 from hybridpar.codegen.nvrtc import CONTRACTED, DRIVER, cubin
 from hybridpar.tvm_kernels import cuda_kernel
@@ -50,15 +51,13 @@ class DepthwiseCuda(Operation):
         """A candidate as something to compile."""
         return CudaVariant(key.shape, Direction(key.direction), key.layout, key.dtype, parameters)
 
-    def load(
-        self, key: KernelKey, parameters: Parameters, names: Sequence[str], image: bytes, session: Session | None
-    ) -> Any:
+    def load(self, key: KernelKey, parameters: Parameters, built: Built, session: Session | None) -> Any:
         """A `CudaKernel`, on the current device. What a search compiles is not cached, and must not spill registers."""
         variant, architecture = self.variant(key, parameters), key.device.rpartition(" ")[2]
         if session is not None:
-            return cuda_kernel.load_cubin(variant, cuda_kernel.compile_unspilled(image, architecture), _current())
+            return cuda_kernel.load_cubin(variant, cuda_kernel.compile_unspilled(built.image, architecture), _current())
         kernel = CudaKernel(
-            variant, lambda at: driver(DRIVER).load(cubin("depthwise", image, architecture, CONTRACTED), at)
+            variant, lambda at: driver(DRIVER).load(cubin("depthwise", built.image, architecture, CONTRACTED), at)
         )
         kernel.prepare(_current())
         return kernel
