@@ -110,18 +110,6 @@ class CudaWriter(BaseWriter):
         """
         return self.t.alloc_buffer((count,), dtype, scope="shared")
 
-    def local(self, count: int, dtype: str = "float32") -> Any:
-        """Values of a thread; indices that are constants leave them in registers.
-
-        Args:
-            count: Number of elements.
-            dtype: Type of the elements.
-
-        Returns:
-            The buffer.
-        """
-        return self.t.alloc_buffer((count,), dtype, scope="local")
-
     def sync(self) -> None:
         """Wait for all threads of the block."""
         self.t.evaluate(self.t.tvm_storage_sync("shared"))
@@ -148,7 +136,7 @@ class CudaWriter(BaseWriter):
         Returns:
             A float32.
         """
-        return stored if dtype == "float32" else self.t.call_extern("float32", f"hp_from_{dtype}", stored)
+        return stored if dtype == "float32" else self.call("float32", f"hp_from_{dtype}", stored)
 
     def narrowed(self, dtype: str, value: Any) -> Any:
         """A float32 as memory has it.
@@ -160,7 +148,7 @@ class CudaWriter(BaseWriter):
         Returns:
             The value as memory has it, rounded to nearest even.
         """
-        return value if dtype == "float32" else self.t.call_extern("uint16", f"hp_to_{dtype}", value)
+        return value if dtype == "float32" else self.call("uint16", f"hp_to_{dtype}", value)
 
     def zero(self, dtype: str, lanes: int = 1) -> Any:
         """Zeros as memory has them.
@@ -184,7 +172,7 @@ class CudaWriter(BaseWriter):
         Returns:
             A condition.
         """
-        return self.t.call_extern("int32", "hp_given", handle) != 0
+        return self.call("int32", "hp_given", handle) != 0
 
     def add_lanes(self, value: Any, other: int) -> Any:
         """Add the value of another lane of the warp; all lanes take part.
@@ -196,7 +184,7 @@ class CudaWriter(BaseWriter):
         Returns:
             The sum.
         """
-        return self.t.call_extern("float32", "hp_add_lanes", value, other)
+        return self.call("float32", "hp_add_lanes", value, other)
 
     def both(self, *conditions: Any) -> Any:
         """The conjunction of conditions; those that are True while compiling are left out.

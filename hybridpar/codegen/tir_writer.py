@@ -168,6 +168,31 @@ class BaseWriter:
         """
         self.t.buffer_store(buffer, value, [index])
 
+    def local(self, count: int, dtype: str = "float32") -> Any:
+        """Allocate an array of one thread; compilers keep it in registers where all indices are constants.
+
+        Args:
+            count: Number of elements.
+            dtype: Type of the elements.
+
+        Returns:
+            The buffer.
+        """
+        return self.t.alloc_buffer((count,), dtype, scope="local")
+
+    def call(self, dtype: str, name: str, *arguments: Any) -> Any:
+        """Call a function of the `PRELUDE` of CUDA, of `HELPERS`, or one that the schedule imports.
+
+        Args:
+            dtype: Type of the result.
+            name: Name of the function.
+            arguments: Its arguments.
+
+        Returns:
+            The result.
+        """
+        return self.t.call_extern(dtype, name, *arguments)
+
     def when(self, condition: Any, then: Callable[[], None]) -> None:
         """Write a branch; the statements alone where the condition is True while compiling.
 
@@ -248,18 +273,6 @@ class Writer(BaseWriter):
         pointer = self.t.Bind(self.t.reinterpret(ir.PointerType(ir.PrimType(dtype)), address))
         return self.t.decl_buffer((1 << 40,), dtype, data=pointer)
 
-    def local(self, count: int, dtype: str) -> Any:
-        """An array on the stack; LLVM keeps it in registers.
-
-        Args:
-            count: Number of elements.
-            dtype: Type of the elements.
-
-        Returns:
-            The buffer.
-        """
-        return self.t.alloc_buffer((count,), dtype, scope="local")
-
     def lanes(self, value: Any) -> Any:
         """A vector of `LANES` equal values.
 
@@ -295,19 +308,6 @@ class Writer(BaseWriter):
             values: The vector.
         """
         self.t.evaluate(self.call("void", "hp_stream", self.t.address_of(buffer[start]), values))
-
-    def call(self, dtype: str, name: str, *arguments: Any) -> Any:
-        """Call one of the functions in `HELPERS`, or one that the schedule imports.
-
-        Args:
-            dtype: Type of the result.
-            name: Name of the function.
-            arguments: Its arguments.
-
-        Returns:
-            The result.
-        """
-        return self.t.call_extern(dtype, name, *arguments)
 
     def folded(self, buffer: Any, combine: Callable[[Any, Any], Any], count: int = LANES) -> Any:
         """Combine all elements of a local buffer into one, by a tree.
