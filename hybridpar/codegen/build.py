@@ -32,7 +32,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hybridpar.codegen.cache import KernelsUnavailable, cache_path, cached_all, wanted
+from hybridpar.codegen.cache import KernelsUnavailable, cache_path, cached_all, load_or_warn
 from hybridpar.codegen.compile_pool import Builder, Built, Request
 
 _log = logging.getLogger(__name__)
@@ -56,18 +56,14 @@ def load_kernels(name: str, sources: Sequence[Path]) -> dict[str, Function] | No
         Functions by name; they release the GIL while they run. None where they are switched off or cannot be had,
         which is logged in one line.
     """
-    if not wanted():
-        _log.info("%s kernels are switched off by HYBRIDPAR_KERNELS", name)
-        return None
-    try:
+
+    def load() -> dict[str, Function]:
         (built,) = contents_of([kernel_path(name, sources)], [Request(sources)])
         if isinstance(built, KernelsUnavailable):
             raise built
         return session().load(built)
-    except (KernelsUnavailable, ImportError, OSError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        _log.warning("%s kernels cannot be had, slower torch code is used: %s", name, reason[-1])
-        return None
+
+    return load_or_warn(f"{name} kernels", load)
 
 
 def kernel_path(name: str, sources: Sequence[Path]) -> Path:

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hybridpar.formats.cache import cache_directory
 
@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 #: Seconds after which a build is given up.
 TIMEOUT = 300.0
+_Loaded = TypeVar("_Loaded")
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -38,6 +39,35 @@ class KernelsUnavailable(Exception):
 def wanted() -> bool:
     """Whether the user has kernels on, which they are unless HYBRIDPAR_KERNELS says off, no, false or 0."""
     return os.environ.get("HYBRIDPAR_KERNELS", "on").strip().lower() not in ("off", "no", "false", "0")
+
+
+def load_or_warn(what: str, load: Callable[[], _Loaded]) -> _Loaded | None:
+    """Load kernels, or say in one line of the log why there are none.
+
+    Args:
+        what: What is loaded, in words.
+        load: Loads it.
+
+    Returns:
+        What `load` returned; None where kernels are switched off or cannot be loaded.
+    """
+    if not wanted():
+        _log.info("%s are switched off by HYBRIDPAR_KERNELS", what)
+        return None
+    try:
+        return load()
+    except (KernelsUnavailable, ImportError, OSError, RuntimeError, ValueError) as error:
+        _log.warning("%s cannot be had, slower torch code is used: %s", what, first_line(error))
+        return None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its name where it says nothing.
+
+    Args:
+        error: Any error.
+    """
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def cache_path(name: str, made_from: dict[str, Any], suffix: str) -> Path:

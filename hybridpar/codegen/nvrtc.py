@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-from hybridpar.codegen.cache import TIMEOUT, KernelsUnavailable, cache_path, cached, wanted
-from hybridpar.codegen.cuda_driver import CudaError, CudaFunction, driver
+from hybridpar.codegen.cache import TIMEOUT, KernelsUnavailable, cache_path, cached, load_or_warn
+from hybridpar.codegen.cuda_driver import CudaFunction, driver
 
 _log = logging.getLogger(__name__)
 
@@ -57,18 +57,14 @@ def load_cuda_kernels(
     Returns:
         Functions by name. None where they are switched off or cannot be had, which is logged in one line.
     """
-    if not wanted():
-        _log.info("%s kernels are switched off by HYBRIDPAR_KERNELS", name)
-        return None
-    try:
+
+    def load() -> dict[str, CudaFunction]:
         major, minor = torch.cuda.get_device_capability(device)
         code = cubin(name, source.read_bytes(), f"sm_{major}{minor}")
         module = driver(DRIVER).load(code, device.index)
         return {kernel: module.function(kernel, values) for kernel, values in parameters.items()}
-    except (KernelsUnavailable, CudaError, OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        _log.warning("%s kernels cannot be had on %s, slower torch code is used: %s", name, device, reason[0])
-        return None
+
+    return load_or_warn(f"{name} kernels on {device}", load)
 
 
 def cubin(name: str, text: bytes, architecture: str, options: Sequence[str] = OPTIONS) -> bytes:

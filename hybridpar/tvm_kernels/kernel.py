@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridpar.codegen.build import Session, contents_of, kernel_paths, session
-from hybridpar.codegen.cache import KernelsUnavailable
+from hybridpar.codegen.cache import KernelsUnavailable, first_line
 from hybridpar.codegen.compile_pool import Built, Request
 from hybridpar.errors import KernelError
 from hybridpar.machine.process import available_cores
@@ -247,8 +247,7 @@ def _loaded(record: Record, built: Built | KernelsUnavailable) -> Any:
     try:
         kernel = operation_of(record.key).load(record.key, record.numbers, built, None)
     except (KernelsUnavailable, ImportError, RuntimeError, OSError, ValueError, AssertionError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        return KernelsUnavailable(reason[-1])
+        return KernelsUnavailable(first_line(error))
     return replace(kernel, align=getattr(record, "align", _FLOAT)) if isinstance(kernel, TunedKernel) else kernel
 
 
