@@ -20,7 +20,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import logging
 import os
 import platform
 import sys
@@ -35,7 +34,6 @@ from typing import Any
 from hybridpar.codegen.cache import KernelsUnavailable, cache_path, cached_all, load_or_warn
 from hybridpar.codegen.compile_pool import Builder, Built, Request
 
-_log = logging.getLogger(__name__)
 
 #: Names of TVM's passes for functions with schedules, and for files that say WRITTEN_OUT = True.
 _SCHEDULED, _WRITTEN = "hybridpar", "hybridpar_written"
