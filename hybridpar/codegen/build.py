@@ -34,7 +34,6 @@ from typing import Any
 from hybridpar.codegen.cache import KernelsUnavailable, cache_path, cached_all, load_or_warn
 from hybridpar.codegen.compile_pool import Builder, Built, Request
 
-
 #: Names of TVM's passes for functions with schedules, and for files that say WRITTEN_OUT = True.
 _SCHEDULED, _WRITTEN = "hybridpar", "hybridpar_written"
 
