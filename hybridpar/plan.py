@@ -402,6 +402,9 @@ def read_plan(path: str | Path) -> Plan:
     Args:
         path: The file.
 
+    Returns:
+        The plan.
+
     Raises:
         PlanError: The file is missing, is not a plan, or is of a version this package cannot read.
     """
@@ -416,6 +419,9 @@ def parse_plan(data: object, source: str = "the plan") -> Plan:
     Args:
         data: What was read.
         source: What to call it in messages.
+
+    Returns:
+        The plan.
 
     Raises:
         PlanError: As for `read_plan`.

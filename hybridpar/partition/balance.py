@@ -91,6 +91,9 @@ def balance_graph(
         certify: Look for the exact optimum over all convex cuts.
         down_sets: Give the certificate up beyond so many down-sets, see `exact_optimum`.
 
+    Returns:
+        The partition, with its loads and a lower bound.
+
     Raises:
         PartitionError: More stages than units, or a memory cap that no partition can keep; the message says the least
         cap
@@ -154,7 +157,15 @@ def _search_all_cuts(
 
 
 def spread(cuts: Cuts, count: int) -> Cuts:
-    """Move cuts apart so that no stage is empty; cuts that are apart stay."""
+    """Move cuts apart so that no stage is empty; cuts that are apart stay.
+
+    Args:
+        cuts: Ends of all stages but the last, ascending.
+        count: Units in all; no fewer than stages.
+
+    Returns:
+        Cuts that differ from each other, from 0 and from `count`.
+    """
     fixed = list(cuts)
     for place in range(len(fixed)):
         fixed[place] = max(fixed[place], (fixed[place - 1] if place else 0) + 1)

@@ -24,7 +24,13 @@ from hybridpar.partition.unit_runner import Clock
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What one stage took: minimum milliseconds over passes, and bytes it kept for backward."""
+    """What one stage took: minimum milliseconds over passes, and bytes it kept for backward.
+
+    Attributes:
+        forward_ms: Of the forward pass.
+        backward_ms: Of the backward pass.
+        saved_bytes: Kept for the backward pass, without parameters and buffers.
+    """
 
     forward_ms: float
     backward_ms: float
@@ -51,6 +57,9 @@ def dry_run_stages(
         passes: Passes over all stages; the minimum counts.
         own_time: As for `Clock`.
 
+    Returns:
+        Times and sizes of every stage.
+
     Raises:
         UsageError: There is no pass, or the inputs are no micro-batch.
     """
@@ -60,7 +69,20 @@ def dry_run_stages(
 def dry_run_partitions(
     partitions: Sequence[Sequence[Stage]], inputs: Sequence[torch.Tensor], *, passes: int = 5, own_time: bool = False
 ) -> list[list[StageTimes]]:
-    """Measure several partitions of one model in turns, so that whatever else the machine does hits all of them."""
+    """Measure several partitions of one model in turns, so that whatever else the machine does hits all of them.
+
+    Args:
+        partitions: For every partition its stages; their state is put back afterwards.
+        inputs: One micro-batch.
+        passes: Passes over all stages of each; the minimum counts.
+        own_time: As for `Clock`.
+
+    Returns:
+        For every partition times and sizes of its stages.
+
+    Raises:
+        UsageError: There is no pass.
+    """
     if passes < 1:
         raise UsageError(f"{passes} passes", "What is measured runs at least once.", "Use passes=5.")
     clock = Clock(inputs[0].device, own_time=own_time)

@@ -72,7 +72,12 @@ class Value:
 
 @dataclass(frozen=True)
 class Saved:
-    """A storage that waits for the backward pass, and the units that wait for it, ascending."""
+    """A storage that waits for the backward pass, and the units that wait for it, ascending.
+
+    Attributes:
+        bytes: Its size.
+        units: Indices of the units, ascending.
+    """
 
     bytes: int
     units: tuple[int, ...]
@@ -127,7 +132,11 @@ class UnitGraph:
         return dag
 
     def with_times(self, times: Sequence[tuple[float, float]]) -> UnitGraph:
-        """The same graph with new forward and backward times, one pair per unit, in milliseconds."""
+        """The same graph with new forward and backward times, one pair per unit, in milliseconds.
+
+        Args:
+            times: For every unit its forward and backward time.
+        """
         units = (
             replace(unit, forward_ms=forward, backward_ms=backward)
             for unit, (forward, backward) in zip(self.units, times, strict=True)

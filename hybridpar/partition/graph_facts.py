@@ -44,7 +44,11 @@ class GraphFacts:
     derived: frozenset[fx.Node]
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
-        """Nodes whose tensors a node needs, looking through derived numbers; attributes are not among them."""
+        """Nodes whose tensors a node needs, looking through derived numbers; attributes are not among them.
+
+        Args:
+            node: The node.
+        """
         found: dict[fx.Node, None] = {}
         stack = list(node.all_input_nodes)[::-1]
         while stack:
@@ -72,7 +76,12 @@ class GraphFacts:
 
 
 def resolve_attribute(traced: TracedModel, name: str) -> object:
-    """The module, parameter, buffer or constant that a graph calls by this qualified name."""
+    """The module, parameter, buffer or constant that a graph calls by this qualified name.
+
+    Args:
+        traced: The traced model.
+        name: The qualified name.
+    """
     if name in traced.constants:
         return traced.constants[name]
     value: object = traced.model
@@ -91,6 +100,9 @@ def examine_graph(
         graph: One of its graphs; later uses of what it changes in place are bound to the result of the change.
         inputs: Example inputs at the true micro-batch, dtype and memory format.
         training: Mode to run in.
+
+    Returns:
+        The graph, with the facts of its nodes.
 
     Raises:
         UsageError: The model refuses the inputs.

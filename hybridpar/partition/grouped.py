@@ -37,7 +37,13 @@ class Sharing:
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a grouped search: the value, the cuts (None where nothing is allowed), and whether it is exact."""
+    """Result of a grouped search: the value, the cuts (None where nothing is allowed), and whether it is exact.
+
+    Attributes:
+        value: What was to be least.
+        cuts: Ends of all stages but the last; None where nothing is allowed.
+        exact: Whether no cut is better.
+    """
 
     value: float
     cuts: Cuts | None
@@ -45,12 +51,31 @@ class Found:
 
 
 def least_group_maximum(load: Sharing, memory: Sharing, limit: int = LABELS) -> Found:
-    """Cut an order so that the largest group load is least while every memory group stays within its limit."""
+    """Cut an order so that the largest group load is least while every memory group stays within its limit.
+
+    Args:
+        load: Times, and the lanes that they add up on.
+        memory: Bytes, and the devices that they add up on.
+        limit: Labels kept per place.
+
+    Returns:
+        The least largest load and its cuts.
+    """
     return _search(load, memory, None, limit)
 
 
 def least_group_sum(load: Sharing, memory: Sharing, price: Sequence[Matrix], limit: int = LABELS) -> Found:
-    """Cut an order so that the sum of `price` is least while load and memory groups stay within their limits."""
+    """Cut an order so that the sum of `price` is least while load and memory groups stay within their limits.
+
+    Args:
+        load: Times, and the lanes that they add up on.
+        memory: Bytes, and the devices that they add up on.
+        price: One matrix per stage over all intervals.
+        limit: Labels kept per place.
+
+    Returns:
+        The least sum and its cuts.
+    """
     return _search(load, memory, price, limit)
 
 

@@ -82,6 +82,9 @@ def partition_model(
         progress: Told after every pass of the measurement.
         announce: Told in one line what is being done.
 
+    Returns:
+        The plan and the stages, with what they were made from.
+
     Raises:
         TraceError: The model cannot be traced.
         PartitionError: No partition satisfies the request.
@@ -139,7 +142,18 @@ def make_plan(
     name: str | None = None,
     threads: int | None = None,
 ) -> Plan:
-    """The plan of a partition: its sections `partition`, `placement` and `measured`."""
+    """The plan of a partition: its sections `partition`, `placement` and `measured`.
+
+    Args:
+        units: The model and its units.
+        graph: Units with times.
+        problem: What the partition was asked for.
+        balance: The partition.
+        times: Where the times of the graph come from.
+        inputs: The micro-batch that was measured.
+        name: What to call the model; default: its class.
+        threads: Intra-op threads that were measured with; None for as many as torch uses.
+    """
     sent = graph.cut_bytes(balance.stage_of)
     saved = saved_bytes(graph, balance.stage_of)
     stages = []
@@ -203,7 +217,12 @@ def _placement(problem: Problem) -> Placement:
 
 
 def saved_bytes(graph: UnitGraph, stage_of: Sequence[int]) -> list[int]:
-    """Bytes that each stage keeps for backward, one micro-batch; a storage counts once per stage."""
+    """Bytes that each stage keeps for backward, one micro-batch; a storage counts once per stage.
+
+    Args:
+        graph: Units with what they keep.
+        stage_of: Stage of every unit.
+    """
     totals = [0] * (max(stage_of) + 1)
     for item in graph.saved:
         for stage in {stage_of[unit] for unit in item.units}:

@@ -50,7 +50,11 @@ class UnitTimes:
     source: Literal["measured", "analytic"] = "measured"
 
     def apply(self, graph: UnitGraph) -> UnitGraph:
-        """The graph with these times."""
+        """The graph with these times.
+
+        Args:
+            graph: Units in the same order.
+        """
         return graph.with_times(list(zip(self.forward_ms, self.backward_ms, strict=True)))
 
 
@@ -72,6 +76,9 @@ def measure_units(
         threads: Intra-op threads on CPU; None keeps the present number.
         own_time: As for `Clock`; only with one thread.
         progress: Told after every pass.
+
+    Returns:
+        Times of all units, and how sure they are.
 
     Raises:
         UsageError: `passes` or `threads` is too small, or the model's training step fails.
@@ -175,6 +182,9 @@ def steadied(tries: Sequence[UnitTimes]) -> UnitTimes:
 
     The noise is that of the best one, or how far the two least times of the units lie apart, where that is less: two
     measurements that agree are right, however wrong a third one is.
+
+    Args:
+        tries: Measurements of the same units.
     """
     if len(tries) < 2:
         return tries[0] if tries else UnitTimes((), (), 0.0, noise=math.inf)

@@ -43,12 +43,20 @@ def profiles_directory() -> Path:
 
 
 def device_name(device: torch.device) -> str:
-    """Name of a device as its maker calls it."""
+    """Name of a device as its maker calls it.
+
+    Args:
+        device: The device.
+    """
     return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else cpu_name()
 
 
 def memory_format_name(tensor: torch.Tensor) -> str:
-    """`channels_last` or `contiguous`."""
+    """`channels_last` or `contiguous`.
+
+    Args:
+        tensor: Of any shape; only one of four dimensions can be channels_last.
+    """
     last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
     return "channels_last" if last else "contiguous"
 
@@ -103,7 +111,14 @@ def measured_profile(
 
 
 def profile_key(units: ModelUnits, inputs: Sequence[torch.Tensor], threads: int, passes: int) -> dict[str, Any]:
-    """Everything that measured times depend on."""
+    """Everything that measured times depend on.
+
+    Args:
+        units: The model and its units.
+        inputs: One micro-batch.
+        threads: Intra-op threads on CPU.
+        passes: Passes of a measurement.
+    """
     parameter = next(units.model.parameters(), inputs[0])
     return {
         "model": model_fingerprint(units.model),

@@ -156,6 +156,12 @@ class PlanConfig:
 def parse_shape(text: str) -> tuple[int, ...]:
     """The shape of one sample from text like 3x224x224.
 
+    Args:
+        text: Numbers with x between them.
+
+    Returns:
+        The numbers.
+
     Raises:
         UsageError: The text is not a shape.
     """
@@ -168,6 +174,10 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 def parse_bytes(text: str, option: str = "--memory") -> int:
     """A number of bytes from text like 500MB; 1 MB is 10^6 bytes.
+
+    Args:
+        text: A number with a unit.
+        option: Names the option in an error.
 
     Raises:
         UsageError: The text is not a size.
@@ -183,6 +193,9 @@ def parse_bytes(text: str, option: str = "--memory") -> int:
 
 def parse_link(text: str | None) -> Link:
     """A link from text like 1.2GB/s or 100MB/s@0.2ms.
+
+    Args:
+        text: Rate and latency; None for a link that costs nothing.
 
     Raises:
         UsageError: The text is not a link.
@@ -203,6 +216,9 @@ def parse_link(text: str | None) -> Link:
 
 def parse_workers(config: PlanConfig) -> tuple[Worker, ...]:
     """The workers that --devices, --memory and --co-run describe; empty where no device is named.
+
+    Args:
+        config: The options.
 
     Raises:
         UsageError: An entry is not a device.
@@ -229,6 +245,9 @@ def parse_workers(config: PlanConfig) -> tuple[Worker, ...]:
 
 def read_problem(config: PlanConfig) -> Problem:
     """What the options ask of a partition.
+
+    Args:
+        config: The options.
 
     Raises:
         UsageError: An option cannot be read, or two of them contradict each other.

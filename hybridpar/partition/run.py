@@ -53,12 +53,23 @@ class StageRunner:
         self._result: Any = None
 
     def start(self, *inputs: torch.Tensor) -> None:
-        """Begin a micro-batch."""
+        """Begin a micro-batch.
+
+        Args:
+            inputs: What the model takes.
+        """
         self._values = dict(zip(input_names(self.stages), inputs, strict=True))
         self._gradients = {}
 
     def forward(self, index: int) -> Any:
-        """Run the forward pass of one stage; the last stage returns the model's output."""
+        """Run the forward pass of one stage; the last stage returns the model's output.
+
+        Args:
+            index: Number of the stage.
+
+        Returns:
+            What the stage returns.
+        """
         stage = self.stages[index]
         borders = stage.inputs
         received = {
@@ -76,7 +87,12 @@ class StageRunner:
         return result
 
     def backward(self, index: int, loss: torch.Tensor | None = None) -> None:
-        """Run the backward pass of one stage; the last takes the loss, or ones for every output without it."""
+        """Run the backward pass of one stage; the last takes the loss, or ones for every output without it.
+
+        Args:
+            index: Number of the stage.
+            loss: A scalar made from the model's output.
+        """
         if index == len(self.stages) - 1:
             if loss is not None:
                 torch.autograd.backward(loss)

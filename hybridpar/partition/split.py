@@ -67,6 +67,10 @@ def split_model(units: ModelUnits, stage_of: Sequence[int], *, relay: bool = Fal
 def check_assignment(units: ModelUnits, stage_of: Sequence[int]) -> int:
     """Check that an assignment of units to stages can run; returns the number of stages.
 
+    Args:
+        units: The model and its units.
+        stage_of: Stage of every unit.
+
     Raises:
         PartitionError: As for `split_model`.
     """

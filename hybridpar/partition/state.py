@@ -67,7 +67,11 @@ def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Non
 
 @contextmanager
 def same_attributes(model: nn.Module) -> Iterator[None]:
-    """Restore what `untouched` restores but for the values of tensors; for code that does not run on tensors."""
+    """Restore what `untouched` restores but for the values of tensors; for code that does not run on tensors.
+
+    Args:
+        model: The model whose code runs inside the block.
+    """
     drawn = python_random_state()
     state = _State(values=False)
     for module in model.modules():
@@ -93,7 +97,11 @@ def _set_python_random_state(state: tuple[Any, ...]) -> None:
 
 
 def mutable_attributes(module: nn.Module) -> dict[str, Any]:
-    """Values of a module's own Python attributes, without tensors, in a form that can be compared later."""
+    """Values of a module's own Python attributes, without tensors, in a form that can be compared later.
+
+    Args:
+        module: The module, without its sub-modules.
+    """
     return {name: _frozen(value, 4) for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES}
 
 

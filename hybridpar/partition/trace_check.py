@@ -36,7 +36,13 @@ Outcome = dict[str, Any]
 
 @dataclass(frozen=True)
 class Graphs:
-    """What is compared with a model: its graphs, and the tensors that tracing made, by attribute name."""
+    """What is compared with a model: its graphs, and the tensors that tracing made, by attribute name.
+
+    Attributes:
+        train: The graph of training.
+        evaluate: The graph of evaluation; it may be the same.
+        constants: Tensors by the name that the graphs use for them.
+    """
 
     train: fx.Graph
     evaluate: fx.Graph

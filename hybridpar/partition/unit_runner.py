@@ -60,7 +60,12 @@ class Clock:
         return event
 
     def between(self, start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-        """Milliseconds from one mark to another; call `wait` before."""
+        """Milliseconds from one mark to another; call `wait` before.
+
+        Args:
+            start: The earlier mark.
+            end: The later mark.
+        """
         if isinstance(start, torch.cuda.Event):
             assert isinstance(end, torch.cuda.Event)
             return float(start.elapsed_time(end))
@@ -135,6 +140,9 @@ class UnitRunner:
 
     def step(self, clock: Clock) -> list[tuple[float, float]]:
         """One forward and backward pass; the gradient of every output is ones.
+
+        Args:
+            clock: Takes the times.
 
         Returns:
             Forward and backward milliseconds of every unit.
@@ -211,12 +219,24 @@ def _enter(value: Any) -> tuple[Any, list[list[torch.Tensor | None]]]:
 
 
 def whole_step_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor], clock: Clock) -> float:
-    """Time of one plain forward and backward pass of the unsplit model, without optimizer, in milliseconds."""
+    """Time of one plain forward and backward pass of the unsplit model, without optimizer, in milliseconds.
+
+    Args:
+        model: The model, in the mode to run in.
+        inputs: One micro-batch.
+        clock: Takes the times.
+    """
     return sum(_whole_step(model, inputs, clock))
 
 
 def whole_backward_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor], clock: Clock) -> float:
-    """Of that the time of the backward pass."""
+    """Of that the time of the backward pass.
+
+    Args:
+        model: The model, in the mode to run in.
+        inputs: One micro-batch.
+        clock: Takes the times.
+    """
     return _whole_step(model, inputs, clock)[1]
 
 

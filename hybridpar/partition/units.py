@@ -53,6 +53,9 @@ def find_units(traced: TracedModel, inputs: Sequence[torch.Tensor]) -> ModelUnit
         traced: The traced model.
         inputs: Example inputs at the true micro-batch, dtype and memory format.
 
+    Returns:
+        The units, without times.
+
     Raises:
         UsageError: The model refuses the inputs.
         TraceError: The model computes nothing, or changes its input through a view and uses it again.

@@ -82,6 +82,9 @@ def profile_model(
         progress: Told after every pass.
         announce: Told in a line what is being done.
 
+    Returns:
+        Units, parameters and times of the model, without its weights.
+
     Raises:
         TraceError: The model cannot be traced.
         UsageError: The model refuses the inputs, or its training step fails.

@@ -42,7 +42,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class SizedTimes:
-    """Times of all units at one micro-batch size, in milliseconds."""
+    """Times of all units at one micro-batch size, in milliseconds.
+
+    Attributes:
+        samples: Of the micro-batch.
+        forward_ms: Of every unit.
+        backward_ms: Of every unit.
+    """
 
     samples: int
     forward_ms: tuple[float, ...]
@@ -153,6 +159,9 @@ class ModelProfile:
         accumulate_ms: By how much backward passes that add gradients to those of the micro-batch before, as all that
             were timed do, take longer than those that make the first ones; it can be less than nothing.
         versions: Of what it was measured with.
+
+    Raises:
+        UsageError: Times or parameters do not fit the graph.
     """
 
     info: ModelInfo

@@ -77,6 +77,9 @@ def find_plan(
         progress: Told now and then how far it is.
         advise: Where no plan fits, look for a batch with which one would.
 
+    Returns:
+        The chosen plan, those that are as good, and the others that were simulated.
+
     Raises:
         PlanError: No plan fits into the memory; the message says what is missing, and the nearest that fits. Or what
             is decided leaves no plan.

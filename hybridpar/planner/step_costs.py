@@ -81,6 +81,9 @@ def measure_step_costs(
         bucket_bytes: Size at which a bucket of gradients is full.
         steps: Steps to time, after one that is not counted.
 
+    Returns:
+        Medians over the steps.
+
     Raises:
         RuntimeError: The model's training step fails.
     """
@@ -131,7 +134,15 @@ def measure_step_costs(
 
 
 def any_loss(output: Any, target: Any = None) -> Tensor:
-    """Something to go backward from, for any kind of output that depends on a parameter."""
+    """Something to go backward from, for any kind of output that depends on a parameter.
+
+    Args:
+        output: What the model returns: tensors in tuples, lists or dicts.
+        target: Not used; a loss takes one.
+
+    Returns:
+        A scalar: the sum of the mean squares of all tensors with a gradient.
+    """
     leaves = [leaf for _, leaf in tensor_leaves(output) if leaf.requires_grad]
     return torch.stack([leaf.float().square().mean() for leaf in leaves]).sum()
 

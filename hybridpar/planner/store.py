@@ -192,6 +192,9 @@ def forget(kind: str, key: Mapping[str, Any]) -> bool:
     Args:
         kind: What sort of measurement it is.
         key: Everything that it depends on, as JSON would have it.
+
+    Returns:
+        Whether there was anything.
     """
     try:
         path_of(kind, key).unlink()

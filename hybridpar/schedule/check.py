@@ -53,6 +53,9 @@ def check(
         memory_cap: Most bytes that a worker may hold of these.
         in_flight_cap: Most micro-batches that a stage may hold.
 
+    Returns:
+        What was found on the way: peaks of memory, and the length in unit time.
+
     Raises:
         ScheduleError: It does not hold. The text has a picture of the schedule with the cell where it fails.
     """
@@ -75,6 +78,9 @@ def check_program(program: Program) -> None:
     Every action is on its own worker, once; computation has the order of the schedule; what an action needs of its own
     worker is issued before it; and with queues that run in order, and transfers that block both ends until both have
     come, every queue comes to its end.
+
+    Args:
+        program: The lists, with the schedule and the layout that they are for.
 
     Raises:
         ScheduleError: It does not hold.

@@ -39,18 +39,34 @@ class Resource:
         self.jobs: dict[Job, float] = {}  # with what each uses, in order of arrival, so that runs repeat exactly
 
     def add(self, job: Job, amount: float) -> bool:
-        """A job comes; true if the share of the users changed with it."""
+        """A job comes; true if the share of the users changed with it.
+
+        Args:
+            job: The job.
+            amount: What it uses at full speed.
+        """
         self.jobs[job] = amount
         self.load += amount
         return self._divide()
 
     def remove(self, job: Job) -> bool:
-        """A job goes; true if the share of the users changed with it."""
+        """A job goes; true if the share of the users changed with it.
+
+        Args:
+            job: The job.
+        """
         self.load -= self.jobs.pop(job)
         return self._divide()
 
     def speed(self, amount: float) -> float:
-        """What a user of so much gets of its full speed."""
+        """What a user of so much gets of its full speed.
+
+        Args:
+            amount: What it uses at full speed.
+
+        Returns:
+            A factor from 0 to 1.
+        """
         return min(1.0, self.share / amount) if self._fair else self.share
 
     def _divide(self) -> bool:
@@ -118,7 +134,11 @@ class EventLoop:
         self._over: deque[Job] = deque()
 
     def start(self, job: Job) -> None:
-        """Begin a job now."""
+        """Begin a job now.
+
+        Args:
+            job: The job.
+        """
         self._begin(job)
 
     def run(self) -> None:

@@ -64,7 +64,11 @@ class Machine:
         return [Phase(time * (end - start), uses) for start, end in zip(starts, (*marks, 1.0), strict=True)]
 
     def transfer_bytes(self, send: Action) -> int:
-        """What a send sends."""
+        """What a send sends.
+
+        Args:
+            send: A send; its receive is the same transfer.
+        """
         assert send.peer is not None
         if send.kind is Kind.SEND_FORWARD:
             return self._edges[send.stage, send.peer].bytes
@@ -74,6 +78,9 @@ class Machine:
         """Phases of a send together with its receive: the latency, then the bytes.
 
         The bytes take as long as the wire needs for them or a processor at either end, whichever is slower.
+
+        Args:
+            send: A send; its receive is the same transfer.
         """
         assert send.peer is not None
         layout, costs = self._layout, self._costs
@@ -93,11 +100,19 @@ class Machine:
         return phases
 
     def sync_bytes(self, action: Action) -> float:
-        """What a worker sends, and receives, in an all-reduce."""
+        """What a worker sends, and receives, in an all-reduce.
+
+        Args:
+            action: A sum of one bucket.
+        """
         return self._costs.sync_factor * self._costs.buckets[action.stage][action.index or 0].bytes
 
     def sync(self, action: Action) -> list[Phase]:
-        """Phases of an all-reduce: encode, latency, bytes, decode. With one replica there is nothing to do."""
+        """Phases of an all-reduce: encode, latency, bytes, decode. With one replica there is nothing to do.
+
+        Args:
+            action: A sum of one bucket.
+        """
         costs = self._costs
         if costs.replicas == 1:
             return [Phase(0.0)]

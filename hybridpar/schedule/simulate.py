@@ -57,6 +57,9 @@ def simulate(program: Program, costs: Costs) -> Simulation:
         program: What every worker does.
         costs: What it takes.
 
+    Returns:
+        Times of the step and of its parts, and its timeline.
+
     Raises:
         ScheduleError: The costs are for other stages or buckets than the program's, or its workers wait for each other
             for ever.

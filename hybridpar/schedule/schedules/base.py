@@ -27,6 +27,9 @@ class ScheduleRequest:
         memory_cap: Most bytes that a worker may hold of these; None for no limit.
         latency_ms: Time from the start of a transfer between workers to its first byte.
         bytes_per_second: Speed of each worker's link in each direction; None for a link that takes no time.
+
+    Raises:
+        ScheduleError: A value is out of its range, or one that another needs is missing.
     """
 
     layout: Layout
@@ -127,7 +130,11 @@ def register_schedule(
 
 
 def planned_schedules(placement: str) -> tuple[str, ...]:
-    """Names of the schedules that the planner tries for a placement; those that search themselves come last."""
+    """Names of the schedules that the planner tries for a placement; those that search themselves come last.
+
+    Args:
+        placement: `linear`, `loop` or `v`.
+    """
     names = [name for name in SCHEDULES if placement in SCHEDULES.get(name).placements]
     return tuple(sorted(names, key=lambda name: SCHEDULES.get(name).searches))
 
@@ -152,12 +159,22 @@ def describe() -> dict[str, str]:
 
 
 def forwards(stage: int, count: int) -> list[Action]:
-    """The forward passes of micro-batches 0 to count - 1."""
+    """The forward passes of micro-batches 0 to count - 1.
+
+    Args:
+        stage: Number of the stage.
+        count: Micro-batches of a step.
+    """
     return [Action(stage, Kind.FORWARD, index) for index in range(count)]
 
 
 def backwards(stage: int, count: int) -> list[Action]:
-    """The backward passes of micro-batches 0 to count - 1: the order in which one process adds up gradients."""
+    """The backward passes of micro-batches 0 to count - 1: the order in which one process adds up gradients.
+
+    Args:
+        stage: Number of the stage.
+        count: Micro-batches of a step.
+    """
     return [Action(stage, Kind.BACKWARD, index) for index in range(count)]
 
 

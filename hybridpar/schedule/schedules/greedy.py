@@ -33,6 +33,9 @@ def greedy(request: ScheduleRequest) -> Schedule:
     Backward passes are split only where the request has times for both halves. Of equally fast ones the one that holds
     least is taken.
 
+    Args:
+        request: The layout, the number of micro-batches, and what was measured.
+
     Raises:
         ScheduleError: One micro-batch alone exceeds the memory cap.
     """

@@ -14,6 +14,9 @@ def zero_bubble(request: ScheduleRequest) -> Schedule:
     min(M, S) micro-batches, which is what 1F1B holds on its first. Splitting is not free: where a framework computes
     part of the backward pass twice for it, the two halves take longer than the whole.
 
+    Args:
+        request: The layout, the number of micro-batches, and what was measured.
+
     Raises:
         ScheduleError: A lane has no stage or several.
     """
