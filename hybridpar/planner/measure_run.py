@@ -28,6 +28,7 @@ from hybridpar.compress import parse_codec
 from hybridpar.compress.kernels import prepare_aside
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError
+from hybridpar.formats.cache import load_measurement, measurements_directory, store_measurement
 from hybridpar.machine.cluster_file import ClusterSpec
 from hybridpar.machine.process import available_cores, describe_allocator, host_identity
 from hybridpar.machine.steady import MOST_NOISE
@@ -46,7 +47,6 @@ from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rehearse import CODEC, Rehearsal, measure_rehearsal, rehearsed
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
 from hybridpar.planner.steps import planned_codecs
-from hybridpar.planner.store import folder, load, store
 
 #: Steps of the shortest run that is planned.
 LEAST_STEPS = 100
@@ -223,8 +223,8 @@ def measure_inputs(
     if not world.gather(kept is not None)[0]:
         kept = _measure(model, asked, world, scope, cluster is None, measure, announce, progress)
         if kept is not None and measure and cache and kept.profile.noise <= MOST_NOISE:  # else a warning has said so
-            store(KIND, key, _KEPT.dump_python(kept, mode="json", exclude_defaults=True))
-    directory = folder() if cache else None
+            store_measurement(KIND, key, _KEPT.dump_python(kept, mode="json", exclude_defaults=True))
+    directory = measurements_directory() if cache else None
     trained = [one for one in model.parameters() if one.requires_grad]
     alone = workers == 1 or not (cluster is not None or _carries_codecs(world) or asked.steps is None)
     codecs = [] if alone else asked.codecs
@@ -381,7 +381,7 @@ def _named(act: Callable[[], _T]) -> Callable[[], _T]:
 def _kept(key: Mapping[str, Any], scope: _Scope, steps: int | None) -> _Kept | None:
     """What was measured before; None where it is less than is asked for now."""
     try:
-        kept = _KEPT.validate_python(load(KIND, key))
+        kept = _KEPT.validate_python(load_measurement(KIND, key))
     except (ValidationError, HybridparError):  # a damaged file is measured again
         return None
     variants = [one for one in kept.profile.variants if (one.memory_format, one.kernels) in scope.ways]

@@ -16,10 +16,10 @@ from torch import nn
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
+from hybridpar.formats.cache import measurements_directory
 from hybridpar.partition.cost import Problem, Worker
 from hybridpar.partition.nest import tensor_leaves
 from hybridpar.partition.planning import partition_model, stages_from_plan
-from hybridpar.partition.profile_cache import profiles_directory
 from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.options import PipelineOptions
 from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, BackwardCost, may_split, measure_backward
@@ -63,7 +63,7 @@ def cut_model(
                 optimizer_copies=state_copies(config),
             )
             threads = lane_threads(placement, device)
-            made = partition_model(model, example, problem, threads=threads, cache=profiles_directory())
+            made = partition_model(model, example, problem, threads=threads, cache=measurements_directory())
             return made.plan.to_json()
 
         made = parse_plan(json.loads(world.from_main(make)))

@@ -195,7 +195,7 @@ def measure_crowd(model: nn.Module, example: Tensor, world: World, *, steps: int
     most = max(Counter(places).values())
     if most == 1 or world.device.type == "cuda":
         return {}
-    return {most: steadied("crowd", lambda: _crowding(model, example, world, steps), tell=world.is_main)["slower"]}
+    return {most: steadied("crowd", lambda: _crowding(model, example, world, steps), world)["slower"]}
 
 
 def _crowding(model: nn.Module, example: Tensor, world: World, steps: int) -> dict[str, float]:

@@ -47,9 +47,9 @@ def run_plan(config: PlanConfig) -> int:
 
 
 def _partition(config: PlanConfig, problem: Problem) -> PartitionedModel:
+    from hybridpar.formats.cache import measurements_directory
     from hybridpar.models import build_model, seed_everything
     from hybridpar.partition.planning import partition_model
-    from hybridpar.partition.profile_cache import profiles_directory
 
     seed_everything(config.seed)
     model, example = _on_device(config, build_model(config.model, config.classes))
@@ -62,7 +62,7 @@ def _partition(config: PlanConfig, problem: Problem) -> PartitionedModel:
             measure=config.measure,
             passes=config.passes,
             threads=config.threads,
-            cache=profiles_directory() if config.cache else None,
+            cache=measurements_directory() if config.cache else None,
             name=config.model,
             progress=bar.advance,
             announce=bar.announce,
