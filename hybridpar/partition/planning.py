@@ -154,25 +154,8 @@ def make_plan(
         name: What to call the model; default: its class.
         threads: Intra-op threads that were measured with; None for as many as torch uses.
     """
-    sent = graph.cut_bytes(balance.stage_of)
-    saved = saved_bytes(graph, balance.stage_of)
-    stages = []
-    for index in range(problem.stages):
-        members = [unit for unit, stage in zip(graph.units, balance.stage_of, strict=True) if stage == index]
-        speed = problem.worker(index).lane_speed
-        forward = sum(unit.forward_ms for unit in members) / speed
-        backward = sum(unit.backward_ms for unit in members) / speed
-        stages.append(
-            StagePlan(
-                units=tuple(unit.name for unit in members),
-                ms=round(forward + backward, 4),
-                forward_ms=round(forward, 4),
-                backward_ms=round(backward, 4),
-                parameter_bytes=sum(unit.parameter_bytes for unit in members),
-                saved_bytes=saved[index],
-                cut_bytes=sent[index],
-            )
-        )
+    speeds = [problem.worker(stage).lane_speed for stage in range(problem.stages)]
+    stages = plan_stages(graph, balance.stage_of, speeds)
     single = inputs[0] if len(inputs) == 1 else None
     parameter = next(units.model.parameters(), inputs[0])
     return Plan(
@@ -183,7 +166,7 @@ def make_plan(
             input=None if single is None else tuple(single.shape[1:]),
         ),
         partition=Partition(
-            stages=tuple(stages),
+            stages=stages,
             strategy=balance.strategy,
             micro_batch=inputs[0].shape[0],
             balance=max(round(balance.balance, 6), 1.0),
@@ -191,7 +174,7 @@ def make_plan(
             gap_to_optimum=round(balance.gap, 6) if balance.certificate == "exact" else None,
             gap_to_bound=round(balance.gap, 6) if balance.certificate == "bound" else None,
             certificate=balance.certificate,
-            cut_bytes=sum(sent),
+            cut_bytes=sum(stage.cut_bytes or 0 for stage in stages),
         ),
         placement=_placement(problem),
         measured=Measured(
@@ -206,6 +189,33 @@ def make_plan(
             versions={"torch": str(torch.__version__)},
         ),
     )
+
+
+def plan_stages(graph: UnitGraph, stage_of: Sequence[int], speeds: Sequence[float]) -> tuple[StagePlan, ...]:
+    """The stages of a partition, as a plan says them.
+
+    Args:
+        graph: Units with times and sizes of one micro-batch.
+        stage_of: Stage of every unit.
+        speeds: Of the lane of every stage, over the device of the times.
+    """
+    sent, saved, stages = graph.cut_bytes(stage_of), saved_bytes(graph, stage_of), []
+    for index, speed in enumerate(speeds):
+        members = [unit for unit, stage in zip(graph.units, stage_of, strict=True) if stage == index]
+        forward = sum(unit.forward_ms for unit in members) / speed
+        backward = sum(unit.backward_ms for unit in members) / speed
+        stages.append(
+            StagePlan(
+                units=tuple(unit.name for unit in members),
+                ms=round(forward + backward, 4),
+                forward_ms=round(forward, 4),
+                backward_ms=round(backward, 4),
+                parameter_bytes=sum(unit.parameter_bytes for unit in members),
+                saved_bytes=saved[index],
+                cut_bytes=sent[index],
+            )
+        )
+    return tuple(stages)
 
 
 def _placement(problem: Problem) -> Placement:

@@ -25,16 +25,11 @@ def run_stages(stages: Sequence[Stage], *inputs: torch.Tensor) -> Any:
     Returns:
         What the model returns.
     """
-    values = dict(zip(input_names(stages), inputs, strict=True))
+    values = dict(zip(stages[0].model_inputs, inputs, strict=True))
     for stage in stages[:-1]:
         outputs = stage(*(values[tensor.name] for tensor in stage.inputs))
         values.update(zip((tensor.name for tensor in stage.outputs), outputs, strict=True))
     return stages[-1](*(values[tensor.name] for tensor in stages[-1].inputs))
-
-
-def input_names(stages: Sequence[Stage]) -> list[str]:
-    """Names of the model's inputs among the borders of its stages, in the order of `forward`."""
-    return list(stages[0].model_inputs)
 
 
 class StageRunner:
@@ -58,7 +53,7 @@ class StageRunner:
         Args:
             inputs: What the model takes.
         """
-        self._values = dict(zip(input_names(self.stages), inputs, strict=True))
+        self._values = dict(zip(self.stages[0].model_inputs, inputs, strict=True))
         self._gradients = {}
 
     def forward(self, index: int) -> Any:

@@ -98,20 +98,7 @@ def calibrated(inputs: PlannerInputs) -> PlannerInputs:
         keys.insert(0, ("compute", compute_key(inputs)))
     factors = {name: value for name, key in keys if (value := _factor(load_measurement(KIND, key))) is not None}
     compute, link = factors.get("compute", 1.0), factors.get("link", 1.0)
-    variants = tuple(
-        replace(
-            variant,
-            sizes=tuple(
-                replace(
-                    one,
-                    forward_ms=tuple(compute * time for time in one.forward_ms),
-                    backward_ms=tuple(compute * time for time in one.backward_ms),
-                )
-                for one in variant.sizes
-            ),
-        )
-        for variant in inputs.profile.variants
-    )
+    variants = tuple(variant.scaled(compute) for variant in inputs.profile.variants)
     return replace(
         inputs,
         profile=replace(inputs.profile, variants=variants) if "compute" in factors else inputs.profile,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from hybridpar.compress import read_policy
 from hybridpar.config import TrainConfig
-from hybridpar.config.optimizer import state_copies
+from hybridpar.schedule.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def not_modelled(config: TrainConfig) -> str:
         "--recompute": bool(config.recompute),
         "--cuda-graph": config.cuda_graph,
         "--batch-norm sync": config.batch_norm == "sync",
-        "--schedule zero_bubble": config.schedule == "zero_bubble",
+        f"--schedule {config.schedule}": config.schedule is not None and SCHEDULES.get(config.schedule).splits,
         f"--recipe {config.recipe}": config.recipe != "none",
         f"--sync {config.sync}": config.sync != "allreduce",
         f"--double-buffer {config.double_buffer}": config.double_buffer not in (None, "off"),
@@ -157,12 +157,3 @@ def not_modelled(config: TrainConfig) -> str:
         f"--kernels {config.kernels}": config.kernels.strip() not in ("off", "auto"),
     }
     return next((option for option, set_ in reasons.items() if set_), "")
-
-
-def optimizer_copies(config: TrainConfig) -> int:
-    """Tensors per parameter that the optimizer keeps.
-
-    Args:
-        config: Options of the run.
-    """
-    return state_copies(config)

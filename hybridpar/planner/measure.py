@@ -118,7 +118,7 @@ def profile_model(
         if measure and len(ways) > 1:
             say("comparing memory formats and kernels in turns")
             steps = steadied("turns", partial(_steps_in_turns, model, largest, ways))
-            variants = [one.scaled_to(steps[_way_name(one.memory_format, one.kernels)]) for one in variants]
+            variants = [one.scaled(steps[_way_name(one.memory_format, one.kernels)] / one.step_ms) for one in variants]
         restore(model).to(memory_format=torch.contiguous_format)
         for count in lanes if measure else ():
             say(f"measuring {count} lanes beside each other")

@@ -27,6 +27,7 @@ from hybridpar.comm.world import BackendSum, World
 from hybridpar.compress import parse_codec
 from hybridpar.compress.kernels import prepare_aside
 from hybridpar.config import TrainConfig
+from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError
 from hybridpar.formats.cache import load_measurement, measurements_directory, store_measurement
 from hybridpar.machine.cluster_file import ClusterSpec
@@ -38,7 +39,7 @@ from hybridpar.partition.profile_cache import device_name
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.planner.calibrate import calibrated
-from hybridpar.planner.fixed import Fixed, optimizer_copies
+from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.link_ways import PLAIN_WAYS, STRIPED_WAYS, WAYS
 from hybridpar.planner.links import measure_cluster
@@ -123,7 +124,7 @@ class Question:
             config.fidelity,
             fixed,
             config.amp,
-            optimizer_copies(config),
+            state_copies(config),
             config.bucket_bytes,
             config.sync_lanes,
             steps,

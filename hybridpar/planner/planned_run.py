@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import BackendSum, World
 from hybridpar.config import TrainConfig
+from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.partition.planning import require_model
@@ -34,7 +35,6 @@ from hybridpar.planner.fixed import (
     needs_replicas,
     needs_stages,
     not_modelled,
-    optimizer_copies,
 )
 from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_of_plan
 from hybridpar.planner.link_ways import PLAIN_WAYS
@@ -292,10 +292,8 @@ def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int]
     if sample_shape is not None and plan.model.input and tuple(plan.model.input) != tuple(sample_shape):
         shapes = ("x".join(map(str, shape)) for shape in (plan.model.input, sample_shape))
         told.append("samples of {}, not {}".format(*shapes))
-    if inputs.optimizer_copies != optimizer_copies(config):
-        told.append(
-            f"an optimizer with {inputs.optimizer_copies} tensors per parameter, not {optimizer_copies(config)}"
-        )
+    if inputs.optimizer_copies != state_copies(config):
+        told.append(f"an optimizer with {inputs.optimizer_copies} tensors per parameter, not {state_copies(config)}")
     if plan.measured is not None and (plan.measured.dtype == "bfloat16") != (config.amp == "bf16"):
         told.append(f"computing in {plan.measured.dtype}")
     return ", ".join(told)

@@ -79,14 +79,12 @@ class Variant:
         parts = [self.memory_format] if self.memory_format != "contiguous" else []
         return ", ".join(parts + (["tuned kernels"] if self.kernels != "stock" else []))
 
-    def scaled_to(self, step_ms: float) -> Variant:
-        """The same, whose units at the largest size add up to a step that was measured otherwise.
+    def scaled(self, factor: float) -> Variant:
+        """The same, whose units all take so many times as long.
 
         Args:
-            step_ms: Forward and backward pass of the whole model at that size, in milliseconds.
+            factor: 2 doubles all times.
         """
-        largest = self.sizes[-1]
-        factor = step_ms / (sum(largest.forward_ms) + sum(largest.backward_ms))
         sizes = [
             SizedTimes(
                 one.samples, tuple(factor * ms for ms in one.forward_ms), tuple(factor * ms for ms in one.backward_ms)
@@ -94,6 +92,11 @@ class Variant:
             for one in self.sizes
         ]
         return replace(self, sizes=tuple(sizes))
+
+    @property
+    def step_ms(self) -> float:
+        """Forward and backward pass of the whole model at the largest size."""
+        return sum(self.sizes[-1].forward_ms) + sum(self.sizes[-1].backward_ms)
 
     def unit_ms(self, samples: float) -> tuple[list[float], list[float]]:
         """Forward and backward time of every unit at a micro-batch size.

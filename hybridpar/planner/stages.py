@@ -25,6 +25,7 @@ from hybridpar.pipeline.options import PipelineOptions
 from hybridpar.pipeline.split_cost import MOST_SPLIT_COST, BackwardCost, may_split, measure_backward
 from hybridpar.plan import ResolvedPlan, parse_plan
 from hybridpar.planner.resolve import lane_threads
+from hybridpar.schedule.schedules import SCHEDULES
 from hybridpar.sync.options import SyncOptions
 
 _log = logging.getLogger(__name__)
@@ -102,7 +103,9 @@ def pipeline_options(
         return tuple(found) if len(found) == len(values) else None
 
     saved = known([stage.saved_bytes for stage in sections])
-    halves = _measure_halves(stages, example, world) if pipeline.schedule == "zero_bubble" else None
+    halves = (
+        _measure_halves(stages, example, world, pipeline.schedule) if SCHEDULES.get(pipeline.schedule).splits else None
+    )
     # All GPUs of the machine where one worker has lanes for them and is alone.
     lanes = placement.lanes_each
     count = torch.cuda.device_count() if device.type == "cuda" and world.size == 1 else 1
@@ -128,7 +131,9 @@ def pipeline_options(
     )
 
 
-def _measure_halves(stages: Sequence[Stage], example: torch.Tensor, world: World) -> tuple[BackwardCost, ...]:
+def _measure_halves(
+    stages: Sequence[Stage], example: torch.Tensor, world: World, schedule: str
+) -> tuple[BackwardCost, ...]:
     """Whether splitting backward passes pays, as rank 0 finds it."""
 
     def measure() -> tuple[BackwardCost, ...]:
@@ -141,8 +146,9 @@ def _measure_halves(stages: Sequence[Stage], example: torch.Tensor, world: World
     if world.is_main and not may_split(costs):
         worst = max(range(len(costs)), key=lambda index: costs[index].ratio)
         _log.warning(
-            "zero_bubble keeps backward passes whole: in halves that of stage %d costs %.2f times as much, and more "
-            "than %.2f times is not worth it",
+            "%s keeps backward passes whole: in halves that of stage %d costs %.2f times as much, and more than %.2f "
+            "times is not worth it",
+            schedule,
             worst,
             costs[worst].ratio,
             MOST_SPLIT_COST,

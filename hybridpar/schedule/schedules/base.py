@@ -92,11 +92,13 @@ class ScheduleKind:
         generate: Makes it for a request.
         placements: Placements of stages (`linear`, `loop`, `v`) for which the planner tries it.
         searches: Whether it tries several orders itself, which takes long where there are many passes.
+        splits: Whether it splits backward passes into their two halves, which must then be measured.
     """
 
     generate: Generator
     placements: tuple[str, ...] = ()
     searches: bool = False
+    splits: bool = False
 
     def __call__(self, request: ScheduleRequest) -> Schedule:
         """The schedule for a request."""
@@ -108,7 +110,7 @@ SCHEDULES: Registry[ScheduleKind] = Registry("schedule")
 
 
 def register_schedule(
-    name: str, description: str, *, placements: tuple[str, ...] = (), searches: bool = False
+    name: str, description: str, *, placements: tuple[str, ...] = (), searches: bool = False, splits: bool = False
 ) -> Callable[[Generator], Generator]:
     """Decorator that enters a function from a `ScheduleRequest` to a `Schedule` into `SCHEDULES`.
 
@@ -117,13 +119,14 @@ def register_schedule(
         description: One line for listings.
         placements: See `ScheduleKind`.
         searches: See `ScheduleKind`.
+        splits: See `ScheduleKind`.
 
     Raises:
         ValueError: The name is taken.
     """
 
     def enter(generate: Generator) -> Generator:
-        SCHEDULES.register(name, description)(ScheduleKind(generate, placements, searches))
+        SCHEDULES.register(name, description)(ScheduleKind(generate, placements, searches, splits))
         return generate
 
     return enter
@@ -143,7 +146,7 @@ def make(name: str, request: ScheduleRequest) -> Schedule:
     """The schedule of that name for a request.
 
     Args:
-        name: One of `describe()`.
+        name: One of `SCHEDULES`.
         request: The layout, the number of micro-batches, and what was measured.
 
     Raises:
@@ -151,11 +154,6 @@ def make(name: str, request: ScheduleRequest) -> Schedule:
         ScheduleError: The layout or the number of micro-batches does not fit the schedule.
     """
     return SCHEDULES.get(name)(request)
-
-
-def describe() -> dict[str, str]:
-    """Every schedule's name with one line about it."""
-    return SCHEDULES.describe()
 
 
 def forwards(stage: int, count: int) -> list[Action]:

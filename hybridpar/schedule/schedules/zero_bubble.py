@@ -6,7 +6,9 @@ from hybridpar.schedule.actions import Action, Kind, Schedule
 from hybridpar.schedule.schedules.base import ScheduleRequest, forwards, one_stage_per_lane, register_schedule
 
 
-@register_schedule("zero_bubble", "1F1B with backward passes split in two; the second halves fill bubbles (ZB-H1)")
+@register_schedule(
+    "zero_bubble", "1F1B with backward passes split in two; the second halves fill bubbles (ZB-H1)", splits=True
+)
 def zero_bubble(request: ScheduleRequest) -> Schedule:
     """ZB-H1: 1F1B in which stage s puts off the weight halves of its first s micro-batches.
 
