@@ -89,9 +89,6 @@ class Costs:
         sync_cpu: Core time of an all-reduce, in seconds per byte of the bucket.
         co_run: How much slower a lane computes while all lanes of its worker compute. Fewer share the same total, so
             they are slowed less or not at all.
-        overlap: What computing keeps of the time that its worker communicates: at 1 they do not disturb each other, at
-            0 communication beside computation gains nothing. For one lane that is measured as step with sync minus
-            step without, over the sync alone, subtracted from 1.
         buckets: For every stage its gradient buckets.
         replicas: Workers that sum the gradients of a stage.
         sync_link: Connection of the all-reduce.
@@ -121,7 +118,6 @@ class Costs:
     receive_cpu: float = 0.0
     sync_cpu: float = 0.0
     co_run: float = 1.0
-    overlap: float = 1.0
     buckets: tuple[tuple[BucketCost, ...], ...] = ()
     replicas: int = 1
     sync_link: Link = field(default_factory=Link)
@@ -136,7 +132,6 @@ class Costs:
             ("cores", self.cores, self.cores is None or self.cores > 0, "above 0"),
             ("compute_cores", self.compute_cores, self.compute_cores >= 0, "at least 0"),
             ("co_run", self.co_run, self.co_run >= 1, "at least 1"),
-            ("overlap", self.overlap, 0 <= self.overlap <= 1, "between 0 and 1"),
             ("replicas", self.replicas, self.replicas >= 1, "at least 1"),
             ("sync_lanes", self.sync_lanes, self.sync_lanes >= 1, "at least 1"),
         )
