@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.commands.plan.search import run_search
 from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.machine.cluster_file import parse_cluster
@@ -19,7 +20,6 @@ from hybridpar.planner.evaluate import Parts
 from hybridpar.planner.explain import curve_lines, describe, notes, rows, what_ifs, why_lost
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.record import plan_of
-from hybridpar.planner.request import PlanRequest
 from hybridpar.planner.scaling import k_hat, scaling_curve
 from hybridpar.planner.search import find_plan
 from hybridpar.planner.steps import STEPS_TO_TARGET

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridpar.commands import register_command
+from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.machine.launch import LEAVE_SECONDS, in_job, launch_workers, leaving_at_once, prepare_worker
 from hybridpar.machine.process import tune_this_process
-from hybridpar.planner.request import PlanRequest
 
 
 @register_command(

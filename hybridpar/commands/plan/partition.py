@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from hybridpar.commands.plan.request import PlanRequest, parse_shape, read_problem
 from hybridpar.errors import UsageError
-from hybridpar.partition.request import PlanConfig, parse_shape, read_problem
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hybridpar.plan import Plan
 
 
-def run_plan(config: PlanConfig) -> int:
+def run_plan(config: PlanRequest) -> int:
     """Make a plan, print it, write what was asked for; returns the exit code.
 
     Args:
@@ -46,7 +46,7 @@ def run_plan(config: PlanConfig) -> int:
     return 0
 
 
-def _partition(config: PlanConfig, problem: Problem) -> PartitionedModel:
+def _partition(config: PlanRequest, problem: Problem) -> PartitionedModel:
     from hybridpar.formats.cache import measurements_directory
     from hybridpar.models import build_model, seed_everything
     from hybridpar.partition.planning import partition_model
@@ -97,7 +97,7 @@ def print_plan(plan: Plan, lines: Sequence[str] = ()) -> None:
         ) from error
 
 
-def _on_device(config: PlanConfig, model: torch.nn.Module) -> tuple[torch.nn.Module, torch.Tensor]:
+def _on_device(config: PlanRequest, model: torch.nn.Module) -> tuple[torch.nn.Module, torch.Tensor]:
     import torch
 
     shape, device = parse_shape(config.input), torch.device(config.measured_device)

@@ -20,6 +20,7 @@ from torch import nn
 
 from hybridpar.comm.world import World, default_device
 from hybridpar.commands.plan.partition import ProgressBar
+from hybridpar.commands.plan.request import PlanRequest, parse_bytes, parse_shape
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError, UsageError
 from hybridpar.machine.cluster import default_backend, default_workers
@@ -28,14 +29,12 @@ from hybridpar.machine.probe import probe_cluster
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.models import build_model, require_trained, seed_everything
 from hybridpar.partition.draw import require_matplotlib
-from hybridpar.partition.request import parse_bytes, parse_shape
 from hybridpar.plan import Plan, parse_plan, read_plan
 from hybridpar.planner.draw import draw_curve
 from hybridpar.planner.explain import PARTS, curve_lines, describe, notes, rows, what_ifs
 from hybridpar.planner.inputs import PlannerInputs, inputs_of_plan
 from hybridpar.planner.measure_run import Question, measure_inputs
 from hybridpar.planner.record import plan_of
-from hybridpar.planner.request import PlanRequest
 from hybridpar.planner.scaling import KHat, Point, k_hat, scaling_curve
 from hybridpar.planner.search import Answer, find_plan
 from hybridpar.planner.verify import Verified, finalists, verdicts, verified

@@ -13,12 +13,12 @@ from unittest import mock
 import pytest
 
 from hybridpar.comm.world import World
+from hybridpar.commands.plan.request import PlanRequest
 from hybridpar.commands.plan.search import run_search
 from hybridpar.errors import UsageError
 from hybridpar.plan import read_plan
 from hybridpar.planner import links, measure, measure_run, planned_run, rehearse, step_costs, store
 from hybridpar.planner.inputs import inputs_of_plan
-from hybridpar.planner.request import PlanRequest
 from tests.ranks import run_ranks
 from tests.runs import train_rank
 
