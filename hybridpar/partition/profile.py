@@ -100,7 +100,8 @@ def measure_units(
         for parameter in units.model.parameters():
             # Gradients exist in all micro-batches but the first, so accumulating into them is the normal case.
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        _first_step(units, inputs, clock)
+        why = "Units are measured in whole forward and backward passes of the model as it is."
+        _first_step(units.model, inputs, clock, why, "Mend the model, or plan without running it: --no-measure.")
         runner.step(clock)
         for done in range(passes):
             rows.append(runner.step(clock))
@@ -126,26 +127,19 @@ def measure_backward_ms(model: torch.nn.Module, inputs: Sequence[torch.Tensor], 
     with untouched(model, training=True):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        try:
-            whole_backward_ms(model, inputs, clock)
-        except Exception as error:
-            raise UsageError(
-                f"a training step of {type(model).__name__} fails: {type(error).__name__}: {error}",
-                "What gradient sync can hide behind is measured by a backward pass of the model as it is.",
-                "Mend the model or the example of its inputs, or name a codec instead of `auto`.",
-            ) from error
+        why = "What gradient sync can hide behind is measured by a backward pass of the model as it is."
+        fix = "Mend the model or the example of its inputs, or name a codec instead of `auto`."
+        _first_step(model, inputs, clock, why, fix)
         return min(whole_backward_ms(model, inputs, clock) for _ in range(passes))
 
 
-def _first_step(units: ModelUnits, inputs: Sequence[torch.Tensor], clock: Clock) -> None:
+def _first_step(model: torch.nn.Module, inputs: Sequence[torch.Tensor], clock: Clock, why: str, fix: str) -> None:
     """Warm up; whatever the model's own step raises, it raises here."""
     try:
-        whole_step_ms(units.model, inputs, clock)
+        whole_step_ms(model, inputs, clock)
     except Exception as error:
         raise UsageError(
-            f"a training step of {type(units.model).__name__} fails: {type(error).__name__}: {error}",
-            "Units are measured in whole forward and backward passes of the model as it is.",
-            "Mend the model, or plan without running it: --no-measure.",
+            f"a training step of {type(model).__name__} fails: {type(error).__name__}: {error}", why, fix
         ) from error
 
 

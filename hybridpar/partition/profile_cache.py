@@ -104,6 +104,21 @@ def measured_profile(
     return times
 
 
+def machine_key(device: torch.device, threads: int | None = None) -> dict[str, Any]:
+    """What times on a device depend on, whatever is measured.
+
+    Args:
+        device: The device.
+        threads: Intra-op threads on a CPU; default: as many as torch uses now.
+    """
+    return {
+        "device": device_name(device),
+        "threads": threads or torch.get_num_threads(),
+        "allocator": describe_allocator(),
+        "torch": str(torch.__version__),
+    }
+
+
 def profile_key(units: ModelUnits, inputs: Sequence[torch.Tensor], threads: int, passes: int) -> dict[str, Any]:
     """Everything that measured times depend on.
 
@@ -121,11 +136,8 @@ def profile_key(units: ModelUnits, inputs: Sequence[torch.Tensor], threads: int,
         "memory_format": memory_format_name(
             next((item for item in units.model.parameters() if item.dim() == 4), inputs[0])
         ),
-        "device": device_name(inputs[0].device),
-        "threads": threads,
-        "allocator": describe_allocator(),
+        **machine_key(inputs[0].device, threads),
         "passes": passes,
-        "torch": str(torch.__version__),
         "units": [unit.name for unit in units.graph.units],
         # Layers that do the same in another way say so, and how.
         "variants": sorted(

@@ -47,22 +47,16 @@ def untouched(model: nn.Module, *, training: bool | None = None) -> Iterator[Non
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = sorted({tensor.device.index for tensor in model.parameters() if tensor.device.type == "cuda"})
-    drawn = python_random_state()
-    state = _State()
-    for module in model.modules():
-        state.keep_module(module)
-    for parameter, _ in gradients:
-        parameter.grad = None
-    try:
-        with torch.random.fork_rng(devices=devices):
-            if training is not None:
-                model.train(training)
+    with _restored(model, values=True), torch.random.fork_rng(devices=devices):
+        for parameter, _ in gradients:
+            parameter.grad = None
+        if training is not None:
+            model.train(training)
+        try:
             yield
-    finally:
-        state.restore()
-        _set_python_random_state(drawn)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
 
 
 @contextmanager
@@ -72,8 +66,13 @@ def same_attributes(model: nn.Module) -> Iterator[None]:
     Args:
         model: The model whose code runs inside the block.
     """
-    drawn = python_random_state()
-    state = _State(values=False)
+    with _restored(model, values=False):
+        yield
+
+
+@contextmanager
+def _restored(model: nn.Module, values: bool) -> Iterator[None]:
+    drawn, state = python_random_state(), _State(values)
     for module in model.modules():
         state.keep_module(module)
     try:
@@ -137,7 +136,7 @@ class _State:
         values: Copy tensors as well; else only which memory they use is kept.
     """
 
-    def __init__(self, values: bool = True) -> None:
+    def __init__(self, values: bool) -> None:
         self._values = values
         self._seen: dict[int, object] = {}
         self._undo: list[Callable[[], None]] = []

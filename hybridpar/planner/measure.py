@@ -17,14 +17,14 @@ from hybridpar.comm.world import World
 from hybridpar.compress import parse_codec
 from hybridpar.compress.rates import measure_codec
 from hybridpar.errors import HybridparError
-from hybridpar.machine.process import describe_allocator, host_identity
+from hybridpar.machine.process import host_identity
 from hybridpar.machine.steady import least_apart
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.partition.analytic import device_roofline, estimate_units
 from hybridpar.partition.co_run import measure_lanes
 from hybridpar.partition.graph_facts import resolve_attribute
 from hybridpar.partition.profile import Progress, UnitTimes
-from hybridpar.partition.profile_cache import device_name, measured_profile
+from hybridpar.partition.profile_cache import device_name, machine_key, measured_profile
 from hybridpar.partition.state import untouched
 from hybridpar.partition.trace import TracedModel, trace_model
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
@@ -244,10 +244,8 @@ def measure_rates(
         "shapes": shapes,
         "beside": beside,
         "workers": tried_by,
-        "device": device_name(device),
-        "threads": torch.get_num_threads(),
+        **machine_key(device),
     }
-    key |= {"allocator": describe_allocator(), "torch": str(torch.__version__)}
     rates: dict[str, dict[int, tuple[float, float]]] = {}
     for text in codecs:
         measure = partial(_rate, text, shapes, tried_by, device)

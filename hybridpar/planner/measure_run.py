@@ -31,11 +31,11 @@ from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError
 from hybridpar.formats.cache import load_measurement, measurements_directory, store_measurement
 from hybridpar.machine.cluster_file import ClusterSpec
-from hybridpar.machine.process import available_cores, describe_allocator, host_identity
+from hybridpar.machine.process import available_cores, host_identity
 from hybridpar.machine.steady import MOST_NOISE
 from hybridpar.models import autocast, model_fingerprint
 from hybridpar.partition.profile import Progress
-from hybridpar.partition.profile_cache import device_name
+from hybridpar.partition.profile_cache import machine_key
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.planner.calibrate import calibrated
@@ -288,12 +288,9 @@ def _key(model: nn.Module, asked: Question, world: World) -> dict[str, object]:
         "divided": [asked.fixed.replicas, asked.fixed.micro_batches] if asked.fixed.micro_batches else None,
         "amp": asked.amp,
         "copies": asked.copies,
-        "devices": device_name(world.device),
+        **machine_key(world.device),
         "hosts": sorted(Counter(str(one) for one in world.gather(host_identity())).values()),
         "cores": len(available_cores()),
-        "threads": torch.get_num_threads(),
-        "allocator": describe_allocator(),
-        "torch": str(torch.__version__),
     }
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from hybridpar.comm.world import World
 from hybridpar.lanes import Lanes
-from hybridpar.machine.process import describe_allocator, host_identity
+from hybridpar.machine.process import host_identity
 from hybridpar.machine.steady import halves_apart
 from hybridpar.models import model_fingerprint
 from hybridpar.partition.nest import tensor_leaves
-from hybridpar.partition.profile_cache import device_name
+from hybridpar.partition.profile_cache import machine_key
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.pipeline.agreement import decide
@@ -229,8 +229,5 @@ def figures_key(model: nn.Module, example: Tensor, threads: int | None = None) -
         "model": model_fingerprint(model),
         "input": list(example.shape),
         "dtype": str(example.dtype),
-        "device": device_name(example.device),
-        "threads": threads or torch.get_num_threads(),
-        "allocator": describe_allocator(),
-        "torch": str(torch.__version__),
+        **machine_key(example.device, threads),
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from hybridpar.commands.plan.request import PlanRequest, parse_shape, read_problem
@@ -84,16 +85,30 @@ def print_plan(plan: Plan, lines: Sequence[str] = ()) -> None:
     from hybridpar.partition.table import print_partition
 
     console = Console()
-    try:
+    with printing("table"):
         print_partition(plan, console)
         for line in lines:
             console.print(line)
+
+
+@contextmanager
+def printing(what: str) -> Iterator[None]:
+    """Write all that is printed inside of the block before it ends.
+
+    Args:
+        what: What to call it in an error.
+
+    Raises:
+        UsageError: Standard output cannot be written.
+    """
+    try:
+        yield
         sys.stdout.flush()
     except OSError as error:
         # What is left in the buffer would fail once more when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise UsageError(
-            f"cannot print the table: {error.strerror}", fix="Send standard output somewhere else."
+            f"cannot print the {what}: {error.strerror}", fix="Send standard output somewhere else."
         ) from error
 
 

@@ -6,7 +6,6 @@ With several workers all of them measure together and run the finalists; the fir
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from rich.table import Table
 from torch import nn
 
 from hybridpar.comm.world import World, default_device
-from hybridpar.commands.plan.partition import ProgressBar
+from hybridpar.commands.plan.partition import ProgressBar, printing
 from hybridpar.commands.plan.request import PlanRequest, parse_bytes, parse_shape
 from hybridpar.config import TrainConfig
 from hybridpar.errors import HybridparError, PlanError, UsageError
@@ -276,15 +275,15 @@ def _print(
         UsageError: Standard output cannot be written.
     """
     console = Console(width=None if sys.stdout.isatty() else 160)
-    try:
+    sections = [
+        ("what would help", asked),
+        ("numbers of workers, same batch", curve_lines(points, equation) if points else []),
+        ("about these figures", notes(inputs, answer)),
+    ]
+    with printing("report"):
         _print_table(inputs, answer, console)
         if verified is not None:
             _print_verified(answer, verified, console)
-        sections = [
-            ("what would help", asked),
-            ("numbers of workers, same batch", curve_lines(points, equation) if points else []),
-            ("about these figures", notes(inputs, answer)),
-        ]
         for title, lines in sections:
             if lines:
                 console.print(f"\n{title}", style="bold")
@@ -292,11 +291,6 @@ def _print(
                     console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
         for line in written:
             console.print(line, soft_wrap=True)
-        sys.stdout.flush()
-    except OSError as error:
-        # What is left in the buffer would fail once more when Python exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise UsageError(f"cannot print the report: {error.strerror}", fix="Send standard output elsewhere.") from error
 
 
 def _print_table(inputs: PlannerInputs, answer: Answer, console: Console) -> None:

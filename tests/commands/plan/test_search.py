@@ -89,7 +89,7 @@ def planned_then_trained(world: World, cache: str, run_dir: Path) -> tuple[int, 
 
         return mock.patch.object(module, name, run)
 
-    quiet = [mock.patch.object(module, "MOST_NOISE", math.inf) for module in (measure_run, store, rehearse)]
+    quiet = [mock.patch.object(module, "MOST_NOISE", math.inf) for module in (measure_run, store)]
     certain = [mock.patch.object(links, name, 1e9) for name in ("CONFIRMED", "DRIFT")]
     worth = [mock.patch.object(measure_run, "WORTH", 1e9), mock.patch.object(planned_run, "LEAST_STEPS", 1)]
     with contextlib.ExitStack() as stack:
