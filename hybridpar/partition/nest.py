@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -100,19 +101,19 @@ def skeleton(value: Any) -> Any:
     return strip(value, ())
 
 
+@dataclass(frozen=True)
 class Nested:
     """One level of a skeleton.
 
-    Args:
+    Attributes:
         kind: Type of the container.
         keys: Its keys, for a dict.
         parts: Skeletons of what it holds: a path for a tensor, `None` for None, or another level.
     """
 
-    def __init__(self, kind: type, keys: tuple[Any, ...], parts: tuple[Any, ...]) -> None:
-        self.kind = kind
-        self.keys = keys
-        self.parts = parts
+    kind: type
+    keys: tuple[Any, ...]
+    parts: tuple[Any, ...]
 
 
 def rebuild(shape: Any, leaves: dict[Path, fx.Node], graph: fx.Graph) -> Any:

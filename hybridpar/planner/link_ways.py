@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -104,8 +105,8 @@ def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_W
     go through shared memory. Messages between two are sent in both directions at a time: one way alone would let a link
     with a token bucket fill the bucket again.
     """
-    size, rank = party.size, grid.world.rank
-    group = TorchGroup(party.control) if size > 1 else None
+    size, share, alone = party.size, (party.size - 1) / party.size, party.size == 1
+    adds, group = party.lane_sums[0], None if alone else TorchGroup(party.control)
 
     def all_to_all(message: Tensor) -> None:
         assert group is not None
@@ -117,33 +118,29 @@ def _ways(party: World, grid: Grid, pair: tuple[int, int]) -> dict[str, tuple[_W
         piece = message[: message.numel() // size]
         group.all_gather(message.new_empty(piece.numel() * size), piece)
 
-    def codec_sum(message: Tensor) -> None:
+    def sum_as(dtype: torch.dtype, message: Tensor) -> None:
         assert group is not None
-        group.all_reduce(message, Collective.SUM)
-
-    def half_sum(message: Tensor) -> None:
-        codec_sum(message.view(torch.float16))
-
-    def integer_sum(message: Tensor) -> None:
-        codec_sum(message.view(torch.int32))
+        group.all_reduce(message.view(dtype), Collective.SUM)
 
     def send(message: Tensor) -> None:
-        peer, part = pair[rank == pair[0]], [MessagePart(tuple(message.shape))]
+        peer, part = pair[grid.world.rank == pair[0]], [MessagePart(tuple(message.shape))]
         sending = threading.Thread(target=grid.senders[peer].send, args=([message], part))
         sending.start()
         grid.receivers[peer].receive(part)
         sending.join()
 
-    ways: dict[str, tuple[_Work | None, float]] = {"send": (send if rank in pair else None, 1.0)}
-    share, alone = (size - 1) / size, size == 1
-    ways["all_reduce"] = (None if alone else party.lane_sums[0].all_reduce, 2 * share)
-    ways["all_to_all"] = (None if alone else all_to_all, share)
-    ways["all_gather"] = (None if alone else all_gather, share)
-    if not isinstance(party.lane_sums[0], BackendSum):
-        ways["codec_sum"] = (None if alone else codec_sum, 2 * share)
-    ways["half_sum"] = (None if alone else half_sum, 2 * share)
-    ways["integer_sum"] = (None if alone else integer_sum, 2 * share)
-    return ways
+    ways: dict[str, tuple[_Work, float]] = {
+        "all_reduce": (adds.all_reduce, 2 * share),
+        "all_to_all": (all_to_all, share),
+        "all_gather": (all_gather, share),
+        "codec_sum": (partial(sum_as, torch.float32), 2 * share),
+        "half_sum": (partial(sum_as, torch.float16), 2 * share),
+        "integer_sum": (partial(sum_as, torch.int32), 2 * share),
+    }
+    if isinstance(adds, BackendSum):  # which is the sum that codecs use
+        del ways["codec_sum"]
+    own = {name: (None if alone else work, factor) for name, (work, factor) in ways.items()}
+    return {"send": (send if grid.world.rank in pair else None, 1.0), **own}
 
 
 def _slowest(ways: Sequence[Way]) -> Way:
@@ -296,19 +293,5 @@ def most_of_all(value: float, world: World) -> float:
         value: Of this worker.
         world: All workers.
     """
-    return max(_of_all(value, world))
-
-
-def least_of_all(value: float, world: World) -> float:
-    """The least of all workers' values.
-
-    Args:
-        value: Of this worker.
-        world: All workers.
-    """
-    return min(_of_all(value, world))
-
-
-def _of_all(value: float, world: World) -> list[float]:
     values: list[float] = world.gather(value)  # type: ignore[assignment]
-    return values
+    return max(values)

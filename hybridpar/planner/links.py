@@ -27,7 +27,6 @@ from hybridpar.planner.link_ways import (
     STRIPED_WAYS,
     WAYS,
     laps_of,
-    least_of_all,
     measure_level,
     most_of_all,
     spare_cores,
@@ -89,8 +88,10 @@ def measure_cluster(
             return known
 
     def measure() -> ClusterSpec:
-        spare = least_of_all(spare_cores(world, seconds / 2), world) if world.device.type == "cpu" else 0.0
-        hosts = _hosts(told, world, spare)
+        spare: list[float] = [0.0]
+        if world.device.type == "cpu":
+            spare = world.gather(spare_cores(world, seconds / 2))  # type: ignore[assignment]
+        hosts = _hosts(told, world, min(spare))
         with world.named_errors("measuring the links between workers"):
             levels = _levels(world, [one.host for one in told], seconds, ways) if world.size > 1 else {}
         return ClusterSpec(name=name or _called(world), hosts=hosts, **levels)

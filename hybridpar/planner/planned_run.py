@@ -132,7 +132,7 @@ def plan_run(
     elif stored is not None:
         kept = world.from_main(lambda: _stored_plan(stored, world.size))
         if kept is not None:
-            found = _follow_stored(model, config, world, _parsed(kept), decided)
+            found = _follow_stored(model, config, world, parse_plan(json.loads(kept)), decided)
     elif why := _not_worth(sample_shape, steps):
         found = _unplanned(why) if "plan" in given else found
     elif option := not_modelled(config):
@@ -361,10 +361,6 @@ def _not_worth(sample_shape: Sequence[int] | None, steps: int | None) -> str:
     return ""
 
 
-def _parsed(text: str) -> Plan:
-    return parse_plan(json.loads(text))
-
-
 def _search(model: nn.Module, world: World, question: Question, announce: Callable[[str], None]) -> _Found:
     """Measure, and take the fastest plan; where that fails the run goes on without a plan."""
     begun = time.perf_counter()
@@ -385,7 +381,7 @@ def _search(model: nn.Module, world: World, question: Question, announce: Callab
         return plan_of(answer).to_json(), _told(answer, inputs, time.perf_counter() - begun)
 
     text, lines = world.from_main(decide)
-    return None if text is None else _parsed(text), lines
+    return None if text is None else parse_plan(json.loads(text)), lines
 
 
 def _unplanned(why: str) -> tuple[None, tuple[str, ...]]:
