@@ -98,8 +98,9 @@ def partition_model(
     # Units, bytes and strategy do not depend on times: what cannot be met is refused before the long part.
     balance_graph(units.graph, problem, strategy=strategy, certify=False)
     if measure:
-        more = {"passes": passes, "threads": threads, "cache": cache, "progress": progress, "announce": say}
-        times = measured_profile(units, given, **more)  # type: ignore[arg-type]
+        times = measured_profile(
+            units, given, passes=passes, threads=threads, cache=cache, progress=progress, announce=say
+        )
         problem = _with_co_run(model, given, problem, say)
     else:
         times = estimate_units(units.graph, roofline or device_roofline(given[0].device, threads))

@@ -262,23 +262,3 @@ class ModelProfile:
             ),
             saved=tuple(replace(one, bytes=round(one.bytes * factor)) for one in graph.saved),
         )
-
-
-def merged(variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """Variants with all sizes of those that compute in the same way, in the order of their first ones.
-
-    Args:
-        variants: With one size each.
-    """
-    found: dict[tuple[str, str], list[Variant]] = {}
-    for one in variants:
-        found.setdefault((one.memory_format, one.kernels), []).append(one)
-    return tuple(
-        Variant(
-            *key,
-            tuple(sorted((size for one in same for size in one.sizes), key=lambda size: size.samples)),
-            max(one.noise for one in same),
-            next((one.update_ms for one in same if one.update_ms is not None), None),
-        )
-        for key, same in found.items()
-    )
