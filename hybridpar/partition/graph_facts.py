@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from hybridpar.partition.example import NodeFacts, run_example
 from hybridpar.partition.trace import TracedModel
@@ -88,6 +88,22 @@ def resolve_attribute(traced: TracedModel, name: str) -> object:
     for part in name.split("."):
         value = getattr(value, part)
     return value
+
+
+def state_of(traced: TracedModel, node: fx.Node) -> list[torch.Tensor]:
+    """Parameters and buffers of the module that a node calls, and parameters that it is given.
+
+    Args:
+        traced: The traced model.
+        node: A node of one of its graphs.
+    """
+    found: list[torch.Tensor] = []
+    if node.op == "call_module":
+        module = resolve_attribute(traced, str(node.target))
+        assert isinstance(module, nn.Module)
+        found += [*module.parameters(), *module.buffers()]
+    given = (resolve_attribute(traced, str(one.target)) for one in node.all_input_nodes if one.op == "get_attr")
+    return found + [value for value in given if isinstance(value, nn.Parameter)]
 
 
 def examine_graph(

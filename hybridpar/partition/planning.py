@@ -106,7 +106,7 @@ def partition_model(
         times = estimate_units(units.graph, roofline or device_roofline(given[0].device, threads))
     graph = times.apply(units.graph)
     say("balancing")
-    problem = _with_noise(problem, times.noise)
+    problem = replace(problem, noise=max(problem.noise, times.noise))
     balance = balance_graph(graph, problem, strategy=strategy)
     plan = make_plan(units, graph, problem, balance, times, given, name=name, threads=threads)
     return PartitionedModel(plan, split_model(units, balance.stage_of), graph, times, balance, units)
@@ -126,10 +126,6 @@ def _with_co_run(
         for worker in problem.workers
     )
     return replace(problem, workers=tuple(workers))
-
-
-def _with_noise(problem: Problem, noise: float) -> Problem:
-    return replace(problem, noise=max(problem.noise, noise))
 
 
 def make_plan(

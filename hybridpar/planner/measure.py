@@ -22,7 +22,7 @@ from hybridpar.machine.steady import least_apart
 from hybridpar.models import model_fingerprint, parameter_count
 from hybridpar.partition.analytic import device_roofline, estimate_units
 from hybridpar.partition.co_run import measure_lanes
-from hybridpar.partition.graph_facts import resolve_attribute
+from hybridpar.partition.graph_facts import state_of
 from hybridpar.partition.profile import Progress, UnitTimes
 from hybridpar.partition.profile_cache import device_name, machine_key, measured_profile
 from hybridpar.partition.state import untouched
@@ -199,13 +199,8 @@ def parameters_of(units: ModelUnits) -> tuple[Parameter, ...]:
     """
     home: dict[int, int] = {}
     for index, nodes in enumerate(units.nodes):
-        for node in nodes:
-            for user in (node, *node.all_input_nodes):
-                if user.op == "get_attr" or (user is node and user.op == "call_module"):
-                    found = resolve_attribute(units.traced, str(user.target))
-                    held = found.parameters() if isinstance(found, nn.Module) else [found]
-                    for one in held:
-                        home.setdefault(id(one), index)
+        for one in (one for node in nodes for one in state_of(units.traced, node)):
+            home.setdefault(id(one), index)
     # A parameter that no unit uses has no gradient to exchange.
     return tuple(
         Parameter(name, tuple(one.shape), home[id(one)])
