@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,7 +19,7 @@ import torch
 from hybridpar.errors import UsageError
 from hybridpar.partition.graph import UnitGraph
 from hybridpar.partition.state import untouched
-from hybridpar.partition.unit_runner import Clock, UnitRunner, whole_backward_ms, whole_step_ms
+from hybridpar.partition.unit_runner import Clock, UnitRunner, intra_op_threads, whole_backward_ms, whole_step_ms
 from hybridpar.partition.units import ModelUnits
 
 #: Called after every pass with the number of passes done and in all.
@@ -96,7 +95,7 @@ def measure_units(
     runner = UnitRunner(units, inputs)
     rows: list[list[tuple[float, float]]] = []
     steps: list[float] = []
-    with untouched(units.model, training=True), _threads(threads):
+    with untouched(units.model, training=True), intra_op_threads(threads):
         for parameter in units.model.parameters():
             # Gradients exist in all micro-batches but the first, so accumulating into them is the normal case.
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
@@ -141,16 +140,6 @@ def _first_step(model: torch.nn.Module, inputs: Sequence[torch.Tensor], clock: C
         raise UsageError(
             f"a training step of {type(model).__name__} fails: {type(error).__name__}: {error}", why, fix
         ) from error
-
-
-@contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(before if count is None else count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _summarise(rows: torch.Tensor, step_ms: float) -> UnitTimes:

@@ -9,7 +9,8 @@ the model.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,6 +77,21 @@ class Clock:
         """Wait until all work is done."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+@contextmanager
+def intra_op_threads(count: int | None) -> Iterator[None]:
+    """So many intra-op threads on a CPU inside of the block, and as many as before afterwards.
+
+    Args:
+        count: How many; None keeps the present number.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 Arrival = tuple[fx.Node, list[list[torch.Tensor | None]]]

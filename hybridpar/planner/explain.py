@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hybridpar.errors import PlanError
+from hybridpar.planner.codecs import left_out, planned_codecs
 from hybridpar.planner.evaluate import Outcome, Parts
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.scaling import KHat, Point
 from hybridpar.planner.search import Answer, find_plan
 from hybridpar.planner.space import Candidate
-from hybridpar.planner.steps import left_out, planned_codecs
 
 #: Parts of a step, as they are told.
 PARTS = {

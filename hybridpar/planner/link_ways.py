@@ -22,6 +22,7 @@ from hybridpar.comm.transport import MessagePart
 from hybridpar.comm.world import BackendSum, World
 from hybridpar.compress import Collective, TorchGroup
 from hybridpar.machine.cluster_file import CoreUse, Efficiency, LinkLevel
+from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.planner.network import log_rounds
 
 #: Bytes of messages: a small one, and large ones on slow links and on fast ones.
@@ -211,9 +212,7 @@ def _core_seconds(work: Callable[[], object], world: World) -> float:
         world.barrier()
         work()
         return 0.0
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so that one thread's account holds all of the computing
-    try:
+    with intra_op_threads(1):  # so that one thread's account holds all of the computing
         one, other = torch.rand(_SIDE, _SIDE), torch.rand(_SIDE, _SIDE)
         failures: list[Exception] = []
 
@@ -232,8 +231,6 @@ def _core_seconds(work: Callable[[], object], world: World) -> float:
         if failures:
             raise failures[0]
         return (time.process_time() - process) - (time.thread_time() - own)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def spare_cores(world: World, seconds: float) -> float:
@@ -245,18 +242,14 @@ def spare_cores(world: World, seconds: float) -> float:
         world: All workers.
         seconds: Time of each of six measurements, in seconds.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        gains = []
+    threads, gains = torch.get_num_threads(), []
+    with intra_op_threads(1):
         for _ in range(3):
             rates = []
             for count in (threads, threads + 1):
                 world.barrier()
                 rates.append(_products(count, seconds))
             gains.append(threads * (rates[1] / max(1, rates[0]) - 1))
-    finally:
-        torch.set_num_threads(threads)
     spare = statistics.median(gains)
     return round(min(1.0, spare), 2) if spare >= 0.25 else 0.0
 

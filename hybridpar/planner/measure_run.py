@@ -39,6 +39,7 @@ from hybridpar.partition.profile_cache import machine_key
 from hybridpar.partition.state import untouched
 from hybridpar.partition.unit_runner import Clock, whole_step_ms
 from hybridpar.planner.calibrate import calibrated
+from hybridpar.planner.codecs import planned_codecs
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import Fidelity, PlannerInputs
 from hybridpar.planner.link_ways import PLAIN_WAYS, STRIPED_WAYS, WAYS
@@ -47,7 +48,6 @@ from hybridpar.planner.measure import TURNS, has_tuned_kernels, measure_rates, p
 from hybridpar.planner.profile import ModelProfile
 from hybridpar.planner.rehearse import CODEC, Rehearsal, measure_rehearsal, rehearsed
 from hybridpar.planner.step_costs import measure_crowd, measure_hand_over
-from hybridpar.planner.steps import planned_codecs
 
 #: Steps of the shortest run that is planned.
 LEAST_STEPS = 100

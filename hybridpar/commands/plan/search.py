@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ from hybridpar.machine.probe import probe_cluster
 from hybridpar.machine.process import available_cores, threads_per_worker
 from hybridpar.models import build_model, require_trained, seed_everything
 from hybridpar.partition.draw import require_matplotlib
+from hybridpar.partition.unit_runner import intra_op_threads
 from hybridpar.plan import Plan, parse_plan, read_plan
 from hybridpar.planner.draw import draw_curve
 from hybridpar.planner.explain import PARTS, curve_lines, describe, notes, rows, what_ifs
@@ -69,8 +71,7 @@ def run_search(request: PlanRequest) -> int:
     if request.draw is not None:
         require_matplotlib()
     world = World.join(lanes=2, timeout=PATIENCE) if request.is_here else World(device=default_device())
-    threads = torch.get_num_threads()
-    try:
+    with closing(world), intra_op_threads(None):
         if request.is_here and request.workers not in (None, world.size):
             raise UsageError(
                 f"--workers {request.workers} in a job of {world.size}",
@@ -79,9 +80,6 @@ def run_search(request: PlanRequest) -> int:
             )
         with ProgressBar(quiet=not world.is_main) as bar:
             _search(request, world, bar)
-    finally:
-        torch.set_num_threads(threads)
-        world.close()
     return 0
 
 
