@@ -42,16 +42,23 @@ _FUNCTION = 0x1  # CO_OPTIMIZED: the code of a function, not of a module or of a
 
 
 class Recorder:
-    """Notes the files of the package that execute a function, in all threads that start after it."""
+    """Notes the files of the package that execute a function, in all threads that start after it.
 
-    def __init__(self) -> None:
+    Args:
+        until: Qualified name of a function; nothing is noted once it has returned.
+    """
+
+    def __init__(self, until: str = "") -> None:
         self.files: set[str] = set()
         self.on = False
+        self._until = until
         threading.setprofile(self._note)
         sys.setprofile(self._note)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
+        if event == "return" and code.co_qualname == self._until:
+            self.on = False
         if self.on and event == "call" and code.co_flags & _FUNCTION and code.co_filename.startswith(str(PACKAGE)):
             self.files.add(os.path.relpath(code.co_filename, PACKAGE))
 
@@ -110,22 +117,12 @@ def stage_walk(world: Any) -> list[str]:
 
 
 _SITE = """
-import json, os, sys
+import atexit, json, os
 from pathlib import Path
 from tests.house_figures import Recorder
-recorder = Recorder()
+recorder = Recorder(until="Trainer.step")
 recorder.on = True
-def dump(*_):
-    files = recorder.stop()
-    Path(os.environ["WALK"], str(os.getpid())).write_text(json.dumps(files))
-import atexit
-atexit.register(dump)
-def hook():
-    import torch
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-    register_optimizer_step_post_hook(lambda *_: recorder.on and dump())
-if os.environ.get("RANK"):
-    hook()
+atexit.register(lambda: Path(os.environ["WALK"], str(os.getpid())).write_text(json.dumps(recorder.stop())))
 """
 
 

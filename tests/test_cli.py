@@ -329,9 +329,11 @@ def test_what_is_trained_is_said_before_torch_is_loaded(tmp_path, arguments, sai
         (["--resume"], "nothing to resume"),
         (["--resume-from", "/etc/passwd"], "/etc/passwd is not a checkpoint"),
         (["--run-dir", "/etc/passwd/run"], "cannot write /etc/passwd/run: Not a directory"),
+        (["--compress", "qsgd_mn:bitz=4"], "codec 'qsgd_mn' has no option 'bitz'"),
+        (["--compress", "* -> onebti"], "unknown codec 'onebti'"),
     ],
 )
-def test_a_wrong_directory_is_refused_before_anything_is_started(call, monkeypatch, options, said):
+def test_a_wrong_directory_or_codec_is_refused_before_anything_is_started(call, monkeypatch, options, said):
     for name in ("launch_workers", "prepare_worker", "_announce"):
         monkeypatch.setattr(
             f"hybridpar.commands.train.{name}", lambda *more, **given: pytest.fail("something was started")
@@ -347,6 +349,7 @@ def test_a_wrong_directory_is_refused_before_anything_is_started(call, monkeypat
         (["resnet19"], "unknown model 'resnet19'"),
         (["no_module:net"], "cannot import 'no_module'"),
         (["resnet18", "--data", "digit"], "unknown data set 'digit'"),
+        (["resnet18", "--compress", "onebti"], "unknown codec 'onebti'"),
         (["resnet18", "--checkpoint-every", "often"], "often"),
         (["resnet18", "--lr", "-1"], "--lr is -1"),
     ],

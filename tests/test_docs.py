@@ -176,4 +176,4 @@ def test_every_key_of_the_summary_is_described() -> None:
 
 def test_every_data_set_is_described() -> None:
     table = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs/guide.md").read_text(), flags=re.MULTILINE)
-    assert set(re.findall(r"`(\w+)`", " ".join(table))) == set(DATA_SETS)
+    assert set(re.findall(r"`([\w/]+)`", " ".join(table))) == set(DATA_SETS)

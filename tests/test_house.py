@@ -22,6 +22,7 @@ from packaging.utils import canonicalize_name
 
 import hybridpar
 from hybridpar import cli
+from tests.docstrings import NOT_YET, missing
 from tests.structure import (
     LAYERS,
     PACKAGE,
@@ -195,6 +196,32 @@ def test_public_methods_have_a_docstring_or_inherit_one() -> None:
                 if not method.startswith("_") and (inspect.isroutine(value) or isinstance(value, property)):
                     found = inspect.getdoc(getattr(kind, method))
                     assert found, f"{relative(path)}: {kind.__name__}.{method} has no docstring, nor has its base"
+
+
+def test_docstrings_name_every_parameter_and_what_is_returned() -> None:
+    paths = [path for path in python_files("hybridpar") if layer_of(dotted(path)) not in NOT_YET]
+    lacking = [str(entry) for path in paths for entry in missing(path)]
+    assert not lacking, "see `python -m tests.docstrings`:\n" + "\n".join(lacking)
+
+
+def test_the_checker_of_docstrings_sees_what_is_missing(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(
+        "def bare(a): ...\n"
+        'def half(a, b):\n    """Add.\n\n    Args:\n        a: one.\n    """\n    return a + b\n'
+        'def whole(a):\n    """The half.\n\n    Args:\n        a: one.\n    """\n    return a / 2\n'
+        'def elsewhere():\n    """See `whole`."""\n'
+        'class Taken:\n    """A thing."""\n\n    def __init__(self, size): ...\n'
+        '@dataclass\nclass Point:\n    """A point."""\n\n    x: int\n    """in pixels"""\n    y: int\n'
+    )
+    assert [(entry.name, entry.what) for entry in missing(file)] == [
+        ("bare", "docstring"),
+        ("half", "Args: b"),
+        ("half", "Returns"),
+        ("elsewhere", "more than a reference"),
+        ("Taken", "Args: size"),
+        ("Point", "Attributes: y"),
+    ]
 
 
 @pytest.mark.parametrize("path", python_files("hybridpar", "benchmarks", "scripts", "examples", "docs"), ids=relative)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +18,9 @@ from hybridpar.config import TrainConfig
 from hybridpar.config.files import FileOptions, expand
 from hybridpar.config.train import GROUPS
 from hybridpar.errors import HybridparError, UsageError
-from hybridpar.machine.launch import in_job, launch_workers, launched_here, leaving_at_once, prepare_worker
+from hybridpar.machine.launch import in_job, launched_here, leaving_at_once, prepare_worker
+from hybridpar.machine.supervise import launch_workers
+from hybridpar.registry import Registry, names_in_source
 
 #: Options that `--help` shows; `--help-all` shows all.
 SHOWN = (
@@ -26,11 +28,11 @@ SHOWN = (
     *("model", "data", "data_root", "batch_size", "image_size", "augment", "mixup"),
     *("epochs", "steps", "optimizer", "lr", "weight_decay", "lr_schedule", "clip_norm"),
     *("workers", "stages", "replicas", "micro_batches", "schedule"),
-    *("compress", "batch_norm", "sync", "recipe"),
+    *("compress", "sync", "recipe"),
     *("amp", "memory_format", "kernels", "compile"),
     *("plan", "fidelity"),
-    *("run_dir", "resume", "resume_from", "checkpoint_every", "overwrite"),
-    *("seed", "deterministic", "debug"),
+    *("run_dir", "resume", "checkpoint_every", "overwrite"),
+    *("seed", "deterministic"),
 )
 
 
@@ -71,7 +73,7 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
     named = named_options(arguments)
     if not in_job():
         check_names(command)
-        from hybridpar.machine.cluster import default_workers, has_gpu, has_gpu_driver
+        from hybridpar.machine.cluster import default_workers, has_gpu_driver
         from hybridpar.run.directory import before_the_start, expected_directory, find_place, recall_options
 
         with before_the_start():
@@ -84,17 +86,13 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
             workers = workers or default_workers()
         _announce(command, workers, str(expected_directory(place)))
         workers = workers or default_workers()
-        if command.uses_servers and workers + command.server_processes > 1:
-            from hybridpar.server.supervise import launch_with_servers
-
+        servers, patient = 0, True
+        if command.uses_servers:
             command.split_count(workers)
-            program = ["-m", "hybridpar", *arguments]
-            tune = command.tune_process and not has_gpu()
-            return launch_with_servers(
-                program, workers, command.server_processes, patient=command.waits_for_all, tune=tune
-            )
-        if workers > 1:
-            return launch_workers(arguments, workers)
+            servers = command.server_processes
+            patient = command.waits_for_all or not servers
+        if workers + servers > 1:
+            return launch_workers(arguments, workers, servers, patient=patient)
     elif os.environ["RANK"] == "0" and not launched_here():
         from hybridpar.run.directory import expected_directory, find_place
 
@@ -109,29 +107,51 @@ def run_train(command: Train, arguments: Sequence[str]) -> int:
 
 
 def check_names(command: Train) -> None:
-    """Check the names of model and data set, the model's arguments, and when to save, without importing torch.
+    """Check what can be known of names, codecs and save rules before there are workers; torch is imported for none.
+
+    A codec with options, and a policy, is the exception: only the codec itself can check them.
 
     Args:
         command: The options.
 
     Raises:
-        UsageError: A name is unknown, or `--model-arg` or `--checkpoint-every` cannot be read.
+        UsageError: A name is unknown, or `--model-arg`, `--checkpoint-every` or `--compress` cannot be read.
     """
     from hybridpar.config.data import data_set_kind
     from hybridpar.config.torchvision_sets import TORCHVISION_SETS
     from hybridpar.models import check_model_name, parse_arguments
-    from hybridpar.registry import Registry, names_in_source
     from hybridpar.run.save_rule import SaveRule
 
     check_model_name(command.model)
     parse_arguments(command.model_arg)
-    if "hybridpar.data" not in sys.modules:  # where it is, another set may have been registered by a program
-        known: Registry[None] = Registry("data set")
-        written = names_in_source(Path(__file__).parents[1] / "data", "DATA_SETS.register")
-        for name in written | TORCHVISION_SETS.keys():
-            known.register(name, "")(None)
-        known.get(data_set_kind(command.data))
+    _check_registered("data set", "data", "DATA_SETS.register", data_set_kind(command.data), TORCHVISION_SETS)
     SaveRule.parse(command.checkpoint_every)
+    codec = command.compress.strip()
+    name, options, _ = codec.partition(":")
+    if codec.endswith(".toml") or "->" in codec:
+        from hybridpar.compress import read_policy
+
+        read_policy(codec)
+    elif codec != "auto":
+        _check_registered("codec", "compress/codecs", "CODECS.register", name)
+        if options:
+            from hybridpar.compress import parse_codec
+
+            parse_codec(codec)
+
+
+def _check_registered(kind: str, folder: str, decorator: str, name: str, others: Iterable[str] = ()) -> None:
+    """Check that a name is registered in a folder of the package, which is not imported.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if f"hybridpar.{folder.replace('/', '.')}" in sys.modules:  # a program may have registered others
+        return
+    known: Registry[None] = Registry(kind)
+    for one in {*names_in_source(Path(__file__).parents[1] / folder, decorator), *others}:
+        known.register(one, "")(None)
+    known.get(name)
 
 
 def named_options(arguments: Sequence[str]) -> frozenset[str]:

@@ -14,10 +14,11 @@ class DataConfig:
     """Model and data: what is trained, on which images, in batches of which size."""
 
     data: str = "digits"
-    """Data set: digits, photos, cifar10, cifar100, caltech101, folder, synthetic, or another of torchvision in lower
-    case (mnist, food101, imagenet, ...)."""
+    """Data set: digits, photos, cifar10, cifar100, caltech101, folder, csv, webdataset, hf/NAME, synthetic, or
+    another of torchvision in lower case (mnist, food101, imagenet, ...)."""
     data_root: Path = Path("data")
-    """Directory of the data set's files; for `folder` it holds train/ and test/ (or val/)."""
+    """Directory of the data set's files; for `folder` it holds train/ and test/ (or val/), for `csv` it may be the
+    table, and for `webdataset` a pattern of shards."""
     download: bool = False
     """Let torchvision download the data set into --data-root."""
     batch_size: int = 64
@@ -57,5 +58,8 @@ def data_set_kind(name: str) -> str:
 
     Args:
         name: What the user typed.
+
+    Returns:
+        The name; `hf/NAME` for any name of the Hugging Face hub.
     """
-    return name
+    return "hf/NAME" if name == "hf" or name.startswith("hf/") else name

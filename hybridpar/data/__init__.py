@@ -2,12 +2,20 @@
 
 `load_dataset` finds a data set by name, `TrainBatches` and `TestBatches` give each worker its share, and `cut_epoch`
 says how an epoch is cut. Files, from the ground up: `sampling` (who sees what, when), `augment` (whole batches in
-memory), `decode` (image files), `sources` (images in memory or in files), `downloads`, `memory_sets`, `photos`,
-`file_sets` and `torchvision_sets` (the data sets by name), `overview` (a line on a data set), `loader` (the batches of
-a worker).
+memory), `decode` (image files), `sources` (images in memory or in files), `downloads` and `labels` (for the next),
+`memory_sets`, `photos`, `file_sets`, `torchvision_sets`, `csv_set`, `hub_sets` and `tar_sets` (the data sets by name),
+`overview` (a line on a data set), `loader` (the batches of a worker).
 """
 
-from hybridpar.data import file_sets, memory_sets, photos, torchvision_sets  # noqa: F401 (enter sets into DATA_SETS)
+from hybridpar.data import (  # noqa: F401 (each enters its sets into DATA_SETS)
+    csv_set,
+    file_sets,
+    hub_sets,
+    memory_sets,
+    photos,
+    tar_sets,
+    torchvision_sets,
+)
 from hybridpar.data.loader import Batch, TestBatches, TrainBatches
 from hybridpar.data.overview import describe_data
 from hybridpar.data.sampling import cut_epoch, divide

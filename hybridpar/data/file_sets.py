@@ -17,16 +17,12 @@ from hybridpar.config import DataConfig
 from hybridpar.data.downloads import download_fix, one_download
 from hybridpar.data.memory_sets import FIXED_SEED
 from hybridpar.data.sampling import split_by_class
-from hybridpar.data.sources import DATA_SETS, FileImages, ImageData, imagenet_transforms
+from hybridpar.data.sources import DATA_SETS, FileImages, ImageData, decoding
 from hybridpar.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_SIZE = 224
-
-#: Of pixels in [0, 1]; the statistics that torchvision's ImageNet weights expect.
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 
 #: The usual protocol of Caltech-101 (Fei-Fei, Fergus and Perona 2004): 30 training images per class.
 CALTECH101_TRAIN_PER_CLASS = 30
@@ -254,15 +250,13 @@ def _from_files(
     ignored: _Ignored,
 ) -> ImageData:
     size = config.image_size or DEFAULT_SIZE
-    augment, prepare = imagenet_transforms(size, config, IMAGENET_MEAN)
+    use = decoding(config, size)
     sources = [
         FileImages(
             directory,
             [path for path, _ in samples],
             [label for _, label in samples],
-            augment=augment,
-            prepare=prepare,
-            strict=config.bad_images == "error",
+            **use,
         )
         for directory, samples in (train, test)
     ]
@@ -272,7 +266,5 @@ def _from_files(
         sample_shape=(3, size, size),
         train=sources[0],
         test=sources[1],
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
         ignored=ignored.told(),
     )

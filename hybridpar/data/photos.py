@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Unpack
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from hybridpar.config import DataConfig
 from hybridpar.data.decode import read_image
 from hybridpar.data.memory_sets import FIXED_SEED
 from hybridpar.data.sampling import Draw, IntArray, bounded, counter_hash
-from hybridpar.data.sources import DATA_SETS, DecodedImages, ImageData, imagenet_transforms
+from hybridpar.data.sources import DATA_SETS, DecodedImages, Decoding, ImageData, decoding
 from hybridpar.errors import DataError
 
 DEFAULT_SIZE = 96
@@ -62,12 +63,12 @@ def _photos(config: DataConfig) -> ImageData:
     resized. The crops are the same whatever --seed says.
     """
     size = config.image_size or DEFAULT_SIZE
-    augment, prepare = imagenet_transforms(size)
+    use = decoding(config, size)
     photographs = [_photograph(*place) for place in PHOTOGRAPHS.values()]
     every = [(row, column) for row in range(ROWS) for column in range(COLUMNS)]
     train_cells = [cell for cell in every if cell not in TEST_CELLS]
     train, test = (
-        PhotographCrops(photographs, crops, augment=augment, prepare=prepare)
+        PhotographCrops(photographs, crops, **use)
         for crops in (
             crops_of(photographs, train_cells, TRAIN_CROPS),
             crops_of(photographs, list(TEST_CELLS), TEST_CROPS),
@@ -91,11 +92,11 @@ class PhotographCrops(DecodedImages):
     Args:
         photographs: RGB images, one for each class.
         crops: Photograph, left, top and side of each square, int64 of shape (samples, 4).
-        **transforms: As of `DecodedImages`.
+        **use: As of `DecodedImages`.
     """
 
-    def __init__(self, photographs: list[Image.Image], crops: IntArray, **transforms: object) -> None:
-        super().__init__(torch.from_numpy(crops[:, 0].copy()), **transforms)  # type: ignore[arg-type]
+    def __init__(self, photographs: list[Image.Image], crops: IntArray, **use: Unpack[Decoding]) -> None:
+        super().__init__(torch.from_numpy(crops[:, 0].copy()), **use)
         self.photographs = photographs
         self.crops = crops
 

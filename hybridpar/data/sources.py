@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -32,6 +32,10 @@ from hybridpar.registry import Registry
 
 #: Images that are tried in the place of one that cannot be read, all over the data set, before training ends.
 SUBSTITUTES = 20
+
+#: Of pixels in [0, 1]; the statistics that torchvision's ImageNet weights expect.
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 
 
 class Loaded(NamedTuple):
@@ -303,7 +307,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def imagenet_transforms(
-    size: int, config: object = None, mean: Sequence[float] = (0.5, 0.5, 0.5), *, flip: bool = True
+    size: int, config: object = None, mean: Sequence[float] = IMAGENET_MEAN, *, flip: bool = True
 ) -> tuple[v2.Compose, v2.Compose]:
     """The usual augmentation and test preparation of ImageNet models (Szegedy et al. 2015; He et al. 2016).
 
@@ -323,6 +327,26 @@ def imagenet_transforms(
     resize = v2.Resize(round(size / options.crop_ratio), interpolation_of(options.interpolation), antialias=True)
     prepare = v2.Compose([resize, v2.CenterCrop(size), v2.PILToTensor()])
     return augment, prepare
+
+
+class Decoding(TypedDict):
+    """How decoded images are used: the arguments of `DecodedImages` of the same names."""
+
+    augment: Callable[[Image.Image], Tensor]
+    prepare: Callable[[Image.Image], Tensor]
+    strict: bool
+
+
+def decoding(config: DataConfig, size: int, *, flip: bool = True) -> Decoding:
+    """What the options say of images that are decoded.
+
+    Args:
+        config: The options.
+        size: Side of the square images that come out, in pixels.
+        flip: As of `imagenet_transforms`.
+    """
+    augment, prepare = imagenet_transforms(size, config, flip=flip)
+    return {"augment": augment, "prepare": prepare, "strict": config.bad_images == "error"}
 
 
 def augment_in_memory(data: ImageData, config: AugmentConfig) -> None:
@@ -361,8 +385,8 @@ class ImageData:
     sample_shape: tuple[int, int, int]
     train: ImageSource
     test: ImageSource
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
     ignored: tuple[str, ...] = ()
 
     @property

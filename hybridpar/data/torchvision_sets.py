@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -21,22 +21,21 @@ from torch import Tensor
 from hybridpar.config import DataConfig
 from hybridpar.config.torchvision_sets import TORCHVISION_SETS, TorchvisionSet
 from hybridpar.data.downloads import download_fix, one_download
-from hybridpar.data.file_sets import IMAGENET_MEAN, IMAGENET_STD
-from hybridpar.data.memory_sets import FIXED_SEED, Statistics
-from hybridpar.data.sampling import split_by_class
+from hybridpar.data.memory_sets import Statistics, four_of_five
+from hybridpar.data.sampling import IntArray
 from hybridpar.data.sources import (
     DATA_SETS,
+    IMAGENET_MEAN,
+    IMAGENET_STD,
     DecodedImages,
+    Decoding,
     FileImages,
     ImageData,
     ImageSource,
     MemoryImages,
-    imagenet_transforms,
+    decoding,
 )
 from hybridpar.errors import DataError
-
-#: Of a set without parts, the share of each class that is for training.
-TRAIN_SHARE = 0.8
 
 #: Training images that mean and standard deviation of a set of arrays are taken from.
 _MEASURED = 10_000
@@ -54,11 +53,11 @@ class TorchvisionImages(DecodedImages):
         dataset: The data set.
         indices: Which of its samples, in order.
         labels: Class of each.
-        **transforms: As of `DecodedImages`.
+        **use: As of `DecodedImages`.
     """
 
-    def __init__(self, dataset: Any, indices: Sequence[int], labels: Tensor, **transforms: Any) -> None:
-        super().__init__(labels, **transforms)
+    def __init__(self, dataset: Any, indices: Sequence[int], labels: Tensor, **use: Unpack[Decoding]) -> None:
+        super().__init__(labels, **use)
         self.dataset = dataset
         self.indices = np.array(indices, dtype=np.int64)
 
@@ -85,8 +84,7 @@ def _load(name: str, config: DataConfig) -> ImageData:
     indices = [np.arange(len(part)) for part in parts]
     if made.test is None:
         parts, labels = parts * 2, labels * 2
-        counts = [max(1, int(TRAIN_SHARE * size)) if size else 0 for size in np.bincount(labels[0]).tolist()]
-        indices = list(split_by_class(labels[0].numpy(), counts, FIXED_SEED))
+        indices = list(four_of_five(labels[0]))
     names = _class_names(parts[0], labels)
     for which, found in zip(("training", "test"), labels, strict=True):
         if found.ndim == 1 and (int(found.min()) < 0 or int(found.max()) >= len(names)):
@@ -107,11 +105,9 @@ def _load(name: str, config: DataConfig) -> ImageData:
         ]
         statistics = measured_statistics(whole[0][torch.from_numpy(indices[0][:_MEASURED])])
     else:
-        augment, prepare = imagenet_transforms(size, flip=made.flip)
-        transforms = {"augment": augment, "prepare": prepare, "strict": config.bad_images == "error"}
+        use = decoding(config, size, flip=made.flip)
         sources = [
-            _decoded(part, found, chosen, transforms)
-            for part, found, chosen in zip(parts, labels, indices, strict=True)
+            _decoded(part, found, chosen, use) for part, found, chosen in zip(parts, labels, indices, strict=True)
         ]
     mean, std = statistics
     return ImageData(
@@ -237,7 +233,7 @@ def _pixels(dataset: Any) -> Tensor | None:
     return pixels if pixels.shape[1] == 3 else pixels.permute(0, 3, 1, 2)
 
 
-def _in_memory(pixels: Tensor, labels: Tensor, chosen: np.ndarray[Any, Any], made: TorchvisionSet) -> MemoryImages:
+def _in_memory(pixels: Tensor, labels: Tensor, chosen: IntArray, made: TorchvisionSet) -> MemoryImages:
     if len(chosen) != len(pixels):
         pixels, labels = pixels[torch.from_numpy(chosen)], labels[torch.from_numpy(chosen)]
     return MemoryImages(pixels, labels, pad=pixels.shape[-1] // 8, flip=made.flip)
@@ -260,13 +256,13 @@ def measured_statistics(images: Tensor) -> Statistics:
     return tuple(mean.tolist()), tuple(std.tolist())
 
 
-def _decoded(dataset: Any, labels: Tensor, chosen: np.ndarray[Any, Any], transforms: dict[str, Any]) -> DecodedImages:
+def _decoded(dataset: Any, labels: Tensor, chosen: IntArray, use: Decoding) -> DecodedImages:
     paths = _paths(dataset)
     if paths is None:
-        return TorchvisionImages(dataset, chosen.tolist(), labels[torch.from_numpy(chosen)], **transforms)
+        return TorchvisionImages(dataset, chosen.tolist(), labels[torch.from_numpy(chosen)], **use)
     # torchvision lists some folders in the order of the file system, which another machine may have another of.
     order = sorted(chosen.tolist(), key=paths.__getitem__)
-    return FileImages(Path("/"), [paths[one] for one in order], labels[order], **transforms)
+    return FileImages(Path("/"), [paths[one] for one in order], labels[order], **use)
 
 
 def _register() -> None:

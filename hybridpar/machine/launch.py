@@ -1,44 +1,28 @@
-"""Starts the workers of a job on this machine, restarts them after a crash, and reports how the job ended.
+"""What a worker and its launcher have to do with each other: how a job is stopped, fails, and tells so once.
 
-Workers are started by torch's elastic launcher with the c10d rendezvous. (Its static rendezvous hands restarted
-workers the addresses of the dead attempt.) A worker that the system kills - signal 9, out of memory - makes the
-launcher restart all of them, and they go on from the last whole checkpoint. An error that would only come again is
-not worth a restart: the worker leaves a *verdict*, a file with the message and the exit code, all workers end, and
-this process reports the verdict once.
+A worker whose error would only come again leaves a *verdict*, a file with the message and the exit code, which
+the launcher (`hybridpar.machine.supervise`) reports; the other workers then stay silent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import json
-import logging
 import os
 import signal
 import sys
-import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from hybridpar.errors import HybridparError, LaunchError, SyncError, UsageError, shortened, user_frames
-from hybridpar.machine.process import available_cores, threads_per_worker, tune_this_process, usable_memory
+from hybridpar.errors import HybridparError, LaunchError, SyncError, shortened, user_frames
+from hybridpar.machine.process import tune_this_process
 
 VERDICT_VARIABLE = "HYBRIDPAR_VERDICT"
 #: The file beside the verdict by which a worker says that it has told how the run ended.
 _TOLD = "told"
-
-#: Processes of a job that a core may have; so many already take minutes to start.
-MOST_PER_CORE = 8
-#: Main memory that a process needs for itself at least, before it has a model.
-LEAST_BYTES = 150 << 20
-
-#: Seconds that workers have after Ctrl-C or SIGTERM to end their step and save; those that have nothing to save.
-STOP_SECONDS, LEAVE_SECONDS = 60, 5
-#: Seconds that workers have after a second Ctrl-C.
-KILL_SECONDS = 1
 
 
 def in_job() -> bool:
@@ -49,145 +33,6 @@ def in_job() -> bool:
 def launched_here() -> bool:
     """Whether our own launcher started this worker."""
     return VERDICT_VARIABLE in os.environ
-
-
-def check_processes(workers: int, servers: int = 0) -> None:
-    """Refuse to start more processes than the machine has cores and memory for.
-
-    Args:
-        workers: Workers of a job on this machine.
-        servers: Its server processes.
-
-    Raises:
-        UsageError: There are too many.
-    """
-    cores = len(available_cores())
-    most = max(2, min(MOST_PER_CORE * cores, usable_memory() // LEAST_BYTES))
-    if workers + servers > most:
-        given = f"--workers {workers}" + (f" and --servers {servers}" if servers else "")
-        raise UsageError(
-            f"{given} on one machine",
-            f"Each is a process of {LEAST_BYTES >> 20} MiB at least, and there are at most {MOST_PER_CORE} per core: "
-            f"with {cores} core(s) and {usable_memory() >> 30} GiB no more than {most}.",
-            "Start fewer.",
-        )
-
-
-def launch_workers(arguments: Sequence[str], workers: int, *, restarts: int = 3, patience: int = STOP_SECONDS) -> int:
-    """Run `python -m hybridpar ARGUMENTS` as `workers` local workers until they end.
-
-    Args:
-        arguments: Command line of every worker.
-        workers: Number of workers, at least 2.
-        restarts: How often dying workers are restarted.
-        patience: Seconds that workers have to leave after Ctrl-C or SIGTERM.
-
-    Returns:
-        The exit code: 0, what the verdict says, 1 when no restarts are left, or 128 + the signal that stopped the job.
-
-    Raises:
-        UsageError: More workers than this machine has room for.
-    """
-    check_processes(workers)
-    # Each with torch's default, all cores, they would be in each other's way; also where they do not tune themselves.
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_worker(workers, available_cores())))
-
-    with leaving_at_once():
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for name in logging.root.manager.loggerDict:  # each of them has a level of its own
-        if name.startswith("torch.distributed."):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    # Torch's handler of a second Ctrl-C would wait for the workers once more; of these two signals ours take care.
-    options = {"shutdown_timeout": patience, "signals_to_handle": "SIGHUP,SIGQUIT"}
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
-        verdict = Path(directory) / "verdict.json"
-        os.environ[VERDICT_VARIABLE] = str(verdict)
-        signals = _LauncherSignals(SignalException)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=workers,
-            run_id=f"hybridpar-{os.getpid()}-{os.urandom(4).hex()}",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=restarts,
-            monitor_interval=0.1,
-            local_addr="127.0.0.1",
-            logs_specs=DefaultLogsSpecs(log_dir=directory),  # else they stay in the temporary directory
-            **{name: value for name, value in options.items() if name in known},  # type: ignore[arg-type]
-        )
-        try:
-            elastic_launch(config, sys.executable)("-m", "hybridpar", *arguments)
-        except SignalException as stopped:
-            tell_interrupted(verdict)
-            return 128 + int(stopped.sigval)
-        except ChildFailedError as error:
-            if verdict.exists():
-                return report_verdict(verdict)
-            first = error.get_first_failure()[1]
-            cause = f"was killed by signal {-first.exitcode}" if first.exitcode < 0 else f"exited with {first.exitcode}"
-            print(
-                f"error: worker {first.local_rank} {cause}, and {restarts} restarts are used up\n"
-                "Every restart went on from the last whole checkpoint.\n"
-                "Look at the messages above; `dmesg` tells whether the system ran out of memory.",
-                file=sys.stderr,
-            )
-            return 1
-        finally:
-            signals.release()
-            os.environ.pop(VERDICT_VARIABLE, None)
-        return report_verdict(verdict) if verdict.exists() else 0
-
-
-class _LauncherSignals:
-    """What SIGINT and SIGTERM do in the launcher, whose workers are in process groups of their own.
-
-    The first one is raised as torch's exception, so that its agent passes it on and waits for the workers. A second
-    Ctrl-C has them leave at once, and kills those that have not after `KILL_SECONDS`, or at a third.
-    """
-
-    def __init__(self, exception: Callable[[str, signal.Signals], Exception]) -> None:
-        self._exception = exception
-        self._count = 0
-        handlers = {signal.SIGINT: self._note, signal.SIGTERM: self._note, signal.SIGALRM: self._kill}
-        self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._count and number != signal.SIGINT:
-            return
-        self._count += 1
-        if self._count == 1:
-            raise self._exception(f"stopped by signal {number}", signal.Signals(number))
-        if self._count > 2:
-            self._kill(number, frame)
-            return
-        _signal_children(signal.SIGINT)
-        signal.setitimer(signal.ITIMER_REAL, KILL_SECONDS)
-
-    def _kill(self, number: int, frame: FrameType | None) -> None:
-        _signal_children(signal.SIGKILL)
-        if sys.stdout.isatty():
-            sys.stdout.write("\x1b[?25h")  # the cursor, which a killed worker's display has hidden
-
-    def release(self) -> None:
-        """Put the handlers back that were there before."""
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
-def _signal_children(number: int) -> None:
-    """Send a signal to the process groups of this process's children, where /proc tells who they are."""
-    for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ProcessLookupError):
-            # PID (NAME) STATE PARENT GROUP ...; the name may have spaces and brackets in it.
-            _, parent, group = entry.read_text().rpartition(")")[2].split()[:3]
-            if int(parent) == os.getpid() and int(group) != os.getpgrp():
-                os.killpg(int(group), number)
 
 
 def tell_interrupted(verdict: Path | None = None) -> None:

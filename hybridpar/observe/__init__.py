@@ -1,40 +1,54 @@
 """What a training run shows while it trains, and the files that it leaves behind.
 
 The trainer emits the records of `records.py`; everything here only reads them. Importing this package imports neither
-torch nor matplotlib.
+torch nor matplotlib; the names below load their module when they are first used.
 """
 
-from hybridpar.observe.live import open_progress
-from hybridpar.observe.metrics import MetricsTable, MetricsWriter, read_metrics
-from hybridpar.observe.plots import draw_loss, draw_staleness
-from hybridpar.observe.progress import PlainProgress, Progress
-from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
-from hybridpar.observe.report import print_report
-from hybridpar.observe.summary import summarize, summary_schema, validate_summary, write_summary
-from hybridpar.observe.timeline import Timeline, TimelineRow
-from hybridpar.observe.timeline_file import read_timeline, write_timeline
-from hybridpar.observe.timeline_text import print_timeline
+from __future__ import annotations
 
-__all__ = [
-    "EpochRecord",
-    "MetricsTable",
-    "MetricsWriter",
-    "PlainProgress",
-    "Progress",
-    "RunInfo",
-    "StepRecord",
-    "Timeline",
-    "TimelineRow",
-    "draw_loss",
-    "draw_staleness",
-    "open_progress",
-    "print_report",
-    "print_timeline",
-    "read_metrics",
-    "read_timeline",
-    "summarize",
-    "summary_schema",
-    "validate_summary",
-    "write_summary",
-    "write_timeline",
-]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hybridpar.observe.live import open_progress as open_progress
+    from hybridpar.observe.metrics import MetricsTable as MetricsTable
+    from hybridpar.observe.metrics import MetricsWriter as MetricsWriter
+    from hybridpar.observe.metrics import read_metrics as read_metrics
+    from hybridpar.observe.plots import draw_loss as draw_loss
+    from hybridpar.observe.plots import draw_staleness as draw_staleness
+    from hybridpar.observe.progress import PlainProgress as PlainProgress
+    from hybridpar.observe.progress import Progress as Progress
+    from hybridpar.observe.records import EpochRecord as EpochRecord
+    from hybridpar.observe.records import RunInfo as RunInfo
+    from hybridpar.observe.records import StepRecord as StepRecord
+    from hybridpar.observe.report import print_report as print_report
+    from hybridpar.observe.summary import summarize as summarize
+    from hybridpar.observe.summary import summary_schema as summary_schema
+    from hybridpar.observe.summary import validate_summary as validate_summary
+    from hybridpar.observe.summary import write_summary as write_summary
+    from hybridpar.observe.timeline import Timeline as Timeline
+    from hybridpar.observe.timeline import TimelineRow as TimelineRow
+    from hybridpar.observe.timeline_file import read_timeline as read_timeline
+    from hybridpar.observe.timeline_file import write_timeline as write_timeline
+    from hybridpar.observe.timeline_text import print_timeline as print_timeline
+
+_HOME = {
+    "EpochRecord": "records", "MetricsTable": "metrics", "MetricsWriter": "metrics", "PlainProgress": "progress",
+    "Progress": "progress", "RunInfo": "records", "StepRecord": "records", "Timeline": "timeline",
+    "TimelineRow": "timeline", "draw_loss": "plots", "draw_staleness": "plots", "open_progress": "live",
+    "print_report": "report", "print_timeline": "timeline_text", "read_metrics": "metrics",
+    "read_timeline": "timeline_file", "summarize": "summary", "summary_schema": "summary",
+    "validate_summary": "summary", "write_summary": "summary", "write_timeline": "timeline_file",
+}  # fmt: skip
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

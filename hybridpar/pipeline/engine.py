@@ -10,7 +10,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +42,12 @@ from hybridpar.pipeline.step import LateOutcome, MicroBatch, StepRequest, StepSt
 from hybridpar.schedule.actions import Edge, Layout
 from hybridpar.schedule.program import Program, lower
 from hybridpar.schedule.schedules import make
-from hybridpar.sync.choice import Choice, choose_policy
 from hybridpar.sync.compression_table import LayerBytes, layer_bytes
 from hybridpar.sync.policy import agree_on_policy, is_auto
 from hybridpar.sync.reducer import SyncLanes, open_sync_lanes
+
+if TYPE_CHECKING:
+    from hybridpar.sync.choice import Choice
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -164,6 +166,8 @@ class PipelineEngine:
                 "Make the world with one more: World.join(lanes=2).",
             )
         if is_auto(options.sync.codec):
+            from hybridpar.sync.choice import choose_policy
+
             self.choice = choose_policy(
                 parts_of(self._all_stages, layout, options.forward_ms, options.backward_ms, options.recompute),
                 replicas,

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -25,10 +26,7 @@ from hybridpar.config import TrainConfig
 from hybridpar.config.optimizer import state_copies
 from hybridpar.errors import HybridparError, PlanError, SyncError, UsageError
 from hybridpar.models import model_fingerprint, parameter_count
-from hybridpar.partition.planning import require_model
 from hybridpar.plan import ModelInfo, Placement, Plan, ResolvedPlan, parse_plan, read_plan
-from hybridpar.planner.evaluate import Outcome
-from hybridpar.planner.explain import brief, caveats
 from hybridpar.planner.fixed import (
     decided_options,
     fixed_by,
@@ -36,14 +34,13 @@ from hybridpar.planner.fixed import (
     needs_stages,
     not_modelled,
 )
-from hybridpar.planner.inputs import PlannerInputs, check_made_for, inputs_of_plan
-from hybridpar.planner.link_ways import PLAIN_WAYS
-from hybridpar.planner.links import measure_cluster
-from hybridpar.planner.measure import has_tuned_kernels
-from hybridpar.planner.measure_run import LEAST_STEPS, Question, measure_inputs
-from hybridpar.planner.record import is_as_recorded, plan_of
 from hybridpar.planner.resolve import resolve
-from hybridpar.planner.search import Answer, find_plan
+
+if TYPE_CHECKING:  # a run without a search does not import the planner
+    from hybridpar.planner.evaluate import Outcome
+    from hybridpar.planner.inputs import PlannerInputs
+    from hybridpar.planner.measure_run import Question
+    from hybridpar.planner.search import Answer
 
 _log = logging.getLogger(__name__)
 
@@ -138,6 +135,9 @@ def plan_run(
     elif option := not_modelled(config):
         found = _unplanned(f"no prediction knows {option}")
     else:
+        from hybridpar.planner.measure import has_tuned_kernels
+        from hybridpar.planner.measure_run import Question
+
         fixed = fixed_by(config, decided, world.size, [path for path, _ in model.named_parameters()], named)
         if fixed.kernels == "tuned" and not has_tuned_kernels(model):
             fixed = replace(fixed, kernels=None)  # of a model without such layers stock and tuned are the same
@@ -270,6 +270,12 @@ def _follow_given(
     name: str,
     sample_shape: Sequence[int] | None,
 ) -> _Found:
+    from hybridpar.partition.planning import require_model
+    from hybridpar.planner.inputs import check_made_for
+    from hybridpar.planner.link_ways import PLAIN_WAYS
+    from hybridpar.planner.links import measure_cluster
+    from hybridpar.planner.record import is_as_recorded
+
     require_model(plan, model, name)
     if plan.inputs is not None:
         check_made_for(plan, measure_cluster(world, ways=PLAIN_WAYS))
@@ -285,6 +291,8 @@ def _follow_given(
 
 def _made_for_other(config: TrainConfig, plan: Plan, sample_shape: Sequence[int] | None) -> str:
     """What a plan was searched for and this run is not, so that it takes other steps than were predicted."""
+    from hybridpar.planner.inputs import inputs_of_plan
+
     inputs = inputs_of_plan(plan)
     told = []
     if inputs.batch != config.batch_size:
@@ -314,6 +322,8 @@ def _follow_stored(model: nn.Module, config: TrainConfig, world: World, plan: Pl
     if adds_only and plan.sync is not None and plan.sync.codec != "none":
         return _unplanned("the run's own plan compresses gradients, and workers that share memory only add")
     if count > 1:
+        from hybridpar.partition.planning import require_model
+
         require_model(plan, model, plan.model.name)
     followed = _as_followed(config, plan, decided, world.size)
     return followed, (f"plan     as the run began with, not searched for again{_expected(followed)}",)
@@ -352,6 +362,8 @@ def _usable(place: Path) -> Plan | None:
 
 
 def _not_worth(sample_shape: Sequence[int] | None, steps: int | None) -> str:
+    from hybridpar.planner.measure_run import LEAST_STEPS
+
     if sample_shape is None:
         return "there is no example of inputs, in floating point, to measure with"
     if steps is None:
@@ -363,6 +375,10 @@ def _not_worth(sample_shape: Sequence[int] | None, steps: int | None) -> str:
 
 def _search(model: nn.Module, world: World, question: Question, announce: Callable[[str], None]) -> _Found:
     """Measure, and take the fastest plan; where that fails the run goes on without a plan."""
+    from hybridpar.planner.measure_run import measure_inputs
+    from hybridpar.planner.record import plan_of
+    from hybridpar.planner.search import find_plan
+
     begun = time.perf_counter()
     try:
         inputs = measure_inputs(model, question, world, announce=announce)
@@ -395,6 +411,8 @@ def _expected(plan: Plan) -> str:
 
 def _told(answer: Answer, inputs: PlannerInputs, seconds: float) -> tuple[str, ...]:
     """Which plan was chosen, and how much slower the next best is."""
+    from hybridpar.planner.explain import brief, caveats
+
     chosen = answer.chosen
     line = f"plan     {brief(chosen.candidate, answer)}, about {_ms(chosen.step_ms)} a step"
     others = (one for one in answer.ranked if _kind(one) != _kind(chosen))
@@ -423,6 +441,8 @@ def _fewer_workers(answer: Answer, inputs: PlannerInputs) -> str:
 
     On a CPU they are predicted with their own cores alone, though they would get those of the others as well.
     """
+    from hybridpar.planner.search import find_plan
+
     fixed = inputs.fixed
     if inputs.workers == 1 or fixed.replicas is not None or fixed.stages not in (None, 1):
         return ""

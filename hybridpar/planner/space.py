@@ -20,7 +20,7 @@ from hybridpar.planner.cuts import Cut, CutLibrary
 from hybridpar.planner.fixed import Fixed
 from hybridpar.planner.inputs import PlannerInputs
 from hybridpar.planner.profile import Variant
-from hybridpar.schedule.actions import Edge, Layout, place_stages
+from hybridpar.schedule.actions import Shape as Shape
 from hybridpar.schedule.schedules import SCHEDULES, planned_schedules
 
 #: Most forward passes of a step for which a schedule that simulates several orders is tried; beyond, that takes longer
@@ -30,41 +30,6 @@ MOST_SEARCHED_PASSES = 128
 
 #: The plan that every search contains.
 DATA_PARALLEL = "data parallel"
-
-
-@dataclass(frozen=True)
-class Shape:
-    """How the workers of a job are divided: into replicas of a pipeline, whose stages run on lanes of its workers.
-
-    Attributes:
-        positions: Workers that share the stages of a replica.
-        replicas: Copies of the pipeline.
-        stages: Number of stages.
-        lanes: Lanes of each worker.
-        placement: How stages are dealt out to lanes.
-        micro_batches: Per replica and step.
-    """
-
-    positions: int
-    replicas: int
-    stages: int
-    lanes: int
-    placement: Literal["linear", "loop", "v"] = "linear"
-    micro_batches: int = 1
-
-    @property
-    def workers(self) -> int:
-        """Workers used."""
-        return self.positions * self.replicas
-
-    def layout(self, edges: tuple[Edge, ...] = ()) -> Layout:
-        """Where the stages of a replica run.
-
-        Args:
-            edges: What is sent between them.
-        """
-        lanes = self.positions * self.lanes
-        return place_stages(self.stages, lanes, self.placement, workers=self.positions, edges=edges)
 
 
 @dataclass(frozen=True)

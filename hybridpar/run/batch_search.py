@@ -4,22 +4,41 @@ The search of 1-bit SGD (Seide et al., Interspeech 2014, section 3.4), with the 
 small part of the data at growing sizes, each time from the same weights; the first size sets the mean loss, and the
 last size whose loss is at most a margin above it is the one to go on with. Afterwards everything is as it was before.
 
-What is decided follows from losses that all workers added up by the same collective, so all decide alike.
+At the beginning of every so many epochs a run trains on a small part of the epoch's samples at growing sizes, puts
+everything back, and goes on with the size that was found. What is decided follows from losses that all workers added up
+by the same collective, so all decide alike.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from hybridpar.config import TrainConfig
+from hybridpar.data import TrainBatches
 from hybridpar.errors import UsageError
+from hybridpar.optim.pace import Leg, Pace
+from hybridpar.pipeline.step import StepInput
+from hybridpar.train.checkpoint import random_state, restore_random_state
+from hybridpar.train.engine import Engine
+from hybridpar.train.periodic import copy_of
+from hybridpar.train.trainer import Trainer
 
 #: From one size to the next.
 FACTOR = math.sqrt(2)
 
 #: No batch is larger than this.
 LARGEST = 1 << 20
+
+#: Part of an epoch's samples that a trial sees (45 minutes of 24 hours), and its fewest steps at the smallest size and
+#: at the largest.
+PART, LEAST_STEPS, LEAST_AT_LARGEST = 1 / 32, 8, 4
 
 
 @dataclass(frozen=True)
@@ -113,3 +132,179 @@ def search_batch_size(
 def _rounded(size: float, multiple: int) -> int:
     """The nearest multiple, at least one."""
     return max(1, round(size / multiple)) * multiple
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy in memory of all that a training depends on, on one worker, between two steps; restored after a trial.
+
+    Attributes:
+        step: Steps done.
+        model: Weights and buffers.
+        optimizer: State of the optimizer by parameter name.
+        sync: What codecs did not send, and what is on its way.
+        random: Every random number generator.
+    """
+
+    step: int
+    model: dict[str, Tensor]
+    optimizer: dict[str, Any]
+    sync: dict[str, Any]
+    random: dict[str, Any]
+
+    @classmethod
+    def take(cls, model: nn.Module, engine: Engine, step: int, device: torch.device) -> Snapshot:
+        """Copy everything; a collective.
+
+        Args:
+            model: The model.
+            engine: What trains it.
+            step: Steps done.
+            device: Where random numbers are drawn.
+        """
+        engine.wait()
+        engine.wire_format()
+        return cls(
+            step,
+            copy_of(model.state_dict()),
+            copy.deepcopy(engine.optimizer_state()),
+            copy.deepcopy(engine.state_dict()),
+            random_state(device),
+        )
+
+    def restore(self, model: nn.Module, engine: Engine, device: torch.device) -> None:
+        """Put everything back, any number of times; a collective.
+
+        Args:
+            model: The model to restore.
+            engine: What trains it.
+            device: The device.
+        """
+        engine.wait()
+        model.load_state_dict(self.model)
+        engine.load_optimizer_state(copy.deepcopy(self.optimizer))
+        engine.go_on_from(self.step)
+        engine.load_state_dict(copy.deepcopy(self.sync))
+        restore_random_state(self.random, device)
+
+
+class BatchSelector:
+    """Chooses the batch size of the coming epochs.
+
+    Args:
+        trainer: What trains.
+        config: Options.
+        make_batches: The batches of a batch size.
+        samples: Training samples of an epoch.
+    """
+
+    def __init__(
+        self, trainer: Trainer, config: TrainConfig, make_batches: Callable[[int], TrainBatches], samples: int
+    ) -> None:
+        engine = trainer.engine
+        assert not engine.plan.is_staged
+        self._trainer, self._engine, self._config = trainer, engine, config
+        self._make_batches, self._samples = make_batches, samples
+        self.pace = Pace(config.epochs)
+        self._chosen: int | None = None
+        self._first_factor: float | None = None
+        self._begin(0, 0, config.batch_size)
+
+    @property
+    def batches(self) -> TrainBatches:
+        """Those of the present batch size."""
+        return self._batches
+
+    def is_due(self, epoch: int, first_step: int) -> bool:
+        """Whether to search before a step of an epoch. Never before the first: its weights say nothing yet.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+            first_step: Steps of the epoch that are done.
+        """
+        return epoch > 0 and first_step == 0 and epoch % self._config.select_batch == 0
+
+    def choose(self, epoch: int) -> str:
+        """Search, and go on with what was found; a collective, between steps.
+
+        Args:
+            epoch: Number of the epoch, from 0.
+
+        Returns:
+            What to tell the user.
+        """
+        start = self._config.batch_size
+        factor = self.pace.factor(self._trainer.steps_done, self._config) / self.pace.samples
+        self._first_factor = self._first_factor or factor
+        multiple = min(64, max(1, start // 4))
+        fell = factor / self._first_factor if factor > 0 else 1.0
+        low, high = bounds(start, self._chosen, rate_fell=fell, multiple=multiple)
+        seen = min(self._samples, max(round(PART * self._samples), LEAST_STEPS * low))
+        high = min(high, seen // LEAST_AT_LARGEST)
+        if seen < LEAST_STEPS * low or high <= low:
+            return f"batch size {self.pace.batch_size}: {self._samples} samples are too few to try others"
+        found = self._search(epoch, low, high, multiple, seen, factor)
+        self._chosen = found.batch_size
+        if found.batch_size != self.pace.batch_size:
+            self._begin(self._trainer.steps_done, epoch, found.batch_size)
+        tried = ", ".join(f"{trial.batch_size}: {trial.loss:.4f}" for trial in found.trials)
+        return f"batch size {found.batch_size} from epoch {epoch + 1} on (loss at {tried})"
+
+    def _search(self, epoch: int, low: int, high: int, multiple: int, seen: int, factor: float) -> BatchChoice:
+        trainer, engine = self._trainer, self._engine
+        device = trainer.world.device
+        before = Snapshot.take(trainer.model, engine, trainer.steps_done, device)
+        engine.on_trial = True
+
+        def trial(batch_size: int) -> float:
+            before.restore(trainer.model, engine, device)
+            samples = batch_size / self._config.batch_size
+            engine.set_batch_scale(samples)
+            losses, counted = 0.0, 0
+            for number, batch in enumerate(self._make_batches(batch_size).epoch(epoch)):
+                if number >= math.ceil(seen / batch_size):
+                    break
+                outcome = engine.step(
+                    StepInput(batch.micro_batches, batch.samples, batch.global_samples, factor * samples)
+                )
+                losses, counted = losses + outcome.loss * outcome.samples, counted + outcome.samples
+            return losses / counted
+
+        try:
+            return search_batch_size(trial, low, high, multiple=multiple)
+        finally:
+            before.restore(trainer.model, engine, device)
+            engine.set_batch_scale(self.pace.samples)
+            engine.on_trial = False
+
+    def _begin(self, step: int, epoch: int, batch_size: int) -> None:
+        self._batches = self._make_batches(batch_size)
+        self.pace.begin(Leg(step, epoch, batch_size, self._batches.steps_per_epoch))
+        self._trainer.pace = self.pace
+        self._engine.set_batch_scale(self.pace.samples)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, as plain values."""
+        return {"legs": self.pace.plain(), "chosen": self._chosen, "first_factor": self._first_factor}
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Go on from what `state` returned.
+
+        Args:
+            state: What `state` returned; None where the checkpoint has none.
+
+        Raises:
+            UsageError: The checkpoint is of a run without `--select-batch`, or with other first batches.
+        """
+        if state is None:
+            raise UsageError(
+                f"the checkpoint was made without --select-batch, this run has {self._config.select_batch}",
+                "Steps of different batch sizes are counted from the start of the run.",
+                "Resume without it, or start a new run.",
+            )
+        pace = Pace.of(self._config.epochs, state["legs"])
+        leg = pace.legs[-1]
+        self._batches = self._make_batches(leg.batch_size)
+        self.pace.legs[:] = pace.legs
+        self._chosen, self._first_factor = state["chosen"], state["first_factor"]
+        self._engine.set_batch_scale(self.pace.samples)

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
+from hybridpar.config import TrainConfig
 from hybridpar.errors import RunDirectoryError
 from hybridpar.machine.cluster import machine_load
 from hybridpar.observe.files import replace_file
+from hybridpar.observe.records import RunInfo
 from hybridpar.observe.summary import step_without_data_ms
 from hybridpar.plan import Plan, Ran, StepFigures
-from hybridpar.planner.compare import Comparison
 from hybridpar.run.timings import Share, combine
 from hybridpar.train.checkpoint_files import list_checkpoints, step_of
+from hybridpar.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from hybridpar.run.batch_search import BatchSelector
+    from hybridpar.train.delayed import DoubleBufferEngine
 
 #: Figures of a plan, by the keys of the summary.
 _KEYS = ("bubble", "exposed_sync_ms", "bytes_sent_per_step", "peak_saved_bytes", "memory_bytes")
@@ -117,6 +123,55 @@ def close_plan(plan: Plan, summary: dict[str, Any], place: Path) -> list[str]:
         replace_file(place, [plan.model_copy(update={"ran": ran}).to_json().encode()])
     except RunDirectoryError as error:
         problems.append(f"what was measured is not in the plan: {error.what}")
+    from hybridpar.planner.compare import Comparison
+
     warnings = Comparison(plan, ran, machine_load()).warnings()
     summary["prediction_warning"] = "; ".join(warnings) or None
     return warnings + problems
+
+
+def recipe_fields(
+    config: TrainConfig, trainer: Trainer, info: RunInfo, selector: BatchSelector | None
+) -> dict[str, Any]:
+    """What the summary says of recipes.
+
+    Args:
+        config: As users gave it.
+        trainer: What trained.
+        info: The run.
+        selector: What chose batch sizes.
+    """
+    return {
+        "recipe": config.recipe,
+        "sync": config.sync.strip(),
+        "double_buffer": _buffering(trainer),
+        "final_batch_size": info.batch_size if selector is None else selector.pace.batch_size,
+    }
+
+
+def buffering_news(trainer: Trainer) -> str | None:
+    """What `--double-buffer auto` has just decided, and by which figures; None at all other times.
+
+    Args:
+        trainer: What trains.
+    """
+    if trainer.config.double_buffer != "auto":
+        return None
+    engine = cast("DoubleBufferEngine", trainer.engine)
+    if engine.told or engine.prediction is None:
+        return None
+    engine.told = True
+    predicted = engine.prediction
+    decided = (
+        "gradients are applied a step late from now on" if engine.delayed else "gradients are applied as they come"
+    )
+    return f"{decided}: predicted {predicted.delay_ms:.1f} ms a step late, {predicted.overlapped_ms:.1f} ms else"
+
+
+def _buffering(trainer: Trainer) -> str:
+    """What was asked for of late gradients, and what `auto` made of it."""
+    engine = trainer.engine
+    form = engine.double_buffer
+    if form != "auto":
+        return form
+    return "auto:delay" if cast("DoubleBufferEngine", engine).delayed else "auto:off"

@@ -22,18 +22,9 @@ from hybridpar.data import TestBatches
 from hybridpar.machine.launch import StopRequest, note_orderly_end
 from hybridpar.machine.process import TUNED_VARIABLE
 from hybridpar.machine.process import describe as describe_process
-from hybridpar.observe import (
-    EpochRecord,
-    MetricsWriter,
-    Progress,
-    RunInfo,
-    StepRecord,
-    draw_loss,
-    print_report,
-    read_metrics,
-    summarize,
-    write_summary,
-)
+from hybridpar.observe.metrics import MetricsWriter, read_metrics
+from hybridpar.observe.progress import Progress
+from hybridpar.observe.records import EpochRecord, RunInfo, StepRecord
 from hybridpar.run.data import untested
 from hybridpar.run.figures import best_fields
 from hybridpar.run.position import Standing
@@ -175,6 +166,8 @@ class RunLoop(ABC):
         """The summary, as far as metrics and checkpoints say it."""
         ended: Literal["finished", "interrupted"] = "interrupted" if stopped else "finished"
         versions = {"cuda": torch.version.cuda} if torch.cuda.is_available() and torch.version.cuda else {}
+        from hybridpar.observe.summary import summarize
+
         table = read_metrics(self.at.directory)
         summary = summarize(
             self.info,
@@ -204,6 +197,10 @@ class RunLoop(ABC):
             files: What else is to be named.
             warnings: What to print below the report.
         """
+        from hybridpar.observe.plots import draw_loss
+        from hybridpar.observe.report import print_report
+        from hybridpar.observe.summary import write_summary
+
         drawn = (draw_loss(self.at.directory, self.info), *pictures)
         written = [write_summary(self.at.directory, summary), *(one for one in drawn if one is not None)]
         print_report(summary, [*written, self.at.checkpoints, *files])

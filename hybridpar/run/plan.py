@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,7 +15,6 @@ from hybridpar.config import TrainConfig
 from hybridpar.machine.process import available_cores
 from hybridpar.observe.running import WARM_UP_STEPS
 from hybridpar.pipeline.engine import PipelineEngine
-from hybridpar.pipeline.predict import StepOfAll, gather_facts, predicted_costs, whole_program
 from hybridpar.plan import (
     Plan,
     Predicted,
@@ -22,10 +22,13 @@ from hybridpar.plan import (
     SyncRule,
 )
 from hybridpar.schedule.costs import Link
-from hybridpar.schedule.simulate import Simulation, simulate
 from hybridpar.sync.compression_table import WireFormat
 from hybridpar.train.engine import Engine
 from hybridpar.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from hybridpar.pipeline.predict import StepOfAll
+    from hybridpar.schedule.simulate import Simulation
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,9 @@ def forecast_step(engine: Engine, config: TrainConfig, plan: Plan, steps: Sequen
     Returns:
         The forecast, the same on all workers; None where nothing says how long a stage takes.
     """
+    from hybridpar.pipeline.predict import gather_facts, predicted_costs, whole_program
+    from hybridpar.schedule.simulate import simulate
+
     pipeline = engine.pipeline
     facts = gather_facts(pipeline)
     assert pipeline.program is not None

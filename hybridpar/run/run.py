@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,8 +17,10 @@ from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, describe_data
 from hybridpar.machine.launch import StopRequest, record_failure
-from hybridpar.observe import Progress, RunInfo, StepRecord, open_progress, print_report
 from hybridpar.observe.files import replace_file
+from hybridpar.observe.live import open_progress
+from hybridpar.observe.progress import Progress
+from hybridpar.observe.records import RunInfo, StepRecord
 from hybridpar.observe.summary import SUMMARY_FILE, read_summary
 from hybridpar.pipeline.step import LateOutcome
 from hybridpar.plan import Plan
@@ -25,14 +28,18 @@ from hybridpar.planner.planned_run import plan_run, set_aside
 from hybridpar.planner.resolve import join_workers
 from hybridpar.run.data import batch_maker, check_batch, example_batch, load_data, make_model, steps_of, test_batches
 from hybridpar.run.directory import before_the_start, claim_place, find_place, recall_options
-from hybridpar.run.figures import WorkerFigures, close_plan, measured_fields, predicted_fields
-from hybridpar.run.kernels import prepare_kernels
+from hybridpar.run.figures import (
+    WorkerFigures,
+    buffering_news,
+    close_plan,
+    measured_fields,
+    predicted_fields,
+    recipe_fields,
+)
 from hybridpar.run.loop import RunLoop
 from hybridpar.run.memory import MemoryMeter
 from hybridpar.run.plan import as_asked, plan_of_run
-from hybridpar.run.recipe import BatchSelector, buffering_news, recipe_fields
 from hybridpar.run.save_rule import SaveRule
-from hybridpar.run.served_run import run_served
 from hybridpar.run.sync import sync_fields, wire_format_lines
 from hybridpar.run.timeline import StageWatch, check_timeline
 from hybridpar.run.timings import StepClock, StepTimes, Timings
@@ -41,6 +48,10 @@ from hybridpar.schedule.spans import StepSpans
 from hybridpar.sync.policy import is_auto
 from hybridpar.train.checkpoint import usable
 from hybridpar.train.trainer import StepResult, Trainer
+
+if TYPE_CHECKING:
+    from hybridpar.run.batch_search import BatchSelector
+    from hybridpar.run.kernels import KernelUse
 
 
 def run_training(config: TrainConfig, model_name: str, given: Collection[str] | None = None) -> int:
@@ -62,6 +73,8 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
     config, changes = recall_options(config, model_name, given)
     config.check()
     if config.uses_servers:
+        from hybridpar.run.served_run import run_served
+
         return run_served(config, model_name, changes)
     rule = SaveRule.parse(config.checkpoint_every)
     given = given or ()
@@ -152,9 +165,16 @@ class Run(RunLoop):
             name=model_name,
             classes=data.classes,
         )
-        select = config.select_batch > 0
-        self.selector = BatchSelector(self.trainer, config, batches_of, len(data.train)) if select else None
-        self.kernels = prepare_kernels(model, config, plan, world, data.sample_shape)
+        self.selector: BatchSelector | None = None
+        if config.select_batch > 0:
+            from hybridpar.run.batch_search import BatchSelector
+
+            self.selector = BatchSelector(self.trainer, config, batches_of, len(data.train))
+        self.kernels: KernelUse | None = None
+        if plan.kernels is not None:
+            from hybridpar.run.kernels import prepare_kernels
+
+            self.kernels = prepare_kernels(model, config, plan, world, data.sample_shape)
         # From here on the workers' generators (dropout) differ.
         torch.manual_seed(config.seed * 1000 + 1 + world.rank)
         self.at.resumed_from = self._resume()
@@ -209,6 +229,8 @@ class Run(RunLoop):
                 f"nothing left to train: the run in {self.place.directory} has done all of its {self.total:,} steps; "
                 f"a larger {'--steps' if self.config.steps is not None else '--epochs'} goes on"
             )
+            from hybridpar.observe.report import print_report
+
             print_report(result, [self.place.directory / SUMMARY_FILE, self.place.checkpoints])
         return 0
 

@@ -23,8 +23,11 @@ from hybridpar.errors import SyncError, TrainingError
 from hybridpar.machine.launch import StopRequest, record_failure
 from hybridpar.models import parameter_count
 from hybridpar.models.outputs import OutputLoss
-from hybridpar.observe import Progress, RunInfo, StepRecord, draw_staleness, open_progress
 from hybridpar.observe.files import replace_file
+from hybridpar.observe.live import open_progress
+from hybridpar.observe.plots import draw_staleness
+from hybridpar.observe.progress import Progress
+from hybridpar.observe.records import RunInfo, StepRecord
 from hybridpar.optim.build import build_optimizer
 from hybridpar.optim.losses import make_loss
 from hybridpar.optim.recipe import expand

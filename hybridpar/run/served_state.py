@@ -17,7 +17,7 @@ from hybridpar.compress import Policy
 from hybridpar.config import TrainConfig
 from hybridpar.errors import CheckpointError
 from hybridpar.models import model_fingerprint
-from hybridpar.observe import read_metrics
+from hybridpar.observe.metrics import read_metrics
 from hybridpar.optim.build import build_optimizer, load_optimizer_state
 from hybridpar.run.directory import RunPlace, claim_place, find_place
 from hybridpar.run.position import Standing

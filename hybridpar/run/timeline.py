@@ -14,7 +14,6 @@ from pathlib import Path
 from hybridpar.comm.clocks import gather_spans
 from hybridpar.config import TrainConfig
 from hybridpar.errors import RunDirectoryError, UsageError
-from hybridpar.observe import write_timeline
 from hybridpar.observe.files import replace_file
 from hybridpar.observe.running import WARM_UP_STEPS
 from hybridpar.observe.timeline import Timeline, add_prediction
@@ -159,6 +158,8 @@ class StageWatch:
         spans = self.forecast.simulation.timeline if self.forecast is not None else ()
         timeline = Timeline(add_prediction(recording.steps, spans, replicas), replicas, self._facts(recording.clocks))
         try:
+            from hybridpar.observe.timeline_file import write_timeline
+
             write_timeline(path, timeline)
         except RunDirectoryError as error:
             self.problem = f"there is no timeline: {error.what}"

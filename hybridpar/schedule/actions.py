@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from hybridpar.errors import ScheduleError, shortened
 from hybridpar.formats.file_reader import read_text
@@ -197,6 +198,41 @@ def place_stages(
     given = tuple(edges) or tuple(Edge(stage, stage + 1, 0, 1) for stage in range(stages - 1))
     per_worker = lanes // workers
     return Layout(lane_of, tuple(lane // per_worker for lane in range(lanes)), given)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the workers of a job are divided: into replicas of a pipeline, whose stages run on lanes of its workers.
+
+    Attributes:
+        positions: Workers that share the stages of a replica.
+        replicas: Copies of the pipeline.
+        stages: Number of stages.
+        lanes: Lanes of each worker.
+        placement: How stages are dealt out to lanes.
+        micro_batches: Per replica and step.
+    """
+
+    positions: int
+    replicas: int
+    stages: int
+    lanes: int
+    placement: Literal["linear", "loop", "v"] = "linear"
+    micro_batches: int = 1
+
+    @property
+    def workers(self) -> int:
+        """Workers used."""
+        return self.positions * self.replicas
+
+    def layout(self, edges: tuple[Edge, ...] = ()) -> Layout:
+        """Where the stages of a replica run.
+
+        Args:
+            edges: What is sent between them.
+        """
+        lanes = self.positions * self.lanes
+        return place_stages(self.stages, lanes, self.placement, workers=self.positions, edges=edges)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,8 @@ import os
 import secrets
 
 from hybridpar.errors import UsageError
+from hybridpar.machine.supervise import TOKEN_VARIABLE
 
-#: Holds what processes of a job must know to be let in.
-TOKEN_VARIABLE = "HYBRIDPAR_TOKEN"
 _LEAST_TOKEN = 16
 
 _MAGIC = b"hyp2"
@@ -28,11 +27,6 @@ GREETING_BYTES, REPLY_BYTES, PROOF_BYTES = len(_MAGIC) + _RANDOM, _RANDOM + _COD
 
 class HandshakeError(Exception):
     """The other end does not know the token, or speaks another protocol."""
-
-
-def new_token() -> str:
-    """A random token."""
-    return secrets.token_hex(16)
 
 
 def job_token() -> str:

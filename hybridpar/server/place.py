@@ -19,7 +19,8 @@ import torch.distributed as dist
 from hybridpar.comm.rendezvous import address_towards
 from hybridpar.config.server import ServerConfig
 from hybridpar.errors import LaunchError, SyncError, UsageError
-from hybridpar.server.handshake import job_token, new_token
+from hybridpar.machine.supervise import new_token
+from hybridpar.server.handshake import job_token
 
 #: Set by our launcher for a process that takes the place of one that died.
 JOINS_VARIABLE = "HYBRIDPAR_JOINS"

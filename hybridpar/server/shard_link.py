@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from hybridpar.errors import SyncError, UsageError
+from hybridpar.machine.supervise import TOKEN_VARIABLE
 from hybridpar.server.encoding import PushEncoder
 from hybridpar.server.handshake import (
     GREETING_BYTES,
     PROOF_BYTES,
-    TOKEN_VARIABLE,
     HandshakeError,
     WorkerHandshake,
 )

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,8 @@ from hybridpar.lanes import Lanes
 from hybridpar.models import autocast
 from hybridpar.optim.adagrad_sgd import AdaGradSGD
 from hybridpar.optim.build import Rates, fill_momentum, load_optimizer_state, optimizer_state, scaled_options
-from hybridpar.partition.profile import measure_backward_ms
 from hybridpar.partition.stage import Stage
 from hybridpar.pipeline.capture_rules import check_capturable
-from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
 from hybridpar.pipeline.engine import PipelineEngine
 from hybridpar.pipeline.local_stage import OptimizerStep, first_bad_parameter
 from hybridpar.pipeline.options import WHOLE
@@ -44,6 +42,9 @@ from hybridpar.sync.compression import Compression
 from hybridpar.sync.compression_table import WireFormat
 from hybridpar.sync.options import SyncOptions
 from hybridpar.sync.policy import check_compression
+
+if TYPE_CHECKING:
+    from hybridpar.pipeline.cuda_graph import StepGraph
 
 OptimizerFactory = Callable[[nn.Module], torch.optim.Optimizer]
 Loss = Callable[[Any, Tensor], Tensor]
@@ -127,6 +128,8 @@ class Engine:
             options = replace(WHOLE, compile=config.compile, capture=config.cuda_graph, sync=sync)
 
         def time_backward() -> float:
+            from hybridpar.partition.profile import measure_backward_ms
+
             assert example is not None
             with self.autocast():
                 return measure_backward_ms(self.model, (example,))
@@ -138,6 +141,8 @@ class Engine:
         )
 
     def _make_graph(self) -> StepGraph[StepState]:
+        from hybridpar.pipeline.cuda_graph import WARM_UPS, WARM_UPS_WITH_PEERS, StepGraph
+
         check_capturable(
             self._world.device,
             self._world,

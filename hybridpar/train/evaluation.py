@@ -21,7 +21,8 @@ class Evaluation:
 
     Attributes:
         accuracy: Fraction of samples (of pixels, where every pixel has a target) whose largest output is the target,
-            0..1; 0 where targets are not class numbers, or the model returns no scores.
+            0..1; where a sample may have several classes, of those whose positive outputs are exactly its classes; 0
+            where targets are neither class numbers nor zeros and ones.
         loss: Mean loss.
         samples: Number of samples.
     """
@@ -55,8 +56,7 @@ def evaluate(
         outputs = forward(inputs)
         mean = loss(outputs, targets)
         count = int(targets.shape[0])
-        hits = _hits(outputs, targets)
-        correct = hits * count / max(1, targets.numel())  # a sample of many pixels counts as one
+        correct = _correct(outputs, targets)
         values = (correct, mean.double() * count, count)
         sums += torch.stack([torch.as_tensor(value, device=sums.device).double() for value in values])
     if world.size > 1:
@@ -68,9 +68,15 @@ def evaluate(
     return Evaluation(correct_sum / total, loss_sum / total, round(total))
 
 
-def _hits(outputs: Any, targets: Tensor) -> Tensor | int:
+def _correct(outputs: Any, targets: Tensor) -> Tensor | float:
+    """How many samples are right; one of many pixels counts as one."""
     try:
-        scores = main_output(outputs)
+        scores: Tensor = main_output(outputs)
     except UsageError:  # the loss is the user's own
-        return 0
-    return (scores.argmax(dim=1) == targets).sum() if scores.ndim == targets.ndim + 1 else 0
+        return 0.0
+    if scores.ndim == targets.ndim + 1:
+        return (scores.argmax(dim=1) == targets).sum() * targets.shape[0] / max(1, targets.numel())
+    if targets.ndim == 2 and scores.shape == targets.shape:
+        several = ((targets == 0) | (targets == 1)).all()
+        return ((scores > 0) == (targets > 0)).all(dim=1).sum() * several
+    return 0.0

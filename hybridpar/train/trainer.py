@@ -46,14 +46,11 @@ from hybridpar.train.checkpoint import (
     save_checkpoint,
     usable,
 )
-from hybridpar.train.delayed import DoubleBufferEngine
 from hybridpar.train.engine import Engine
 from hybridpar.train.evaluation import Evaluation as Evaluation
 from hybridpar.train.evaluation import evaluate
-from hybridpar.train.local_sgd import LocalSgdEngine
 from hybridpar.train.step_result import BadSteps
 from hybridpar.train.step_result import StepResult as StepResult
-from hybridpar.tvm_kernels import optimize
 
 _log = logging.getLogger(__name__)
 
@@ -185,6 +182,8 @@ class Trainer:
         if plan.channels_last:
             self.model.to(memory_format=torch.channels_last)
         if plan.kernels is not None:
+            from hybridpar.tvm_kernels import optimize
+
             optimize(self.model, None if plan.kernels.database == "auto" else plan.kernels.database)
         given: dict[str, Any] = {"total_steps": self.total_steps, "replicas": plan.placement.replicas}
         options = expand(asked, staged=plan.is_staged, **given)
@@ -209,8 +208,12 @@ class Trainer:
         if not plan.is_staged:
             timed = self._place(example) if example is not None and is_auto(plan.sync.codec) else None
             if options.local_steps is not None:
+                from hybridpar.train.local_sgd import LocalSgdEngine
+
                 return LocalSgdEngine(self.model, plan, *with_what)
             if options.double_buffer in LATE:
+                from hybridpar.train.delayed import DoubleBufferEngine
+
                 return DoubleBufferEngine(self.model, plan, *with_what, timed)
             return Engine(self.model, plan, None, *with_what, timed)
         if asked.double_buffer in LATE or asked.local_steps is not None:

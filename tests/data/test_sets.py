@@ -15,6 +15,7 @@ from PIL import ExifTags, Image
 from torchvision.transforms.v2 import functional as reference
 
 from hybridpar.config import DataConfig
+from hybridpar.config.torchvision_sets import TORCHVISION_SETS
 from hybridpar.data import DATA_SETS, ImageData, MemoryImages, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.augment import normalise, shift_and_flip
 from hybridpar.data.decode import read_image
@@ -507,7 +508,8 @@ def test_unknown_data_set_names_the_near_ones():
 
 
 def test_every_documented_data_set_is_registered():
-    assert sorted(DATA_SETS) == ["caltech101", "cifar10", "cifar100", "digits", "folder", "synthetic"]
+    own = {"csv", "digits", "folder", "hf/NAME", "photos", "synthetic", "webdataset"}
+    assert set(DATA_SETS) == own | TORCHVISION_SETS.keys() | {"caltech101", "cifar10", "cifar100"}
     assert all(DATA_SETS.describe().values())
 
 

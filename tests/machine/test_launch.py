@@ -190,7 +190,7 @@ def test_an_error_of_all_workers_is_told_once(start, tmp_path):
 
 def test_a_worker_that_dies_again_and_again_fails_the_job(start, tmp_path):
     program = (
-        "import sys; from hybridpar.machine.launch import launch_workers; "
+        "import sys; from hybridpar.machine.supervise import launch_workers; "
         "sys.exit(launch_workers(sys.argv[1:], 2, restarts=0))"
     )
     job = start(

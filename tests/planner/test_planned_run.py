@@ -26,7 +26,7 @@ from hybridpar.formats.cache import measurements_directory
 from hybridpar.observe import read_metrics
 from hybridpar.plan import Measured, Pipeline, Plan, Predicted, Stage, Sync, read_plan
 from hybridpar.planner import measure_run as run_inputs
-from hybridpar.planner import planned_run
+from hybridpar.planner import planned_run, search
 from hybridpar.planner.compare import slower_links
 from hybridpar.planner.fixed import Fixed, decided_options, fixed_by, not_modelled
 from hybridpar.planner.inputs import PlannerInputs
@@ -48,13 +48,13 @@ PREDICTED = ("step_ms", "compute_ms", "exposed_sync_ms", "bubble", "bytes_sent_p
 def always_planned(noise: float = math.inf) -> Iterator[None]:
     """Runs of tests are far too short to be worth a plan, and profiles are kept up to a noise: of any, by default."""
     kept = mock.patch.object(run_inputs, "MOST_NOISE", noise)
-    with mock.patch.object(planned_run, "LEAST_STEPS", 1), mock.patch.object(run_inputs, "WORTH", 1e9), kept:
+    with mock.patch.object(run_inputs, "LEAST_STEPS", 1), mock.patch.object(run_inputs, "WORTH", 1e9), kept:
         yield
 
 
 @contextmanager
 def never_searched() -> Iterator[None]:
-    with mock.patch.object(planned_run, "find_plan", side_effect=AssertionError("searched")):
+    with mock.patch.object(search, "find_plan", side_effect=AssertionError("searched")):
         yield
 
 
@@ -139,7 +139,7 @@ def test_a_short_run_is_not_planned_and_is_as_without_a_planner(tmp_path, capsys
 
 
 def test_measuring_that_takes_longer_than_it_can_gain_is_left(tmp_path, capsys):
-    with mock.patch.object(planned_run, "LEAST_STEPS", 1), never_searched():
+    with mock.patch.object(run_inputs, "LEAST_STEPS", 1), never_searched():
         train(tmp_path / "run", steps=4)
     assert "more than half of 4 steps" in capsys.readouterr().out
     assert read_plan(tmp_path / "run" / "plan.json").inputs is None

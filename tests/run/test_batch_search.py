@@ -8,8 +8,8 @@ import pytest
 
 from hybridpar.config import OptimizerConfig
 from hybridpar.errors import UsageError
-from hybridpar.optim.build import rate_factor
 from hybridpar.optim.pace import Leg, Pace
+from hybridpar.optim.schedule import rate_factor
 from hybridpar.run.batch_search import bounds, search_batch_size
 
 

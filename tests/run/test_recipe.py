@@ -8,7 +8,7 @@ import pytest
 
 from hybridpar.errors import UsageError
 from hybridpar.observe import read_metrics
-from hybridpar.run import recipe as run_recipe
+from hybridpar.run import batch_search
 from hybridpar.run.batch_search import BatchChoice, Trial
 from hybridpar.train.checkpoint_files import list_checkpoints
 from tests.ranks import run_ranks
@@ -32,7 +32,7 @@ def test_trials_leave_no_trace(tmp_path, monkeypatch):
         tried.append((smallest, largest))
         return BatchChoice(8, tuple(Trial(8, loss, True) for loss in losses))
 
-    monkeypatch.setattr(run_recipe, "search_batch_size", search)
+    monkeypatch.setattr(batch_search, "search_batch_size", search)
     train(tmp_path / "searched", "dropping", select_batch=1, **SEARCHING)
     train(tmp_path / "plain", "dropping", **SEARCHING)
     assert tried == [(8, 16), (12, 16)]  # the rate has fallen before the second search
@@ -40,7 +40,7 @@ def test_trials_leave_no_trace(tmp_path, monkeypatch):
 
 
 def test_a_larger_batch_is_fewer_steps_at_a_higher_rate(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_recipe, "search_batch_size", lambda *_, **__: BatchChoice(16, (Trial(16, 1.0, True),)))
+    monkeypatch.setattr(batch_search, "search_batch_size", lambda *_, **__: BatchChoice(16, (Trial(16, 1.0, True),)))
     train(tmp_path / "run", select_batch=1, **{**SEARCHING, "lr_schedule": "constant", "warmup_epochs": 0.0})
     summary = summary_of(tmp_path / "run")
     assert (summary["batch_size"], summary["final_batch_size"], summary["epochs"]) == (8, 16, 3)

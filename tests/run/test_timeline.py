@@ -15,7 +15,6 @@ from hybridpar.observe import read_metrics, read_timeline
 from hybridpar.plan import read_plan
 from hybridpar.planner.resolve import resolve
 from hybridpar.run import loop
-from hybridpar.run import timeline as run_timeline
 from hybridpar.run.timeline import check_timeline
 from hybridpar.schedule.actions import COMPUTE, Kind
 from tests.observe.test_timeline import check_events
@@ -149,7 +148,7 @@ def test_a_full_disk_does_not_lose_the_run(tmp_path, monkeypatch, capsys):
     def full(path, timeline):
         raise RunDirectoryError(f"cannot write {path}: No space left on device")
 
-    monkeypatch.setattr(run_timeline, "write_timeline", full)
+    monkeypatch.setattr("hybridpar.observe.timeline_file.write_timeline", full)
     assert train(tmp_path / "run", steps=6, timeline=tmp_path / "trace.json", **PIPELINE) == 0
     check_run(tmp_path / "run", steps=6)
     shown = capsys.readouterr().out

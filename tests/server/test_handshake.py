@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 
 from hybridpar.errors import UsageError
+from hybridpar.machine.supervise import TOKEN_VARIABLE, new_token
 from hybridpar.server.handshake import (
     GREETING_BYTES,
     PROOF_BYTES,
     REPLY_BYTES,
-    TOKEN_VARIABLE,
     HandshakeError,
     ServerHandshake,
     WorkerHandshake,
     job_token,
-    new_token,
 )
 
 HERE, THERE = "10.0.0.1:4000", "10.0.0.2:4000"

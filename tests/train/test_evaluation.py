@@ -25,3 +25,10 @@ def test_targets_that_are_no_class_numbers_have_no_accuracy() -> None:
     result = evaluate(lambda inputs: inputs, nn.functional.cross_entropy, [(outputs, targets)], World())
     assert result.accuracy == 0.0
     assert result.loss == pytest.approx(torch.tensor(2.0).log().item())
+
+
+def test_of_several_classes_all_must_be_right() -> None:
+    targets = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    outputs = torch.tensor([[2.0, -1.0, 0.1], [-1.0, -2.0, -0.1], [-1.0, 1.0, 1.0]])
+    loss = nn.functional.binary_cross_entropy_with_logits
+    assert evaluate(lambda inputs: inputs, loss, [(outputs, targets)], World()).accuracy == pytest.approx(2 / 3)

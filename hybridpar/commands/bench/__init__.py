@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from hybridpar.commands import register_command
 from hybridpar.commands.bench.request import Bench, BenchCodecs
-from hybridpar.machine.launch import LEAVE_SECONDS, in_job, launch_workers, leaving_at_once, prepare_worker
+from hybridpar.machine.launch import in_job, leaving_at_once, prepare_worker
+from hybridpar.machine.supervise import LEAVE_SECONDS, launch_workers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,19 +1,20 @@
-"""Starts the workers and servers of a run on this machine, and replaces those that die.
+"""Starts the workers of a job on this machine, and its servers if it has any, and replaces those that die.
 
-torch's elastic launcher restarts all processes when one dies; without a barrier that is not needed. This launcher hosts
-the store at which the processes find each other, and watches them:
+This process hosts the store at which the workers find each other, and watches them:
 
 * a worker that dies where no update waits for it is started again and joins the others, which have not stopped;
 * any other process that dies - a server, or a worker that an update waits for - makes the launcher start all of them
   again, and they go on from the last whole checkpoint.
 
-Verdicts, signals and exit codes are as in `hybridpar.machine.launch`.
+An error that would only come again is not worth a restart: the worker leaves a *verdict*, a file with the message and
+the exit code (`hybridpar.machine.launch.record_failure`), all workers end, and this process reports it once.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -25,11 +26,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from hybridpar.machine.launch import STOP_SECONDS, VERDICT_VARIABLE, check_processes, report_verdict, tell_interrupted
-from hybridpar.machine.process import TUNED_VARIABLE, available_cores, threads_per_worker, worker_environment
-from hybridpar.server.handshake import TOKEN_VARIABLE, new_token
+from hybridpar.errors import UsageError
+from hybridpar.machine.launch import VERDICT_VARIABLE, report_verdict, tell_interrupted
+from hybridpar.machine.process import available_cores, threads_per_worker, usable_memory
 
-#: How long processes that have failed are waited for, so that the one which failed first is found.
+#: Holds what processes of a job must know to be let in by its servers.
+TOKEN_VARIABLE = "HYBRIDPAR_TOKEN"
+
+#: Processes of a job that a core may have; so many already take minutes to start.
+MOST_PER_CORE = 8
+#: Main memory that a process needs for itself at least, before it has a model.
+LEAST_BYTES = 150 << 20
+
+#: Seconds that workers have after Ctrl-C or SIGTERM to end their step and save; those that have nothing to save.
+STOP_SECONDS, LEAVE_SECONDS = 60, 5
+#: Seconds that workers have after a second Ctrl-C.
+KILL_SECONDS = 1
+#: Seconds that processes have to leave, or to be found to have failed first, once one has failed.
 _SETTLE_SECONDS = 2.0
 
 
@@ -77,6 +90,8 @@ class _Job:
 
     def end(self) -> None:
         """Kill what still runs."""
+        if sys.stdout.isatty() and any(process.poll() is None for process in self.processes.values()):
+            sys.stdout.write("\x1b[?25h")  # the cursor, which a killed worker's display has hidden
         self.signal(signal.SIGKILL, servers=True)
         for process in self.processes.values():
             process.wait()
@@ -103,76 +118,113 @@ class _Signals:
             signal.signal(number, handler)
 
 
-def launch_with_servers(
-    program: Sequence[str], workers: int, servers: int, *, patient: bool, tune: bool, restarts: int = 3
-) -> int:
-    """Run workers and servers on this machine until they end.
+def new_token() -> str:
+    """A random token."""
+    return secrets.token_hex(16)
+
+
+def check_processes(workers: int, servers: int = 0) -> None:
+    """Refuse to start more processes than the machine has cores and memory for.
 
     Args:
-        program: What the interpreter runs in every process: `-m hybridpar train ...`.
-        workers: Number of workers.
-        servers: Number of server processes; 0 where every worker serves a stripe.
-        patient: Whether an update waits for every worker.
-        tune: Give CPU workers the environment of `hybridpar.machine.process.worker_environment`.
+        workers: Workers of a job on this machine.
+        servers: Its server processes.
+
+    Raises:
+        UsageError: There are too many.
+    """
+    cores = len(available_cores())
+    most = max(2, min(MOST_PER_CORE * cores, usable_memory() // LEAST_BYTES))
+    if workers + servers > most:
+        given = f"--workers {workers}" + (f" and --servers {servers}" if servers else "")
+        raise UsageError(
+            f"{given} on one machine",
+            f"Each is a process of {LEAST_BYTES >> 20} MiB at least, and there are at most {MOST_PER_CORE} per core: "
+            f"with {cores} core(s) and {usable_memory() >> 30} GiB no more than {most}.",
+            "Start fewer.",
+        )
+
+
+def launch_workers(
+    arguments: Sequence[str],
+    workers: int,
+    servers: int = 0,
+    *,
+    patient: bool = True,
+    restarts: int = 3,
+    patience: int = STOP_SECONDS,
+    program: Sequence[str] = ("-m", "hybridpar"),
+) -> int:
+    """Run `python -m hybridpar ARGUMENTS` as workers, and as servers, on this machine until they end.
+
+    Args:
+        arguments: Command line of every process.
+        workers: Number of workers, at least 1.
+        servers: Number of server processes.
+        patient: Whether a step waits for every worker.
         restarts: How often processes that died are replaced.
+        patience: Seconds that workers have to leave after Ctrl-C or SIGTERM.
+        program: What the interpreter runs in every process.
 
     Returns:
-        The exit code, as of `hybridpar.machine.launch.launch_workers`.
+        The exit code: 0, what the verdict says, 1 when no restarts are left, or 128 + the signal that stopped the job.
 
     Raises:
         UsageError: More processes than this machine has room for.
     """
     check_processes(workers, servers)
-    import torch.distributed as dist
-
-    environment = {"OMP_NUM_THREADS": str(threads_per_worker(workers, available_cores()))}
-    if "OMP_NUM_THREADS" in os.environ:
-        environment = {}
-    if tune:
-        environment |= worker_environment(workers, available_cores()) | {TUNED_VARIABLE: "1"}
+    # Each with torch's default, all cores, they would be in each other's way; also where they do not tune themselves.
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_worker(workers, available_cores())))
     # A socket of our own, because a store left to itself listens on all interfaces. It becomes the store's.
     door = socket.create_server(("127.0.0.1", 0))
-    port = int(door.getsockname()[1])
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        *("127.0.0.1", port),
-        is_master=True,
-        wait_for_workers=False,
-        timeout=datetime.timedelta(seconds=60),
-        master_listen_fd=door.detach(),
-    )
     with tempfile.TemporaryDirectory(prefix="hybridpar-") as directory:
         verdict = Path(directory) / "verdict.json"
-        environment |= {
+        environment = {
             VERDICT_VARIABLE: str(verdict),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
             TOKEN_VARIABLE: new_token(),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(door.getsockname()[1]),
+            "GROUP_WORLD_SIZE": "1",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": f"hybridpar-{os.getpid()}-{os.urandom(4).hex()}",
         }
-        job = _Job(program, workers, servers, patient or servers == 0, environment)
+        job = _Job((*program, *arguments), workers, servers, patient, environment)
         signals = _Signals()
         try:
-            return _watch(job, signals, verdict, restarts)
+            return _watch(job, door, signals, verdict, restarts, patience)
         finally:
             job.end()
             signals.release()
 
 
-def _watch(job: _Job, signals: _Signals, verdict: Path, restarts: int) -> int:
+def _open_store(door: socket.socket) -> object:
+    """The store of the job, on a socket that listens already."""
+    import torch.distributed as dist
+
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        *("127.0.0.1", int(door.getsockname()[1])),
+        is_master=True,
+        wait_for_workers=False,
+        timeout=datetime.timedelta(seconds=60),
+        master_listen_fd=door.detach(),
+    )
+
+
+def _watch(job: _Job, door: socket.socket, signals: _Signals, verdict: Path, restarts: int, patience: float) -> int:
     """Start everything, and do what the module's header says until it ends."""
     attempt, joined = 0, 0
+    store: object | None = None
     while True:
         for rank in range(job.workers + job.servers):
             job.start(rank, attempt)
-        failed, joined = _until_something_fails(job, signals, verdict, attempt, restarts, joined)
-        if signals.number is not None:
-            if verdict.exists():
-                return report_verdict(verdict)
-            tell_interrupted(verdict)
-            return 128 + signals.number
+        # Workers wait at the door while torch is imported here, as they import it at the same time.
+        store = store or _open_store(door)
+        failed, joined = _until_something_fails(job, signals, verdict, attempt, restarts, joined, patience)
         if verdict.exists():
             return report_verdict(verdict)
+        if signals.number is not None:
+            tell_interrupted(verdict)
+            return 128 + signals.number
         if failed is None:
             return 0
         cause = _cause(job.processes[failed].returncode)
@@ -190,7 +242,7 @@ def _watch(job: _Job, signals: _Signals, verdict: Path, restarts: int) -> int:
 
 
 def _until_something_fails(
-    job: _Job, signals: _Signals, verdict: Path, attempt: int, restarts: int, joined: int
+    job: _Job, signals: _Signals, verdict: Path, attempt: int, restarts: int, joined: int, patience: float
 ) -> tuple[int | None, int]:
     """Watch until all is done, or a process has failed that cannot be replaced alone.
 
@@ -200,26 +252,26 @@ def _until_something_fails(
     passed_on, deadline = 0, float("inf")
     while True:
         time.sleep(0.05)
-        if signals.count > passed_on:
+        if signals.number is not None and signals.count > passed_on:
             passed_on = signals.count
-            if passed_on > 1 or signals.number is None:
-                return None, joined
-            job.signal(signals.number, servers=False)
-            deadline = time.monotonic() + STOP_SECONDS
-        if time.monotonic() > deadline:
+            job.signal(signals.number if passed_on == 1 else signal.SIGINT, servers=False)
+            deadline = time.monotonic() + (patience if passed_on == 1 else KILL_SECONDS)
+        if time.monotonic() > deadline or passed_on > 2:
             return None, joined
         codes = {rank: process.poll() for rank, process in job.processes.items()}
+        of_workers = [codes[rank] for rank in range(job.workers)]
         if verdict.exists():
-            return None, joined
-        if all(codes[rank] is not None for rank in range(job.workers)) and not any(
-            codes[r] for r in range(job.workers)
-        ):
+            deadline = min(deadline, time.monotonic() + _SETTLE_SECONDS)
+            if None not in codes.values():
+                return None, joined
+            continue
+        if not any(of_workers) and None not in of_workers:
             return _servers_end(job), joined
         bad = [rank for rank, code in codes.items() if code not in (None, 0)]
         if not bad:
             continue
         if signals.number is not None:
-            if all(code is not None for rank, code in codes.items() if rank < job.workers):
+            if None not in of_workers:
                 return bad[0], joined
             continue
         replaceable = [rank for rank in bad if rank < job.workers and (codes[rank] or 0) < 0]

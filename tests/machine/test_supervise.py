@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridpar.server.supervise import launch_with_servers
+from hybridpar.machine.supervise import launch_workers
 
 #: Each process notes that it was started, then does what it is told, by its name and how often it was started.
 PROGRAM = """
@@ -46,8 +46,8 @@ if act == "lags":
 def launch(
     place: Path, acts: str, workers: int = 2, servers: int = 1, *, patient: bool = False, restarts: int = 3
 ) -> int:
-    program = ["-S", "-c", PROGRAM, str(place), acts]
-    return launch_with_servers(program, workers, servers, patient=patient, tune=False, restarts=restarts)
+    program = ("-S", "-c", PROGRAM)
+    return launch_workers([str(place), acts], workers, servers, patient=patient, restarts=restarts, program=program)
 
 
 def starts(place: Path) -> list[str]:

@@ -1,0 +1,168 @@
+"""Image data sets of the Hugging Face hub: `--data hf/NAME`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Unpack
+
+from PIL import Image
+from torch import Tensor
+
+from hybridpar.config import DataConfig
+from hybridpar.data.decode import open_image
+from hybridpar.data.downloads import one_download
+from hybridpar.data.file_sets import DEFAULT_SIZE
+from hybridpar.data.labels import LabelledPart, number_labels
+from hybridpar.data.memory_sets import four_of_five
+from hybridpar.data.sources import DATA_SETS, DecodedImages, Decoding, ImageData, decoding
+from hybridpar.errors import DataError, UsageError
+
+#: Names of the part that is tested on, best first.
+_TEST_PARTS = ("test", "validation", "val", "valid")
+
+#: Columns that are taken for the label where several have classes, best first.
+_LABEL_COLUMNS = ("label", "labels", "fine_label", "class", "target")
+
+
+class HubImages(DecodedImages):
+    """Images of a data set of the `datasets` library.
+
+    Args:
+        dataset: Its rows; the column of images must not be decoded.
+        column: Name of that column.
+        labels: As of `DecodedImages`.
+        **use: As of `DecodedImages`.
+    """
+
+    def __init__(self, dataset: Any, column: str, labels: Tensor, **use: Unpack[Decoding]) -> None:
+        super().__init__(labels, **use)
+        self.dataset = dataset
+        self.column = column
+
+    def open(self, index: int) -> Image.Image:
+        cell = self.dataset[index][self.column]
+        if cell is None:
+            raise DataError(f"cannot read the image {self.name(index)}: it is missing")
+        content = cell.get("bytes")
+        return open_image(Path(cell["path"]) if content is None else content, self.name(index))
+
+    def name(self, index: int) -> str:
+        return f"row {index} of {self.dataset.split or 'the data set'}"
+
+
+@DATA_SETS.register("hf/NAME", "an image data set of the Hugging Face hub, from its cache or a copy in --data-root")
+def _hub(config: DataConfig) -> ImageData:
+    """NAME as `datasets.load_dataset` takes it, with a configuration behind a colon: `hf/org/name:config`.
+
+    Where --data-root holds what `save_to_disk` wrote, that is read; else the hub's cache, and with --download the hub
+    itself. The column of images is found by its type, that of labels by its type or as `label`. Without a test part,
+    80 % of the images of each class are for training, always the same ones.
+    """
+    name = config.data.removeprefix("hf/")
+    if not name or name == config.data:
+        raise UsageError(f"--data {config.data}", "The name of the data set follows: hf/NAME.", "Use --data hf/NAME.")
+    parts = _parts(name, config)
+    train = parts[0]
+    image = _image_column(train, name)
+    label = _label_column(train, name)
+    cells = [part.select_columns([label])[:][label] for part in parts]
+    names, *targets = _numbered(train.features[label], cells, name)
+    raw = [_undecoded(part, image) for part in parts]
+    if len(raw) == 1:
+        chosen = four_of_five(targets[0])
+        raw = [raw[0].select(indices) for indices in chosen]
+        targets = [targets[0][indices] for indices in chosen]
+    size = config.image_size or DEFAULT_SIZE
+    use = decoding(config, size)
+    sources = [HubImages(part, image, found, **use) for part, found in zip(raw, targets, strict=True)]
+    return ImageData(
+        name=config.data,
+        class_names=names,
+        sample_shape=(3, size, size),
+        train=sources[0],
+        test=sources[1],
+    )
+
+
+def _parts(name: str, config: DataConfig) -> list[Any]:
+    """The training part, and the test part where there is one."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"the data set {config.data} is read with the package datasets, which cannot be imported: {error}",
+            fix="Install it: pip install 'hybridpar[hf]'",
+        ) from error
+    root = config.data_root.resolve()
+    hub, _, configuration = name.partition(":")
+    try:
+        if any((root / file).is_file() for file in ("dataset_dict.json", "state.json")):
+            found = datasets.load_from_disk(str(root))
+        elif config.download:
+            with one_download(hub.replace("/", "--"), root):
+                found = datasets.load_dataset(hub, configuration or None)
+        else:
+            found = datasets.load_dataset(
+                hub, configuration or None, download_config=datasets.DownloadConfig(local_files_only=True)
+            )
+    except DataError:
+        raise
+    except Exception as error:  # the library lets through whatever its back ends raise
+        raise DataError(
+            f"cannot load {config.data}: {' '.join(str(error).split()) or type(error).__name__}",
+            "It must be in the cache of the package datasets, or in --data-root as save_to_disk wrote it.",
+            "Run again with --download, or name the directory of a copy with --data-root.",
+        ) from error
+    if not isinstance(found, dict):
+        return [found]
+    if "train" not in found:
+        raise DataError(f"{config.data} has no part train; it has {', '.join(found)}", "Training needs one.")
+    return [found["train"], *[found[part] for part in _TEST_PARTS if part in found][:1]]
+
+
+def _image_column(part: Any, name: str) -> str:
+    for column, feature in part.features.items():
+        if type(feature).__name__ == "Image":
+            return str(column)
+    raise DataError(f"hf/{name} has no column of images; it has {', '.join(part.features)}")
+
+
+def _label_column(part: Any, name: str) -> str:
+    with_classes = [column for column, feature in part.features.items() if _classes(feature) is not None]
+    for column in _LABEL_COLUMNS:
+        if column in with_classes or (column in part.features and not with_classes):
+            return column
+    if with_classes:
+        return str(with_classes[0])
+    raise DataError(f"hf/{name} has no column of labels; it has {', '.join(part.features)}", "One must be `label`.")
+
+
+def _classes(feature: Any) -> Any:
+    """The classes of a column of labels, or of lists of labels; None where it is another."""
+    inner = getattr(feature, "feature", feature)
+    return inner if type(inner).__name__ == "ClassLabel" else None
+
+
+def _numbered(feature: Any, cells: list[list[Any]], name: str) -> tuple[Any, ...]:
+    classes = _classes(feature)
+    several = bool(cells[0]) and isinstance(cells[0][0], (list, tuple))
+    names = [str(one) for one in classes.names] if classes is not None else None
+
+    def words(cell: Any) -> list[str]:
+        values = cell if several else [cell]
+        if names is not None:
+            return [names[value] if value is not None and 0 <= value < len(names) else str(value) for value in values]
+        return [str(value) for value in values if value is not None]
+
+    def part(which: str, column: list[Any]) -> LabelledPart:
+        places = [f"row {row} of {which} of hf/{name}" for row in range(len(column))]
+        return LabelledPart([words(cell) for cell in column], places, several)
+
+    numbered = number_labels(part("train", cells[0]), part("test", cells[1] if len(cells) > 1 else []), names)
+    return numbered if len(cells) > 1 else numbered[:2]
+
+
+def _undecoded(part: Any, column: str) -> Any:
+    import datasets
+
+    return part.select_columns([column]).cast_column(column, datasets.Image(decode=False))
