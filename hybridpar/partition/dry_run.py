@@ -7,8 +7,7 @@ what a prediction is checked against.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,10 +85,9 @@ def dry_run_partitions(
     if passes < 1:
         raise UsageError(f"{passes} passes", "What is measured runs at least once.", "Use passes=5.")
     clock = Clock(inputs[0].device, own_time=own_time)
-    everything = [stage for stages in partitions for stage in stages]
-    together = nn.ModuleList(everything)
+    together = nn.ModuleList(stage for stages in partitions for stage in stages)
     rows: list[list[list[list[float]]]] = [[] for _ in partitions]
-    with untouched(together, training=True), _training_graphs(everything):
+    with untouched(together, training=True):
         for parameter in together.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         saved = [_saved_bytes(stages, inputs) for stages in partitions]
@@ -101,19 +99,6 @@ def dry_run_partitions(
         best = torch.tensor(times, dtype=torch.float64).amin(dim=0).tolist()
         results.append([StageTimes(ahead, back, size) for (ahead, back), size in zip(best, sizes, strict=True)])
     return results
-
-
-@contextmanager
-def _training_graphs(stages: Sequence[Stage]) -> Iterator[None]:
-    """Training graphs inside, the graphs of before afterwards."""
-    before = [stage.training for stage in stages]
-    try:
-        for stage in stages:
-            stage.train()
-        yield
-    finally:
-        for stage, mode in zip(stages, before, strict=True):
-            stage.train(mode)
 
 
 def _one_pass(stages: Sequence[Stage], inputs: Sequence[torch.Tensor], clock: Clock) -> list[list[float]]:

@@ -139,7 +139,7 @@ class _State:
     def __init__(self, values: bool) -> None:
         self._values = values
         self._seen: dict[int, object] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def restore(self) -> None:
         """Put back what has changed, containers before what they hold."""
@@ -151,7 +151,8 @@ class _State:
         if isinstance(module, (fx.GraphModule, torch.jit.ScriptModule)):
             # Its attributes describe the graph; forward changes at most its tensors.
             flag = module.training
-            self._undo.append(lambda: setattr(module, "training", flag))
+            # A stage has a graph for each mode.
+            self._undo.append(lambda: None if module.training == flag else module.train(flag))
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 self._keep(tensor)
             return
