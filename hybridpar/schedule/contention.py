@@ -139,7 +139,15 @@ class EventLoop:
         Args:
             job: The job.
         """
-        self._begin(job)
+        phase = job.phases[job.number]
+        if phase.ms <= 0:
+            self._over.append(job)
+            return
+        job.left, job.since, job.rate = phase.ms, self.now, 0.0
+        for resource, amount in phase.uses:
+            if resource.add(job, amount):
+                self._adjust(resource)
+        self._set_rate(job)
 
     def run(self) -> None:
         """Go on until no job is left; what `on_phase` starts is run too."""
@@ -158,18 +166,7 @@ class EventLoop:
             job.number += 1
             job.on_phase(ended)
             if job.number < len(job.phases):
-                self._begin(job)
-
-    def _begin(self, job: Job) -> None:
-        phase = job.phases[job.number]
-        if phase.ms <= 0:
-            self._over.append(job)
-            return
-        job.left, job.since, job.rate = phase.ms, self.now, 0.0
-        for resource, amount in phase.uses:
-            if resource.add(job, amount):
-                self._adjust(resource)
-        self._set_rate(job)
+                self.start(job)
 
     def _leave(self, job: Job) -> None:
         for resource, _ in job.phases[job.number].uses:
