@@ -69,13 +69,12 @@ def plan_of(answer: Answer, outcome: Outcome | None = None) -> Plan:
     )
 
 
-def candidate_of(plan: Plan, evaluator: Evaluator, source: str = "the plan") -> Candidate:
+def candidate_of(plan: Plan, evaluator: Evaluator) -> Candidate:
     """The candidate that a plan says, so that it can be predicted again.
 
     Args:
         plan: The plan, of the space that the evaluator is for.
         evaluator: What predicts.
-        source: What to call the plan in messages.
 
     Raises:
         PlanError: No candidate of the space is like it.
@@ -85,7 +84,7 @@ def candidate_of(plan: Plan, evaluator: Evaluator, source: str = "the plan") -> 
         if _said_by(candidate, evaluator) == said:
             return candidate
     raise PlanError(
-        f"{source} is not one of the plans that its recorded inputs leave open",
+        "the plan is not one of the plans that its recorded inputs leave open",
         "What is predicted is a candidate of the search that the plan records.",
         "Plan again; a plan that was edited by hand cannot be compared with what was predicted.",
     )

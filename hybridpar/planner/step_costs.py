@@ -217,17 +217,16 @@ def _crowding(model: nn.Module, example: Tensor, world: World, steps: int) -> di
     return {"slower": slower, NOISE: max(halves_apart(slowest), halves_apart(first))}
 
 
-def figures_key(model: nn.Module, example: Tensor, threads: int | None = None) -> dict[str, object]:
+def figures_key(model: nn.Module, example: Tensor) -> dict[str, object]:
     """What figures of a model on a device depend on.
 
     Args:
         model: The model.
         example: A micro-batch.
-        threads: Intra-op threads on a CPU; default: as many as torch uses now.
     """
     return {
         "model": model_fingerprint(model),
         "input": list(example.shape),
         "dtype": str(example.dtype),
-        **machine_key(example.device, threads),
+        **machine_key(example.device),
     }
