@@ -25,7 +25,7 @@ from hybridpar.registry import Registry, names_in_source
 #: Options that `--help` shows; `--help-all` shows all.
 SHOWN = (
     *("config", "preset"),
-    *("model", "data", "data_root", "batch_size", "image_size", "augment", "mixup"),
+    *("model", "weights", "data", "data_root", "batch_size", "image_size", "augment", "mixup"),
     *("epochs", "steps", "optimizer", "lr", "weight_decay", "lr_schedule", "clip_norm"),
     *("workers", "stages", "replicas", "micro_batches", "schedule"),
     *("compress", "sync", "recipe"),
@@ -115,7 +115,7 @@ def check_names(command: Train) -> None:
         command: The options.
 
     Raises:
-        UsageError: A name is unknown, or `--model-arg`, `--checkpoint-every` or `--compress` cannot be read.
+        UsageError: A name is unknown, a file is missing, or another option cannot be read.
     """
     from hybridpar.config.data import data_set_kind
     from hybridpar.config.torchvision_sets import TORCHVISION_SETS
@@ -123,7 +123,14 @@ def check_names(command: Train) -> None:
     from hybridpar.run.save_rule import SaveRule
 
     check_model_name(command.model)
-    parse_arguments(command.model_arg)
+    arguments = parse_arguments(command.model_arg)
+    if command.weights is not None:
+        from hybridpar.models.inputs import model_input
+        from hybridpar.models.weight_files import check_file, is_file
+
+        if is_file(command.weights):
+            check_file(Path(command.weights))
+        model_input(command.model, command.weights, arguments)
     _check_registered("data set", "data", "DATA_SETS.register", data_set_kind(command.data), TORCHVISION_SETS)
     SaveRule.parse(command.checkpoint_every)
     codec = command.compress.strip()

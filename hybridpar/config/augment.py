@@ -32,12 +32,13 @@ class AugmentConfig:
     """Least and largest aspect ratio of a random crop; of images from files."""
     random_erasing: float = 0.0
     """Probability of erasing a rectangle of an image."""
-    interpolation: Interpolation = "bilinear"
-    """How images from files are resized."""
+    interpolation: Interpolation | None = None
+    """How images from files are resized; default: as for the weights, else bilinear."""
     train_interpolation: Interpolation | Literal["random"] | None = None
     """The same in training; `random`: bilinear or bicubic; default: --interpolation."""
-    crop_ratio: float = 0.875
-    """Side of the square that is tested over the shorter side of the resized image; of images from files."""
+    crop_ratio: float | None = None
+    """Side of the square that is tested over the shorter side of the resized image; of images from files; default: that
+    of the weights, else 0.875."""
     repeats: int = 1
     """Copies of a sample in a batch, each augmented by itself; an epoch then has that many times fewer samples."""
     mixup: float = 0.0
@@ -85,7 +86,7 @@ def augment_rules(config: AugmentConfig) -> list[Rule]:
         Rule("--color-jitter", config.color_jitter, 0 <= config.color_jitter <= 1, "at least 0 and at most 1"),
         Rule("--scale", config.scale, 0 < low <= high <= 1, "two numbers from 0 to 1, the smaller one first"),
         Rule("--ratio", config.ratio, 0 < narrow <= wide, "two numbers of more than 0, the smaller one first"),
-        Rule("--crop-ratio", config.crop_ratio, 0 < config.crop_ratio <= 1, "greater than 0 and at most 1"),
+        Rule("--crop-ratio", config.crop_ratio, 0 < (config.crop_ratio or 1) <= 1, "greater than 0 and at most 1"),
         Rule("--repeats", config.repeats, config.repeats >= 1, "at least 1"),
         Rule("--mixup", config.mixup, config.mixup >= 0, "at least 0"),
         Rule("--cutmix", config.cutmix, config.cutmix >= 0, "at least 0"),

@@ -26,9 +26,13 @@ class DataConfig:
     loader_workers: int | None = None
     """Loader processes per worker; default: 0 for data held in memory, else 2."""
     image_size: int | None = None
-    """Side of the square images, in pixels; default: the usual one of the data set."""
+    """Side of the square images, in pixels; default: that of the weights, else the usual one of the data set."""
     test_image_size: int | None = None
     """Side of the images in testing, in pixels; default: --image-size."""
+    mean: tuple[float, float, float] | None = None
+    """Mean of each channel of pixels in [0, 1], taken off; default: that of the weights, else of the data set."""
+    std: tuple[float, float, float] | None = None
+    """Standard deviation of each channel, divided by; default: that of the weights, else of the data set."""
     synthetic_samples: int = 1024
     """Number of training samples of `--data synthetic`."""
     bad_images: Literal["skip", "error"] = "skip"
@@ -55,6 +59,8 @@ def data_rules(config: DataConfig) -> list[Rule]:
         Rule("--loader-workers", config.loader_workers, (config.loader_workers or 0) >= 0, "at least 0"),
         Rule("--image-size", config.image_size, config.image_size is None or config.image_size >= 8, "at least 8"),
         Rule("--test-image-size", config.test_image_size, (config.test_image_size or 8) >= 8, "at least 8"),
+        Rule("--mean", config.mean, all(0 <= one <= 1 for one in config.mean or ()), "three numbers from 0 to 1"),
+        Rule("--std", config.std, all(one > 0 for one in config.std or ()), "three numbers of more than 0"),
         Rule("--synthetic-samples", config.synthetic_samples, config.synthetic_samples >= 2, "at least 2"),
     ]
 

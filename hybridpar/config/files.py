@@ -76,6 +76,8 @@ class Setting:
         option, default = self.name.replace("_", "-"), _fields()[self.name].default
         if isinstance(default, bool) and isinstance(self.value, bool):
             return [] if self.value == default else [f"--{option}" if self.value else f"--no-{option}"]
+        if isinstance(self.value, list) and "UseAppendAction" in str(_fields()[self.name].type):
+            return [f"--{option}={one}" for one in self.value]
         if isinstance(self.value, list):
             return [f"--{option}", *map(str, self.value)]
         return [f"--{option}={self.value}"]

@@ -72,6 +72,10 @@ class OptimizerConfig:
     """Weight decay; never applied to biases, normalisation layers, and what the model's no_weight_decay() names."""
     no_decay: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Pattern of further parameter names without weight decay, as `*.pos_embed`."""
+    layer_decay: float = 1.0
+    """What the learning rate of a layer is multiplied with for the layer before it; 1: all layers learn alike."""
+    head_lr_scale: float = 1.0
+    """What the learning rate of the head, the last layer, is multiplied with."""
     lr_schedule: Literal["cosine", "step", "multistep", "poly", "exp", "wsd", "plateau", "constant"] = "cosine"
     """Learning-rate schedule after the warm-up; `wsd`: constant, then down; `plateau`: by the test accuracy."""
     min_lr: float = 0.0
@@ -128,6 +132,11 @@ class OptimizerConfig:
     """Every so many epochs, compare batch sizes on a small part of the data, and go on with the largest that learns as
     well; 0: never."""
 
+    @property
+    def scales_rates(self) -> bool:
+        """Whether layers have learning rates of their own."""
+        return (self.layer_decay, self.head_lr_scale) != (1.0, 1.0)
+
 
 def optimizer_rules(config: OptimizerConfig) -> list[Rule]:
     """What the values of these options must be.
@@ -155,6 +164,8 @@ def optimizer_rules(config: OptimizerConfig) -> list[Rule]:
             "--decay-epochs", config.decay_epochs, config.decay_epochs is None or config.decay_epochs > 0, "more than 0"
         ),
         Rule("--milestones", config.milestones, all(m > 0 for m in config.milestones), "numbers of more than 0"),
+        Rule("--layer-decay", config.layer_decay, 0 < config.layer_decay <= 1, "greater than 0 and at most 1"),
+        Rule("--head-lr-scale", config.head_lr_scale, config.head_lr_scale > 0, "greater than 0"),
         Rule("--lr-power", config.lr_power, config.lr_power > 0, "greater than 0"),
         Rule("--patience-epochs", config.patience_epochs, config.patience_epochs >= 0, "at least 0"),
         Rule(

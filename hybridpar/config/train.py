@@ -267,6 +267,8 @@ class TrainConfig(
         self.check_sync()
         if self.uses_servers:
             self._check_with_servers()
+        if self.weights is not None and self.resume_from is not None:
+            raise refuse(f"--weights {self.weights}", f"--resume-from {self.resume_from}", "Both say where to start.")
         for option, named in (("--overwrite", self.overwrite), ("--resume-from", self.resume_from is not None)):
             if self.resume and named:
                 raise UsageError(
@@ -324,6 +326,7 @@ class TrainConfig(
             ("--timeline", self.timeline is not None, "A timeline is of workers that make one step together."),
             ("--clip-norm", self.clip_norm is not None, shards),
             (f"--optimizer {self.optimizer}", self.optimizer not in ("sgd", "adamw"), "Servers have SGD and AdamW."),
+            ("--layer-decay or --head-lr-scale", self.scales_rates, "A shard has one learning rate."),
             ("--mixup and --cutmix", self.mixes, "Their draws are one for all workers' samples of a step."),
             ("--model-ema", self.model_ema, "No worker has the weights of every step."),
             ("--lr-schedule plateau", self.lr_schedule == "plateau", "Only rank 0 tests, and no shard is told."),

@@ -20,6 +20,9 @@ from hybridpar.config.augment import AugmentConfig
 from hybridpar.data.decode import RandomCrop
 from hybridpar.errors import UsageError, shortened
 
+#: How images are resized where neither options nor the weights say it.
+DEFAULT_INTERPOLATION = "bilinear"
+
 #: What stands before a policy of timm.
 TIMM = "timm/"
 
@@ -46,7 +49,7 @@ def random_crop(size: int, config: AugmentConfig) -> RandomCrop:
         size: Side of the square that comes out, in pixels.
         config: `scale`, `ratio` and the interpolation in training.
     """
-    name = config.train_interpolation or config.interpolation
+    name = config.train_interpolation or config.interpolation or DEFAULT_INTERPOLATION
     return RandomCrop(size, scale=config.scale, ratio=config.ratio, interpolation=name)
 
 
@@ -77,7 +80,8 @@ def random_changes(
     if config.vflip:
         changes.append(v2.RandomVerticalFlip(config.vflip))
     name, _, arguments = config.augment.partition(":")
-    mode = interpolation_of(config.interpolation if config.interpolation in modes else modes[-1])
+    asked = config.interpolation or DEFAULT_INTERPOLATION
+    mode = interpolation_of(asked if asked in modes else modes[-1])
     if config.augment.startswith(TIMM):
         changes.append(TimmPolicy(config.augment.removeprefix(TIMM), size, mean))
     elif name == "ra":

@@ -27,7 +27,7 @@ from hybridpar.config.data import data_set_kind
 from hybridpar.data.augment import shift_and_flip
 from hybridpar.data.cache import ImageCache, memory_for_images
 from hybridpar.data.decode import decode, open_image
-from hybridpar.data.policies import interpolation_of, random_changes, random_crop, random_erasing
+from hybridpar.data.policies import DEFAULT_INTERPOLATION, interpolation_of, random_changes, random_crop, random_erasing
 from hybridpar.data.sampling import AugmentKey, Draw, IntArray, bounded, counter_hash
 from hybridpar.errors import DataError
 from hybridpar.registry import Registry
@@ -41,6 +41,9 @@ DEFAULT_SIZE = 224
 #: Of pixels in [0, 1]; the statistics that torchvision's ImageNet weights expect.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+
+#: Side of the square that is tested over the shorter side of the resized image, where nothing says it: 224 / 256.
+CROP_RATIO = 0.875
 
 
 class Loaded(NamedTuple):
@@ -362,7 +365,8 @@ def imagenet_transforms(
     options = config if isinstance(config, AugmentConfig) else AugmentConfig()
     changes = random_changes(options, 0.5 if flip else 0.0, size, mean, ("nearest", "bilinear"))
     augment = v2.Compose([random_crop(size, options), *changes, *random_erasing(options, mean)])
-    resize = v2.Resize(round(size / options.crop_ratio), interpolation_of(options.interpolation), antialias=True)
+    mode = interpolation_of(options.interpolation or DEFAULT_INTERPOLATION)
+    resize = v2.Resize(round(size / (options.crop_ratio or CROP_RATIO)), mode, antialias=True)
     prepare = v2.Compose([resize, v2.CenterCrop(size), v2.PILToTensor()])
     return augment, prepare
 
@@ -389,9 +393,10 @@ def decoding(config: DataConfig, size: int, *, flip: bool = True) -> Decoding:
         size: Side of the square images that come out, in pixels.
         flip: As of `imagenet_transforms`.
     """
-    augment, prepare = imagenet_transforms(size, config, flip=flip)
+    mean = config.mean or IMAGENET_MEAN
+    augment, prepare = imagenet_transforms(size, config, mean, flip=flip)
     if config.test_image_size is not None:
-        _, prepare = imagenet_transforms(config.test_image_size, config)
+        _, prepare = imagenet_transforms(config.test_image_size, config, mean)
     return {"augment": augment, "prepare": prepare, "strict": config.bad_images == "error"}
 
 
@@ -492,6 +497,7 @@ def load_dataset(config: DataConfig) -> ImageData:
         DataError: Its files are missing or damaged; the message says what was looked for, where, and the fix.
     """
     data = DATA_SETS.get(data_set_kind(config.data))(config)
+    data = replace(data, mean=config.mean or data.mean, std=config.std or data.std)
     if isinstance(config, AugmentConfig):
         augment_in_memory(data, config)
     if config.cache_images:

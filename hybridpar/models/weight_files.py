@@ -61,15 +61,28 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Raises:
         UsageError: There is no such file, it cannot be read, it holds objects of other kinds, or no tensors.
     """
+    check_file(path)
     file = _checkpoint_file(path) if path.is_dir() else path
-    if not file.is_file():
-        near = [one.name for one in file.parent.iterdir()] if file.parent.is_dir() else []
+    return clean(_read_safetensors(file) if file.suffix == ".safetensors" else _read_torch(file), file)
+
+
+def check_file(path: Path) -> None:
+    """Refuse a file or directory that is not there; nothing is imported.
+
+    Args:
+        path: What the user named.
+
+    Raises:
+        UsageError: There is none; it names the nearest.
+    """
+    file = path
+    if not file.exists():
+        near = [one.name for one in file.parent.iterdir() if one.suffix in _SUFFIXES] if file.parent.is_dir() else []
         raise UsageError(
             f"--weights {shortened(path)}: there is no such file",
             nearest(file.name, near) if near else f"There is no directory {shortened(file.parent)} either.",
             "Name a .pt, .pth or .safetensors file, a checkpoint, a run directory, `default`, or weights by name.",
         )
-    return clean(_read_safetensors(file) if file.suffix == ".safetensors" else _read_torch(file), file)
 
 
 def _checkpoint_file(directory: Path) -> Path:

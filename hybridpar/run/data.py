@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
+from hybridpar.config.augment import Interpolation
 from hybridpar.data import ImageData, TestBatches, TrainBatches, load_dataset
 from hybridpar.data.sampling import FEWEST_PER_PART
 from hybridpar.errors import UsageError
-from hybridpar.models import build_model, parse_arguments, require_trained
+from hybridpar.models import build_model, freeze, load_weights, parse_arguments, require_trained
 from hybridpar.models.freezing import freeze_batch_norm
+from hybridpar.models.inputs import model_input
 from hybridpar.plan import ResolvedPlan
 from hybridpar.train.model_check import check_outputs
 
@@ -159,6 +163,50 @@ def configured_model(config: TrainConfig, name: str, classes: int) -> nn.Module:
     )
 
 
+def with_images_of_weights(config: TrainConfig, name: str) -> TrainConfig:
+    """Let images be as the published weights of a model want them, where options do not say otherwise.
+
+    Args:
+        config: Options.
+        name: What the user calls the model.
+
+    Returns:
+        Options with size, mean, standard deviation, interpolation and crop ratio of the images.
+
+    Raises:
+        UsageError: There are no such weights.
+    """
+    found = model_input(name, config.weights, parse_arguments(config.model_arg))
+    if found is None:
+        return config
+    known: dict[str, Any] = {"image_size": found.size, "crop_ratio": found.crop_ratio}
+    if len(found.mean) == len(found.std) == 3:
+        known |= {"mean": found.mean, "std": found.std}
+    if found.interpolation in get_args(Interpolation):
+        known["interpolation"] = found.interpolation
+    return replace(config, **{name: value for name, value in known.items() if getattr(config, name) is None})
+
+
+def start_from_weights(config: TrainConfig, name: str, model: nn.Module) -> list[str]:
+    """Give a model the weights that its options name.
+
+    Args:
+        config: Options.
+        name: What the user calls the model.
+        model: The model; changed in place.
+
+    Returns:
+        A line on what was taken, what is new and what was left out; empty where no weights were asked for.
+
+    Raises:
+        UsageError: The weights cannot be had, or are those of another architecture.
+    """
+    if config.weights is None:
+        return []
+    report = load_weights(model, config.weights, name=name, args=parse_arguments(config.model_arg))
+    return [f"weights  {report}"]
+
+
 def make_model(config: TrainConfig, name: str, data: ImageData, device: torch.device) -> nn.Module:
     """Build the model of a run on a device, and refuse one that cannot be trained on the data.
 
@@ -169,9 +217,10 @@ def make_model(config: TrainConfig, name: str, data: ImageData, device: torch.de
         device: Where it will be trained.
 
     Raises:
-        UsageError: See `build_model`, `require_trained` and `check_outputs`.
+        UsageError: There is no such model, nothing of it would be trained, or its outputs do not fit the data.
     """
     model = configured_model(config, name, data.classes)
+    freeze(model, config.freeze)
     if config.batch_norm == "frozen":
         freeze_batch_norm(model)
     require_trained(model, name)

@@ -51,6 +51,8 @@ _FIXED = {
     **dict.fromkeys(("data", "batch_size", "seed", "image_size", "synthetic_samples"), _SAMPLES),
     "optimizer": "The checkpoint holds the state of the other optimizer.",
     "stem": "The checkpoint holds the weights of the other stem.",
+    **dict.fromkeys(("mean", "std"), "The model has seen images of these statistics."),
+    "weights": "The run has weights of its own by now; those that it started from are not read again.",
     "model_arg": "The checkpoint holds the weights of a model built with these.",
 }
 #: Options of a command and not of the run: they are never recalled, and a change is not worth a line.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybridpar.comm.replicate import broadcast_state
 from hybridpar.comm.world import World
 from hybridpar.config import TrainConfig
 from hybridpar.data import Batch, ImageData, describe_data
@@ -26,7 +27,17 @@ from hybridpar.pipeline.step import LateOutcome
 from hybridpar.plan import Plan
 from hybridpar.planner.planned_run import plan_run, set_aside
 from hybridpar.planner.resolve import join_workers
-from hybridpar.run.data import batch_maker, check_batch, example_batch, load_data, make_model, steps_of, test_batches
+from hybridpar.run.data import (
+    batch_maker,
+    check_batch,
+    example_batch,
+    load_data,
+    make_model,
+    start_from_weights,
+    steps_of,
+    test_batches,
+    with_images_of_weights,
+)
 from hybridpar.run.directory import before_the_start, claim_place, find_place, recall_options
 from hybridpar.run.figures import (
     WorkerFigures,
@@ -72,6 +83,7 @@ def run_training(config: TrainConfig, model_name: str, given: Collection[str] | 
     config.check()
     config, changes = recall_options(config, model_name, given)
     config.check()
+    config = with_images_of_weights(config, model_name)
     if config.uses_servers:
         from hybridpar.run.served_run import run_served
 
@@ -130,6 +142,11 @@ class Run(RunLoop):
         self.data_line = world.from_main(lambda: describe_data(data))
         self.place = world.from_main(lambda: find_place(config, model_name))
         check_batch(config, len(data.train), world.size)
+        self.weights_lines: list[str] = []
+        if self.place.checkpoint is None and config.weights is not None:
+            self.weights_lines = world.from_main(lambda: start_from_weights(config, model_name, model))
+            if world.size > 1:
+                broadcast_state(model, 0, world)
         self.planned = plan_run(
             model,
             config,
@@ -236,7 +253,7 @@ class Run(RunLoop):
 
     def _describe(self) -> tuple[Plan, RunInfo]:
         device = device_name(self.world.device)
-        notes = [*self._opening_notes(), *self.planned.lines]
+        notes = [*self._opening_notes(), *self.weights_lines, *self.planned.lines]
         if self.place.restarted:
             since = f"step {self.at.resumed_from}" if self.at.resumed_from else "the start"
             notes.append(f"a worker died; all workers were restarted and go on from {since}")

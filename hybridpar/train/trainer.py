@@ -22,7 +22,7 @@ from hybridpar.config import TrainConfig, check_recipe
 from hybridpar.config.recipe import LATE
 from hybridpar.errors import CheckpointError, SyncError, UsageError
 from hybridpar.lanes import Lanes
-from hybridpar.models import autocast, model_fingerprint
+from hybridpar.models import autocast, learning_rate_scales, model_fingerprint
 from hybridpar.models.freezing import freeze_batch_norm
 from hybridpar.models.outputs import OutputLoss
 from hybridpar.optim.build import undecayed_names
@@ -194,15 +194,18 @@ class Trainer:
             plan = plan.with_codec(options.compress)
         self._peak_rate = options.lr
 
-        no_decay = undecayed_names(self.model, asked.no_decay)  # a stage does not know what the model says
+        # A stage does not know what the whole model says.
+        no_decay = undecayed_names(self.model, asked.no_decay)
+        scales = None
+        if asked.scales_rates:
+            scales = learning_rate_scales(self.model, asked.layer_decay, asked.head_lr_scale)
 
         def make(module: nn.Module) -> torch.optim.Optimizer:
             if optimizer is not None:
                 made = optimizer(module)
-            else:
-                made = make_optimizer(module, asked, options, **given, no_decay=no_decay)
-            self._peak_rate = float(made.param_groups[0]["lr"])
-            return made
+                self._peak_rate = float(made.param_groups[0]["lr"])
+                return made
+            return make_optimizer(module, asked, options, **given, no_decay=no_decay, scales=scales)
 
         if asked.cuda_graph:  # before the model is measured and cut; the engines look at the rest
             positions = plan.placement.workers

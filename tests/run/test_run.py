@@ -393,3 +393,48 @@ def test_a_full_disk_ends_the_run_and_loses_nothing_saved(tmp_path):
             (old / "training.pt").unlink()
         assert train(disk / "run", steps=step + 2, resume=True, keep=1) == 0
         assert check_run(disk / "run", steps=step + 2)["resumed_from"] == step
+
+
+# ------------------------------------------------------------------------------------------------------ fine-tuning
+
+FINE = {"freeze": ("body.[01]",), "layer_decay": 0.5, "head_lr_scale": 2.0}
+
+
+def test_a_run_starts_from_weights_trains_what_is_not_frozen_and_is_resumed_to_the_bit(straight, tmp_path, capsys):
+    fine = {**FINE, "weights": str(straight)}
+    train(tmp_path / "whole", "dropping", **fine)
+    assert "weights  " in capsys.readouterr().out
+    began, ended = saved_state(straight), saved_state(tmp_path / "whole")
+    for name in (one for one in began if "/" not in one):
+        if name != "body.3.bias":  # the norm after it takes it away
+            same = torch.equal(began[name], ended[name])
+            assert same == name.startswith(("body.0.", "body.1.")), name  # with them the layer's running statistics
+
+    train(tmp_path / "cut", "dropping", **fine, fault="TERM@0:7")
+    moved = tmp_path / "moved"
+    straight.rename(moved)  # weights are read at the start alone
+    try:
+        train(tmp_path / "cut", "dropping", **fine, resume=True)
+    finally:
+        moved.rename(straight)
+    assert_same_state(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fine_tuning_in_stages_is_that_of_one_process(straight, tmp_path, ranks):
+    fine = {**FINE, "weights": str(straight), "batch_norm": "frozen", "micro_batches": 2, "steps": 6, "plan": "none"}
+    train(tmp_path / "one", **fine)
+    options = {**fine, "stages": 2}
+    if ranks == 1:
+        train(tmp_path / "cut", **options)
+    else:
+        run_ranks(train_rank, ranks, tmp_path / "cut", "plain", None, options)
+    for name, value in saved_state(tmp_path / "one").items():
+        torch.testing.assert_close(saved_state(tmp_path / "cut")[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_and_a_checkpoint_to_go_on_from_are_one_too_many():
+    with pytest.raises(UsageError, match="Both say where to start"):
+        TrainConfig(weights="default", resume_from=Path("step-3")).check()
+    with pytest.raises(UsageError, match="--layer-decay"):
+        TrainConfig(layer_decay=0.5, sync="ps").check()

@@ -1,0 +1,146 @@
+"""Weights from files, checkpoints and caches: what is taken, what stays new, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import urllib.error
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from hybridpar.config import TrainConfig
+from hybridpar.errors import UsageError
+from hybridpar.models import build_model, load_weights
+from hybridpar.models.inputs import model_input
+from hybridpar.run.data import with_images_of_weights
+from tests.small_nets import plain, wide
+
+
+def equal(model: nn.Module, state: dict[str, torch.Tensor], *, but: tuple[str, ...] = ()) -> bool:
+    own = model.state_dict()
+    return all(torch.equal(own[name], state[name]) for name in own if not name.startswith(but or "-"))
+
+
+@pytest.fixture
+def source():
+    torch.manual_seed(3)
+    return plain().state_dict()
+
+
+FORMS = {
+    "state.pt": lambda state: state,
+    "nested.pth": lambda state: {"state_dict": state, "epoch": 3, "args": argparse.Namespace(lr=0.1)},
+    "averaged.pt": lambda state: {"model": {key: value + 1 for key, value in state.items()}, "model_ema": state},
+    "wrapped.pt": lambda state: {f"module.{key}": value for key, value in state.items()},
+    "lightning.ckpt": lambda state: {"state_dict": {f"model.{key}": value for key, value in state.items()}},
+    "state.safetensors": None,
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_files_of_all_forms_are_read(tmp_path, source, name):
+    form = FORMS[name]
+    if form is None:
+        save_file({key: value.contiguous() for key, value in source.items()}, tmp_path / name)
+    else:
+        torch.save(form(source), tmp_path / name)
+    torch.manual_seed(4)
+    model = plain()
+    before = torch.get_rng_state()
+    report = load_weights(model, tmp_path / name)
+    assert equal(model, source)
+    assert report.taken == report.total == len(source)
+    assert (report.new, report.left_out) == ((), ())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_head_is_new_where_the_classes_differ(tmp_path, source):
+    torch.save(source | {"more.weight": torch.zeros(2)}, tmp_path / "w.pt")
+    model = plain(num_classes=4)
+    fresh = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    report = load_weights(model, tmp_path / "w.pt")
+    assert report.classes == (10, 4)
+    assert report.new == ("head.weight", "head.bias")
+    assert report.left_out == ("more.weight",)
+    assert equal(model, source, but=("head.",))
+    assert torch.equal(model.state_dict()["head.weight"], fresh["head.weight"])
+    assert "new: head.weight, head.bias (10 -> 4 classes); left out: more.weight" in str(report)
+
+
+def test_weights_of_another_architecture_change_nothing(tmp_path, source):
+    torch.save(source, tmp_path / "w.pt")
+    model = wide()
+    fresh = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(UsageError, match=r"not of SmallNet: \d+ of the model's 15 tensors fit"):
+        load_weights(model, tmp_path / "w.pt")
+    assert equal(model, fresh)
+
+
+class Code:
+    def __reduce__(self):
+        return print, ("run",)
+
+
+def test_files_that_cannot_be_used_are_one_error_each(tmp_path, source, capsys):
+    torch.save(source, tmp_path / "weights.pt")
+    with pytest.raises(UsageError, match=r"weights\.pt"):
+        load_weights(plain(), tmp_path / "weigths.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "weights.pt").read_bytes()[:200])
+    (tmp_path / "code.pt").write_bytes(pickle.dumps({"state_dict": Code()}))
+    (tmp_path / "numbers.pt").write_bytes(b"")
+    (tmp_path / "cut.safetensors").write_bytes(b"\x10")
+    (tmp_path / "empty").mkdir()
+    for name in ("cut.pt", "code.pt", "numbers.pt", "cut.safetensors", "empty"):
+        with pytest.raises(UsageError, match=name):
+            load_weights(plain(), tmp_path / name)
+    assert "run" not in capsys.readouterr().out
+
+
+def test_published_weights_of_torchvision_come_from_its_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    torch.manual_seed(0)
+    state = build_model("squeezenet1_1", 1000).state_dict()
+    (tmp_path / "checkpoints").mkdir()
+    torch.save(state, tmp_path / "checkpoints" / "squeezenet1_1-b8a52dc0.pth")
+    model = build_model("squeezenet1_1", 7)
+    report = load_weights(model, "default", name="squeezenet1_1")
+    assert report.source == "SqueezeNet1_1_Weights.IMAGENET1K_V1"
+    assert report.classes == (1000, 7)
+    assert equal(model, state, but=("classifier.",))
+
+    def offline(*arguments: object, **options: object) -> None:
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", offline)
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", offline)
+    with pytest.raises(UsageError, match=r"cannot be downloaded: URLError.*no network"):
+        load_weights(build_model("resnet18", 10), "IMAGENET1K_V1", name="resnet18")
+    with pytest.raises(UsageError, match="no such weights of resnet18") as caught:
+        load_weights(build_model("resnet18", 10), "IMAGENET1K_V7", name="resnet18")
+    assert "IMAGENET1K_V1" in str(caught.value)
+
+
+@pytest.mark.parametrize("weights", ["default", "hf-hub:nobody/nothing"])
+def test_without_a_hub_timms_weights_are_one_error(tmp_path, monkeypatch, weights):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    model = build_model("timm/resnet10t", 10)
+    with pytest.raises(UsageError, match="cannot be had from the Hugging Face hub"):
+        load_weights(model, weights, name="timm/resnet10t")
+
+
+def test_images_are_as_the_weights_want_them():
+    assert model_input("resnet18", None) is None
+    known = model_input("resnet50", "IMAGENET1K_V2")
+    assert known is not None
+    assert (known.size, known.interpolation, known.crop_ratio) == (224, "bilinear", 224 / 232)
+    name = "timm/vit_tiny_patch16_224"
+    config = with_images_of_weights(TrainConfig(weights="default", interpolation="nearest"), name)
+    assert (config.image_size, config.mean, config.std) == (224, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert (config.interpolation, config.crop_ratio) == ("nearest", 0.9)
+    assert with_images_of_weights(config, name) == config
